@@ -1,8 +1,8 @@
-"""What a configuration of vLLM names: ``"kv_connector_module_path": "kvtiers.vllm"``.
+"""Names for a vLLM configuration with ``"kv_connector_module_path": "kvtiers.vllm"``, and vLLM's plugin entry point.
 
-Also what vLLM calls at the start of each of its processes (entry point ``vllm.general_plugins``). Imports nothing of
-vLLM, nor of ``kvtiers.connector.vllm``, before one of the names is asked for: where kvtiers is installed and not used,
-vLLM's processes pay for this module alone.
+Every vLLM process calls ``register`` when it starts (entry point ``vllm.general_plugins``). This module imports vLLM
+and ``kvtiers.connector.vllm`` only when one of its names is used, so a vLLM process that does not use kvtiers loads
+only this module.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Tell vLLM the names of kvtiers' connectors. May be called again."""
+    """Register kvtiers' connectors in vLLM. May be called repeatedly."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in _CONNECTORS:
         try:
             KVConnectorFactory.register_connector(name, __name__, name)
-        except ValueError:  # it is registered
+        except ValueError:  # already registered
             continue

@@ -1,4 +1,4 @@
-"""KV blocks in local files, NFS, S3 and any fsspec URL. Imports neither vLLM nor torch. Start reading at ``store``."""
+"""Keep KV blocks in local files, NFS, S3 or any fsspec URL. Imports neither vLLM nor torch. Read ``store`` first."""
 
-if __name__ != "kvtiers.tiers":  # as a package of its own, each of its modules could be loaded twice, with two states
+if __name__ != "kvtiers.tiers":  # under a second name, each module could be loaded twice and have two states
     raise ImportError("import kvtiers.tiers")

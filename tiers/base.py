@@ -1,7 +1,7 @@
-"""SecondaryTierManager: what the engine side calls of a tier, and the values that cross that border.
+"""SecondaryTierManager: the interface between the engine side and a tier, and the values that they exchange.
 
-Threads: everything here is called on the engine's scheduler thread, so nothing here does I/O or waits, with two
-exceptions that say so: ``drain_jobs`` and ``shutdown``.
+Threads: the engine's scheduler thread calls everything here, so these methods must not do I/O or block. The two
+exceptions are ``drain_jobs`` and ``shutdown``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvtiers.tiers.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ReqContext:
-    """The request a call is made for.
+    """The request that a call is for.
 
     Attributes:
-        req_id: the engine's request id; "" where there is none.
+        req_id: the engine's request id; "" if the call is not for a request.
     """
 
     req_id: str = ""
@@ -34,9 +34,9 @@ class JobMetadata:
     """A transfer between region slots and a tier.
 
     Attributes:
-        job_id: unique among the jobs of a tier that are not yet reported.
-        keys: the blocks, in the order of ``block_ids``, none twice.
-        block_ids: (len(keys),) integers, the region slots. The engine side keeps them pinned until the job is reported.
+        job_id: unique among the tier's unreported jobs.
+        keys: the blocks, in the order of ``block_ids``, without duplicates.
+        block_ids: the region slots, (len(keys),) integers. The engine side keeps them pinned until the job is reported.
     """
 
     job_id: int
@@ -47,13 +47,13 @@ class JobMetadata:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of a job. Reported exactly once, and only when nothing can touch the job's slots any more.
+    """The result of a job. Reported exactly once, and only after the last access to the job's slots.
 
     Attributes:
         success: every key of the job succeeded.
-        successful_keys: the keys that did, in the job's order, also when ``success`` is False.
+        successful_keys: the keys that succeeded, in the job's order, even if ``success`` is False.
         transfer_time: seconds from submission to the end of the last block.
-        transfer_bytes: payload bytes moved (blocks that were already stored move none).
+        transfer_bytes: payload bytes moved (a block that was already stored counts 0).
     """
 
     job_id: int
@@ -65,12 +65,12 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks that appeared in or disappeared from a medium.
+    """Blocks that were stored in or removed from a medium.
 
     Attributes:
         keys: the blocks.
-        medium: where, such as "CPU" or a tier's type.
-        removed: True for removed, False for stored.
+        medium: such as "CPU" or a tier's type.
+        removed: True: the blocks were removed. False: they were stored.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -84,17 +84,18 @@ class SecondaryTierManager(ABC):
     Args:
         offloading_spec: the engine's identity, duck-typed (see ``FileMapper.from_offloading_spec``).
         primary_kv_view: the region, shape (num_chunks, row_bytes), C-contiguous, writable.
-        tier_type: name under which the tier was registered; labels its logs and metrics.
+        tier_type: the name under which the tier was registered; labels its logs and metrics.
         **options: the tier's own options.
 
     Attributes:
-        job_deadline_s: by when the tier itself ends a job whose I/O can be ended; None: it does not say. Soon after it
-            (or after 20 s) the engine side goes on without the job, whose slots stay out of use until it is reported.
-            A job at which ``submit_store`` or ``submit_load`` raised may have begun, so its slots do, too; but such a
-            job may be unknown to the tier, and is taken for ended then.
-        takes_stores: False: it is only read; the engine side submits no stores to it.
-        shutdown_s: how long ``shutdown`` may take, most of which it gives to what was accepted; the engine side may set
-            less. None: it does not say, and is drained before.
+        job_deadline_s: time limit after which the tier itself ends a job, if its I/O can be ended; None: no such limit.
+            Soon after this limit (after 20 s if None) the engine side stops waiting for the job, but does not use its
+            slots until the tier reports it. A job may also have begun if ``submit_store`` or ``submit_load`` raised, so
+            its slots stay out of use too. The tier may not know such a job and never report it, so the engine side
+            considers it ended soon after the limit.
+        takes_stores: False: the tier is read-only, and the engine side submits no stores to it.
+        shutdown_s: time limit of ``shutdown``, most of which is spent on jobs that were accepted. The engine side may
+            lower it. None: no limit; the engine side drains the tier before it calls ``shutdown``.
     """
 
     job_deadline_s: float | None = None
@@ -110,47 +111,47 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
-        """True: stored and thought good. False: not there. None: asked, call again in a later step."""
+        """True: stored and presumed good. False: absent. None: not known yet; call again in a later step."""
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[bool | None]:
-        """``lookup`` of several keys, in the order in which the request needs them."""
+        """``lookup`` for several keys, in the order in which the request needs them."""
         return [self.lookup(key, req_context) for key in keys]
 
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
-        """Request ids and keys that may be told another answer than None by now, since the last call.
+        """Request ids and their keys that were answered since the previous call: ``lookup`` may no longer return None.
 
-        A tier that says so is asked again for no other keys, and bounds how long it leaves a question unanswered.
-        None: the tier does not say. It is asked in each step, and is waited for while it gives answers.
+        A tier that returns a mapping is asked again only for these keys, and must limit how long a lookup stays
+        unanswered. None: not supported; lookups are repeated in every step, as long as the tier keeps answering some.
         """
         return None
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        """Start copying slots to the tier. The outcome, refusal included, comes from ``get_finished``."""
+        """Start copying slots to the tier. ``get_finished`` reports the result, even if the job is refused."""
 
     @abstractmethod
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        """Start filling slots from the tier. The outcome, refusal included, comes from ``get_finished``."""
+        """Start filling slots from the tier. ``get_finished`` reports the result, even if the job is refused."""
 
     @abstractmethod
     def get_finished(self) -> Iterable[JobResult]:
-        """Results of jobs that ended since the last call, each job exactly once."""
+        """Results of the jobs that ended since the previous call, each job exactly once."""
 
     def touch(self, keys: Collection[OffloadKey]) -> None:  # noqa: B027 - optional hook
-        """The keys were used; a tier that evicts may keep them longer."""
+        """Note that the keys were used; a tier that evicts may keep them longer."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027 - optional hook
-        """The request will not ask again."""
+        """Note that the request has ended and makes no more lookups."""
 
     def on_schedule_end(self) -> None:  # noqa: B027 - optional hook
-        """A scheduler step ended: batched lookups are sent now."""
+        """Note that a scheduler step has ended; a tier that batches lookups sends them now."""
 
     def drain_jobs(self) -> None:  # noqa: B027 - optional hook
-        """Wait until no job runs or waits. Results are still reported by ``get_finished``. May block."""
+        """Wait until every submitted job has ended. ``get_finished`` still reports their results. May block."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call."""
+        """Events since the previous call."""
         return ()
 
     def shutdown(self) -> None:  # noqa: B027 - optional hook
-        """Cancel what waits, end what runs, release everything. May block, within the tier's limit."""
+        """Finish or cancel the accepted jobs and release all resources. May block, within the tier's limit."""

@@ -1,6 +1,6 @@
-"""The built-in tiers: a config model, a store and the one StoreTierManager, joined.
+"""The built-in tiers. Each combines a config model, a store and StoreTierManager.
 
-A tier that needs a client library imports its store in its constructor, so that a process pays only for what it uses.
+A tier that needs a client library imports its store in its constructor, so a process loads only the clients it uses.
 """
 
 from __future__ import annotations
@@ -46,27 +46,26 @@ from kvtiers.tiers.tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
-BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, however long one call may take
-TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier
-CORE_BYTES = 4 << 20  # of a worker's memory, for obstore's thread on each core
-FSSPEC_COPIES = 4  # of a block, by a driver that moves it
-AT_ONCE_BYTES_MAX = 256 << 20  # under way, in one direction of a worker that waits
-NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
+BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, in which a worker may begin blocks even if one call may take too long
+TASKS_OF_BOUND = 64  # max_bytes is at least this many batches
+CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
+FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
+AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a network storage
+NFS_NEWCOMER_S = 60.0  # how long other hosts may not see a new name: acdirmax's default
 
 
 class _AtMost(int):
-    """A default that is an upper bound: fewer where that many do not fit the machine."""
+    """A default that is only an upper bound: reduced to a number that fits the machine."""
 
 
 THREADS_MAX = _AtMost(16)
 
 
 class FileSystemTierManager(StoreTierManager):
-    """Blocks as files under ``root_dir`` on a local file system.
+    """Blocks as files on a local file system. ``options``: see ``tiers.config.tier_options.FsTierConfig``.
 
-    Made by ``SecondaryTierFactory`` with thread counts that fit the machine; the defaults here are upper bounds for
-    callers that construct it by hand: each thread may have a worker process. A count that is given is taken as it is.
-    ``options`` are those of ``tiers.config.tier_options.FsTierConfig``.
+    The default thread counts are upper bounds, reduced to fit the machine, because each thread may have a worker
+    process. A count that the caller passes is used as given.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class FileSystemTierManager(StoreTierManager):
 
 
 class NfsTierManager(StoreTierManager):
-    """Blocks as files on an NFS mount. ``options`` are those of ``tiers.config.tier_options.NfsTierConfig``.
+    """Blocks as files on an NFS mount. ``options``: see ``tiers.config.tier_options.NfsTierConfig``.
 
-    The I/O is in processes of its own by default, because a thread in a dead mount can be neither cancelled nor
-    forgotten.
+    By default the I/O runs in worker processes, because a thread that hangs on a dead mount can be neither cancelled
+    nor abandoned.
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
@@ -101,7 +100,7 @@ class NfsTierManager(StoreTierManager):
 
 
 class MemoryTierManager(StoreTierManager):
-    """Blocks in this process's memory. ``options`` are those of ``tiers.config.tier_options.MemoryTierConfig``."""
+    """Blocks in this process's memory. ``options``: see ``tiers.config.tier_options.MemoryTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "memory", **options})
@@ -109,11 +108,11 @@ class MemoryTierManager(StoreTierManager):
 
 
 class S3TierManager(StoreTierManager):
-    """Blocks as objects in a bucket. ``options`` are those of ``tiers.config.tier_options.S3TierConfig``.
+    """Blocks as objects in a bucket. ``options``: see ``tiers.config.tier_options.S3TierConfig``.
 
     Raises:
-        StorePermissionError, StoreConfigError: credentials, bucket, region or clock are wrong; says which and what to
-            do. An endpoint that does not answer is logged only: it may come back.
+        StorePermissionError, StoreConfigError: credentials, bucket, region or clock are wrong; the message says which,
+            and what to do. An endpoint that does not respond is only logged, because it may come back.
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
@@ -133,7 +132,7 @@ class S3TierManager(StoreTierManager):
 
 
 class FsspecTierManager(StoreTierManager):
-    """Blocks under any fsspec URL. ``options`` are those of ``tiers.config.tier_options.FsspecTierConfig``."""
+    """Blocks under any fsspec URL. ``options``: see ``tiers.config.tier_options.FsspecTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "fsspec", **options})
@@ -141,7 +140,7 @@ class FsspecTierManager(StoreTierManager):
 
 
 class CustomTierManager(StoreTierManager):
-    """Blocks in a store of somebody else's. ``options`` are those of ``tiers.config.tier_options.StoreTierConfig``."""
+    """Blocks in a third-party store. ``options``: see ``tiers.config.tier_options.StoreTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "store", **options})
@@ -149,10 +148,10 @@ class CustomTierManager(StoreTierManager):
 
 
 def make_seal(config: TierConfig) -> Callable[..., Seal]:
-    """Makes the seal of a namespace in a built-in tier; called as ``Seal``.
+    """Return a function that creates the seals of a built-in tier; it takes the arguments of ``Seal``.
 
     Raises:
-        ConfigError: the keys cannot be read, or cryptography is missing.
+        ConfigError: the keys cannot be read, or cryptography is not installed.
     """
     options: dict[str, Any] = {"takes_unverified": config.takes_unverified, "shares_folder": _is_raw(config)}
     if config.protection == "none":
@@ -166,20 +165,20 @@ def _is_raw(config: TierConfig) -> bool:
 
 
 def _protection_fields(config: TierConfig) -> dict[str, str]:
-    """Protected blocks have a namespace of their own: replicas with and without keys stay out of each other's way."""
+    """Put protected blocks into a separate namespace, so that replicas with and without keys do not interfere."""
     return {} if config.protection == "none" else {"protection": config.protection}
 
 
 def _start(
     tier: StoreTierManager, spec: Any, view: memoryview, tier_type: str, config: TierConfig | ExternalTierConfig
 ) -> None:
-    """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
+    """Shared part of all constructors: create the store and start the tier. If anything fails, close the store."""
     assert isinstance(config, TierConfig)
     name = config.name or tier_type
     unmappable = _why_unmappable(view) if config.isolation != "thread" else None
     mapped = config.isolation != "thread" and unmappable is None
     if config.isolation == "auto" and unmappable is not None:
-        logger.info("tier %s: isolation: auto is threads of this process here: %s", name, unmappable)
+        logger.info("tier %s: isolation: auto uses threads of this process: %s", name, unmappable)
     row_bytes = Rows(view).row_bytes
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if policy is not None:
@@ -205,7 +204,7 @@ def _start(
             extra_fields=strict_fields(spec) | _protection_fields(config),
         )
         if policy is not None:
-            if open_namespace(store, mapper):  # before there is a bound: a few bytes that must not be refused
+            if open_namespace(store, mapper):  # before the store is bounded: these few bytes must not be refused
                 tell_nearest(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
@@ -240,7 +239,7 @@ def _start(
 
 
 def _check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:
-    """Refuse what takes several processes, for a store whose blobs only the process that put them sees.
+    """Reject options that need several processes, for a store whose blobs only the process that puts them sees.
 
     Raises:
         ConfigError: names the field.
@@ -250,13 +249,13 @@ def _check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) 
         if value:
             accepted = "write thread" if field == "isolation" else "leave it out"
             raise ConfigError(
-                f"takes other processes, and the store says that none sees what another one puts; {accepted}",
+                f"needs other processes, but only the process that puts a blob into this store sees it; {accepted}",
                 field=field,
             )
 
 
 def _shown_place(config: TierConfig) -> str:
-    """What a tier's storage is, for the log: without a URL's password."""
+    """Describe where a tier stores its blocks, for the log: without a URL's password."""
     if isinstance(config, S3TierConfig):
         at = f" at {public_url(config.endpoint_url)}" if config.endpoint_url else ""
         return f"s3://{config.bucket}/{config.prefix or ''}{at}"
@@ -268,11 +267,11 @@ def _shown_place(config: TierConfig) -> str:
 
 
 def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: memoryview) -> Store | None:
-    """The store in worker processes; None where those cannot be had and ``auto`` does without.
+    """Open the store in worker processes. None: they are unavailable, and ``isolation: auto`` allows threads instead.
 
     Raises:
-        ConfigError: they cannot be had, and are asked for.
-        StoreError: as the store's constructor.
+        ConfigError: worker processes are unavailable, but ``isolation: process`` requires them.
+        StoreError: see the store's constructor.
     """
     from kvtiers.tiers.isolation.pool import WorkersUnavailableError
     from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
@@ -282,7 +281,8 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
         return ProcessIsolatedStore(
             StoreRecipe.of(make_store, **store_options),
             region=view,
-            # Lookups must not wait for batches: readers and writers help each other, so that all may be storing.
+            # Read and write threads take each other's tasks, so all of them may be storing. Lookups must not wait for
+            # these batches.
             n_workers=options.n_read_threads + options.n_write_threads + LOAD_ONLY_THREADS + config.lookup_threads,
             deadline_s=config.job_deadline_s,
             hidden_variables=frozenset(KEY_VARIABLES),
@@ -291,16 +291,16 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
     except WorkersUnavailableError as e:
         if config.isolation == "process":
             raise ConfigError(
-                f"worker processes cannot be had: {e}. Their interpreter is {sys.executable!r}; write thread to do "
-                "without them",
+                f"worker processes are unavailable: {e}. Their interpreter is {sys.executable!r}. To use threads "
+                "instead, write thread",
                 field="isolation",
             ) from e
-        logger.warning("tier %s: isolation: auto is threads of this process here: %s", name, e)
+        logger.warning("tier %s: isolation: auto uses threads of this process: %s", name, e)
         return None
 
 
 def _worker_bytes_max(config: TierConfig, options: TierOptions, row_bytes: int) -> int | None:
-    """How much memory of its own a worker may have beyond what it starts with; None: it asks no server."""
+    """How much memory a worker may allocate after its start; None: no limit, because it does not talk to a server."""
     if not isinstance(config, NetworkTierConfig):
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
@@ -310,10 +310,10 @@ def _worker_bytes_max(config: TierConfig, options: TierOptions, row_bytes: int) 
 
 
 def _check_room(name: str, policy: CapacityPolicy) -> None:
-    """Only an engine knows how large its blocks are.
+    """Check that ``max_bytes`` has room for blocks. Checked here because only the engine knows the size of a block.
 
     Raises:
-        ConfigError: not one block has room.
+        ConfigError: not even one block has room.
     """
     from kvtiers.tiers.capacity.collector import HELD_SHARE_MAX
 
@@ -321,13 +321,13 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
         return
     if policy.max_bytes < policy.block_bytes:
         raise ConfigError(
-            f"{policy.max_bytes} bytes do not hold a block, which has {policy.block_bytes}; write at least twice that",
+            f"{policy.max_bytes} bytes do not hold a block of {policy.block_bytes} bytes; write at least twice that",
             field=f"tier {name}: max_bytes",
         )
     if policy.block_bytes > HELD_SHARE_MAX * policy.max_bytes:
         logger.warning(
-            "tier %s: max_bytes = %d: a block has %d bytes here, more than the collector makes room for at once, so "
-            "blocks may be refused for ever; give twice as much",
+            "tier %s: max_bytes = %d: a block of %d bytes is more than the collector makes room for at once, so blocks "
+            "may be refused forever; double max_bytes",
             name,
             policy.max_bytes,
             policy.block_bytes,
@@ -335,7 +335,7 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
 
 
 def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
-    """The store with a bound that it shares with all writers of the same root."""
+    """Wrap a store to enforce ``max_bytes``, a limit shared by all writers of the same root."""
     from kvtiers.tiers.capacity.account import Account
     from kvtiers.tiers.capacity.bound import BoundedStore
 
@@ -344,7 +344,7 @@ def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
 
 
 def record_keys(config: TierConfig) -> RecordKeys | None:
-    """What the capacity records of a root are authenticated with; None where the tier has no keys.
+    """The keys that authenticate a root's capacity records; None if the tier has no keys.
 
     Raises:
         ConfigError: the keys cannot be read.
@@ -369,7 +369,7 @@ def _start_collector(
         StoreRecipe.of(make_store, **store_options),
         policy,
         mapper,
-        # A function's store is made by the collector's process, which passes uses over where it cannot note them.
+        # A function creates its store in the collector's process, which ignores uses that the store cannot record.
         notes_uses=not isinstance(make_store, type) or issubclass(make_store, SupportsTouch),
         hidden_variables=frozenset(KEY_VARIABLES),
         keys=record_keys(config),
@@ -377,12 +377,12 @@ def _start_collector(
 
 
 def _why_unmappable(view: memoryview) -> str | None:
-    """Why other processes cannot map the region; None: they can."""
+    """Why other processes cannot map the region; None if they can."""
     from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
 
     address = address_of(view)
     if address is None:
-        return "the region is no contiguous, writable memory"
+        return "the region is not contiguous, writable memory"
     try:
         fd, _ = open_mapped_file(address, view.nbytes)
     except (OSError, RegionError) as e:
@@ -392,24 +392,24 @@ def _why_unmappable(view: memoryview) -> str | None:
 
 
 def _begin_s(config: TierConfig) -> float | None:
-    """So long a worker may begin blocks, that the last one's call ends before the worker is killed."""
+    """How long a worker may begin blocks, so that its last call ends before the worker is killed."""
     if not isinstance(config, S3TierConfig):
         return None
     return max(BEGIN_SHARE_MIN * config.job_deadline_s, config.job_deadline_s - config.request_timeout)
 
 
 def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> TierOptions:
-    # Where blocks mostly wait, two workers with all the threads do what as many workers would.
+    # A network tier's threads mostly wait, so two workers share all threads: that is as fast as a worker per thread.
     few = in_workers and isinstance(config, NetworkTierConfig)
     worker_threads = max(config.n_read_threads, config.n_write_threads) if few else 1
     worker_threads_max = 1
     if isinstance(config, NetworkTierConfig) and few:
         worker_threads_max = max(worker_threads, min(config.n_threads_max, AT_ONCE_BYTES_MAX // row_bytes))
-    # A worker has one task at a time: with fewer blocks than threads, some would idle.
+    # A worker runs one task at a time: if the task had fewer blocks than the worker has threads, some would idle.
     task_bytes = max(config.task_bytes, worker_threads * row_bytes if few else 0)
     task_bytes_max = max(task_bytes, 2 * worker_threads_max * row_bytes)
     if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
-        # Workers take the room for a batch at once: a large one would find none where there is some.
+        # A worker reserves the space for a whole batch at once: a large batch could be refused although space is left.
         task_bytes_max = config.max_bytes // TASKS_OF_BOUND
     return TierOptions(
         name=config.name,

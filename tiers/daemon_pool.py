@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 class DaemonPool:
-    """A few threads for calls that may never return. ``ThreadPoolExecutor``'s are joined when the interpreter ends.
+    """A fixed number of daemon threads for calls that may never return. Any thread may use it.
 
-    A call that was cancelled keeps nothing of what it was to work on. Any thread.
+    Unlike with ``ThreadPoolExecutor``, the interpreter exits without waiting for them. Cancelled calls keep no data.
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._changed = threading.Condition()  # guards these
-        self._waiting: dict[Future[Any], Callable[[], Any]] = {}  # in the order in which they came
-        self._began: dict[Future[Any], float] = {}  # of those that run
+        self._changed = threading.Condition()  # guards the three fields below
+        self._waiting: dict[Future[Any], Callable[[], Any]] = {}  # in order of submission
+        self._began: dict[Future[Any], float] = {}  # running calls, and when each one began
         self._ended = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
@@ -30,7 +30,7 @@ class DaemonPool:
             thread.start()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run it when a thread is free; after ``shutdown`` it is cancelled."""
+        """Run ``call`` when a thread is free. After ``shutdown`` the returned future is cancelled at once."""
         future: Future[T] = Future()
         with self._changed:
             if self._ended:
@@ -42,13 +42,13 @@ class DaemonPool:
         return future
 
     def hangs(self, for_s: float) -> bool:
-        """Whether every thread has been at one call for so long."""
+        """Whether every thread has been busy with one call for at least ``for_s``."""
         with self._changed:
             all_run = len(self._began) == len(self._threads)
             return all_run and time.monotonic() - max(self._began.values()) >= for_s
 
     def shutdown(self, within_s: float) -> None:
-        """Cancel what has not begun and end the threads; those that hang in a call are left behind."""
+        """Cancel calls that have not begun and end the threads. Threads that hang in a call are left behind."""
         with self._changed:
             self._ended = True
             cancelled = list(self._waiting)
@@ -71,9 +71,9 @@ class DaemonPool:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever has the future sees it
+                except BaseException as e:  # noqa: BLE001 - nothing catches it in a thread; the future passes it on
                     future.set_exception(e)
-            del future, call  # or an idle thread would keep the last one's tensors
+            del future, call  # otherwise an idle thread would keep its last call's tensors alive
 
     def _forget(self, future: Future[Any]) -> None:
         with self._changed:

@@ -5,23 +5,23 @@
     KVTiersError
     ├── ConfigError                 bad input; names the field, the value and what is accepted
     │   └── NamespaceMismatchError  a root already holds another model's or layout's blocks
-    ├── SealError                   a blob is not the block it should be (`reason`)
+    ├── SealError                   a blob is not the expected block (see `reason`)
     ├── QueueFullError              a bounded queue is full: the work was not accepted
-    ├── RegionError                 the CPU region cannot be made, joined or used
-    └── StoreError                  what a Store raises, and nothing else
+    ├── RegionError                 the CPU region cannot be created, joined or used
+    └── StoreError                  base of all exceptions that a Store raises
         ├── BlobNotFoundError       no blob under the key
-        ├── BlobCorruptError        there is something under the key, but not a blob of the asked size
-        ├── InvalidKeyError         the key is not one a store may be asked for
+        ├── BlobCorruptError        the key holds something other than a blob of the requested size
+        ├── InvalidKeyError         not a valid store key
         ├── StoreClosedError        the store was closed
         ├── StoreFullError          no space, no inodes, quota, or the configured reserve was reached
-        ├── StorePermissionError    credentials, modes, read-only: an operator has to act
-        ├── StoreConfigError        the store's place is wrong: no such bucket, root or region
+        ├── StorePermissionError    credentials, file modes, read-only: an operator has to act
+        ├── StoreConfigError        the store's location is wrong: no such bucket, root or region
         ├── StoreUnavailableError   (retryable) I/O error, stale handle, connection refused or reset, 5xx
-        ├── StoreThrottledError     (retryable) asked to slow down
+        ├── StoreThrottledError     (retryable) the storage asked us to slow down
         └── StoreTimeoutError       (retryable) the store's own deadline passed
 
-`retryable` is a fact of the class, so no caller ever matches on text: True means that the same call may succeed
-if it is made again shortly.
+`retryable` is an attribute of the class, so callers never match on message text. True: the same call may succeed if it
+is repeated soon.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KEY = re.compile(r"(?<![0-9A-Za-z])(0x)?[0-9A-Fa-f]{64}(?![0-9A-Za-z])")
 class KVTiersError(Exception):
     """Base of everything this package raises on purpose.
 
-    A message may repeat what others called something, or what a server said: all of it passes ``printable``.
+    A message may quote foreign names or a server's response, so every message goes through ``printable``.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -45,11 +45,11 @@ class KVTiersError(Exception):
 
 
 class ConfigError(KVTiersError, ValueError):
-    """Bad input. The message names the field, shows the value and says what would be accepted.
+    """Bad input. The message names the field, shows the value and says what is accepted.
 
     Args:
-        message: what is wrong and what would be accepted. It may have several lines.
-        field: dotted path of the field, such as ``tiers[1].max_bytes``; empty where no single field is at fault.
+        message: what is wrong and what is accepted. May have several lines.
+        field: dotted path of the field, such as ``tiers[1].max_bytes``; empty if no single field is at fault.
     """
 
     def __init__(self, message: str, *, field: str = "") -> None:
@@ -60,21 +60,21 @@ class ConfigError(KVTiersError, ValueError):
 
 
 def quoted(text: str) -> str:
-    """A configuration's text as a message may repeat it: without what may be a login, a signature or a key."""
+    """Quote a configuration value for a message, with anything that may be a login, signature or key hidden."""
     return repr(re.sub(r"(?s).*@", f"{HIDDEN}@", _without_query(without_keys(text))))
 
 
 def without_keys(text: str) -> str:
-    """A text without the keys of ``tiers.blocks.keyring``, which somebody may have written in the wrong place."""
+    """Hide keys of ``tiers.blocks.keyring`` in a text, in case someone pasted a key into the wrong place."""
     return _KEY.sub(HIDDEN, text)
 
 
 def printable(text: str) -> str:
-    """A text that is not ours, for a log or a terminal: on one line, and without characters that a terminal obeys.
+    """Make foreign text safe for a log or a terminal: escape line breaks and all characters that a terminal acts on.
 
-    These are control characters (ESC begins a command) and those that reverse or hide the rest of a line. Everything
-    on its way to a terminal or a log passes this function: by ``KVTiersError``, ``tiers.plain_logs`` and
-    ``connector.commands.places``.
+    These are control characters (ESC starts a terminal command) and characters that reverse or hide the rest of a line.
+    All text for a terminal or a log goes through this function: ``KVTiersError``, ``tiers.plain_logs`` and
+    ``connector.commands.places`` call it.
     """
     if text.isprintable():
         return text
@@ -82,30 +82,30 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As ``printable``, for a text of several lines that are ours."""
+    """Like ``printable``, but keep line breaks: for text whose line breaks kvtiers itself wrote."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def public_url(url: str) -> str:
-    """A URL without what may be a secret in it: who logs in, and the query.
+    """Hide the parts of a URL that may be secret: the login and the query.
 
-    Rather too much goes than too little: drivers take a login with any character, also those that end one elsewhere.
+    Hides too much rather than too little: drivers accept any character in a login, even one that normally ends it.
     """
     return re.sub(r"(?s)(?<=//).*@", f"{HIDDEN}@", _without_query(url))
 
 
 def _without_query(text: str) -> str:
-    """An "@" in it may be the end of a login with a question mark, so it stays."""
+    """Hide a URL's query. An "@" in the query stays, because it may end a login that contains a question mark."""
     place, mark, query = text.partition("?")
     return f"{place}{'@' if '@' in query else ''}?{HIDDEN}" if mark else text
 
 
 class NamespaceMismatchError(ConfigError):
-    """The ``config.json`` of a namespace does not say what this process would write there."""
+    """A namespace's ``config.json`` differs from the one that this process would write."""
 
 
 class SealReason(StrEnum):
-    """Why a blob was refused; also the ``reason`` label of the ``verify_failures`` counter."""
+    """Why a blob was rejected; also the ``reason`` label of the ``verify_failures`` counter."""
 
     SIZE = "size"
     MAGIC = "magic"
@@ -123,13 +123,13 @@ class SealReason(StrEnum):
 
 
 class SealError(KVTiersError):
-    """A blob is not the block that was asked for.
+    """A blob is not the requested block.
 
     Attributes:
         reason: which check failed.
-        foreign: True when the blob may be perfectly good for another reader: a newer version, an unknown checksum or
-            authentication scheme, or, in a folder that engines share, another engine's block or one that vLLM's own
-            tier wrote without a seal. Such a blob is a miss and is never moved, replaced or deleted.
+        foreign: True if another reader may be able to use the blob. It has a newer version, an unknown checksum or
+            authentication scheme, or lies in a folder that engines share and is another engine's block or was written
+            without a seal by vLLM's own tier. A foreign blob counts as a miss and is never moved, replaced or deleted.
     """
 
     def __init__(self, reason: SealReason, message: str, *, foreign: bool = False) -> None:
@@ -147,14 +147,14 @@ class RegionError(KVTiersError):
 
 
 class StoreError(KVTiersError):
-    """What a Store raises, and nothing else.
+    """Base of all exceptions that a Store raises.
 
     Attributes:
-        key: the store key the call was about, or "" where it was about the store itself.
+        key: the store key that the call was for; "" if the call was for the store itself.
     """
 
     retryable: ClassVar[bool] = False
-    key: str = ""  # also of a subclass of other people that does not call this constructor
+    key: str = ""  # also set for third-party subclasses that do not call this constructor
 
     def __init__(self, message: str, *, key: str = "") -> None:
         self.key = key
@@ -166,11 +166,11 @@ class BlobNotFoundError(StoreError):
 
 
 class BlobCorruptError(StoreError):
-    """Something is stored under the key, but it is not a blob of the size that was asked for."""
+    """The key holds something other than a blob of the requested size."""
 
 
 class InvalidKeyError(StoreError, ValueError):
-    """The key is not one a store may be asked for (see ``tiers.store.check_key``)."""
+    """Not a valid store key (see ``tiers.store.check_key``)."""
 
 
 class StoreClosedError(StoreError):
@@ -182,11 +182,11 @@ class StoreFullError(StoreError):
 
 
 class StorePermissionError(StoreError):
-    """Refused by credentials, modes or a read-only medium: retrying does not help, an operator has to act."""
+    """Refused by credentials, file modes or a read-only medium. Retrying does not help; an operator must act."""
 
 
 class StoreConfigError(StoreError):
-    """The place itself is wrong: the bucket, root folder or region does not exist."""
+    """The store's location is wrong: the bucket, root folder or region does not exist."""
 
 
 class StoreUnavailableError(StoreError):
@@ -196,7 +196,7 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreThrottledError(StoreError):
-    """The store asked us to slow down."""
+    """The storage asked us to slow down."""
 
     retryable = True
 

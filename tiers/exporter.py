@@ -1,7 +1,7 @@
-"""Metrics in Prometheus' text format, by prometheus_client (the extra ``metrics``).
+"""Serve metrics in Prometheus' text format, with prometheus_client (the extra ``metrics``).
 
-A scrape reads a snapshot on a thread of its own; the thread that counts does nothing for it. Inside vLLM the same
-metrics are in vLLM's own endpoint, as ``vllm:kvtiers_…`` (``connector.vllm.metrics``).
+Each scrape reads a snapshot on its own thread, and costs the thread that counts nothing. Inside vLLM, vLLM's own
+endpoint serves the same metrics as ``vllm:kvtiers_…`` (``connector.vllm.metrics``).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ CLOSE_S = 1.0
 
 
 class MetricsCollector(Collector):
-    """What prometheus_client asks for samples. Any thread.
+    """Provides the samples to prometheus_client. Any thread may call it.
 
     Args:
-        metrics: one or more; of no metric name twice.
+        metrics: one or more ``Metrics``, without a metric name in common.
     """
 
     def __init__(self, metrics: Sequence[Metrics]) -> None:
         self._metrics = tuple(metrics)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of the tables, those without samples too, so that a dashboard finds every name."""
+        """All metrics of the tables, including metrics without samples, so that a dashboard finds every name."""
         for metrics in self._metrics:
             by_name: dict[str, list[Sample]] = {name: [] for name in metrics.table}
             for sample in metrics.snapshot():
@@ -62,15 +62,15 @@ def _label_values(metric: MetricDef, sample: Sample) -> list[str]:
 
 
 class MetricsServer:
-    """An HTTP server of ``/metrics``, on daemon threads.
+    """HTTP server for ``/metrics``, on daemon threads.
 
     Args:
         metrics: see ``MetricsCollector``.
-        port: 0 takes a free one.
+        port: port to listen on; 0 picks a free port.
 
     Attributes:
-        port: where it listens.
-        url: of what it serves there.
+        port: the port that the server listens on.
+        url: the address of the metrics.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.

@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms as data. Exporters live elsewhere.
+"""Counters, gauges and histograms as plain data. Exporters are in other modules.
 
-One literal table names every metric; a name or label that is not in it is a bug and raises KeyError. A ``Metrics``
-has one writer, the scheduler thread: worker threads hand their counts back with their results, so counting takes no
-lock. Any thread may call ``snapshot``.
+One table names every metric; a name or label that is not in the table is a bug and raises KeyError. A ``Metrics`` has
+one writer, the scheduler thread: worker threads return their counts with their results, so counting needs no lock.
+Any thread may call ``snapshot``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 
 
 class MetricKind(StrEnum):
-    """How a metric's samples combine."""
+    """Kind of a metric, as in Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -23,11 +23,11 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MetricDef:
-    """What a metric is.
+    """Definition of a metric.
 
     Attributes:
-        labels: label names, in the order in which values are given.
-        bounds: upper bounds of a histogram's buckets, ascending, without the infinite one.
+        labels: label names, in the order in which label values are passed.
+        bounds: upper bounds of a histogram's buckets, ascending, without +Inf.
     """
 
     kind: MetricKind
@@ -38,7 +38,7 @@ class MetricDef:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One value: of a counter or gauge, or the (count, sum, cumulative buckets) of a histogram."""
+    """One value of a metric. For a histogram: count, cumulative buckets and sum (``total``)."""
 
     name: str
     labels: dict[str, str]
@@ -65,37 +65,37 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_bytes_total": _counter("Payload bytes moved.", "tier", "op"),
     "kvtiers_circuit_closed": _gauge("1 while the tier is used, 0 while it is cut off.", "tier"),
     "kvtiers_circuit_opened_total": _counter("Times the tier was cut off.", "tier"),
-    "kvtiers_collector_removed_blobs_total": _counter(
-        "Blocks that this process's collector removed.", "tier", "reason"
+    "kvtiers_collector_removed_blobs_total": _counter("Blocks removed by this process's collector.", "tier", "reason"),
+    "kvtiers_collector_removed_bytes_total": _counter(
+        "Bytes of the blocks removed by this process's collector.", "tier", "reason"
     ),
-    "kvtiers_collector_removed_bytes_total": _counter("Their bytes.", "tier", "reason"),
     "kvtiers_collector_runs_total": _counter(
-        "Runs of this process's collector: ok, error; an end of it is one.", "tier", "outcome"
+        "Runs of this process's collector: ok, error. Its unexpected exit counts as an error.", "tier", "outcome"
     ),
-    "kvtiers_contained_errors_total": _counter("Errors of a tier that were kept from the engine.", "tier", "where"),
-    "kvtiers_deadline_expired_total": _counter("Answers that came too late.", "tier", "what"),
-    "kvtiers_healed_blobs_total": _counter("Bad blobs that a store replaced.", "tier"),
-    "kvtiers_job_seconds": MetricDef(MetricKind.HISTOGRAM, "Time of a job from submission.", ("tier", "op"), _SECONDS),
+    "kvtiers_contained_errors_total": _counter("Errors in a tier that did not reach the engine.", "tier", "where"),
+    "kvtiers_deadline_expired_total": _counter("Deadlines that passed: of a lookup, a job, a load.", "tier", "what"),
+    "kvtiers_healed_blobs_total": _counter("Bad blobs that were replaced by a store.", "tier"),
+    "kvtiers_job_seconds": MetricDef(MetricKind.HISTOGRAM, "Job duration from submission.", ("tier", "op"), _SECONDS),
     "kvtiers_jobs_in_flight": _gauge("Jobs submitted and not yet reported.", "tier"),
     "kvtiers_jobs_total": _counter("Jobs by outcome: ok, partial, failed.", "tier", "op", "outcome"),
     "kvtiers_lookup_probes_total": _counter(
-        "Lookups that the storage was asked for, others being known: hit, miss, error, deadline.", "tier", "result"
+        "Lookups sent to storage (cache misses), by result: hit, miss, error, deadline.", "tier", "result"
     ),
-    "kvtiers_lookups_refused_total": _counter("Lookups that became misses because too many requests wait already."),
+    "kvtiers_lookups_refused_total": _counter("Lookups that became misses because too many requests were waiting."),
     "kvtiers_lookups_total": _counter(
-        "Blocks that requests asked a tier for, each once a request: hit, miss.", "tier", "result"
+        "Blocks that requests looked up in a tier, counted once per request: hit, miss.", "tier", "result"
     ),
-    "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot came free in time."),
+    "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot became free in time."),
     "kvtiers_quarantined_blobs_total": _counter("Bad blobs that were moved aside.", "tier"),
     "kvtiers_schedule_end_seconds": MetricDef(
-        MetricKind.HISTOGRAM, "Time the end of an engine step took on the scheduler's thread.", (), _STEP_SECONDS
+        MetricKind.HISTOGRAM, "Time spent at the end of each engine step on the scheduler's thread.", (), _STEP_SECONDS
     ),
     "kvtiers_slots": _gauge("Region slots by state: free, ready, pinned, pending, quarantined.", "state"),
-    "kvtiers_storage_max_bytes": _gauge("What the tier's root may hold, where that is limited.", "tier"),
-    "kvtiers_storage_used_bytes": _gauge("What its root held at most after the last run of the collector.", "tier"),
-    "kvtiers_store_errors_total": _counter("Errors a store raised, by class.", "tier", "op", "error"),
+    "kvtiers_storage_max_bytes": _gauge("Limit of the bytes in the tier's root (max_bytes), if set.", "tier"),
+    "kvtiers_storage_used_bytes": _gauge("Bytes in the tier's root at most, after the collector's last run.", "tier"),
+    "kvtiers_store_errors_total": _counter("Errors raised by a store, by class.", "tier", "op", "error"),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
-    "kvtiers_verify_failures_total": _counter("Blobs that were not the block asked for.", "tier", "reason"),
+    "kvtiers_verify_failures_total": _counter("Blobs that were not the requested block, by reason.", "tier", "reason"),
 }
 
 
@@ -108,10 +108,10 @@ class _Histogram:
 
 
 class Metrics:
-    """Values of a table's metrics. One writer thread, any readers.
+    """The values of a table's metrics. One thread writes, any thread may read.
 
     Args:
-        table: the metrics there are.
+        table: the metrics that may be used.
     """
 
     def __init__(self, table: Mapping[str, MetricDef] = METRICS) -> None:
@@ -139,16 +139,16 @@ class Metrics:
         histogram.total += value
 
     def forget(self, name: str, *labels: str) -> None:
-        """Drop a gauge's samples whose labels begin with these: what they were about is gone."""
+        """Drop a gauge's samples whose labels begin with ``labels``, because they describe something that is gone."""
         for key in [key for key in self._values if key[0] == name and key[1][: len(labels)] == labels]:
             del self._values[key]
 
     def value(self, name: str, *labels: str) -> float:
-        """A counter's or gauge's value; 0 where nothing was counted."""
+        """The value of a counter or gauge; 0 if it was never set."""
         return self._values.get(self._key(name, labels), 0)
 
     def snapshot(self) -> list[Sample]:
-        """All samples, by name and labels. Any thread."""
+        """All samples, sorted by name and labels. Any thread may call it."""
         samples = [
             Sample(name, dict(zip(self.table[name].labels, labels, strict=True)), value)
             for (name, labels), value in self._values.copy().items()

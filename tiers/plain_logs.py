@@ -1,7 +1,7 @@
-"""get_logger: the loggers of this package. No line of theirs holds a character that a terminal would obey.
+"""get_logger: the package's loggers, whose log lines contain no characters that a terminal acts on.
 
-File names, fields, keys and messages of servers come from others. They end up in log lines as arguments, in exceptions
-and in tracebacks. Each of these passes ``tiers.errors.printable`` here, so no caller has to think of it.
+File names, fields, keys and server messages come from outside, and reach log lines as arguments, in exceptions and in
+tracebacks. This module passes all of these through ``tiers.errors.printable``, so callers need not do it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvtiers.tiers.errors import printable, printable_lines
 
 
 class _Printable(logging.Filter):
-    """Changes a record; keeps none back. Any thread; holds nothing."""
+    """Makes records printable and rejects none of them. Has no state; any thread may use it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.msg, str):
@@ -24,14 +24,14 @@ class _Printable(logging.Filter):
         elif record.args:
             record.args = tuple(map(_plain, record.args))
         if record.exc_info and not record.exc_text:
-            # What logging.Formatter would make of it; it takes a text that is there.
+            # The same text as logging.Formatter's, which uses exc_text if it is already set.
             text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
             record.exc_text = printable_lines(text)
         return True
 
 
 def _plain(value: object) -> object:
-    """A value as it is, or its text where that is not printable."""
+    """A value unchanged, or its printable text if its own text is not printable."""
     if value is None or isinstance(value, int | float):
         return value
     text = str(value)
@@ -43,7 +43,7 @@ _PRINTABLE = _Printable()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """``logging.getLogger``, for a module of this package."""
+    """Like ``logging.getLogger``, for a module of this package."""
     logger = logging.getLogger(name)
-    logger.addFilter(_PRINTABLE)  # once: a filter that is there is not added again
+    logger.addFilter(_PRINTABLE)  # a repeated call does not add the filter again
     return logger

@@ -1,8 +1,8 @@
-"""SecondaryTierFactory: from a tier's name and options to a running tier.
+"""SecondaryTierFactory: create a running tier from its type and options.
 
-The table is sorted and lazy: a tier's module is imported when the tier is made, so nobody pays for a client library
-that no config names. Tiers of other people come by ``register_tier``, by an entry point of the group
-``kvtiers.tiers`` (name = tier type, value = ``module:Class``), or by ``module_path`` in the config.
+A tier's module is imported only when the tier is created, so a process never loads a client library that its config
+does not use. Third-party tiers are registered with ``register_tier``, with an entry point of the group
+``kvtiers.tiers`` (name = tier type, value = ``module:Class``), or named by ``module_path`` in the config.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
 
 
 class SecondaryTierFactory:
-    """Makes tiers by name."""
+    """Creates tiers by type. The registry of tier types belongs to the process."""
 
-    _registered: dict[str, tuple[str, str]] = {}  # noqa: RUF012 - the registry is process-wide on purpose
+    _registered: dict[str, tuple[str, str]] = {}  # noqa: RUF012 - process-wide on purpose
 
     @classmethod
     def register_tier(cls, tier_type: str, module_path: str, class_name: str) -> None:
         """Make a tier available as ``tier_type``.
 
         Raises:
-            ConfigError: the name is taken by another class.
+            ConfigError: another class is already registered under this name.
         """
         place = (module_path, class_name)
         taken = _BUILT_IN.get(tier_type) or cls._registered.get(tier_type)
@@ -51,23 +51,23 @@ class SecondaryTierFactory:
 
     @classmethod
     def tier_types(cls) -> list[str]:
-        """Every tier type that can be named without a ``module_path``."""
+        """All tier types that need no ``module_path``, sorted."""
         return sorted({*_BUILT_IN, *cls._registered, *(entry.name for entry in _entry_points())})
 
     @classmethod
     def create_secondary_tier(
         cls, tier_config: dict[str, Any], primary_kv_view: memoryview, offloading_spec: Any
     ) -> SecondaryTierManager:
-        """Make a tier.
+        """Create a tier.
 
         Args:
-            tier_config: ``type`` and the tier's options; with ``module_path``, ``type`` is a class of that module.
-            primary_kv_view: (num_chunks, row_bytes), the region.
+            tier_config: ``type`` and the tier's options. With ``module_path``, ``type`` is a class in that module.
+            primary_kv_view: the region, shape (num_chunks, row_bytes).
             offloading_spec: the engine's identity.
 
         Raises:
-            ConfigError: unknown type, bad option, missing dependency.
-            StoreError: the tier's storage refused for good.
+            ConfigError: unknown type, bad option, or missing dependency.
+            StoreError: the tier's storage failed with a permanent error.
         """
         tier_type = tier_config.get("type")
         if not isinstance(tier_type, str) or not tier_type:
@@ -80,17 +80,17 @@ class SecondaryTierFactory:
         try:
             return tier_class(offloading_spec, primary_kv_view, tier_type, **options)
         except TypeError as e:
-            # Where the call itself is refused, no frame of the constructor is in the traceback.
+            # If the arguments do not fit the constructor, the traceback contains no frame of the constructor.
             is_refused = e.__traceback__ is None or e.__traceback__.tb_next is None
-            said = f"options do not fit: {e}" if is_refused else f"cannot be made: TypeError: {e}"
-            raise ConfigError(said, field=f"tier {tier_type!r}") from e
+            message = f"options do not fit: {e}" if is_refused else f"cannot be created: TypeError: {e}"
+            raise ConfigError(message, field=f"tier {tier_type!r}") from e
 
     @classmethod
     def find_class(cls, tier_type: str, module_path: str | None = None) -> type[SecondaryTierManager]:
-        """A tier's class; its module is imported.
+        """Import a tier's module and return its class.
 
         Raises:
-            ConfigError: unknown type, a module that cannot be imported, or not a tier's class.
+            ConfigError: unknown type, a module that cannot be imported, or something that is not a tier class.
         """
         place = (module_path, tier_type) if module_path else _BUILT_IN.get(tier_type) or cls._registered.get(tier_type)
         try:
@@ -104,7 +104,7 @@ class SecondaryTierFactory:
                 "module_path",
                 field="type",
             ) from None
-        except Exception as e:  # whatever somebody else's module raises
+        except Exception as e:  # a third-party module may raise anything
             text = f"tier {tier_type!r} cannot be imported: {type(e).__name__}: {printable(str(e))}"
             raise ConfigError(text, field="module_path") from e
         if place is not None and loaded is None:
@@ -120,7 +120,7 @@ def _as_class(loaded: object, tier_type: str) -> type[SecondaryTierManager]:
     if not isinstance(loaded, type):
         raise ConfigError(f"tier {tier_type!r} is {loaded!r}, not a class", field="type")
     if not issubclass(loaded, SecondaryTierManager):
-        raise ConfigError(f"{loaded} is no SecondaryTierManager", field="type")
+        raise ConfigError(f"{loaded} is not a SecondaryTierManager", field="type")
     if inspect.isabstract(loaded):
         raise ConfigError(f"{loaded} lacks {', '.join(sorted(loaded.__abstractmethods__))}", field="type")
     return loaded

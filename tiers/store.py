@@ -1,19 +1,19 @@
-"""Store: what a tier keeps its blobs in. Read this first.
+"""Store: the interface between a tier and one storage. Read this module first.
 
-A Store is a flat, thread-safe map from a key to one immutable blob. It knows one storage and nothing else: no models,
-no seals, no jobs. It has six methods; whatever else a store can do is a small Protocol, which callers ask for with
-isinstance and can do without.
+A Store is a flat, thread-safe map from a key to one immutable blob. It talks to one storage and knows nothing about
+models, seals or jobs. Every store has the same six methods. Everything optional is a small Protocol, which callers
+check with isinstance and can do without.
 
-Rules for every store. The contract suite, ``tiers.testing.contract``, tests all but one: that parts are not joined
-shows in memory and time only.
+Rules for every store. The contract suite, ``tiers.testing.contract``, tests all of them but one: joining parts shows
+only in memory use and time.
 
-- Blocking calls. Concurrency belongs to the caller, who brings the threads.
-- A blob becomes visible whole or not at all, to every reader, also when the writer dies.
-- Every operation is idempotent: doing it twice is doing it once.
-- Only ``StoreError`` and its subclasses come out.
-- The bytes of ``parts`` go from and to the caller's memory; they are never joined into one buffer first.
-- Parts are lent for a call: a put does not write into them, and no call keeps one, whether it succeeds or fails.
-- Nothing about a key is remembered: what another handle changed is seen as soon as the storage shows it.
+- Calls block. The caller provides the threads for concurrency.
+- Every reader sees a blob whole or not at all, even if the writer dies.
+- Every operation is idempotent: repeating it changes nothing.
+- Methods raise only ``StoreError`` and its subclasses.
+- Bytes move directly between the storage and the caller's ``parts``; they are never joined into one buffer first.
+- Parts are lent for one call: ``put`` does not write into them, and no call keeps them, whether it succeeds or fails.
+- Nothing about a key is cached: a change made through another handle is visible as soon as the storage shows it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ logger = get_logger(__name__)
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
 
-# Components joined by single slashes, without control characters, backslash or a leading dot. (Dot names are a store's
-# own; this bars "." and "..", too.) One pattern, because every call of every store pays for it.
+# Components joined by single slashes, without control characters, backslash or a leading dot (reserved for the stores'
+# own files; this also excludes "." and ".."). One pattern, because every call of every store runs it.
 _KEY = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]+(?:/(?!\.)[^\x00-\x1f\x7f/\\]+)*")
 
 
 class KeyInfo(NamedTuple):
-    """One listed blob: its key, its size in bytes and its last change in Unix seconds, by the storage's clock.
+    """One listed blob: its key, size in bytes and modification time in Unix seconds, by the storage's clock.
 
-    Only a put and a touch change it; asking and reading do not.
+    Only ``put`` and ``touch`` change ``mtime``; ``size`` and reads do not.
     """
 
-    # A named tuple, as it is made in half the time of a frozen dataclass, and a listing makes millions.
+    # A named tuple takes half as long to create as a frozen dataclass, and a listing creates millions.
     key: str
     size: int
     mtime: float
@@ -55,11 +55,11 @@ class Capabilities:
     """What a store's storage can and cannot do, as data.
 
     Attributes:
-        exclusive_create: of concurrent ``put(overwrite=False)`` of one key exactly one publishes, also between
-            processes and hosts. False: the last one wins, which is harmless where the key says what the bytes are.
-        shared: other processes see what is put.
-        latency_bound: an operation mostly waits (for a network): callers give each blob its own task and bring more
-            threads than cores. False: it mostly copies, and callers bring few threads with batches of blobs.
+        exclusive_create: of several concurrent ``put(overwrite=False)`` calls for one key exactly one publishes, even
+            across processes and hosts. False: the last call wins, which is harmless if the key determines the bytes.
+        shared: other processes see the blobs that this process puts.
+        latency_bound: an operation mostly waits (for a network), so callers give each blob its own task and use more
+            threads than cores. False: it mostly copies, so callers use few threads with batches of blobs.
     """
 
     exclusive_create: bool
@@ -71,13 +71,13 @@ class Store(ABC):
     """A flat, thread-safe map from key to one immutable blob.
 
     Any thread may call any method at any time. Keys are relative paths with "/" (see ``check_key``). Parts are
-    C-contiguous memoryviews of bytes; joined in order they are the blob.
+    C-contiguous memoryviews of bytes; the blob is all parts joined in order.
     """
 
-    #: What this storage can do. A class attribute or set in the constructor.
+    #: What this storage can do. A class attribute, or set in the constructor.
     capabilities: Capabilities
 
-    #: Folders are named by vLLM, and files in one say which engines' blocks it holds (``format: vllm-raw``).
+    #: ``format: vllm-raw``: vLLM names the folders, and files in a folder identify the engines whose blocks it holds.
     shares_folders: bool = False
 
     @abstractmethod
@@ -85,19 +85,19 @@ class Store(ABC):
         """Publish the joined parts under ``key``.
 
         # Behavior
-        - ``overwrite=False``: publishes only if ``key`` is absent. If something is there already, be it a blob or not,
-          it stays, and that is success.
-        - ``overwrite=True``: replaces what is there in one step; readers see the old blob or the new one, never none
-          (except where the file system moves an open file aside first, as NFS and libfuse do).
-        - On error nothing is visible under ``key`` that was not there before.
-        - The parts may change only after the call has returned.
+        - ``overwrite=False``: publishes only if ``key`` is absent. Anything already stored under ``key``, even if it is
+          not a blob, stays unchanged; the call still succeeds.
+        - ``overwrite=True``: replaces the content of ``key`` in one step. Readers always see the old blob or the new
+          one (except on file systems that first move an open file aside, such as NFS and libfuse).
+        - On error, nothing new is visible under ``key``.
+        - The caller must not change the parts before the call has returned.
 
         Returns:
-            True: published. False: something was there already. Where a storage cannot tell (after a lost
-            acknowledgement, say), either.
+            True: published. False: something was already stored under ``key``. If the storage cannot tell (for example
+            after a lost acknowledgement), either value.
 
         Raises:
-            StoreError: nothing was published (or, where an acknowledgement was lost, it was published whole).
+            StoreError: nothing was published (or, if an acknowledgement was lost, the whole blob was).
         """
 
     @abstractmethod
@@ -105,136 +105,137 @@ class Store(ABC):
         """Fill the parts with the blob, in order.
 
         # Behavior
-        - A blob of another size than the parts' joined size is BlobCorruptError, and where the storage can tell
-          beforehand, no byte of the parts is touched.
-        - After an error the parts' content is undefined.
-        - Something under the key that is no blob (a folder, a symlink, a device) is BlobCorruptError.
+        - If the storage knows before it reads that the blob's size differs from the total size of the parts, the parts
+          stay unchanged. After any other error the content of the parts is undefined.
 
         Raises:
             BlobNotFoundError: nothing is stored under ``key``.
-            BlobCorruptError: a blob of another size, or no blob.
+            BlobCorruptError: the blob's size differs from the total size of the parts, or ``key`` holds something that
+                is not a blob (a folder, a symlink, a device).
         """
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """The blob's size in bytes; None where ``key`` has no blob. A folder of other keys is no blob."""
+        """The blob's size in bytes; None if ``key`` has no blob. A folder that holds other keys is not a blob."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove this blob, and none whose key only begins so. An absent key is success."""
+        """Remove this blob, but no blob whose key merely starts with ``key``. Succeeds if the key is absent."""
 
     @abstractmethod
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs whose key starts with ``prefix`` (a string prefix, not a folder), in no particular order.
 
         # Behavior
-        - The prefix is taken as it is written: no pattern, nothing quoted, no case folded.
+        - The prefix is literal: no wildcards, no escapes, and case matters.
         - Streams: memory does not grow with the number of blobs.
-        - A blob put or deleted meanwhile may or may not be listed. The store's own files never are.
+        - Blobs put or deleted during the listing may or may not be listed. The store's own files are never listed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the store holds. Idempotent; calls after it raise StoreClosedError.
+        """Release the store's resources. Idempotent. Other calls after ``close`` raise StoreClosedError.
 
-        A listing under way goes on, or raises that too.
+        A listing in progress continues or raises StoreClosedError.
         """
 
 
 @runtime_checkable
 class SupportsSizeMany(Protocol):
-    """A store that answers many ``size`` questions for less than one by one.
+    """A store that gets the sizes of many blobs at a lower cost than by single ``size`` calls.
 
-    Here and in the next two, "many" has no limit: the store splits what its storage does not take in one request.
+    This protocol and the next two set no limit on "many": the store splits what its storage does not accept at once.
     """
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """Sizes parallel to ``keys``; for a key that could not be asked for, its StoreError."""
+        """Sizes in the order of ``keys``: None for an absent blob, a StoreError for a key whose query failed."""
         ...
 
 
 @runtime_checkable
 class SupportsDeleteMany(Protocol):
-    """A store that deletes many blobs for less than one by one."""
+    """A store that deletes many blobs at a lower cost than by single ``delete`` calls."""
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """Errors parallel to ``keys``; None is success, and an absent key is success."""
+        """Errors in the order of ``keys``; None means success. An absent key is a success."""
         ...
 
 
 @runtime_checkable
 class SupportsGetMany(Protocol):
-    """A store that fills many blobs' parts for less than one by one."""
+    """A store that reads many blobs at a lower cost than by single ``get_into`` calls."""
 
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        """Outcomes parallel to ``requests``, each as ``get_into`` would raise it; None is success."""
+        """For each request, in order, the error that ``get_into`` would raise; None means success."""
         ...
 
 
-#: Is called with a piece's offset in its blob, and the piece.
+#: Callback that receives each piece of a blob: the piece's offset in the blob, and the piece.
 Look = Callable[[int, memoryview], None]
 
 
 @runtime_checkable
 class SupportsPieces(Protocol):
-    """A store that moves bytes piece by piece and shows its caller each while it is in the core's cache.
+    """A store that moves a blob in pieces and passes each piece to a callback while it is in the core's cache.
 
-    For checksums: a large blob is then read from memory once, not twice. The pieces come in order, are the parts when
-    joined, and none spans two parts. A store that begins again does so at offset 0. What ``look`` raises comes out, and
-    nothing is published.
+    Used for checksums: a large blob is then read from memory once, not twice. The pieces come in order; joined they
+    are the parts; no piece spans two parts. A store that starts over does so at offset 0. An exception from ``look``
+    propagates, and nothing is published.
     """
 
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
-        """As ``put``. Each piece is shown before it is read, and ``look`` may fill what comes after it: so a blob can
-        end with the checksum of its bytes. Where something is there already, nothing need be shown.
+        """Like ``put``, but call ``look`` with each piece before the store reads the piece.
+
+        ``look`` may still fill the bytes after its piece, so that a blob can end with the checksum of its own bytes.
+        If ``key`` is already taken, the store need not call ``look``.
         """
         ...
 
     def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
-        """As ``get_into``. Each piece is shown once it is filled."""
+        """Like ``get_into``, but call ``look`` with each piece after it is filled."""
         ...
 
 
 @runtime_checkable
 class SupportsTail(Protocol):
-    """A store that reads a blob's end alone: so a writer checks that a stored block has a good trailer."""
+    """A store that can read only the end of a blob, so that a writer can check the trailer of a stored block."""
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """The blob's size and its last ``min(length, size)`` bytes; None when there is no blob under ``key``.
+        """The blob's size and its last ``min(length, size)`` bytes; None if nothing is stored under ``key``.
 
         Raises:
-            BlobCorruptError: something is there that is no blob.
+            BlobCorruptError: ``key`` holds something that is not a blob.
         """
         ...
 
 
 @runtime_checkable
 class SupportsQuarantine(Protocol):
-    """A store that can move a bad blob aside: no key has it any more, and an operator can still look at it."""
+    """A store that can move a bad blob aside: it is no longer under any key, but an operator can still inspect it."""
 
     def quarantine(self, key: str) -> None:
-        """Move what is stored under ``key`` aside, so that the key is absent. An absent key is success.
+        """Move the content of ``key`` aside, so that the key is absent. Succeeds if the key is already absent.
 
-        Keys that only begin so stay.
+        Other keys that merely start with ``key`` stay.
         """
         ...
 
 
 @runtime_checkable
 class SupportsPrepare(Protocol):
-    """A store whose first call does something once for all, such as making a client."""
+    """A store whose first call does one-time work, such as creating a client."""
 
     def prepare(self) -> None:
-        """Do that now, without asking the storage. Raises nothing: the first call reports what failed."""
+        """Do the one-time work now, without a request to the storage. Raises nothing: the first call reports errors."""
         ...
 
 
 @runtime_checkable
 class SupportsTouch(Protocol):
-    """A store that can note that a blob was used, in the ``mtime`` that ``keys`` lists."""
+    """A store that can record the use of a blob in the ``mtime`` that ``keys`` lists."""
 
     def touch(self, key: str) -> None:
-        """Make the blob's ``mtime`` now and change nothing else. An absent key is success, and stays absent."""
+        """Set the blob's ``mtime`` to now and change nothing else. An absent key stays absent, without an error."""
         ...
 
 
@@ -243,66 +244,66 @@ class SupportsAges(Protocol):
     """A store in which a copied blob keeps its age."""
 
     def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
-        """As ``put`` with ``overwrite``, of a blob that was last used then (Unix seconds, not in the future)."""
+        """Like ``put`` with ``overwrite``, for a blob last used at ``used_at`` (Unix seconds, not in the future)."""
         ...
 
     def used_at(self, info: KeyInfo) -> float:
-        """When a listed blob was last used or, where that is not known, written; 0.0: nobody says.
+        """When a listed blob was last used, or if unknown, when it was written; 0.0 if neither is known.
 
-        Its ``mtime``, where the storage's times can be set. Else what ``put_aged`` noted, which costs a request.
+        The ``mtime`` if clients can set it; otherwise the time that ``put_aged`` recorded, which costs a request.
         """
         ...
 
 
 @runtime_checkable
 class SupportsSweep(Protocol):
-    """A store that keeps things of its own beside the blobs: what dead writers left, and bad blobs."""
+    """A store that keeps its own files besides the blobs: leftovers of dead writers, and quarantined blobs."""
 
     def sweep(self, quarantine_s_max: float) -> int:
-        """Remove what dead writers left, and what has been in quarantine for so long (0: all of that); no blob.
+        """Remove leftovers of dead writers, and blobs quarantined for at least ``quarantine_s_max`` (0: all of them).
 
         Returns:
-            Bytes of the store's own things that are still there.
+            Bytes that the store's own files still take.
         """
         ...
 
 
 @runtime_checkable
 class NamesBlocks(Protocol):
-    """A store whose blocks have other names than ``FileMapper``'s."""
+    """A store whose block names differ from ``FileMapper``'s."""
 
     def is_block(self, key: str) -> bool:
-        """Whether a listed name is a block's, which a collector may remove."""
+        """Whether a listed key names a block, which a collector may remove."""
         ...
 
 
 @runtime_checkable
 class SupportsFolders(Protocol):
-    """A store that knows its keys' first components without listing the keys."""
+    """A store that can list the first components of its keys without listing all keys."""
 
     def folders(self) -> list[str]:
-        """The first components of all keys that have several, each once.
+        """The distinct first components of all keys that have several components.
 
         Raises:
-            StoreError: they cannot be listed.
+            StoreError: the folders cannot be listed.
         """
         ...
 
 
 @runtime_checkable
 class SupportsFreeBytes(Protocol):
-    """A store whose storage says how much more it can take."""
+    """A store whose storage reports its free space."""
 
     def free_bytes(self) -> int:
-        """Free bytes, for this user."""
+        """Bytes available to the current user."""
         ...
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if a store may be asked for it.
+    """Return ``key`` if it is a valid store key.
 
     Accepted: 1..1024 bytes of UTF-8, components joined by single "/", each of 1..255 bytes without control
-    characters or backslash and not starting with "." (dot names are the stores' own).
+    characters or backslash and not starting with "." (reserved for the stores' own files).
 
     Raises:
         InvalidKeyError: says which rule the key breaks.
@@ -313,7 +314,7 @@ def check_key(key: str) -> str:
             "without control characters or backslash",
             key=key,
         )
-    # Byte lengths are counted only where they can matter: the usual key is ASCII and short.
+    # Count bytes only if they can exceed a limit: most keys are short and ASCII.
     if len(key) > KEY_PART_LENGTH_MAX or not key.isascii():
         try:
             raw = key.encode()
@@ -321,24 +322,24 @@ def check_key(key: str) -> str:
             raise InvalidKeyError("not encodable as UTF-8", key=key) from e
         if len(raw) > KEY_LENGTH_MAX or max(map(len, raw.split(b"/"))) > KEY_PART_LENGTH_MAX:
             raise InvalidKeyError(
-                f"accepted are {KEY_LENGTH_MAX} bytes, {KEY_PART_LENGTH_MAX} bytes a component", key=key
+                f"accepted are {KEY_LENGTH_MAX} bytes, {KEY_PART_LENGTH_MAX} bytes per component", key=key
             )
     return key
 
 
 def parts_size(parts: Sequence[memoryview]) -> int:
-    """Joined size of parts in bytes."""
+    """The total size of all parts in bytes."""
     size = 0
-    for part in parts:  # twice as fast as sum() of a generator; called three times a block
+    for part in parts:  # twice as fast as sum() over a generator; called three times per block
         size += part.nbytes
     return size
 
 
 def fill_parts(parts: Sequence[memoryview], blob: bytes | bytearray | memoryview, *, key: str) -> None:
-    """Copy a blob into parts, for a storage whose client returns it whole.
+    """Copy a whole blob into parts, for a client that returns blobs as one buffer.
 
     Raises:
-        BlobCorruptError: it has another size than the parts together; none of them was changed.
+        BlobCorruptError: the blob's size differs from the total size of the parts; the parts are unchanged.
     """
     source = memoryview(blob).cast("B")
     size = parts_size(parts)
@@ -352,10 +353,11 @@ def fill_parts(parts: Sequence[memoryview], blob: bytes | bytearray | memoryview
 
 @contextmanager
 def client_errors(classify: Callable[[Exception], type[StoreError] | None], *, key: str = "") -> Iterator[None]:
-    """Turn the exceptions of a storage's client into StoreErrors, by one table for all calls.
+    """Translate a storage client's exceptions into StoreErrors, by one table for all calls.
 
     Args:
-        classify: the StoreError that an exception of the client's is; None: it is not the client's, and stays as it is.
+        classify: returns the StoreError subclass for an exception, or None for an exception to raise unchanged because
+            it is not the client's.
     """
     try:
         yield
@@ -368,16 +370,16 @@ def client_errors(classify: Callable[[Exception], type[StoreError] | None], *, k
         raise kind(f"{type(e).__name__}: {e}", key=key) from e
 
 
-# ---- one by one where a store lacks the extra ------------------------------------------------------------------------
+# ---- batch operations, one by one if the store lacks the protocol ----------------------------------------------------
 
 
 def sizes_of(
     store: Store, keys: Sequence[str], *, kept: type[StoreError] = StoreError
 ) -> Iterator[int | Exception | None]:
-    """As ``SupportsSizeMany.size_many``.
+    """Yield the sizes of many blobs: by ``size_many`` if the store has it, otherwise by single ``size`` calls.
 
     Args:
-        kept: errors of single questions that are answers and do not end the asking.
+        kept: errors of a single ``size`` call to yield as the key's result. Other errors are raised.
     """
     if isinstance(store, SupportsSizeMany):
         yield from store.size_many(keys)
@@ -390,7 +392,7 @@ def sizes_of(
 
 
 def delete_all(store: Store, keys: Sequence[str]) -> list[Exception | None]:
-    """As ``SupportsDeleteMany.delete_many``."""
+    """Delete many blobs: by ``delete_many`` if the store has it, otherwise by single ``delete`` calls."""
     if isinstance(store, SupportsDeleteMany):
         return store.delete_many(keys)
     outcomes: list[Exception | None] = []
@@ -404,7 +406,7 @@ def delete_all(store: Store, keys: Sequence[str]) -> list[Exception | None]:
 
 
 def put_aside(store: Store, key: str) -> None:
-    """Quarantine a bad blob; delete it where the store cannot, or where that fails.
+    """Quarantine a bad blob; delete it if the store has no quarantine or if the quarantine fails.
 
     Raises:
         StoreError: the blob may still be there.
@@ -413,8 +415,8 @@ def put_aside(store: Store, key: str) -> None:
         try:
             store.quarantine(key)
             return
-        except (StoreClosedError, StoreTimeoutError):  # a deletion would end the same way
+        except (StoreClosedError, StoreTimeoutError):  # deleting would fail the same way
             raise
         except StoreError as e:
-            logger.debug("%s could not be moved aside and is deleted: %s", key, str(e))
+            logger.debug("%s could not be quarantined and is deleted instead: %s", key, str(e))
     store.delete(key)

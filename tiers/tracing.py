@@ -1,7 +1,7 @@
-"""One OpenTelemetry span for each job of a tier, as an option.
+"""Optional tracing: one OpenTelemetry span for each job of a tier.
 
-Only the API is used: where spans go is the process's own affair (an SDK, ``opentelemetry-instrument``, vLLM's
-``--otlp-traces-endpoint``); without any of it they cost a few microseconds and go nowhere.
+This module uses only OpenTelemetry's API. The process chooses where spans go (an SDK, ``opentelemetry-instrument``,
+vLLM's ``--otlp-traces-endpoint``). Without such a choice, spans are discarded and cost a few microseconds each.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TRACER_NAME = "kvtiers"
 
 @dataclass(frozen=True, slots=True)
 class JobTrace:
-    """A job that ended.
+    """A job that has ended.
 
     Attributes:
         op: "load" or "store".
         outcome: "ok", "partial" or "failed", as in ``kvtiers_jobs_total``.
-        started_ns: Unix nanoseconds.
-        blocks, bytes_moved: what it was about, and what of it was moved.
+        started_ns: start time in Unix nanoseconds.
+        blocks, bytes_moved: number of blocks in the job, and payload bytes that were moved.
     """
 
     op: str
@@ -34,7 +34,7 @@ class JobTrace:
 
 
 def make_job_tracer(tier: str) -> Callable[[JobTrace], None]:
-    """What makes a tier's spans. Cheap enough for the scheduler's thread.
+    """Return a function that records a tier's spans. It is cheap enough for the scheduler's thread.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.

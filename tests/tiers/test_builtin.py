@@ -169,11 +169,11 @@ def test_a_bound_has_room_for_blocks(tmp_path: Path, caplog: pytest.LogCaptureFi
     for row_bytes, warned in ((400 << 10, False), (600 << 10, True)):
         rows = np.zeros((2, row_bytes), np.int8)
         SecondaryTierFactory.create_secondary_tier(config, rows.data, FakeSpec()).shutdown()
-        assert ("blocks may be refused for ever" in caplog.text) is warned
+        assert ("blocks may be refused forever" in caplog.text) is warned
     with pytest.raises(ConfigError) as caught:
         SecondaryTierFactory.create_secondary_tier(config, np.zeros((2, 1 << 20), np.int8).data, FakeSpec())
     assert str(caught.value) == (
-        "tier fs: max_bytes: 1048576 bytes do not hold a block, which has 1052672; write at least twice that"
+        "tier fs: max_bytes: 1048576 bytes do not hold a block of 1052672 bytes; write at least twice that"
     )
 
 
@@ -260,10 +260,10 @@ def test_where_no_process_can_be_started_auto_is_threads(
     monkeypatch.setattr(sys, "executable", "")
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
     options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0}
-    with pytest.raises(ConfigError, match="isolation: worker processes cannot be had"):
+    with pytest.raises(ConfigError, match="isolation: worker processes are unavailable"):
         SecondaryTierFactory.create_secondary_tier(options | {"isolation": "process"}, view, FakeSpec())
     tier = SecondaryTierFactory.create_secondary_tier(options, view, FakeSpec())
-    assert "isolation: auto is threads of this process here" in caplog.text
+    assert "isolation: auto uses threads of this process" in caplog.text
     for is_load in (False, True):
         job = JobMetadata(int(is_load), KEYS, np.arange(ROWS, dtype=np.int32))
         (tier.submit_load if is_load else tier.submit_store)(job)

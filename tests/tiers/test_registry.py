@@ -125,11 +125,11 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
         ({"type": "Half", "module_path": "my_tiers"}, r"Half.* lacks get_finished, submit_load, submit_store$"),
         (
             {"type": "Careless", "module_path": "my_tiers"},
-            r"tier 'Careless': cannot be made: TypeError: can only concat",
+            r"tier 'Careless': cannot be created: TypeError: can only concat",
         ),
         ({"type": "fs"}, "root_dir"),
         ({"type": "fs", "root_dir": "/x", "bogus": 1}, "bogus: is not a known key"),
-        ({"type": "ModuleType", "module_path": "types"}, "is no SecondaryTierManager"),
+        ({"type": "ModuleType", "module_path": "types"}, "is not a SecondaryTierManager"),
         ({"type": "X", "module_path": ".x"}, "module_path: tier 'X' cannot be imported: TypeError"),
         ({"type": "X", "module_path": "broken_tiers"}, "cannot be imported: ZeroDivisionError: division by zero"),
     ],

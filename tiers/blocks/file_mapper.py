@@ -1,14 +1,14 @@
-"""FileMapper: who wrote a block and which block it is, as a path. Pure: it touches no storage.
+"""FileMapper: the path of a block, which says who wrote the block and which block it is. Does no I/O.
 
-Layout, the same for every tier::
+The layout is the same for every tier::
 
     <root_dir>/<model>_<digest12>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin
     <root_dir>/<model>_<digest12>/config.json
 
-``digest12`` is the first 12 hex digits of the SHA-256 of the namespace's fields as canonical JSON; all 32 bytes of it
-go into each block's seal, because a short digest in a folder's name is no proof of identity. The rank is outside the
-digest, so that all ranks share one ``config.json``. Three and two hex digits give 4,096 x 256 folders: about one block
-a folder at a million blocks, ten at ten million.
+``digest12`` is the first 12 hex digits of the SHA-256 of the namespace's fields as canonical JSON. Each block's seal
+holds all 32 bytes, because a short digest in a folder name does not prove identity. The rank is not in the digest, so
+all ranks share one ``config.json``. ``hhh`` and ``hh``, the first five hex digits of the block hash, give 4,096 x 256
+folders: about one block per folder at a million blocks, ten at ten million.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIG_FILE_NAME = "config.json"
 IDENTITY_FILE_PREFIX = "kvtiers-"
 FORMAT_SEALED = "sealed-1"
 FORMAT_VLLM_RAW = "vllm-raw"
-# A folder's name is "<model>_<12 digits>_r<rank>" and file systems take 255 bytes.
+# A folder's name is "<model>_<12 digits>_r<rank>", and file systems allow 255 bytes.
 MODEL_NAME_BYTES_MAX = 200
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -46,21 +46,21 @@ class FileMapper:
     """Maps OffloadKeys to file names within one namespace.
 
     Args:
-        root_dir: folder or key prefix; "" for names without one.
+        root_dir: folder or key prefix; "" for names without a prefix.
         model_name: hub id or path; "/" becomes "_" in the folder's name.
-        hash_block_size: tokens one block hash covers.
+        hash_block_size: tokens that one block hash covers.
         gpu_blocks_per_file: GPU blocks in one offloaded block.
         tp_size, pp_size, pcp_size, dcp_size: tensor, pipeline, prefill-context and decode-context parallel sizes.
         rank: this process's rank; part of the path, not of the digest.
-        dtype: of the KV cache.
-        kv_cache_groups: per group ``{"block_size": n, "layer_names": [...]}``.
-        inference_engine: who lays out the bytes.
-        parallel_agnostic: forces the four sizes to 1 and the rank to 0; right only where the bytes of a block do not
+        dtype: data type of the KV cache.
+        kv_cache_groups: for each group ``{"block_size": n, "layer_names": [...]}``.
+        inference_engine: the engine that defines the layout of the bytes.
+        parallel_agnostic: sets the four sizes to 1 and the rank to 0. Correct only if the bytes of a block do not
             depend on the parallel layout.
-        extra_fields: further identity, merged into the fields; see ``strict_fields``.
+        extra_fields: more identity fields, merged into the others; see ``strict_fields``.
 
     Raises:
-        ConfigError: a field that cannot be part of a path or that is no size.
+        ConfigError: a field cannot be part of a path, or is not a valid size.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class FileMapper:
         parallel_agnostic: bool = False,
         extra_fields: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Build a mapper from what an engine offers, in its current (``spec.config``) or older form.
+        """Create a mapper from an engine's spec, in the current form (with ``spec.config``) or the older form.
 
         Args:
             gpu_blocks_per_file: 1, the default, means the spec's own number of blocks per chunk.
-            parallel_agnostic: honoured only where the spec says that its bytes do not depend on the parallel layout;
-                the older form cannot say it and is taken at the caller's word.
+            parallel_agnostic: takes effect only if the spec says that its bytes do not depend on the parallel layout.
+                The older form cannot say so; the caller is trusted then.
         """
         if getattr(offloading_spec, "config", None) is not None:
             fields = _fields_of_config(offloading_spec)
@@ -138,11 +138,11 @@ class FileMapper:
         return cls(root_dir, **fields, parallel_agnostic=parallel_agnostic, extra_fields=extra_fields)
 
     def relative_name(self, key: OffloadKey) -> str:
-        """The block's name without ``root_dir``: what a Store rooted there calls it."""
+        """The block's name without ``root_dir``: its key in a Store whose root is ``root_dir``."""
         return block_name(self.name_prefix, key)
 
     def key_of(self, name: str) -> OffloadKey | None:
-        """The block of a ``relative_name``; None for a name that is none of this namespace and rank."""
+        """The block with this ``relative_name``; None if the name is not a block's in this namespace and rank."""
         if not name.startswith(self.block_prefix):
             return None
         found = _BLOCK_NAME.fullmatch(name, len(self.block_prefix))
@@ -153,11 +153,11 @@ class FileMapper:
 
     @property
     def block_prefix(self) -> str:
-        """What every block's ``relative_name`` starts with."""
+        """Prefix of every block's ``relative_name``."""
         return f"{self.name_prefix}/"
 
     def get_file_name(self, key: OffloadKey) -> str:
-        """The block's name: ``<base>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``."""
+        """The block's full name: ``<base>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``."""
         return self.rooted(self.relative_name(key))
 
     @property
@@ -176,20 +176,20 @@ class FileMapper:
 
     @property
     def others_files(self) -> frozenset[str]:
-        """Of ``get_namespace_files`` those that are not ours to judge."""
+        """The files of ``get_namespace_files`` that another program owns."""
         return frozenset()
 
     def get_namespace_files(self) -> dict[str, dict[str, Any]]:
-        """What says whose the namespace is: names without ``root_dir``, and the fields in each."""
+        """The files that identify the namespace: their names without ``root_dir``, and the fields in each file."""
         return {self.relative_config_name: self.get_run_config()}
 
     def get_run_config(self) -> dict[str, Any]:
-        """The fields, as a copy."""
+        """A copy of the fields."""
         copy: dict[str, Any] = json.loads(json.dumps(self._fields))
         return copy
 
     def rooted(self, name: str) -> str:
-        """A name with ``root_dir`` before it."""
+        """Prepend ``root_dir`` to a name."""
         return f"{self.root_dir}/{name}" if self.root_dir else name
 
 
@@ -199,8 +199,8 @@ class VllmLayout:
 
     Attributes:
         namespace: the folder's name, ``<model>_<digest12>``.
-        rank: as in the folder of the blocks.
-        fields: content of its ``config.json``.
+        rank: the rank in the name of the blocks' folder.
+        fields: the content of the namespace's ``config.json``.
     """
 
     namespace: str
@@ -211,24 +211,24 @@ class VllmLayout:
 class VllmFileMapper(FileMapper):
     """Names blocks as vLLM's own ``fs`` tier does (``format: vllm-raw``).
 
-    Its folders' digests leave out what ``strict_fields`` has. So the fingerprint in a block's seal stays that of our
-    fields, which are in ``<namespace>/kvtiers-<digest12>.json`` beside vLLM's ``config.json``: engines whose bytes
-    differ may share a folder and still never take each other's blocks.
+    The digests in vLLM's folder names do not cover ``strict_fields``, so engines whose bytes differ may share a folder.
+    The fingerprint in a block's seal still covers all of our fields, so these engines never load each other's blocks.
+    Our fields are stored in ``<namespace>/kvtiers-<digest12>.json``, beside vLLM's ``config.json``.
     """
 
     _vllm_fields: dict[str, Any]
 
     @classmethod
     def from_offloading_spec(cls, root_dir: str, offloading_spec: Any, *arguments: Any, **options: Any) -> Self:
-        """As ``FileMapper``'s; ``offloading_spec.vllm_layout`` says where vLLM keeps its own.
+        """Like ``FileMapper.from_offloading_spec``; ``offloading_spec.vllm_layout`` says where vLLM keeps its blocks.
 
         Raises:
-            ConfigError: it does not say.
+            ConfigError: the spec has no ``vllm_layout``.
         """
         layout: VllmLayout | None = getattr(offloading_spec, "vllm_layout", None)
         if layout is None:
             raise ConfigError(
-                f"{FORMAT_VLLM_RAW} is the layout of vLLM's own fs tier and goes with KVTiersTier only; "
+                f"{FORMAT_VLLM_RAW} is the layout of vLLM's own fs tier and works only with KVTiersTier; "
                 f"accepted here is {FORMAT_SEALED}",
                 field="format",
             )
@@ -242,7 +242,7 @@ class VllmFileMapper(FileMapper):
 
     @property
     def others_files(self) -> frozenset[str]:
-        return frozenset([self.relative_config_name])  # vLLM writes it in place: who looks meanwhile sees a part of it
+        return frozenset([self.relative_config_name])  # vLLM writes it in place, so a reader may see only part of it
 
     def get_namespace_files(self) -> dict[str, dict[str, Any]]:
         own = identity_file_name(self._base, self.fingerprint)
@@ -260,27 +260,27 @@ def namespace_of(fields: Mapping[str, Any]) -> str:
 
 
 def identity_file_name(namespace: str, fingerprint: bytes) -> str:
-    """Where the fields behind a fingerprint are kept in a folder that vLLM named."""
+    """Name of the file with the fields behind a fingerprint, in a folder that vLLM named."""
     return f"{namespace}/{IDENTITY_FILE_PREFIX}{fingerprint.hex()[:DIGEST_HEX_DIGITS]}.json"
 
 
 def block_name(name_prefix: str, key: OffloadKey) -> str:
-    """A block's name without ``root_dir``, from its mapper's ``name_prefix``."""
+    """A block's name without ``root_dir``. ``name_prefix``: see ``FileMapper.name_prefix``."""
     digits = get_offload_block_hash(key).hex()
     return f"{name_prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
 
 
 def strict_fields(offloading_spec: Any) -> dict[str, Any]:
-    """The identity that the ten fields leave out, and that wrong tokens came from elsewhere.
+    """Identity fields besides the ten of ``FileMapper``. Leaving them out led to wrong tokens in other systems.
 
-    Same path and same size with another meaning was reported for weights of another revision, another KV layout and
-    another hash algorithm (vllm#49261, #55904, #55191); each gets its own namespace. So does each platform whose
-    kernels pack KV in an order of their own.
+    Blocks with the same path and size but a different meaning were reported for other weight revisions, KV layouts and
+    hash algorithms (vllm#49261, #55904, #55191), so each of these gets its own namespace. So does each platform whose
+    kernels pack KV in their own order.
     """
     config = getattr(offloading_spec, "config", None)
     engine = getattr(config, "engine", None)
     return {
-        # For people who compare two namespaces. model_revision already has a digest of these options.
+        # For people who compare two namespaces. model_revision already contains a digest of these options.
         **({"engine": dict(engine)} if engine else {}),
         "model_revision": getattr(getattr(config, "model", None), "revision", None),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
@@ -332,10 +332,10 @@ def _fields_of_older_spec(spec: Any) -> dict[str, Any]:
 def _check_fields(fields: Mapping[str, Any], rank: int) -> None:
     name = fields["model_name"]
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{name!r} is no model name; accepted is a non-empty string", field="model_name")
+        raise ConfigError(f"{name!r} is not a model name; accepted is a non-empty string", field="model_name")
     if _CONTROL.search(name) or "\\" in name or name.startswith("."):
         raise ConfigError(
-            f"{name!r} cannot be a folder's name; accepted are names without control characters or backslash that "
+            f"{name!r} cannot be a folder name; accepted are names without control characters or backslash that "
             'do not start with "."',
             field="model_name",
         )
@@ -345,8 +345,8 @@ def _check_fields(fields: Mapping[str, Any], rank: int) -> None:
         raise ConfigError(f"{name!r} is not encodable as UTF-8", field="model_name") from e
     if length_bytes > MODEL_NAME_BYTES_MAX:
         raise ConfigError(
-            f"{length_bytes} bytes long ({name[:40]!r}…); accepted are {MODEL_NAME_BYTES_MAX}, because it becomes a "
-            "folder's name",
+            f"{length_bytes} bytes long ({name[:40]!r}…); accepted are {MODEL_NAME_BYTES_MAX}, because it becomes part "
+            "of a folder name",
             field="model_name",
         )
     for size_name in _SIZES:
@@ -358,4 +358,4 @@ def _check_fields(fields: Mapping[str, Any], rank: int) -> None:
     try:
         json.dumps(fields, sort_keys=True)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"not expressible as JSON ({e})", field="extra_fields or kv_cache_groups") from e
+        raise ConfigError(f"cannot be written as JSON ({e})", field="extra_fields or kv_cache_groups") from e

@@ -1,11 +1,11 @@
-"""KeyRing: the secrets that blocks are authenticated and encrypted with. Pure.
+"""KeyRing: the secret keys that authenticate and encrypt blocks.
 
-A key is 64 hex digits (32 random bytes). A ring is a list of them, by whitespace or commas, ``#`` begins a comment:
-the first is for new blocks, all are good for reading, which is how keys are rotated (``docs/security.md``).
+A key is 64 hex digits (32 random bytes). A ring is a list of keys, separated by whitespace or commas; ``#`` starts a
+comment. The first key seals new blocks, and every key can read blocks. This allows key rotation (``docs/security.md``).
 
-A key's id is derived from it, so two different keys never go by one id: a reader with another key sees a block it
-does not know, which it leaves alone, rather than a forged one, which it would throw away. What a namespace's blocks are
-sealed with is derived, too, by purpose and namespace: no two namespaces share nonces.
+A key's id is derived from the key, so different keys have different ids. A reader without a block's key therefore sees
+a block with an unknown key, which it leaves alone, and not a forged block, which it would discard. The keys that seal
+blocks are also derived, per purpose and namespace, so that two namespaces never use a nonce with the same key.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TEXT_BYTES_MAX = 1 << 16
 
 
 class ExposedKeysError(ConfigError):
-    """Others may read or change a file of keys.
+    """Other users may read or change a key file.
 
     Attributes:
-        fix: the command that mends it.
+        fix: the command that fixes this.
     """
 
     def __init__(self, message: str, *, fix: str) -> None:
@@ -35,13 +35,13 @@ class ExposedKeysError(ConfigError):
 
 
 class KeyRing:
-    """Immutable. Shows its keys nowhere.
+    """An immutable list of keys. Never shows the keys themselves.
 
     Args:
-        keys: 32 bytes each; the first is for new blocks.
+        keys: 32 bytes each; the first key seals new blocks.
 
     Raises:
-        ConfigError: no key, too many, one of another length, or one twice.
+        ConfigError: no keys, too many keys, a key of the wrong length, or a duplicate key.
     """
 
     __slots__ = ("_keys",)
@@ -54,40 +54,40 @@ class KeyRing:
                 raise ConfigError(f"key {number} has {len(key)} bytes; accepted are {KEY_BYTES}", field="keys")
         self._keys = {key_id(key): key for key in keys}
         if len(self._keys) != len(keys):
-            raise ConfigError("one key is there twice", field="keys")
+            raise ConfigError("a key is listed twice", field="keys")
 
     def __repr__(self) -> str:
         return f"KeyRing({', '.join(f'{number:08x}' for number in self._keys)})"
 
     def __reduce__(self) -> str:
-        raise TypeError("a KeyRing is not written anywhere")
+        raise TypeError("a KeyRing cannot be pickled or copied, to keep its keys secret")
 
     @property
     def current_id(self) -> int:
-        """Id of the key for new blocks."""
+        """Id of the key that seals new blocks."""
         return next(iter(self._keys))
 
     def derive(self, purpose: bytes, fingerprint: bytes) -> dict[int, bytes]:
-        """Key id -> 32 bytes for one purpose in one namespace."""
+        """Derive the keys for one purpose in one namespace: key id -> 32 bytes."""
         info = b"\0".join((b"kvtiers", purpose, fingerprint))
         return {number: hmac.digest(key, info, "sha256") for number, key in self._keys.items()}
 
 
-#: Environment variables that the configurations of this process' tiers have keys in: no process of any of them, and
-#: none but the engine's, needs keys of all namespaces.
+#: Environment variables that hold keys, according to the tier configs of this process. They are hidden from its worker
+#: processes: only the engine needs keys that are valid for all namespaces.
 KEY_VARIABLES: set[str] = set()
 
 
 def key_id(key: bytes) -> int:
-    """Four bytes that name a key and tell nothing about it."""
+    """Four bytes that identify a key but reveal nothing about it."""
     return int.from_bytes(hmac.digest(key, b"kvtiers\0key id", "sha256")[:4], "little")
 
 
 def parse_keys(text: str, source: str) -> KeyRing:
-    """The ring that a text lists.
+    """Parse a list of keys.
 
     Raises:
-        ConfigError: names the source and which key is none, never what it is.
+        ConfigError: names the source and the number of the bad key, but never shows its text.
     """
     words = [word for line in text.splitlines() for word in line.partition("#")[0].replace(",", " ").split()]
     keys = []
@@ -97,7 +97,7 @@ def parse_keys(text: str, source: str) -> KeyRing:
         except ValueError:
             key = b""
         if len(key) != KEY_BYTES:
-            # "from None": the ValueError's frame holds the text.
+            # "from None": the ValueError's frame contains the text.
             raise ConfigError(
                 f"key {number} is not accepted: write {2 * KEY_BYTES} hex digits (openssl rand -hex {KEY_BYTES})",
                 field=source,
@@ -112,11 +112,11 @@ def parse_keys(text: str, source: str) -> KeyRing:
 def load_keys(
     *, keys_file: str | None = None, keys_env: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> KeyRing:
-    """The ring of a file or of an environment variable.
+    """Read keys from a file or an environment variable.
 
     Raises:
-        ConfigError: names the option.
-        ExposedKeysError: others may read or change the file.
+        ConfigError: the keys cannot be read or are not accepted; names the option.
+        ExposedKeysError: other users may read or change the file.
     """
     if keys_file is not None:
         try:
@@ -129,43 +129,43 @@ def load_keys(
             raise ConfigError(f"{keys_file} is larger than {TEXT_BYTES_MAX} bytes", field="keys_file")
         return parse_keys(raw.decode("ascii", "replace"), "keys_file")
     if keys_env is None:
-        raise ConfigError("or keys_env is required", field="keys_file")
+        raise ConfigError("is required unless keys_env is set", field="keys_file")
     if keys_env not in environ:
-        raise ConfigError(f"the environment has no {keys_env}", field="keys_env")
+        raise ConfigError(f"environment variable {keys_env} is not set", field="keys_env")
     return parse_keys(environ[keys_env][: TEXT_BYTES_MAX + 1], "keys_env")
 
 
 def _check_is_secret(status: os.stat_result, path: str) -> None:
-    """Refuse a file that others may read or change, as ssh does.
+    """Reject a key file that other users may read or change, as ssh does.
 
     Args:
-        status: of the opened file, so that nothing can be put in its place, and a link's own mode does not matter.
+        status: of the open file, so that the file cannot be swapped after the check, and a symlink's mode is ignored.
 
     Raises:
-        ExposedKeysError: says how to mend it.
-        ConfigError: it is no file.
+        ExposedKeysError: says how to fix the file.
+        ConfigError: ``path`` is not a regular file.
     """
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path} is no file", field="keys_file")
+        raise ConfigError(f"{path} is not a regular file", field="keys_file")
     uid, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
     if status.st_uid not in (0, uid):
         raise ExposedKeysError(
-            f"{path} belongs to uid {status.st_uid}, who can read and change it; accepted is a file of this process's "
-            "own user or of root",
+            f"{path} belongs to uid {status.st_uid}, who can read and change it; the owner must be this process's user "
+            "or root",
             fix=f"chown {uid} {path}",
         )
-    # A process that is not root's reads a file of root's by its group, as of a Kubernetes secret with fsGroup.
+    # A non-root process may read a root-owned file through its group: a Kubernetes secret with fsGroup is such a file.
     others = stat.S_IRWXG | stat.S_IRWXO
     if status.st_uid != uid:
         others &= ~stat.S_IRGRP
     if mode & others:
         raise ExposedKeysError(
-            f"{path} can be read or changed by others (mode {mode:04o}); accepted is mode 0600 or 0400, for a file of "
-            "root's 0440 too (a Kubernetes secret takes defaultMode: 0400)",
+            f"{path} can be read or changed by others (mode {mode:04o}); accepted is mode 0600 or 0400, and for a file "
+            "owned by root also 0440 (for a Kubernetes secret set defaultMode: 0400)",
             fix=f"chmod 600 {path}",
         )
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """A FIFO's writer may never come."""
+    """Open a file without blocking: to open a FIFO would wait for a writer, which may never come."""
     return os.open(path, flags | os.O_NONBLOCK)

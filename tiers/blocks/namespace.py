@@ -1,4 +1,4 @@
-"""What says whose a namespace is (``config.json``): written once, compared by everyone who comes after."""
+"""The file that identifies a namespace (``config.json``): the first engine writes it, later engines compare it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ logger = get_logger(__name__)
 
 CONFIG_BYTES_MAX = 1 << 20
 READ_ATTEMPTS_MAX = 3
-SHOWN_MAX = 200  # characters of what somebody has written there
+SHOWN_MAX = 200  # characters of a stored value in an error message
 
 
 def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> bool:
-    """Write the namespace's fields, or compare them with those already there. Nothing is written with ``read_only``.
+    """Write the namespace's fields, or compare them with the stored fields. With ``read_only`` nothing is written.
 
-    A file without bytes, or all zeros, says nothing: a power cut that came between the name's way to the disk and the
-    bytes' left it so (seen on ext4, 8 s after a first start). It is written anew.
+    A file that is empty or all zeros is written again. A power cut leaves such a file if it happens after the name and
+    before the bytes have reached the disk (seen on ext4, 8 s after a first start).
 
-    A storage that is full, or out of order for the moment (a retryable error), is no reason to keep an engine from
-    starting: it is logged, and the fingerprint in each block's seal still keeps foreign blocks out.
+    A full storage, or one that fails with a retryable error, does not keep an engine from starting. The error is
+    logged, and the fingerprint in each block's seal still keeps foreign blocks out.
 
     Returns:
-        Whether the namespace is new: it had no fields there.
+        Whether the namespace is new, which means that no fields were stored before.
 
     Raises:
-        NamespaceMismatchError: another set of fields is there; names the first field that differs.
-        ConfigError: what is there is no such file.
-        StoreError: permanent: no permission, no such bucket or root.
+        NamespaceMismatchError: the stored fields differ; names the first field that differs.
+        ConfigError: the stored file does not contain a namespace's fields.
+        StoreError: a permanent error: no permission, no such bucket or root.
     """
     is_new = False
     try:
@@ -55,7 +55,7 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
     except StoreError as e:
         if not (e.retryable or isinstance(e, StoreFullError)):
             raise
-        logger.warning("namespace %s has no verified config.json: %s", mapper.base_path, e)
+        logger.warning("namespace %s: config.json could not be written or verified: %s", mapper.base_path, e)
     return is_new
 
 
@@ -65,17 +65,17 @@ def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_on
     is_new = found is None and not others
     if is_new:
         logger.info(
-            "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor says in which "
+            "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor shows in which "
             "options this namespace differs from others of the same model",
             path,
         )
     torn = found is not None and not found.strip(b"\0")
     if torn and others:
-        raise ConfigError(f"has no contents ({len(found or b'')} bytes); somebody else may be writing it", field=path)
+        raise ConfigError(f"is empty ({len(found or b'')} bytes); another program may be writing it", field=path)
     if torn:
-        logger.warning("%s has no contents, as after a power cut%s", path, "" if read_only else ": it is written anew")
+        logger.warning("%s is empty, as after a power cut%s", path, "" if read_only else ": it is written again")
     if (found is None or torn) and not read_only:
-        store.put(name, [memoryview(wanted)], overwrite=torn)  # only if absent: of two first writers one wins
+        store.put(name, [memoryview(wanted)], overwrite=torn)  # without overwrite, one of several first writers wins
         found, torn = _read(store, name, path), False
     if not (found is None or torn or found == wanted):
         _compare(found, fields, path)
@@ -95,9 +95,9 @@ def _read(store: Store, name: str, path: str) -> bytes | None:
                 store.get_into(name, [memoryview(data)])
             return bytes(data)
         except BlobNotFoundError:
-            return None  # it was removed meanwhile
+            return None  # it was removed since the call of size()
         except BlobCorruptError as e:
-            corrupt = e  # or another engine has written it anew meanwhile
+            corrupt = e  # perhaps only because another engine rewrote it since the call of size()
     raise ConfigError(f"cannot be read: {corrupt}", field=path) from corrupt
 
 
@@ -115,7 +115,7 @@ def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:
         if there.get(field) != fields.get(field):
             raise NamespaceMismatchError(
                 f"{path} says {_shortened(repr(there.get(field)))}, this process would write {fields.get(field)!r}; "
-                "use another root, or delete that folder if it is yours",
+                "use another root, or delete the folder if nothing else uses it",
                 field=_shortened(printable(field)),
             )
 
@@ -125,10 +125,10 @@ def _shortened(text: str) -> str:
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """As ``json.loads``, for what others may have written.
+    """Like ``json.loads``, for text from outside.
 
     Raises:
-        ValueError: also for lists in lists without end, which are a RecursionError there.
+        ValueError: also for text that is nested too deeply, for which ``json.loads`` raises RecursionError.
     """
     try:
         return json.loads(text)

@@ -1,7 +1,7 @@
-"""Namespaces of one model side by side: in which fields they differ, so that engines share no blocks.
+"""Compare the namespaces of one model: find the fields that differ, which is why their engines share no blocks.
 
-``kvtiers doctor`` compares all namespaces of a storage. An engine whose namespace is new logs at its start which other
-one is the nearest. It looks for that on a thread of its own, which ends after ``SEARCH_S_MAX`` and one more call.
+``kvtiers doctor`` compares all namespaces in a storage. An engine with a new namespace logs at startup which existing
+namespace is nearest to its own. It searches on a separate thread, which ends after ``SEARCH_S_MAX`` and one more call.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvtiers.tiers.tools.inventory import NAMESPACE
 
 logger = get_logger(__name__)
 
-NAMESPACES_MAX = 100  # that are read
-LISTED_MAX = 2000  # a look for namespaces must not list a bucket of millions
-SEARCH_S_MAX = 10.0  # at an engine's start
-SHOWN_FIELDS_MAX = 5  # in one line of the log
+NAMESPACES_MAX = 100  # namespaces to read
+LISTED_MAX = 2000  # keys to list: the search must not list a bucket of millions
+SEARCH_S_MAX = 10.0  # for the search at an engine's start
+SHOWN_FIELDS_MAX = 5  # in one log line
 SHOWN_CHARS_MAX = 40  # of a value
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What a namespace's ``config.json`` says.
+    """The content of a namespace's ``config.json``.
 
     Attributes:
         name: ``<model>_<digest12>``.
-        fields: with one for each option of the engine, instead of a digest of all options.
+        fields: the fields, with one field for each engine option instead of the digest of all options.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Namespace:
 
     @classmethod
     def of(cls, name: str, fields: dict[str, Any]) -> Namespace:
-        """Of the fields as they are stored."""
+        """Create a Namespace from the stored fields."""
         engine = fields.get("engine")
         if isinstance(engine, dict):
             fields = {each: value for each, value in fields.items() if each != "engine"}
@@ -62,9 +62,9 @@ class Namespace:
         return str(self.fields.get("model_name"))
 
     def value(self, field: str) -> str:
-        """A field's value as JSON.
+        """A field's value as JSON; "not set" if the field is missing, because an older release did not write it.
 
-        One that an older release did not write makes another namespace than the same one without a value.
+        A missing field and a field with the value null make different namespaces.
         """
         return json.dumps(self.fields[field], sort_keys=True) if field in self.fields else "not set"
 
@@ -75,11 +75,11 @@ def namespaces_in(
     """The namespaces in a storage, and whether there may be more.
 
     Args:
-        beginning: only namespaces whose names begin so.
-        goes_on: asked before each one is read; False ends the search.
+        beginning: return only namespaces whose names start with this.
+        goes_on: called before each namespace is read; False ends the search.
 
     Raises:
-        StoreError: their names cannot be listed.
+        StoreError: the namespaces' names cannot be listed.
     """
     names, is_cut = _names_in(store)
     wanted = itertools.takewhile(lambda _: goes_on(), (name for name in names if name.startswith(beginning)))
@@ -88,22 +88,22 @@ def namespaces_in(
 
 
 def differing_fields(namespaces: Sequence[Namespace]) -> list[str]:
-    """Fields that are not the same in all of them."""
+    """The fields whose values differ between the namespaces."""
     names = set().union(*(namespace.fields for namespace in namespaces))
     return sorted(name for name in names if len({namespace.value(name) for namespace in namespaces}) > 1)
 
 
 def shown_values(namespaces: Iterable[Namespace], field: str) -> list[str]:
-    """The values that a field has, in short."""
+    """The distinct values of a field, shortened and sorted."""
     return sorted({_shown(namespace, field) for namespace in namespaces})
 
 
 def tell_nearest(store: Store, mapper: FileMapper, tier: str) -> None:
-    """Say in the log, soon, from which other namespace of its model an engine's new one differs least. Returns at once.
+    """Start a thread that logs which namespace of the same model is nearest to an engine's new one. Returns at once.
 
-    Says nothing where there is none, where the storage is silent or out of order, and where it cannot list folders.
+    Nothing is logged if there is no other namespace, or if the storage hangs, fails or cannot list folders.
     """
-    # Without folders all blobs would have to be listed; and vLLM's own folders have vLLM's fields.
+    # Without folders(), all blobs would have to be listed. The config.json in a folder of vLLM has only vLLM's fields.
     if isinstance(store, SupportsFolders) and not mapper.others_files:
         threading.Thread(target=_tell, args=(store, mapper, tier), name=f"kvtiers-{tier}-nearest", daemon=True).start()
 
@@ -113,7 +113,7 @@ def _tell(store: Store, mapper: FileMapper, tier: str) -> None:
     own = Namespace.of(namespace_of(fields), fields)
     try:
         nearest = _nearest(store, own)
-    except Exception as e:  # noqa: BLE001 - a thread's edge: an engine starts without this line
+    except Exception as e:  # noqa: BLE001 - a thread has no caller, and this log line is optional
         logger.debug("tier %s: other namespaces could not be read: %r", tier, e)
         return
     if nearest is None:
@@ -136,7 +136,7 @@ def _tell(store: Store, mapper: FileMapper, tier: str) -> None:
 
 
 def _nearest(store: Store, own: Namespace) -> tuple[Namespace, str] | None:
-    """The namespace that differs in the fewest fields, and when it was begun, in words."""
+    """The namespace that differs in the fewest fields, and when it was begun, as text for the log line."""
     ends_at = time.monotonic() + SEARCH_S_MAX
     found, _ = namespaces_in(store, own.name[:-DIGEST_HEX_DIGITS], lambda: time.monotonic() < ends_at)
     others = [each for each in found if each.model == own.model and each.fields != own.fields]
@@ -154,7 +154,7 @@ def _shown(namespace: Namespace, field: str) -> str:
 
 
 def _names_in(store: Store) -> tuple[list[str], bool]:
-    if isinstance(store, SupportsFolders):  # a bucket lists in the order of names: one namespace's blocks hide the next
+    if isinstance(store, SupportsFolders):  # a bucket lists by name: one namespace's blocks would hide the next one
         return [name for name in store.folders() if re.fullmatch(NAMESPACE, name)], False
     listed = [info.key for info in itertools.islice(store.keys(), LISTED_MAX)]
     names = [folder for folder, _, name in (key.partition("/") for key in listed) if name == CONFIG_FILE_NAME]

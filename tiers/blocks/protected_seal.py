@@ -1,18 +1,16 @@
-"""Seals with a key (the extra ``crypto``): blocks that only somebody with the key can have written.
+"""Seals with a key (the extra ``crypto``): they prove that a block's writer had the key.
 
-``GmacSeal``: the tag is AES-256-GMAC over bytes 0..192 of the trailer (all but the tag and what follows) and the
-payload.
+``GmacSeal``: authenticates blocks. The tag is AES-256-GMAC over bytes 0..192 of the trailer (everything before the tag)
+and the payload.
 
-``GcmSeal``: the payload is stored encrypted by AES-256-GCM. The payload checksum is that of the stored bytes, so that a
-tool without keys can tell rot from good; the tag covers the payload and, as associated data, bytes 0..192 of the
-trailer with zeros for that checksum, which is known only once all is encrypted.
+``GcmSeal``: encrypts and authenticates blocks with AES-256-GCM. The payload checksum covers the stored (encrypted)
+bytes, so that a tool without keys can detect bit rot. The tag covers the payload and, as associated data, bytes 0..192
+of the trailer with zeros in place of that checksum, which is known only after encryption.
 
-Nonces are 96 random bits, and keys are derived by namespace: up to 2^32 blocks a key and namespace (at 1 MiB a block
-4 PiB) the chance of one nonce twice is below 2^-32, the bound of NIST SP 800-38D. The tag is compared last, after all
-that is cheaper. A block without a tag is never taken; a block with a key id that the ring lacks is foreign: a miss that
-is left alone.
-
-OpenSSL does the work, without the GIL.
+Nonces are 96 random bits, and keys are derived per namespace. Up to 2^32 blocks per key and namespace (4 PiB at 1 MiB
+per block) the probability of a repeated nonce is below 2^-32, the bound of NIST SP 800-38D. The tag is compared last,
+after all cheaper checks. A block without a tag is never accepted. A block whose key id is not in the ring is foreign: a
+miss, and left alone. OpenSSL does the work, without the GIL.
 """
 
 from __future__ import annotations
@@ -65,10 +63,10 @@ class _Proof(NamedTuple):
 
 
 class Ciphers:
-    """The keys of one purpose and namespace, by id; the first is for new blocks. Shows them nowhere but to ``to_json``.
+    """The keys of one purpose and namespace; the first key seals new blocks. Only ``to_json`` reveals the keys.
 
     Args:
-        keys: id -> 32 bytes, as ``KeyRing.derive`` gives them.
+        keys: id -> 32 bytes, from ``KeyRing.derive``.
     """
 
     __slots__ = ("_by_id", "current_id")
@@ -81,26 +79,26 @@ class Ciphers:
         return key_id in self._by_id
 
     def cipher(self, key_id: int, nonce: bytes) -> Cipher[GCM]:
-        """AES-256-GCM with a key."""
+        """AES-256-GCM with the key of this id."""
         return Cipher(self._by_id[key_id], GCM(nonce))
 
     def to_json(self) -> list[tuple[int, str]]:
-        """The keys, for a worker process of this one."""
+        """The keys, for a worker process."""
         return [(number, cipher.key.hex()) for number, cipher in self._by_id.items()]
 
 
 def ciphers_from_json(keys: Sequence[tuple[int, str]]) -> Ciphers:
-    """The other end of ``Ciphers.to_json``."""
+    """The inverse of ``Ciphers.to_json``."""
     return Ciphers({number: bytes.fromhex(key) for number, key in keys})
 
 
 class _KeyedSeal(Seal):
-    """What both kinds share. Any thread; nothing changes.
+    """Base of both seals with keys. Immutable; any thread may use it.
 
     Args:
         fingerprint, rank, options: see ``Seal``.
         keys: the ring.
-        ciphers: instead of ``keys``: what was derived from a ring for this purpose and namespace.
+        ciphers: instead of ``keys``: the keys derived from a ring for this purpose and namespace.
     """
 
     _purpose: bytes
@@ -140,7 +138,7 @@ class _KeyedSeal(Seal):
         self._proof(trailer)
 
     def _proof(self, trailer: Trailer) -> _Proof:
-        """What proves a block whose trailer is sound so far."""
+        """Read key id, nonce and tag from a trailer that has passed the other checks."""
         proof = _Proof(*_PROOF.unpack_from(trailer, _PROOF_AT))
         if proof.key_id not in self._ciphers:
             raise SealError(SealReason.UNSUPPORTED, f"its key {proof.key_id:08x} is not in the ring")
@@ -153,7 +151,7 @@ class _KeyedSeal(Seal):
 
 
 class GmacSeal(_KeyedSeal):
-    """Authenticated blocks. The payload is stored as it is."""
+    """Authenticates blocks. The payload is stored unchanged."""
 
     _authentication = Authentication.AES_256_GMAC
     _purpose = b"AES-256-GMAC"
@@ -171,7 +169,7 @@ class GmacSeal(_KeyedSeal):
         super().verify(key, payload, trailer, seen)
         proof = self._proof(trailer)
         if not hmac.compare_digest(self._tag(proof.key_id, proof.nonce, trailer, payload), proof.tag):
-            raise SealError(SealReason.AUTHENTICATION, f"its tag is not that of key {proof.key_id:08x}")
+            raise SealError(SealReason.AUTHENTICATION, f"its tag does not match key {proof.key_id:08x}")
 
     open_in_place = verify
 
@@ -184,10 +182,11 @@ class GmacSeal(_KeyedSeal):
 
 
 class GcmSeal(_KeyedSeal):
-    """Encrypted and authenticated blocks.
+    """Encrypts and authenticates blocks.
 
-    A slot cannot be encrypted where it lies, since the engine may load from it meanwhile: each storing thread has one
-    buffer of a block's size. A loaded block is decrypted in its slot, which nobody reads before the load has succeeded.
+    A slot cannot be encrypted in place, because the engine may load from it at the same time. So each storing thread
+    has a buffer of one block's size. A loaded block is decrypted in its slot, because nothing reads the slot before the
+    load has succeeded.
     """
 
     _authentication = Authentication.AES_256_GCM
@@ -195,15 +194,15 @@ class GcmSeal(_KeyedSeal):
     stores_as_is = False
 
     def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:  # noqa: ARG002
-        """Not to be had for a payload that is stored as it is: use ``seal_parts``."""
+        """Always raises TypeError, because the trailer depends on the encrypted payload: use ``seal_parts``."""
         raise TypeError("an encrypted block's trailer belongs to its encrypted payload: use seal_parts")
 
     def seal_parts(self, key: OffloadKey, payload: memoryview) -> tuple[memoryview, memoryview]:
         """See ``Seal``.
 
         Raises:
-            SealError: the payload changed meanwhile. (Without encryption that is found out on load: the checksum is of
-                the slot, and the slot is what is written. Here both are of the copy.)
+            SealError: the payload changed during encryption. (Without encryption, the load detects the change, because
+                the checksum is of the slot, which is also what is written. Here both are of the encrypted copy.)
         """
         trailer = bytearray(super().trailer(key, payload))
         checksum_before = trailer[_CHECKSUM]
@@ -230,7 +229,7 @@ class GcmSeal(_KeyedSeal):
     def open_in_place(
         self, key: OffloadKey, payload: memoryview, trailer: Trailer, seen: RunningChecksum | None = None
     ) -> None:
-        """Verify stored bytes and decrypt them where they lie. After an error their content is undefined."""
+        """Verify the stored bytes and decrypt them in place. After an error their content is undefined."""
         super().verify(key, payload, trailer, seen)
         self._decrypt(payload, trailer, payload)
 
@@ -242,15 +241,15 @@ class GcmSeal(_KeyedSeal):
         try:
             cipher.finalize_with_tag(proof.tag)
         except InvalidTag:
-            raise SealError(SealReason.AUTHENTICATION, f"its tag is not that of key {proof.key_id:08x}") from None
+            raise SealError(SealReason.AUTHENTICATION, f"its tag does not match key {proof.key_id:08x}") from None
 
 
-# Not a seal's own: a thread may store by several, one after the other.
+# Shared by all seals, because one thread may store with several seals in turn.
 _of_thread = threading.local()
 
 
 def _buffer(length: int) -> memoryview:
-    """The calling thread's, of the block size it met last: one block of memory for each thread that stores."""
+    """The calling thread's buffer, of the block size it used last: each storing thread keeps one block of memory."""
     buffer: memoryview | None = getattr(_of_thread, "buffer", None)
     if buffer is None or buffer.nbytes != length:
         buffer = _of_thread.buffer = memoryview(bytearray(length))
@@ -264,6 +263,6 @@ def _associated(trailer: Trailer) -> bytearray:
 
 
 def _checked(trailer: bytearray) -> bytes:
-    """The trailer with the checksum of its fields made right."""
+    """The trailer with the checksum of its fields filled in."""
     _CHECK.pack_into(trailer, CHECK_AT, xxhash.xxh3_64_intdigest(memoryview(trailer)[:CHECK_AT]))
     return bytes(trailer)

@@ -1,7 +1,7 @@
-"""The block seal: the 4,096-byte trailer that makes a stored block prove what it is. Pure.
+"""The block seal: a 4,096-byte trailer by which a stored block proves its identity and integrity. Does no I/O.
 
-Format ``sealed-1``: the payload first, then one trailer; the same bytes in every tier. Payload at offset 0 and both
-lengths a multiple of 4,096 keep O_DIRECT possible. Little-endian::
+Format ``sealed-1``: the payload, then one trailer; the same bytes in every tier. The payload starts at offset 0 and
+both lengths are multiples of 4,096, so that O_DIRECT stays possible. Little-endian::
 
     0    8  magic "KVSEAL1\\0"          66   64  block hash, zero padded
     8    2  version = 1                136   16  payload checksum
@@ -16,11 +16,11 @@ lengths a multiple of 4,096 keep O_DIRECT possible. Little-endian::
 
 (130..136 is padding. Authentication: 0 none, 1 AES-256-GMAC, 2 AES-256-GCM; see ``protected_seal``.)
 
-Every version keeps the magic, the version and the checksum at 208 where they are. A reader checks that checksum before
-it believes any other field: only a sound trailer can be a newer version's, and only such a block is left alone.
+Every version keeps the magic, the version and the checksum at offset 208 in place. A reader checks that checksum before
+it trusts any other field. Only an intact trailer can be a newer version's, and only such a block is left alone.
 
-Most wrong bytes reported in this field are not bit rot but identity: same path, same size, other meaning. So a block
-carries who it is, and a reader compares that before it looks at the payload.
+Most wrong bytes reported for KV caches are not bit rot but mistaken identity: same path, same size, different meaning.
+So a block carries its identity, and a reader compares the identity before it looks at the payload.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ BLOCK_HASH_BYTES_MAX = 64
 PAYLOAD_MULTIPLE_BYTES = 4096
 
 _HEAD = struct.Struct("<8sHHHHQ32sIIH64s6x16s16sQI12s16s")
-_IDENTITY = struct.Struct("<8sHHHHQ32sIIH64s")  # its first fields, which a reader knows before it reads
+_IDENTITY = struct.Struct("<8sHHHHQ32sIIH64s")  # the first fields, which a reader knows before it reads
 _CHECK = struct.Struct("<Q")
 _ZEROS = bytes(TRAILER_BYTES - _HEAD.size - _CHECK.size)
 FINGERPRINT_AT, PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 24, 136, 192, _HEAD.size
 assert (_IDENTITY.size, CHECK_AT) == (130, 208)
 TRAILER_FIELDS_BYTES = _HEAD.size + _CHECK.size  # the rest is zero
-#: Stands where a trailer would, for a block that was stored without: by vLLM's own tier, under ``format: vllm-raw``.
+#: In place of a trailer, for a block that vLLM's own tier stored without one, under ``format: vllm-raw``.
 NO_TRAILER = b"KVNOSEAL" + bytes(TRAILER_BYTES - 8)
 
 
 class Checksum(IntEnum):
-    """Payload checksum algorithms of the format. crc64nvme is named there, but not made or read here."""
+    """Payload checksum algorithms of the format. This version neither writes nor reads CRC64NVME."""
 
     XXH3_64 = 1
     XXH3_128 = 2
@@ -63,16 +63,16 @@ class Checksum(IntEnum):
 
 
 class Authentication(IntEnum):
-    """How a block proves that somebody with a key wrote it."""
+    """How a block proves that its writer had the key."""
 
     NONE = 0
     AES_256_GMAC = 1
-    AES_256_GCM = 2  # the payload is encrypted, too
+    AES_256_GCM = 2  # also encrypts the payload
 
 
-#: Payload checksums, each as the field's 16 bytes.
+#: Payload checksum functions. Each returns the field's 16 bytes, zero padded.
 DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
-    # Zero padded to the field's 16 bytes. Both release the GIL (measured on xxhash 4.1).
+    # Both release the GIL (measured on xxhash 4.1).
     Checksum.XXH3_64: lambda payload: xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") + bytes(8),
     Checksum.XXH3_128: lambda payload: xxhash.xxh3_128_intdigest(payload).to_bytes(16, "little"),
 }
@@ -82,10 +82,10 @@ _HASHERS: dict[int, Callable[[], Any]] = {Checksum.XXH3_64: xxhash.xxh3_64, Chec
 
 
 class RunningChecksum:
-    """A payload's checksum, made piece by piece: see ``tiers.store.SupportsPieces``.
+    """A payload's checksum, computed piece by piece (see ``tiers.store.SupportsPieces``).
 
     Args:
-        payload_length: bytes; what comes behind is not the payload.
+        payload_length: bytes of the payload; the bytes after it are ignored.
     """
 
     def __init__(self, algorithm: Checksum, payload_length: int) -> None:
@@ -95,7 +95,7 @@ class RunningChecksum:
         self._hasher = _HASHERS[algorithm]()
 
     def look(self, offset: int, piece: memoryview) -> None:
-        """Take the next piece. Offset 0 begins again."""
+        """Add the next piece. Offset 0 starts over."""
         if offset == 0 and self._seen:
             self._seen = 0
             self._hasher.reset()
@@ -105,7 +105,7 @@ class RunningChecksum:
             self._seen += piece.nbytes
 
     def digest(self, algorithm: int, payload: memoryview) -> bytes:
-        """The field's 16 bytes: what was seen, or where that is another algorithm's or not all, made of ``payload``."""
+        """The field's 16 bytes. If the algorithm differs or not all pieces were seen, computed from ``payload``."""
         if algorithm != self._algorithm or self._seen != payload.nbytes:
             return DIGESTS[algorithm](payload)
         # Little-endian, as in DIGESTS; xxhash's own digest() is big-endian.
@@ -113,27 +113,27 @@ class RunningChecksum:
 
 
 def fingerprint_in(trailer: bytes | bytearray | memoryview) -> bytes:
-    """Whose block a trailer says that it is, unchecked: to choose the seal that checks it."""
+    """The namespace fingerprint in an unchecked trailer, to choose the seal that checks the trailer."""
     return bytes(trailer[FINGERPRINT_AT : FINGERPRINT_AT + 32])
 
 
 class Seal:
-    """Makes and checks the trailers of one namespace and rank. Any thread; holds no state but its identity.
+    """Creates and checks the trailers of one namespace and rank. Immutable; any thread may use it.
 
-    Makes and takes unauthenticated blocks only; ``protected_seal`` has the kinds with keys.
+    Creates and accepts only unauthenticated blocks; ``protected_seal`` has the seals with keys.
 
     Args:
         fingerprint: SHA-256 of the namespace's canonical JSON fields, 32 bytes.
-        rank: rank whose bytes the blocks are.
-        checksum: algorithm for new blocks; readers take any of those supported.
-        writer_id: 16 bytes naming this writer in what it writes; random by default.
-        clock_ns: Unix time in nanoseconds.
-        takes_unverified: take a block with ``NO_TRAILER`` for what its name says.
-        shares_folder: engines with other fingerprints use the same names, as under ``format: vllm-raw``: their blocks
-            are foreign.
+        rank: the rank whose bytes the blocks hold.
+        checksum: algorithm for new blocks; reading accepts every supported algorithm.
+        writer_id: 16 bytes that identify this writer in its trailers; random by default.
+        clock_ns: returns Unix time in nanoseconds.
+        takes_unverified: accept a block with ``NO_TRAILER`` and trust its name.
+        shares_folder: engines with other fingerprints use the same block names, as under ``format: vllm-raw``; their
+            blocks are foreign.
     """
 
-    #: What is stored is the payload itself, so that its trailer may be made while it is written.
+    #: The payload is stored unchanged, so its trailer can be created while the payload is written.
     stores_as_is = True
     _authentication: int = Authentication.NONE
     _key_id = 0
@@ -151,9 +151,9 @@ class Seal:
     ) -> None:
         writer_id = os.urandom(16) if writer_id is None else writer_id
         if len(fingerprint) != 32 or len(writer_id) != 16:
-            raise ValueError("fingerprint takes 32 bytes and writer_id 16")
+            raise ValueError("fingerprint must have 32 bytes and writer_id 16")
         if checksum not in DIGESTS:
-            raise ValueError(f"checksum {checksum!r} cannot be made here; accepted: {sorted(DIGESTS)}")
+            raise ValueError(f"checksum {checksum!r} is not supported; accepted: {sorted(DIGESTS)}")
         self._fingerprint = fingerprint
         self._rank = rank
         self._checksum = checksum
@@ -163,7 +163,7 @@ class Seal:
         self._shares_folder = shares_folder
 
     def to_json(self) -> dict[str, Any]:
-        """What another process of this one's needs to make the same trailers. Of a seal with keys it holds them."""
+        """The fields for a child process to create the same trailers. For a seal with keys they include the keys."""
         return {
             "fingerprint": self._fingerprint.hex(),
             "rank": self._rank,
@@ -175,10 +175,10 @@ class Seal:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Seal:
-        """The other end of ``to_json``. ``tiers.blocks.seal_kinds.seal_from_json`` makes those with keys, too.
+        """The inverse of ``to_json``. ``tiers.blocks.seal_kinds.seal_from_json`` also creates seals with keys.
 
         Raises:
-            ValueError: it has keys. (Without them it would take and make blocks that nothing protects.)
+            ValueError: the seal has keys. (Without its keys it would accept and create unprotected blocks.)
         """
         if "authentication" in fields:
             raise ValueError("this seal has keys: use seal_from_json")
@@ -192,19 +192,20 @@ class Seal:
         )
 
     def running_checksum(self, payload: memoryview) -> RunningChecksum:
-        """For a payload that passes piece by piece."""
+        """Start the checksum of a payload that is moved in pieces."""
         return RunningChecksum(self._checksum, payload.nbytes)
 
     def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:
-        """The trailer for a payload. Checksums the payload where it lies, before anybody writes it: a slot that
-        changes under a late write is then caught on load.
+        """Create the trailer for a payload.
+
+        The checksum is computed over the slot before the write, so a load detects a slot that changed during the write.
 
         Args:
             payload: C-contiguous, a multiple of 4,096 bytes.
-            checksum: has seen each piece before it was written.
+            checksum: a checksum that has seen each piece before the piece was written.
 
         Raises:
-            ValueError: payload length or block hash length does not fit the format.
+            ValueError: the length of the payload or of the block hash does not fit the format.
         """
         block_hash = get_offload_block_hash(key)
         if payload.nbytes % PAYLOAD_MULTIPLE_BYTES or not payload.nbytes:
@@ -233,15 +234,14 @@ class Seal:
         return b"".join((head, _CHECK.pack(xxhash.xxh3_64_intdigest(head)), _ZEROS))
 
     def seal_parts(self, key: OffloadKey, payload: memoryview) -> tuple[memoryview, memoryview]:
-        """What is to be stored for a payload: its bytes as they are stored, and the trailer.
+        """The bytes to store for a payload: the payload in its stored form, and the trailer. Raises like ``trailer``.
 
-        Where they are not the payload itself, they lie in memory of the calling thread that its next call reuses.
-        Raises as ``trailer``.
+        If the stored form is not the payload itself, it is in a buffer that the calling thread's next call reuses.
         """
         return payload, memoryview(self.trailer(key, payload))
 
     def check_trailer(self, key: OffloadKey, trailer: bytes | bytearray | memoryview, payload_length: int) -> None:
-        """Check everything a trailer says, short of the payload's bytes.
+        """Check everything in a trailer except the payload checksum.
 
         Raises:
             SealError: the first check that failed, in the format's order.
@@ -256,10 +256,10 @@ class Seal:
         trailer: bytes | bytearray | memoryview,
         seen: RunningChecksum | None = None,
     ) -> None:
-        """Check that payload and trailer are the block ``key`` of this namespace and rank, whole and unchanged.
+        """Check that payload and trailer are the block ``key`` of this namespace and rank, complete and unchanged.
 
         Args:
-            seen: has seen each piece of the payload when it was read.
+            seen: a checksum that has seen each piece of the payload when the piece was read.
 
         Raises:
             SealError: the first check that failed, in the format's order.
@@ -270,53 +270,53 @@ class Seal:
         if _digest(checksum, payload, seen) != expected:
             raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{payload.nbytes} payload bytes do not match their checksum")
 
-    #: ``verify``, and turn the stored bytes into the payload, in place. Here they are the payload.
+    #: ``verify``, then convert the stored bytes into the payload, in place. Here they already are the payload.
     open_in_place = verify
 
     def _check(
         self, key: OffloadKey, trailer: bytes | bytearray | memoryview, payload_length: int
     ) -> tuple[int, bytes]:
-        trailer = bytes(trailer)  # one small copy; comparing memoryviews goes element by element
+        trailer = bytes(trailer)  # one small copy, because memoryviews are compared element by element
         if self._is_expected(key, trailer, payload_length):
             return self._checksum, trailer[PAYLOAD_CHECKSUM_AT : PAYLOAD_CHECKSUM_AT + 16]
         if len(trailer) != TRAILER_BYTES:
-            raise SealError(SealReason.SIZE, f"trailer of {len(trailer)} bytes, not {TRAILER_BYTES}")
+            raise SealError(SealReason.SIZE, f"the trailer has {len(trailer)} bytes, not {TRAILER_BYTES}")
         (magic, version, trailer_length, checksum, authentication, length, fingerprint, group, rank, hash_length,
          block_hash, expected, _, _, _, _, _) = _HEAD.unpack_from(trailer)  # fmt: skip
         if trailer == NO_TRAILER:
             text = "stored without a seal, as vLLM's own tier does"
             raise SealError(SealReason.UNVERIFIED, text, foreign=self._shares_folder)
         if magic != MAGIC:
-            raise SealError(SealReason.MAGIC, f"starts with {magic!r}")
-        # Before any field is believed: a flipped bit must not pass for a newer version, which nobody would ever heal.
+            raise SealError(SealReason.MAGIC, f"the trailer starts with {magic!r}")
+        # Checked before any field is trusted: a flipped bit must not look like a newer version, which is never healed.
         if _CHECK.unpack_from(trailer, CHECK_AT)[0] != xxhash.xxh3_64_intdigest(trailer[:CHECK_AT]):
-            raise SealError(SealReason.TRAILER_CHECKSUM, "trailer does not match its checksum")
+            raise SealError(SealReason.TRAILER_CHECKSUM, "the trailer does not match its checksum")
         if version != VERSION:
-            text = f"version {version}, this reader knows {VERSION}"
+            text = f"version {version}, but this reader supports version {VERSION}"
             raise SealError(SealReason.VERSION, text, foreign=version > VERSION)
         if trailer[TRAILER_FIELDS_BYTES:] != _ZEROS:
             raise SealError(SealReason.TRAILER_CHECKSUM, "bytes after the trailer's fields are not zero")
         if trailer_length != TRAILER_BYTES or length != payload_length:
             raise SealError(
                 SealReason.LENGTHS,
-                f"says {length}+{trailer_length} bytes, is {payload_length}+{TRAILER_BYTES}",
+                f"the trailer says {length}+{trailer_length} bytes, stored are {payload_length}+{TRAILER_BYTES}",
             )
         if fingerprint != self._fingerprint:
-            text = f"of namespace {fingerprint.hex()[:12]}…"
+            text = f"belongs to namespace {fingerprint.hex()[:12]}…"
             raise SealError(SealReason.FINGERPRINT, text, foreign=self._shares_folder)
         wanted = get_offload_block_hash(key)
         if hash_length != len(wanted) or block_hash[:hash_length] != wanted:
             raise SealError(SealReason.KEY, f"is block {block_hash[:hash_length].hex()}")
         if group != get_offload_group_idx(key):
-            raise SealError(SealReason.GROUP, f"of group {group}")
+            raise SealError(SealReason.GROUP, f"belongs to group {group}")
         if rank != self._rank:
-            raise SealError(SealReason.RANK, f"of rank {rank}, not {self._rank}")
+            raise SealError(SealReason.RANK, f"belongs to rank {rank}, not {self._rank}")
         if checksum not in DIGESTS or not self._takes(authentication):
             raise self._other_means(checksum, authentication)
         return checksum, expected
 
     def _is_expected(self, key: OffloadKey, trailer: bytes, payload_length: int) -> bool:
-        """Whether all checks of a trailer would pass, in one: it does not say which would not."""
+        """Whether a trailer would pass all checks, in one fast comparison that cannot say which check fails."""
         block_hash = get_offload_block_hash(key)
         try:
             identity = _IDENTITY.pack(
@@ -332,7 +332,7 @@ class Seal:
                 len(block_hash),
                 block_hash,
             )
-        except struct.error:  # no trailer can say that, such as a protection which is not known here
+        except struct.error:  # a value does not fit its field, such as an unknown kind of protection
             return False
         return (
             len(trailer) == TRAILER_BYTES
@@ -343,7 +343,7 @@ class Seal:
         )
 
     def is_foreign(self, trailer: bytes | bytearray | memoryview) -> bool:
-        """Whether a block, of whatever size, is that of an engine which only shares the folder, and none of ours."""
+        """Whether a block of any size belongs to another engine that shares the folder."""
         trailer = bytes(trailer)
         if not self._shares_folder or len(trailer) != TRAILER_BYTES or trailer[: len(MAGIC)] != MAGIC:
             return False
@@ -357,7 +357,7 @@ class Seal:
         return self._takes_unverified and bytes(trailer) == NO_TRAILER
 
     def _other_means(self, checksum: int, authentication: int) -> SealError:
-        """Sound so far, but made by means this reader lacks: a miss that must not be destroyed."""
+        """The error for an intact block with an unsupported checksum or authentication: a miss, but never removed."""
         return SealError(SealReason.UNSUPPORTED, f"checksum {checksum}, authentication {authentication}")
 
 

@@ -1,4 +1,4 @@
-"""Which seal: by a config's ``protection``, or by what another process says. Imports cryptography only for keys."""
+"""Choose the seal class by a config's ``protection`` or by JSON fields. Imports cryptography only if keys are used."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvtiers.tiers.blocks.seal import Authentication, Seal
 
 
 def seal_factory(protection: Literal["none", "gmac", "aes-gcm"], keys: KeyRing | None = None) -> Callable[..., Seal]:
-    """Makes seals of a kind; called as ``Seal``.
+    """Return a function that creates seals for a kind of protection; it takes the arguments of ``Seal``.
 
     Args:
-        keys: needed by all but "none".
+        keys: required for every kind except "none".
 
     Raises:
-        ConfigError: cryptography is missing.
+        ConfigError: cryptography is not installed.
     """
     if protection == "none":
         return Seal
@@ -28,7 +28,7 @@ def seal_factory(protection: Literal["none", "gmac", "aes-gcm"], keys: KeyRing |
 
 
 def seal_from_json(fields: dict[str, Any]) -> Seal:
-    """The other end of ``Seal.to_json``, for a worker process."""
+    """The inverse of ``Seal.to_json``, for a worker process."""
     if "authentication" not in fields:
         return Seal.from_json(fields)
     from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal

@@ -1,7 +1,7 @@
-"""LoadedCode: whether a package on disk is still the one that this process runs.
+"""LoadedCode: checks that the package on disk is still the one that this process runs.
 
-Worker processes are fresh interpreters and import what is on disk. An engine whose package was upgraded in place would
-talk to workers of another release: what they send each other has no versions, because both ends are one package.
+Worker processes are fresh interpreters and import the package from disk. If it was upgraded in place, the engine would
+talk to workers of another release. Their messages have no version, because both ends belong to the same package.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-LOOK_EVERY_S = 5.0  # while it is another one's: with few workers left every call asks for more
+LOOK_EVERY_S = 5.0  # after a mismatch; with few workers left, every call tries to start more
 
 
 class LoadedCode:
-    """The package's source as it was when this was made: at import, so that it is what was loaded.
+    """A digest of the package's source code, taken at import, so that it matches the code that was loaded.
 
-    By its contents, because a version does not change with each change, nor the contents with each new installation.
-    A package in an archive, or without sources, never shows that it was replaced.
-    Any thread may call: two at once look twice.
+    It covers the contents and not the version: not every change has a new version, and not every installation has new
+    contents. The replacement of a package in an archive, or without sources, is not detected.
+    Any thread may call. If two call at once, both read the files.
     """
 
     def __init__(self, package: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,11 +35,11 @@ class LoadedCode:
         self._loaded = self._digest()
 
     def check(self) -> None:
-        """To be called before a process is started that imports the package.
+        """Call this before starting a process that imports the package.
 
         Raises:
-            RuntimeError: another one, or none, is there now.
-            OSError: it cannot be read.
+            RuntimeError: the package was replaced or removed.
+            OSError: the package cannot be read.
         """
         if self._clock() >= self._refused_until:
             if self._digest() == self._loaded:
@@ -48,7 +48,7 @@ class LoadedCode:
         text = "kvtiers was replaced on disk while this engine runs: restart it"
         if not self._told:
             self._told = True
-            logger.error("%s; until then no worker process is started, and a tier without any is cut off", text)
+            logger.error("%s; until then no worker process is started, and a tier without workers is cut off", text)
         raise RuntimeError(text)
 
     def _digest(self) -> bytes:
@@ -59,7 +59,7 @@ class LoadedCode:
                 if name.endswith(".py"):
                     path = os.path.join(folder, name)
                     content = b""
-                    # What is being replaced at this moment differs as well.
+                    # A file that is being replaced right now counts as empty, so the digest differs as well.
                     with (
                         suppress(FileNotFoundError, NotADirectoryError, PermissionError),
                         open(path, "rb", buffering=0) as f,
@@ -70,7 +70,7 @@ class LoadedCode:
 
 
 def _raise_unless_gone(e: OSError) -> None:
-    # Out of descriptors, or a disk that fails: no other code is there for that.
+    # Other errors (out of descriptors, a failing disk) do not mean that the code was replaced.
     if not isinstance(e, FileNotFoundError | NotADirectoryError | PermissionError):
         raise e
 

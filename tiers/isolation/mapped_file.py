@@ -1,8 +1,8 @@
-"""The file behind memory: how a region that somebody else made (vLLM, a test) becomes mappable by another process.
+"""Opens the file behind a memory region that other code (vLLM, a test) mapped, so that other processes can map it.
 
-``/proc/self/maps`` says which file a mapping is of, by device and inode. It is opened, in this order, as a descriptor
-this process already has (a memfd, or a file whose name was removed), by its name, or by ``/proc/self/map_files`` (which
-takes CAP_CHECKPOINT_RESTORE).
+``/proc/self/maps`` shows the device and inode of a mapping's file. The file is opened, in this order, through a
+descriptor that this process already has (a memfd, or a file whose name was removed), by its name, or through
+``/proc/self/map_files`` (which requires CAP_CHECKPOINT_RESTORE).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Mapping:
 
 
 def address_of(part: memoryview) -> int | None:
-    """Address of a part's first byte. None: it is empty or read-only, for which Python has no way to tell."""
+    """Address of a part's first byte. None: the part is empty or read-only, so Python cannot tell its address."""
     if part.readonly or not part.nbytes:
         return None
     return ctypes.addressof(ctypes.c_char.from_buffer(part))
@@ -40,10 +40,10 @@ def open_mapped_file(address: int, length: int) -> tuple[int, int]:
     """Open the file behind ``length`` bytes at ``address``.
 
     Returns:
-        A descriptor, which is the caller's, and the offset of the first byte in the file.
+        A descriptor, which the caller must close, and the offset of the first byte in the file.
 
     Raises:
-        RegionError: there is no one file, or it cannot be opened; says why.
+        RegionError: the memory is not a mapping of a single file, or the file cannot be opened.
     """
     mappings = [m for m in _mappings() if m.start < address + length and m.end > address]
     if not mappings or mappings[0].start > address or mappings[-1].end < address + length:
@@ -51,8 +51,8 @@ def open_mapped_file(address: int, length: int) -> tuple[int, int]:
     first = mappings[0]
     for mapping in mappings:
         if not mapping.shared or not mapping.inode:
-            raise RegionError("the region is no shared mapping of a file: other processes cannot have this memory")
-        # The kernel splits a mapping whose parts were given different advice or policies.
+            raise RegionError("the region is not a shared mapping of a file, so other processes cannot map it")
+        # The kernel splits a mapping if its parts were given different advice (madvise) or memory policies.
         same = (mapping.device, mapping.inode) == (first.device, first.inode)
         if not same or mapping.offset - first.offset != mapping.start - first.start:
             raise RegionError("the region is made of several files")
@@ -83,14 +83,14 @@ def _open(mapping: _Mapping) -> int:
     names = [mapping.path, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"]
     for path in (*descriptors, *names):
         try:
-            # Asked before it is opened: closing any descriptor of a file drops all of the process's POSIX locks on it.
+            # Check before opening: closing any descriptor of a file drops all POSIX locks of this process on the file.
             if not _is_file_of(mapping, os.stat(path)):
                 continue
             if path in names:
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             else:
                 fd = os.dup(int(path.rpartition("/")[2]))
-        except OSError:  # the listing's own, or closed meanwhile; no name, or no right to it
+        except OSError:  # the descriptor of the listing itself or one closed meanwhile; no such name, or no permission
             continue
         if _is_file_of(mapping, os.fstat(fd)) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
             return fd

@@ -1,9 +1,9 @@
-"""IsolatedMover: a BlockMover whose batches are moved whole by the store's worker processes.
+"""IsolatedMover: a BlockMover that has the store's worker processes move whole batches.
 
-A thread that moves blocks takes the GIL back after each system call and each checksum, seven times a block. While the
-scheduler's thread runs Python it yields the GIL only every 5 ms (sys.getswitchinterval), which makes 35 ms a block:
-128 KiB blocks were stored at 12 MB/s and loaded at 20, against 2,000 and 4,900 beside an idle thread. A worker process
-has a GIL of its own, and here one message moves a whole batch.
+A thread that moves blocks must get the GIL back after each system call and each checksum, seven times a block. While
+the scheduler's thread runs Python code, it yields the GIL only every 5 ms (sys.getswitchinterval), so a block takes
+35 ms. 128 KiB blocks were stored at 12 MB/s and loaded at 20 MB/s, against 2,000 and 4,900 MB/s beside an idle thread.
+A worker process has its own GIL, and one message moves a whole batch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _COUNT = struct.Struct("=I")
 _FIELDS = tuple(each.name for each in fields(Batch))
 _KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable", "stuck"})
 _COUNTERS = frozenset({"outcomes", "errors", "verify_failures"})
-JOINED_S = 0.02  # of work in a message of several tasks: a job should not wait longer for the others' answers
-BEGIN_SHARE = 0.5  # of a worker's deadline; blocks are begun in it, and the last of them end in the rest
+JOINED_S = 0.02  # of work in a message of several tasks, so that a job does not wait longer for other jobs' blocks
+BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
 
 
 WorkerFunction = Callable[[Any, memoryview, Any, memoryview], object]
@@ -47,34 +47,34 @@ WorkerFunction = Callable[[Any, memoryview, Any, memoryview], object]
 
 @runtime_checkable
 class RunsInWorkers(Protocol):
-    """A store whose processes have the region: ``tiers.isolation.store.ProcessIsolatedStore``."""
+    """A store whose worker processes map the region: ``tiers.isolation.store.ProcessIsolatedStore``."""
 
     maps_region: bool
     deadline_s: float
 
     def run(self, function: WorkerFunction, argument: object, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
-        """``function(store, region, argument, raw)``, in a worker.
+        """Call ``function(store, region, argument, raw)`` in a worker.
 
         Args:
-            puts_bytes: how many it puts at most; its answer, a dict, has under "put_bytes" how many it may have put.
+            puts_bytes: the most bytes that it puts. Its result is a dict; "put_bytes" is how many it may have put.
         """
         ...
 
     def abandon(self) -> None:
-        """Close at once, whatever is under way."""
+        """Close at once, without waiting for running calls."""
         ...
 
 
 class IsolatedMover(BlockMover):
-    """As BlockMover, for a store that ``RunsInWorkers``.
+    """A BlockMover for a store that ``RunsInWorkers``.
 
-    One message has the batches of one or more tasks. If its worker does not finish, all of them fail. ``cut`` keeps
-    messages from being sent, and ends none that was. ``removes_bad`` is taken as the first message finds it.
+    One message carries the batches of one or more tasks. If its worker does not finish, all of them fail. ``cut`` keeps
+    new messages from being sent, but does not end a message under way. Set ``removes_bad`` before the first message.
 
     Attributes:
-        begin_s: how long a worker begins blocks of a message. The rest goes back into the queue.
-        message_blocks_max: tasks join up to so many blocks.
-        loading, storing: how many threads a worker uses for a message; None: one, as blocks do not wait.
+        begin_s: for how long a worker may start blocks of a message. The others go back into the queue.
+        message_blocks_max: tasks are joined into messages of at most so many blocks.
+        loading, storing: how many threads a worker uses for a message; None: one thread, because blocks do not wait.
     """
 
     store: Any
@@ -82,14 +82,14 @@ class IsolatedMover(BlockMover):
     message_blocks_max: int = 1
     loading: Concurrency | None = None
     storing: Concurrency | None = None
-    _load_block_s = _store_block_s = math.inf  # what a block of the last message took; any thread
+    _load_block_s = _store_block_s = math.inf  # seconds per block in the last message; any thread
 
     def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:
         concurrency = self.loading if is_load else self.storing
         return (0, math.inf) if concurrency is None else (2 * concurrency.threads, concurrency.batch_blocks_max)
 
     def joins(self, tasks: Sequence[MoveTask], task: MoveTask) -> bool:
-        """Whether a message with another task should still take less than ``JOINED_S``."""
+        """Whether to add ``task`` to a message with ``tasks``: it should still take less than ``JOINED_S``."""
         at_least, at_most = self.batch_blocks(is_load=task.is_load)
         block_s = self._load_block_s if task.is_load else self._store_block_s
         limit = min(self.message_blocks_max, at_most, max(at_least, JOINED_S / block_s))
@@ -102,12 +102,12 @@ class IsolatedMover(BlockMover):
         return [Unfinished(task) if self._may_begin(task) else task.batch for task in tasks]
 
     def _may_begin(self, task: MoveTask) -> bool:
-        """Drop the pairs of a task that may not begin any more. False: none is left."""
+        """Drop the pairs of a task that are too late to start. False: no pairs are left."""
         task.pairs = [pair for pair in task.pairs if not self._is_late(task.deadline, task.batch)]
         return bool(task.pairs)
 
     def _send(self, tasks: Sequence[MoveTask]) -> None:
-        """Have a worker move tasks, each of some blocks. What it did not begin stays in their ``pairs``."""
+        """Have a worker move tasks that have blocks left. Blocks that it did not start stay in ``pairs``."""
         is_load = tasks[0].is_load
         concurrency = self.loading if is_load else self.storing
         threads = 1 if concurrency is None else concurrency.threads
@@ -147,25 +147,25 @@ class IsolatedMover(BlockMover):
             self._load_block_s = block_s
         else:
             self._store_block_s = block_s
-        if not begun:  # the storage is silent
+        if not begun:  # the storage does not answer
             for task in tasks:
                 self._drop(len(task.pairs), "deadline", task.batch)
                 task.pairs = ()
 
     def _fail(self, tasks: Sequence[MoveTask], error: StoreError) -> None:
-        """Note that a message was not answered."""
-        if type(error) is StoreError:  # no store raises it: a fault of the worker's
+        """Record that a message failed as a whole."""
+        if type(error) is StoreError:  # no store raises the base class, so the worker's code is at fault
             logger.error("tier %s: a batch failed in its worker: %s", self.name, error)
         for task in tasks:
             task.batch.outcomes["failed"] += len(task.pairs)
             task.batch.errors[type(error).__name__] += len(task.pairs)
             task.pairs = ()
-        if error.retryable:  # one fault of the storage, however many jobs had blocks in the message
+        if error.retryable:  # counts as one fault of the storage, however many jobs had blocks in the message
             tasks[0].batch.fault = str(error)
 
     @cached_property
     def _description(self) -> str:
-        """What a worker makes its mover of. It is text, so that the worker can tell whether it has that mover."""
+        """The settings of a worker's mover, as text, so that the worker can compare them with its current mover's."""
         return json.dumps(
             {
                 "tier": self.name,
@@ -190,11 +190,11 @@ def make_mover(
     begin_s: float | None = None,
     message_blocks_max: int = 1,
 ) -> BlockMover:
-    """The mover for a store: one that works in its worker processes, if it has any.
+    """Create the mover for a store: an ``IsolatedMover`` if the store runs in worker processes.
 
     Args:
-        worker_threads: how many threads a worker uses for its first batches.
-        worker_threads_max: for later ones, at most; more than one only where a block mostly waits.
+        worker_threads: number of threads that a worker uses for its first batches.
+        worker_threads_max: maximum number for later batches; more than one only if blocks spend most time waiting.
         begin_s, message_blocks_max: see ``IsolatedMover``.
     """
     if not (isinstance(store, RunsInWorkers) and store.maps_region):
@@ -208,7 +208,7 @@ def make_mover(
 
 
 def move_batches(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
-    """The worker's part: moves the batches of a message, and returns BlockMover's ``Batch`` of each as JSON values."""
+    """In the worker: move the batches of a message, and return the ``Batch`` of each as JSON values."""
     mine = _worker_mover(request["mover"], store, region)
     mover = mine.mover
     pairs = unpack_pairs(packed)
@@ -225,7 +225,7 @@ def move_batches(store: Store, region: memoryview, request: dict[str, Any], pack
     if not request["is_load"]:
         blocks = sum(batch.outcomes["moved"] + batch.perhaps_stored for batch in batches)
         put = blocks * (mover.row_bytes + TRAILER_BYTES)
-    # One of what was said is enough: it is said again with the next batch, and the engine's process passes few on.
+    # One text of ``said`` is enough: the next batch says it again, and the engine's process logs only few of them.
     answer = {
         "batches": [_encode(batch, window) for batch, window in zip(batches, windows, strict=True)],
         "put_bytes": put,
@@ -239,9 +239,9 @@ def move_batches(store: Store, region: memoryview, request: dict[str, Any], pack
 
 
 class _Window:
-    """Hands each pair out once, to any thread, until ``end``; ``rest`` has those that are left then.
+    """Iterator that hands out each pair once, to any thread, until ``end``; the remaining pairs are then in ``rest``.
 
-    It is no generator, which two threads cannot ask at once. A list's iterator does not yield the GIL.
+    Not a generator, because two threads cannot use a generator at once. A list's iterator does not release the GIL.
     """
 
     def __init__(self, pairs: list[Pair], end: float) -> None:
@@ -264,14 +264,14 @@ class _Window:
 
 @dataclass(slots=True)
 class _WorkerMover:
-    """A worker's mover, and its warnings and what it said since the last batch."""
+    """A worker's mover, and the texts it passed to ``warn`` and ``say`` since the last batch."""
 
     mover: BlockMover
     warnings: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
 
-_movers: dict[str, _WorkerMover] = {}  # the last one: making it takes as long as moving four blocks of 128 KiB
+_movers: dict[str, _WorkerMover] = {}  # only the last mover: creating one costs as much as moving four 128 KiB blocks
 
 
 def _worker_mover(description: str, store: Store, region: memoryview) -> _WorkerMover:
@@ -300,7 +300,7 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
 def _move_by_threads(
     move: Callable[[Iterable[Pair], float], Batch], windows: Sequence[_Window], threads: int
 ) -> list[Batch]:
-    """Move the blocks; each thread takes the next one. Nothing touches a slot any more when this returns or raises."""
+    """Move the blocks; each thread takes the next block. No thread touches a slot after this returns or raises."""
 
     def move_all() -> list[Batch]:
         return [move(window, math.inf) for window in windows]
@@ -317,11 +317,11 @@ def _move_by_threads(
     return batches
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}  # the largest so far, by its threads; one batch at a time uses it
+_pools: dict[int, ThreadPoolExecutor] = {}  # number of threads -> the largest pool so far; one batch at a time uses it
 
 
 def _thread_pool(threads: int) -> ThreadPoolExecutor:
-    """A pool whose threads all run: a block must not be left queued because its thread cannot be started."""
+    """A pool whose threads all run, so that no block stays queued because its thread cannot be started."""
     largest = max(_pools, default=0)
     if threads <= largest:
         return _pools[largest]
@@ -344,14 +344,14 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:
-    """Keys and blocks as bytes. As JSON, 64 of them took a tenth of the time that moving them took."""
+    """Encode keys and blocks as bytes. Encoding 64 pairs as JSON took a tenth as long as moving them."""
     blocks, lengths = [block for _, block in pairs], [len(key) for key, _ in pairs]
     head = struct.pack(f"=I{len(pairs)}I{len(pairs)}H", len(pairs), *blocks, *lengths)
     return b"".join((head, *(key for key, _ in pairs)))
 
 
 def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
-    """The other end of ``pack_pairs``."""
+    """Decode the bytes of ``pack_pairs``."""
     data = bytes(packed)
     (count,) = _COUNT.unpack_from(data)
     head = struct.Struct(f"={count}I{count}H")
@@ -363,7 +363,7 @@ def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
 
 
 def _encode(batch: Batch, window: _Window) -> dict[str, Any]:
-    """What is not as in an empty Batch, keys as places in the window; without "succeeded" all blocks did."""
+    """Encode the fields that are not empty, keys as positions in the window. No "succeeded": all blocks succeeded."""
     answer = {name: value for name in _FIELDS if (value := getattr(batch, name))}
     if len(batch.succeeded) == len(window.pairs):
         answer.pop("succeeded", None)

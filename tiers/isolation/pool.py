@@ -1,4 +1,4 @@
-"""WorkerPool: the worker processes of ``store``: starts them, lends them, ends them."""
+"""WorkerPool: starts, lends and ends the worker processes of ``store``."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ logger = get_logger(__name__)
 
 
 class WorkersUnavailableError(StoreUnavailableError):
-    """No worker process can be started, or none lives long enough to take a call. No fault of the storage's."""
+    """No worker process can be started, or none lives long enough to take a call. The storage is not at fault."""
 
 
 class WorkerPool:
-    """Workers for one call at a time each, and further ones on request. For any thread of the process that made it.
+    """Workers for calls, one call at a time each, and extra workers on request. Any thread of its process may call.
 
-    A worker is in ``idle`` or belongs to the one thread that has taken it. ``_lock`` guards the tables.
+    A worker is in ``idle``, or belongs to the single thread that has taken it. ``_lock`` guards the tables.
 
     Args:
-        config: what a worker is told at its start.
+        config: sent to each worker at its start.
         region: memory that workers map.
-        n_workers: workers for calls; those that end are replaced.
+        n_workers: number of workers for calls; workers that end are replaced.
         clock: monotonic seconds.
-        hidden_variables: environment variables that workers do not get.
+        hidden_variables: environment variables that are withheld from workers.
 
     Attributes:
-        idle: taken from the end. The one used last is next, as its caches are warm; one that was just started comes
-            last, as it has to make its store first.
-        workers: for calls, idle or not.
-        stuck_calls: workers that were killed and are not reaped yet: they may still touch what they worked on.
-        kills: workers for calls that were killed or found dead, so far.
+        idle: workers are taken from the end. The worker used last is next, because its caches are warm; a worker that
+            was just started comes last, because it must create its store first.
+        workers: workers for calls, idle or not.
+        stuck_calls: number of killed workers that are not reaped yet: they may still touch the parts of their calls.
+        kills: number of workers for calls that were killed or found dead so far.
         closed: whether ``close`` was called.
     """
 
@@ -58,39 +58,39 @@ class WorkerPool:
         self._clock = clock
         self._hidden_variables = hidden_variables
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a listing may be collected, and its worker ended, under it
-        self._waiting: deque[Future[WorkerProcess]] = deque()  # who comes first is served first
+        self._lock = threading.RLock()  # reentrant: the GC may end a listing's worker while this thread holds it
+        self._waiting: deque[Future[WorkerProcess]] = deque()  # callers of ``take``, first come, first served
         self._starting = 0
-        self._further: set[WorkerProcess] = set()
+        self._further: set[WorkerProcess] = set()  # extra workers, of ``start_further``
         self.idle: list[WorkerProcess] = []
         self.workers: set[WorkerProcess] = set()
         self.stuck_calls = 0
         self.kills = 0
         self.closed = False
         try:
-            # One thread for the pool's life, because the kernel kills a worker when the thread that started it ends. A
-            # daemon, because the interpreter joins all others before it calls atexit's functions, which may have blocks
-            # to store: it would wait for a start that hangs.
+            # A single thread for the pool's lifetime, because the kernel kills a worker when the thread that started it
+            # ends. A daemon thread, because the interpreter joins all other threads before it calls atexit functions,
+            # which may have blocks to store. It would wait for a start that hangs.
             self._starter = DaemonPool(1, "kvtiers-worker-starter")
-        except RuntimeError as e:  # the limit of threads, or the interpreter is shutting down
+        except RuntimeError as e:  # the thread limit is reached, or the interpreter is shutting down
             raise WorkersUnavailableError(f"no thread could be started: {e}") from e
         with self._lock:
             self._start_missing()
 
     def check_usable(self) -> None:
-        """Raise StoreClosedError where no call may begin."""
+        """Raise StoreClosedError if the pool is closed, or belongs to the parent of this process."""
         if self.closed:
             raise StoreClosedError("the store is closed")
         if os.getpid() != self._pid:
-            raise StoreClosedError("the store's workers belong to the process that made it, not to its fork")
+            raise StoreClosedError("the store's workers belong to the process that created it, not to its fork")
 
     def take(self, wait_s_max: float) -> WorkerProcess:
         """Take a worker for one call, to be returned with ``give_back`` or ``discard``.
 
         Raises:
-            TimeoutError: none was free in time.
-            StoreClosedError: the pool is closed, or another process's.
-            StoreUnavailableError: none can be started.
+            TimeoutError: no worker was free in time.
+            StoreClosedError: the pool is closed, or belongs to another process.
+            StoreUnavailableError: no worker can be started.
         """
         with self._lock:
             self.check_usable()
@@ -103,7 +103,7 @@ class WorkerPool:
             return place.result(wait_s_max)
         except TimeoutError:
             if not place.cancel():
-                return place.result()  # it came at the last moment
+                return place.result()  # a worker arrived at the last moment
             raise
         except BaseException:
             if not place.cancel() and place.exception() is None:
@@ -111,12 +111,12 @@ class WorkerPool:
             raise
 
     def give_back(self, worker: WorkerProcess) -> None:
-        """Return a worker that can take the next call."""
+        """Return a worker to the pool for the next call."""
         if not self._hand_on(worker):
             self.discard(worker)
 
     def discard(self, worker: WorkerProcess) -> None:
-        """Kill and reap a worker that was taken, and have it replaced."""
+        """Kill, reap and replace a worker that was taken."""
         self._reap(worker, self.workers)
         with self._lock:
             self.kills += 1
@@ -124,12 +124,12 @@ class WorkerPool:
                 self._start_missing()
 
     def start_further(self, wait_s_max: float) -> WorkerProcess:
-        """Start a worker beside those for calls; ``end_further`` ends it.
+        """Start an extra worker, to be ended with ``end_further``.
 
         Raises:
-            TimeoutError: it did not start in time; if it starts later, it is ended.
-            OSError: it cannot be started.
-            RuntimeError: the pool is closed, or its worker would run other code than this process.
+            TimeoutError: the worker did not start in time. If it starts later, it is ended.
+            OSError: the worker cannot be started.
+            RuntimeError: the pool is closed, or the worker would run different code than this process.
         """
         place = self._starter.submit(self._start, self._further)
         try:
@@ -142,17 +142,18 @@ class WorkerPool:
             raise
 
     def end_further(self, worker: WorkerProcess) -> None:
-        """Kill and reap it."""
+        """Kill and reap an extra worker."""
         self._reap(worker, self._further)
 
     def close(self, within_s: float) -> bool:
-        """End all workers; calls under way have half of the time to end. What cannot be reaped is left to die.
+        """End all workers; running calls get half of the time to end. Workers that cannot be reaped are left to die.
 
         Returns:
-            Whether nothing is left that uses what workers were given. False, at once, where it was closed before.
+            Whether this process may now close what it gives to workers (the region). False if a worker is still being
+            started, in a fork, and at once if the pool was closed before.
         """
         if os.getpid() != self._pid:
-            return False  # in a fork: they are the parent's
+            return False  # in a fork: the workers belong to the parent
         with self._lock:
             if self.closed:
                 return False
@@ -171,21 +172,21 @@ class WorkerPool:
         if workers:
             logger.error("%d workers cannot be reaped: %s", len(workers), sorted(w.process.pid for w in workers))
         try:
-            # Starting a process waits for the disk that the interpreter is on, for as long as that takes.
+            # Starting a process reads the interpreter from its disk, which may take long. An empty call waits for that.
             self._starter.submit(int).result(max(0.1, started_at + within_s - self._clock()))
         except TimeoutError:
-            logger.error("a worker is still being started; what it was given is left open")
+            logger.error("a worker is still being started; the region's file is left open")
             self._starter.shutdown(0.0)
             return False
-        self._starter.shutdown(1.0)  # it is at no call: at once
+        self._starter.shutdown(1.0)  # ends at once, because the starter is idle
         return True
 
     def _all_waiting(self) -> list[Future[WorkerProcess]]:
-        """Under the lock."""
+        """Remove and return all waiting callers. Call it under the lock."""
         return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
     def _hand_on(self, worker: WorkerProcess, *, fresh: bool = False) -> bool:
-        """Give a free worker to who has waited longest, or keep it. False: the pool is closed."""
+        """Give a free worker to the caller that has waited longest, or keep it. False: the pool is closed."""
         with self._lock:
             while self._waiting:
                 place = self._waiting.popleft()
@@ -197,7 +198,7 @@ class WorkerPool:
             return not self.closed
 
     def _reap(self, worker: WorkerProcess, table: set[WorkerProcess]) -> None:
-        """Kill a worker and wait until nothing of it runs."""
+        """Kill a worker and wait until it is reaped."""
         with self._lock:
             self.stuck_calls += 1
         worker.process.kill()
@@ -212,7 +213,7 @@ class WorkerPool:
             self.end_further(place.result())
 
     def _start_missing(self) -> None:
-        """Under the lock."""
+        """Start replacements until there are ``n_workers``. Call it under the lock."""
         while len(self.workers) + self._starting < self._n_workers:
             self._starter.submit(self._start_idle)
             self._starting += 1
@@ -220,10 +221,10 @@ class WorkerPool:
     def _start_idle(self) -> None:
         try:
             worker = self._start(self.workers)
-        except Exception as e:  # noqa: BLE001 - a thread's edge: who waits must hear of it, and the next one may try
+        except Exception as e:  # noqa: BLE001 - a thread's edge: waiting callers must get the error; later ones retry
             with self._lock:
                 self._starting -= 1
-                # A living worker will be free again for those who wait, and the next who waits has others started.
+                # A living worker will be free again for the waiting callers, and the next caller starts more workers.
                 waiting = [] if self.workers or self._starting else self._all_waiting()
             _refuse(waiting, WorkersUnavailableError(f"no worker could be started: {type(e).__name__}: {e}"))
             return

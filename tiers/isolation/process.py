@@ -1,4 +1,4 @@
-"""The parent's side of one worker of ``store``: its process, its message, the memory it shares."""
+"""The parent's side of a worker of ``store``: its process, the messages to it, and the memory shared with it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from kvtiers.tiers.stores.vectored_io import transfer
 
 logger = get_logger(__name__)
 
-INLINE_BYTES_MAX = 16 << 10  # of one blob, outside the region; up to it a socket costs less than the bounce file
-BOUNCE_KEEP_BYTES = 16 << 20  # of a worker's bounce file that are kept between calls
+INLINE_BYTES_MAX = 16 << 10  # of one blob, outside the region; up to this size a socket costs less than the bounce file
+BOUNCE_KEEP_BYTES = 16 << 20  # a larger bounce file is truncated after the call
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """The command of a fresh interpreter that calls ``main`` of a module, found by this process's ``sys.path``.
+    """The command line of a fresh interpreter that calls ``main`` of a module, found by this process's ``sys.path``.
 
-    It gets this one's flags, such as -E and -X utf8, as multiprocessing's do.
+    The interpreter gets this interpreter's flags, such as -E and -X utf8, as in multiprocessing.
     """
     start = f"import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore others, such as a Path
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore other types, such as a Path
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P", "-c", start, *arguments, json.dumps(path)]
 
@@ -44,12 +44,12 @@ def environment_without(variables: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class StoreRecipe:
-    """How a worker makes its store: ``module.name(**options)``.
+    """How a worker creates its store: ``module.name(**options)``.
 
     Attributes:
         module: importable with this process's ``sys.path``.
-        name: a Store's class, or a function that returns a store.
-        options: keyword arguments: None, bool, numbers, text, paths, and lists, dicts and dataclasses of them.
+        name: a subclass of Store, or a function that returns a store.
+        options: keyword arguments: None, bool, numbers, text, paths, and lists, dicts and dataclasses of these.
     """
 
     module: str
@@ -58,21 +58,21 @@ class StoreRecipe:
 
     @classmethod
     def of(cls, make_store: Callable[..., Store], **options: Any) -> StoreRecipe:
-        """The recipe of ``make_store(**options)``: a store's class, or a function of a module."""
+        """The recipe for ``make_store(**options)``. ``make_store`` is a store's class or a module-level function."""
         return cls(make_store.__module__, make_store.__qualname__, options)
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values.
+        """The recipe as JSON values.
 
         Raises:
-            StoreConfigError: an option that cannot be handed to another process; names it.
+            StoreConfigError: an option cannot be sent to another process; the message names it.
         """
         options = {name: _encode_option(name, value) for name, value in self.options.items()}
         return {"module": self.module, "name": self.name, "options": options}
 
 
 class WorkerProcess:
-    """A worker process, as seen by the thread that owns it. ``wait`` and ``process`` are for any thread."""
+    """A worker process. One thread owns it and calls it; any thread may use ``wait`` and ``process``."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], sock: socket.socket, bounce_fd: int, clock: Callable[[], float]
@@ -121,7 +121,7 @@ class WorkerProcess:
         try:
             send_frame(ours, {**config, "bounce_fd": bounce_fd, "region": place, "log_level": own_log_level()})
         except ConnectionError:
-            pass  # it is dead already, as its first call will find
+            pass  # the worker is dead already; its first call will fail
         return worker
 
     def send(
@@ -134,8 +134,8 @@ class WorkerProcess:
         return receive_frame(self._sock, lambda: self._wait_until(deadline))
 
     def hang_up(self) -> None:
-        """Close our end: an idle worker then exits."""
-        if self._pid == os.getpid():  # shutdown: a fork of ours may hold it open; in a fork it is not ours to end
+        """Shut down the socket, even if a fork of this process holds it open; an idle worker then exits."""
+        if self._pid == os.getpid():  # in a fork, the worker belongs to the parent
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -144,7 +144,7 @@ class WorkerProcess:
             self.bounce_fd = -1
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is reaped."""
+        """Wait until the process is reaped. False: timed out."""
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -159,21 +159,21 @@ class WorkerProcess:
 
 
 class MappedRegion:
-    """Where the region is, here and in its file.
+    """The region's address in this process, and its place in the file behind it.
 
     Attributes:
-        fd: of its file, owned by this object; -1: no other process can map it.
-        offset, length: bytes, in the file.
+        fd: descriptor of the file, owned by this object; -1: other processes cannot map the region.
+        offset, length: of the region in the file, in bytes.
     """
 
     def __init__(self, view: memoryview) -> None:
-        self._view = view.cast("B")  # held, so that the region stays mapped and its address means it
+        self._view = view.cast("B")  # held, so that the region stays mapped at its address
         self.length = self._view.nbytes
         self.fd, self.offset = -1, 0
         address = address_of(self._view)
         try:
             if address is None:
-                raise RegionError("it is empty or read-only")
+                raise RegionError("the region is empty or read-only")
             occupy_standard_streams()
             self.fd, self.offset = open_mapped_file(address, self.length)
         except (OSError, RegionError) as e:
@@ -181,7 +181,7 @@ class MappedRegion:
         self._start = address or 0
 
     def locate(self, part: memoryview) -> int | None:
-        """Offset of a part in the region; None where it is not in it."""
+        """Offset of a part in the region; None if the part lies outside."""
         address = address_of(part) if self.fd >= 0 else None
         if address is None:
             return None
@@ -196,11 +196,11 @@ class MappedRegion:
 
 
 class Message:
-    """The blobs of one request: which parts a worker finds in the region, and which must be carried."""
+    """The blobs of one request. Parts in the region are sent as offsets; other parts are sent as bytes."""
 
     def __init__(self, region: MappedRegion | None) -> None:
         self.items: list[Any] = []
-        self.raw = b""  # sent along with a request that is about no blobs
+        self.raw = b""  # sent with a request that has no blobs
         self._region = region
         self._outside: list[list[memoryview]] = []  # parallel to items
         self._outside_bytes = 0
@@ -223,7 +223,7 @@ class Message:
         self.items.append([*head, segments])
 
     def send(self, worker: WorkerProcess, operation: str, deadline: float, *, give: bool) -> None:
-        """Send the request, and if ``give`` the bytes outside the region, too."""
+        """Send the request. With ``give``, also send the bytes of the parts outside the region."""
         outside = [part for parts in self._outside for part in parts] if give else []
         if self._bounced:
             os.ftruncate(worker.bounce_fd, self._outside_bytes)
@@ -233,7 +233,7 @@ class Message:
             worker.send(operation, self.items, deadline, raw=self.raw or b"".join(outside))
 
     def fill_outside(self, worker: WorkerProcess, content: Any, raw: memoryview) -> None:
-        """Copy what was read to the parts outside the region, except of blobs that failed."""
+        """Copy the bytes read into the parts outside the region, except for blobs that failed."""
         start = 0
         for parts, failure in zip(self._outside, content[1], strict=False):
             if failure is None and self._bounced:
@@ -246,7 +246,7 @@ class Message:
             start += parts_size(parts)
 
     def release(self, worker: WorkerProcess) -> None:
-        """Give memory back."""
+        """Free the memory of a large bounce file."""
         if self._outside_bytes > BOUNCE_KEEP_BYTES:
             os.ftruncate(worker.bounce_fd, 0)
 
@@ -265,6 +265,6 @@ def _encode_option(name: str, value: Any) -> Any:
         encoded = {f.name: _encode_option(f"{name}.{f.name}", getattr(value, f.name)) for f in fields(value) if f.init}
         return {**encoded, "$dataclass": (cls.__module__, cls.__qualname__)}
     raise StoreConfigError(
-        f"option {name!r} of an isolated store cannot be handed to its workers: {type(value).__name__} is not "
-        "accepted, only None, bool, numbers, text, paths, and lists, dicts and dataclasses of them"
+        f"option {name!r} of an isolated store cannot be sent to its worker processes: {type(value).__name__} is not "
+        "accepted, only None, bool, numbers, text, paths, and lists, dicts and dataclasses of these"
     )

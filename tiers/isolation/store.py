@@ -1,25 +1,25 @@
-"""ProcessIsolatedStore: a store whose I/O is done by processes that can be killed.
+"""ProcessIsolatedStore: runs a store's I/O in worker processes, which can be killed when the storage hangs.
 
-A thread in a system call on a hung NFS mount can be neither cancelled nor forgotten: it may still write into the slot
-that it reads for. A process can be killed, and once it is reaped it touches nothing any more. So:
+A thread in a system call on a hung NFS mount can be neither cancelled nor abandoned: it may still write into the slot
+that it reads into. A process can be killed, and once it is reaped, it cannot touch memory any more. So:
 
-- Each call is handed to one worker process, which has made the store from its recipe. The calling thread waits on the
-  worker's socket, off the GIL, for ``deadline_s`` at most. Then it kills the worker (SIGKILL), waits until that is
-  reaped, and raises StoreTimeoutError. The worker is replaced.
-- A call returns only after the reap, because whoever gets its error may use the slot again. A process in
+- Each call goes to one worker process, which has created the store from its recipe. The calling thread waits on the
+  worker's socket, without the GIL, for at most ``deadline_s``. Then it kills the worker (SIGKILL), waits until the
+  worker is reaped, and raises StoreTimeoutError. The worker is replaced.
+- A call returns only after the reap, because the caller may reuse the slot as soon as it gets the error. A process in
   uninterruptible wait (state D: a FUSE server that has taken the request, a broken disk) is reaped only when that wait
-  ends. Its call stays until then and is counted in ``stuck_calls``, so that a caller with a deadline of its own can put
-  the slot aside. Inner stores must not use O_DIRECT on a network: the kernel may fill such a buffer after the process
-  is gone.
-- Parts inside the region are sent as offsets: the worker has mapped the same memory. Small ones elsewhere (a trailer)
-  go with the message; large ones through the bounce file, a memfd per worker, at the cost of one more copy.
+  ends. Until then the call does not return. ``stuck_calls`` counts such calls, so that a caller with its own deadline
+  can set the slot aside. Inner stores must not use O_DIRECT on a network: the kernel may fill such a buffer after the
+  process is gone.
+- Parts inside the region are sent as offsets, because the worker has mapped the same memory. Small parts outside (a
+  trailer) are sent in the message. Large ones go through the bounce file, a memfd per worker, and are copied once more.
 
-Workers are fresh interpreters: a fork of a process with threads copies locks that nobody will release, and
-multiprocessing's start methods bring pickle and run the main module again. A worker with a file store takes 0.08 s and
-19 MB (measured on 2 cores).
+Workers are fresh interpreters. A fork of a process with threads copies locks that no thread will release, and
+multiprocessing's start methods use pickle and run the main module again. A worker with a file store takes 0.08 s to
+start and 19 MB of memory (measured on 2 cores).
 
-A worker dies with its parent, by the end of its socket and by PR_SET_PDEATHSIG. That signal is sent when the *thread*
-that started the worker ends, so one thread, which lives as long as the store, starts them all.
+A worker dies with its parent, by the end of its socket and by PR_SET_PDEATHSIG. The kernel sends that signal when the
+*thread* that started the worker ends, so a single thread, which lives as long as the store, starts all workers.
 """
 
 from __future__ import annotations
@@ -49,38 +49,38 @@ __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 
 logger = get_logger(__name__)
 
-RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # what tiers have workers ``run``; imported while they are idle
-BATCH_COUNT_MAX = 256  # blobs of one message, so that frames stay small
-LISTINGS_MAX = 4  # at once; each has a process of its own
+RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # code that tiers ``run`` in workers; imported while they are idle
+BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
+LISTINGS_MAX = 4  # at the same time; each has its own process
 ABANDON_S = 0.5
-REDELIVERIES_MAX = 8  # of one call, where workers were dead before they took it
+REDELIVERIES_MAX = 8  # deliveries of one call, if workers die before they take it
 
 
 class ProcessIsolatedStore(Store):
-    """A store layer. Any thread of the process that made it may call; ``_lock`` guards the count of listings.
+    """A store layer. Any thread of the process that created it may call; ``_lock`` guards the count of listings.
 
-    It has ``get_tail``, ``quarantine`` and ``folders`` where its store has them, and always ``size_many``,
-    ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function of the
-    caller's in a worker.
+    It has ``get_tail``, ``quarantine`` and ``folders`` if its store has them. It always has ``size_many``,
+    ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function in a
+    worker.
 
     Args:
-        recipe: the store.
+        recipe: how a worker creates the store.
         region: the memory in which most parts lie, a C-contiguous view of any shape; kept until ``close``. If other
-            processes cannot map it, that is logged once and all parts are copied.
-        n_workers: processes, each for one call at a time.
-        deadline_s: of one call, about one blob or a batch, from when a worker has it. Waiting for a free worker is
-            not part of it, so that none is killed because others hang, but takes as long at most.
-        close_s: how long ``close`` takes at most; calls under way have half of it to end.
-        hidden_variables: environment variables that workers do not get.
-        memory_bytes_max: of each worker's own, beyond what it has at its start; None: no limit. A worker that wants
-            more dies, as one that is killed does.
+            processes cannot map it, this is logged once, and all parts are copied.
+        n_workers: number of worker processes; each does one call at a time.
+        deadline_s: time limit of one call (for one blob or a batch), from when a worker has it. Waiting for a free
+            worker has a separate limit of the same length, so that no worker is killed because others hang.
+        close_s: time limit of ``close``; running calls get half of it to end.
+        hidden_variables: environment variables that are withheld from workers.
+        memory_bytes_max: memory that a worker may allocate beyond what it has at its start; None: no limit. A worker
+            that exceeds the limit dies, and its call fails as if the worker had been killed.
         clock: monotonic seconds.
 
     Raises:
-        StoreError: as the store's constructor, unless that may pass (it is retryable) and the recipe names a class with
-            ``capabilities``: then calls fail until the storage is back.
-        WorkersUnavailableError: no worker process can be started, or none lives.
-        StoreConfigError: the recipe cannot be handed over or used.
+        StoreError: raised by the store's constructor. If the error is retryable and the recipe names a class with
+            ``capabilities``, it is only logged, and calls fail until the storage is back.
+        WorkersUnavailableError: no worker process can be started, or none stays alive.
+        StoreConfigError: the recipe cannot be encoded, or it cannot be used.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class ProcessIsolatedStore(Store):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
-            raise StoreConfigError("n_workers is 1 or more, deadline_s and close_s are more than 0")
+            raise StoreConfigError("n_workers must be 1 or more; deadline_s and close_s must be more than 0")
         self.deadline_s = deadline_s
         self._close_s = close_s
         self._clock = clock
-        self._lock = threading.RLock()  # reentrant: a listing may be collected, and end, under it
+        self._lock = threading.RLock()  # reentrant: the GC may end an unfinished listing while this thread holds it
         self._listings = 0
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
@@ -113,23 +113,23 @@ class ProcessIsolatedStore(Store):
         except BaseException:
             self.close()
             raise
-        # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
+        # Set on the instance, because isinstance checks for an optional protocol by looking for its attribute.
         for name in extras:
             setattr(self, name, getattr(self, f"_{name}"))
 
     @property
     def stuck_calls(self) -> int:
-        """Calls that were given up and whose worker is not reaped yet: their parts may still be touched."""
+        """Number of failed calls whose worker is killed but not reaped yet: it may still touch their parts."""
         return self._pool.stuck_calls
 
     @property
     def kills(self) -> int:
-        """Workers that were killed or found dead, so far."""
+        """Number of workers that were killed or found dead so far."""
         return self._pool.kills
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers for calls."""
+        """Process IDs of the workers for calls (workers for listings are not included)."""
         return sorted(worker.process.pid for worker in list(self._pool.workers))
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
@@ -155,11 +155,11 @@ class ProcessIsolatedStore(Store):
             raise failure
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """See ``Store.keys``. A listing of more than a page has a process of its own (0.1 s); its start and each page
-        have the deadline.
+        """See ``Store.keys``. A listing of more than one page has its own process, which takes 0.1 s to start. The
+        start and each page have a time limit of ``deadline_s``.
 
         Raises:
-            StoreThrottledError: LISTINGS_MAX are under way.
+            StoreThrottledError: LISTINGS_MAX listings are running already.
         """
         page, _ = self._ask("first_page", [prefix], "")
         if page is not None:
@@ -168,7 +168,7 @@ class ProcessIsolatedStore(Store):
         self._pool.check_usable()
         with self._lock:
             if self._listings >= LISTINGS_MAX:
-                raise StoreThrottledError(f"{LISTINGS_MAX} listings are under way")
+                raise StoreThrottledError(f"{LISTINGS_MAX} listings are already running")
             self._listings += 1
         worker = None
         try:
@@ -193,12 +193,12 @@ class ProcessIsolatedStore(Store):
                 self._listings -= 1
 
     def close(self) -> None:
-        """See ``Store.close``. Takes ``close_s`` at most; workers that cannot be reaped by then are left to die."""
+        """See ``Store.close``. Takes at most ``close_s``; workers that cannot be reaped by then are left to die."""
         if self._pool.close(self._close_s) and self._region is not None:
             self._region.close()
 
     def abandon(self) -> None:
-        """Close at once: workers are killed, and calls under way end with an error."""
+        """Close without waiting: kill the workers; running calls fail."""
         self._close_s = min(self._close_s, ABANDON_S)
         self.close()
 
@@ -206,7 +206,7 @@ class ProcessIsolatedStore(Store):
 
     @property
     def maps_region(self) -> bool:
-        """Whether the workers have the region, without which ``run`` has nothing to work on."""
+        """Whether the workers have mapped the region; otherwise ``run`` has nothing to work on."""
         return self._region is not None and self._region.fd >= 0
 
     def run(
@@ -217,10 +217,10 @@ class ProcessIsolatedStore(Store):
         *,
         puts_bytes: int = 0,  # noqa: ARG002 - for layers that keep accounts
     ) -> Any:
-        """Call ``function(store, region, argument, raw)`` in a worker and return what it returns.
+        """Call ``function(store, region, argument, raw)`` in a worker and return its result.
 
-        The worker finds the function by module and name; argument and result are JSON values. All of it has
-        ``deadline_s``.
+        The worker finds the function by module and name. Argument and result are JSON values. ``deadline_s`` applies
+        to the whole call.
 
         Raises:
             StoreError: the function raised, or the worker died or was killed.
@@ -229,7 +229,7 @@ class ProcessIsolatedStore(Store):
         return value
 
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        """See ``SupportsGetMany``. Where a message fails, at its deadline say, all of its keys fail."""
+        """See ``SupportsGetMany``. If a message fails (at its deadline, for example), all of its keys fail."""
         outcomes: list[Exception | None] = []
         for start in range(0, len(requests), BATCH_COUNT_MAX):
             asked = requests[start : start + BATCH_COUNT_MAX]
@@ -298,10 +298,10 @@ class ProcessIsolatedStore(Store):
         return value, answer
 
     def _exchange(self, operation: str, message: Message, key: str) -> tuple[Any, memoryview]:
-        """Have one worker do it, and return its answer's content and raw bytes.
+        """Send a request to a worker, and return the content and the raw bytes of its answer.
 
         Raises:
-            StoreTimeoutError: the deadline passed; the worker is gone.
+            StoreTimeoutError: the deadline passed; the worker has been killed and reaped.
             StoreUnavailableError: the worker died.
         """
         give = operation == "put"
@@ -321,7 +321,7 @@ class ProcessIsolatedStore(Store):
                     f"{operation} took more than {self.deadline_s:g} s; its worker was killed", key=key
                 ) from e
             except ConnectionError:
-                continue  # reset: it died before it read the request
+                continue  # connection reset: the worker died before it read the request
             except (OSError, EOFError) as e:
                 raise self._lost(worker, e, key) from e
             finally:
@@ -332,10 +332,10 @@ class ProcessIsolatedStore(Store):
         raise WorkersUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
-        """What the store can do, as a worker's says, else as its class does.
+        """The store's capabilities and optional methods, from a worker, or else from the store's class.
 
         Raises:
-            WorkersUnavailableError: no worker lives to say so.
+            WorkersUnavailableError: no worker lives long enough to answer.
         """
         try:
             (capabilities, extras), _ = self._ask("describe", [], "")

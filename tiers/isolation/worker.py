@@ -1,14 +1,14 @@
-"""The worker's side of ``store``: a process with one store, which does one request at a time.
+"""The worker's side of ``store``: a process that has one store and handles one request at a time.
 
-Either side sends frames over a stream socket: two lengths (big-endian u32), a JSON text, raw bytes. The texts::
+Both sides send frames over a stream socket: two lengths (big-endian u32), a JSON text, raw bytes. The texts::
 
-    request  [operation, arguments, bytes of the bounce file that are in use]
+    request  [operation, arguments, bytes used in the bounce file]
     answer   [value, errors]      errors: parallel to the blobs of a batch; null is success
 
-A blob's parts are sent as segments ``[offset, length]``. With offset >= 0 they lie in the region; with -1 they are the
-next ``length`` bytes outside of it: of the frame's raw bytes or, if that is too much for a socket, of the bounce file.
+A blob's parts are sent as segments ``[offset, length]``. With offset >= 0, a part lies in the region. With -1, it is
+the next ``length`` bytes of the frame's raw bytes or, if they are too many for a socket, of the bounce file.
 
-Imports the standard library and ``tiers.errors`` only: whoever had a worker killed waits for the start of the next.
+Import only the standard library and ``tiers.errors`` here: callers wait while a killed worker's replacement starts.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from typing import Any, TextIO
 from kvtiers.tiers import errors
 from kvtiers.tiers.errors import StoreError
 
-_LOGGER = "kvtiers"  # the one above all of this package's
+_LOGGER = "kvtiers"  # the parent of all loggers of this package
 
-FRAME_BYTES_MAX = 1 << 28  # a length beyond it is no frame of ours
+FRAME_BYTES_MAX = 1 << 28  # a larger length does not come from kvtiers
 LISTING_PAGE_KEYS = 256
-OPTIONAL_METHODS = ("get_tail", "quarantine", "folders")  # the parent has them only where the store does
+OPTIONAL_METHODS = ("get_tail", "quarantine", "folders")  # the parent's store has them only if the worker's store does
 
 _LENGTHS = struct.Struct("!II")
 _PR_SET_PDEATHSIG = 1
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
-_THREAD_STACK_BYTES = 1 << 20  # not the usual 8 MiB, which count for ``limit_memory`` though hardly used
+_THREAD_STACK_BYTES = 1 << 20  # not the usual 8 MiB, which count toward ``limit_memory`` although hardly used
 _OUT_OF_MEMORY_STATUS = 3
-_TOUCH_BYTES = 64 << 20  # takes a millisecond or two, which a request may have to wait for
+_TOUCH_BYTES = 64 << 20  # takes a millisecond or two, for which a request may have to wait
 
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
@@ -59,27 +59,28 @@ def send_frame(sock: socket.socket, content: object, raw: bytes = b"") -> None:
 
 
 def _as_plain(value: Any) -> object:
-    """A number of numpy's, which a store may answer with, as one of Python's."""
+    """Convert a numpy number, which a store may return, to a Python number."""
     try:
         return value.item()
     except (AttributeError, TypeError, ValueError):
         raise TypeError(f"{type(value).__name__} is not JSON serializable") from None
 
 
-_encode = json.JSONEncoder(separators=(",", ":"), default=_as_plain).encode  # json.dumps would make one each time
+# Created once: json.dumps with these options would create an encoder for each call.
+_encode = json.JSONEncoder(separators=(",", ":"), default=_as_plain).encode
 
 
 def receive_frame(sock: socket.socket, wait: Callable[[], None] = lambda: None) -> tuple[Any, memoryview]:
-    """Receive one frame. ``wait`` is called before each receive, to set what is left of a timeout.
+    """Receive one frame. ``wait`` is called before each receive, to set the time left of a timeout.
 
     Raises:
-        EOFError: the other side is gone.
-        OSError: as the socket raises it.
+        EOFError: the other side has closed the socket, or sent a malformed frame.
+        OSError: raised by the socket.
     """
     lengths = _receive(sock, _LENGTHS.size, wait)
     text_bytes, raw_bytes = _LENGTHS.unpack(lengths)
     if max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
-        raise EOFError(f"a frame of {text_bytes} + {raw_bytes} bytes is none of ours")
+        raise EOFError(f"a frame of {text_bytes} + {raw_bytes} bytes is not from kvtiers")
     data = _receive(sock, text_bytes + raw_bytes, wait)
     return json.loads(str(data[:text_bytes], "utf-8")), data[text_bytes:]
 
@@ -97,33 +98,33 @@ def _receive(sock: socket.socket, size: int, wait: Callable[[], None]) -> memory
 
 
 def encode_error(error: BaseException) -> list[str]:
-    """An error as ``[class, message, key]``; one that is no StoreError becomes one, as only those leave a store."""
+    """Encode an error as ``[class, message, key]``. Other exceptions become StoreError, all that a store may raise."""
     if isinstance(error, MemoryError):
-        # By ``limit_memory``: the next call is to have a worker that has memory. The caller hears that this one died.
+        # Due to ``limit_memory``. The next call needs a worker with free memory; this caller is told its worker died.
         os._exit(_OUT_OF_MEMORY_STATUS)
     if not isinstance(error, StoreError):
         return ["StoreError", f"{type(error).__name__}: {error}", ""]
-    # Other people's stores may have subclasses of their own, which the parent may not know.
+    # Custom stores may raise their own subclasses, which the parent may not know.
     name = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
     key = error.key if isinstance(error.key, str) else repr(error.key)
     return [name, str(error).removesuffix(f" (key {error.key!r})"), key]
 
 
 def decode_error(encoded: Sequence[str]) -> StoreError:
-    """What ``encode_error`` made a list of."""
+    """Decode the list of ``encode_error``."""
     name, message, key = encoded
     error: StoreError = getattr(errors, name)(message, key=key)
     return error
 
 
 def make_store(recipe: Mapping[str, Any]) -> Any:
-    """The store of a recipe, as ``StoreRecipe.encode`` gives it."""
+    """Create the store of a recipe that was encoded by ``StoreRecipe.encode``."""
     options = {name: _decode_option(value) for name, value in recipe["options"].items()}
     return find_object(recipe["module"], recipe["name"])(**options)
 
 
 def _decode_option(value: Any) -> Any:
-    """A recipe's option as the parent had it: dataclasses are made anew, all else is as in JSON."""
+    """Decode an option of a recipe: create dataclasses again, keep other JSON values."""
     if isinstance(value, list):
         return [_decode_option(item) for item in value]
     if not isinstance(value, dict):
@@ -134,7 +135,7 @@ def _decode_option(value: Any) -> Any:
 
 
 def find_object(module: str, name: str) -> Any:
-    """What a recipe names."""
+    """The class or function that a recipe names."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -142,10 +143,10 @@ def find_object(module: str, name: str) -> Any:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument, until its other end is closed."""
+    """Serve requests from a socket until its other end is closed. Arguments: the descriptor and the parent's PID."""
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent_pid)
-    # Ctrl-C, and what systemd sends to a whole service, are the parent's to handle: it has stores to finish.
+    # Ctrl-C, and signals that systemd sends to a whole service, are for the parent to handle: it has stores to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=fd) as sock:
@@ -155,7 +156,7 @@ def main() -> None:
             worker = _Worker(config)
             worker.open_early()
             preparing = worker.prepare()
-            requests = select.poll()  # select() takes no descriptor beyond 1023, and engines have many
+            requests = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
             requests.register(sock, select.POLLIN)
             while True:
                 while not requests.poll(0) and next(preparing, None):
@@ -166,20 +167,20 @@ def main() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the parent's thread that started it ends.
+    """Have the kernel kill this process when the thread that started it ends.
 
-    A hung call does not see its pipe or socket close, which a fork of the parent may hold open besides.
+    A process in a hung call does not notice that its pipe or socket closes, and a fork of the parent may keep it open.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent was gone before
+    if os.getppid() != parent_pid:  # the parent died before prctl
         sys.exit()
 
 
 def log_to_stderr(process_name: str, level: int) -> None:
-    """Log what this process has to say as an engine's lines are: with process, level, time and place.
+    """Log to standard error, in the format of an engine's log lines: process, level, time, file and line.
 
     Args:
-        level: of the loggers of kvtiers in the parent.
+        level: the level of kvtiers' loggers in the parent.
     """
     text = f"({process_name} pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
     logging.basicConfig(format=text, datefmt="%m-%d %H:%M:%S")
@@ -187,17 +188,17 @@ def log_to_stderr(process_name: str, level: int) -> None:
 
 
 def own_log_level() -> int:
-    """For ``log_to_stderr`` in a child of this process."""
+    """This process's log level, to be passed to ``log_to_stderr`` in a child process."""
     return logging.getLogger(_LOGGER).getEffectiveLevel()
 
 
 def limit_memory(bytes_max: int) -> None:
-    """Let this process have so much more memory of its own: what a library asks for beyond it makes the process fail.
+    """Limit the private memory that this process may allocate from now on. Allocations beyond the limit fail.
 
-    Shared memory, such as the region, does not count. Nor is a core file written when it is aborted.
+    Shared memory, such as the region, does not count. If the process aborts, no core file is written.
     """
     threading.stack_size(_THREAD_STACK_BYTES)
-    os.environ.setdefault("RUST_BACKTRACE", "0")  # obstore's last words are a line then, not a screen
+    os.environ.setdefault("RUST_BACKTRACE", "0")  # if obstore panics, it prints a line and not a screen
     with open("/proc/self/status", encoding="ascii") as f:
         used_kib = next(int(line.split()[1]) for line in f if line.startswith("VmData:"))
     for kind, limit in ((resource.RLIMIT_DATA, (used_kib << 10) + bytes_max), (resource.RLIMIT_CORE, 0)):
@@ -207,19 +208,18 @@ def limit_memory(bytes_max: int) -> None:
 
 
 def own_output() -> TextIO:
-    """Standard output, for this process's messages alone; what libraries print goes to standard error from now on."""
+    """Reserve standard output for this process's messages: from now on, output of libraries goes to standard error."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return output
 
 
 class _Worker:
-    """The process's store and what it maps.
+    """The process's store and its mapping of the region.
 
     Args:
-        config: ``module``, ``name`` and ``options`` of the store, ``bounce_fd``, ``region``: [descriptor, offset,
-            length] or null, ``imports``: modules that ``run`` will want, and ``memory_bytes_max`` for
-            ``limit_memory``, or null.
+        config: ``module``, ``name`` and ``options`` of the store; ``bounce_fd``; ``region``: [descriptor, offset,
+            length] or null; ``imports``: modules that ``run`` will use; ``memory_bytes_max``: see ``limit_memory``.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -235,16 +235,16 @@ class _Worker:
             os.close(fd)
 
     def prepare(self) -> Iterator[bool]:
-        """Do what the first batch would else wait for, a piece at each step, while there is no request.
+        """Do work that the first batch would otherwise wait for, in small steps while there is no request.
 
-        Imports take 0.1 s, a client of S3 0.3 s. Without page tables, which cost 0.2 % of the region's size, a fault a
-        page halves the speed of the first pass over it.
+        Imports take 0.1 s, an S3 client 0.3 s. Page tables are filled in advance, which costs 0.2 % of the region's
+        size in memory. Otherwise a page fault per page halves the speed of the first pass over the region.
         """
         for module in self._config["imports"]:
             importlib.import_module(module)
             yield True
         if hasattr(self._store, "prepare"):  # kvtiers.tiers.store.SupportsPrepare
-            with suppress(Exception):  # the first request meets and reports it
+            with suppress(Exception):  # the first request gets the error again, and reports it
                 self._store.prepare()
             yield True
         for start in range(0, len(self._mapping or ()), _TOUCH_BYTES):
@@ -256,14 +256,14 @@ class _Worker:
             yield True
 
     def open_early(self) -> None:
-        """Make the store before anybody waits for it. If that fails, a request will hear why."""
+        """Create the store before the first request. If that fails, a request tries again and reports the error."""
         if self._config["memory_bytes_max"] is not None:
-            for module in self._config["imports"]:  # before: numpy's threads take what the number of cores needs
+            for module in self._config["imports"]:  # before the limit: numpy's threads need memory for each core
                 importlib.import_module(module)
             limit_memory(self._config["memory_bytes_max"])
         try:
             self._open()
-        except Exception:  # noqa: BLE001 - the next request raises it again, and reports it
+        except Exception:  # noqa: BLE001 - the next request raises the error again, and reports it
             pass
 
     def serve(self, sock: socket.socket, request: Any, raw: memoryview) -> None:
@@ -278,7 +278,7 @@ class _Worker:
         back = b""
         try:
             self._open()
-        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+        except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
             answer = None, [encode_error(e)] * n_outcomes
         else:
             if bounce_bytes:
@@ -312,7 +312,7 @@ class _Worker:
                 return (size, [None]), tail
             else:
                 value = getattr(self, f"_{operation}")(*arguments)
-        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+        except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
             return (None, [encode_error(e)]), b""
         return (value, [None]), b""
 
@@ -330,7 +330,7 @@ class _Worker:
             try:
                 many = self._store.get_many_into(requests)
                 failures = [None if failure is None else encode_error(failure) for failure in many]
-            except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+            except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
                 failures = [encode_error(e)] * len(requests)
         else:
             failures = [_outcome(self._store.get_into, key, parts) for key, parts in requests]
@@ -347,7 +347,7 @@ class _Worker:
                 outside = outside[length:]
         return parts, outside
 
-    # ---- operations of one result ------------------------------------------------------------------------------------
+    # ---- operations with one result ----------------------------------------------------------------------------------
 
     def _size_many(self, keys: list[str]) -> list[object]:
         if hasattr(self._store, "size_many"):
@@ -366,7 +366,7 @@ class _Worker:
         return list(self._store.folders())
 
     def _first_page(self, prefix: str) -> list[tuple[str, int, float]] | None:
-        """The whole listing if it fits a page, else None."""
+        """The whole listing if it fits on one page, else None."""
         page = [(info.key, info.size, info.mtime) for info in islice(self._store.keys(prefix), LISTING_PAGE_KEYS + 1)]
         return page if len(page) <= LISTING_PAGE_KEYS else None
 
@@ -376,17 +376,17 @@ class _Worker:
             listing = iter(self._store.keys(prefix))
             while page := [(info.key, info.size, info.mtime) for info in islice(listing, LISTING_PAGE_KEYS)]:
                 yield page, [None]
-        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+        except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
             yield None, [encode_error(e)]
         else:
             yield [], [None]
 
 
 def _send_answer(sock: socket.socket, answer: tuple[object, object], raw: bytes = b"", n_outcomes: int = 1) -> bool:
-    """Send an answer. False: it cannot be sent, and the reason was sent in its place."""
+    """Send an answer. False: it cannot be encoded, and the error was sent instead."""
     try:
         send_frame(sock, answer, raw)
-    except (TypeError, ValueError) as e:  # nothing was sent: the whole frame is made before
+    except (TypeError, ValueError) as e:  # nothing was sent, because the whole frame is encoded first
         send_frame(sock, (None, [encode_error(e)] * n_outcomes))
         return False
     return True
@@ -395,7 +395,7 @@ def _send_answer(sock: socket.socket, answer: tuple[object, object], raw: bytes 
 def _outcome(call: Callable[..., object], *arguments: Any) -> list[str] | None:
     try:
         call(*arguments)
-    except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
         return encode_error(e)
     return None
 
@@ -403,5 +403,5 @@ def _outcome(call: Callable[..., object], *arguments: Any) -> list[str] | None:
 def _value_or_error(call: Callable[[str], object], key: str) -> object:
     try:
         return call(key)
-    except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
         return encode_error(e)

@@ -9,29 +9,30 @@ from importlib import metadata
 from types import ModuleType
 from typing import Final
 
-# At DEBUG they log what they send: headers with signatures and session tokens, canonical requests, URLs with both.
+# At DEBUG, these packages log their requests: headers with signatures and session tokens, canonical requests, and URLs
+# that contain both.
 CHATTY: Final = frozenset(["aiobotocore", "aiohttp", "boto3", "botocore", "s3fs", "s3transfer", "urllib3"])
 
 
-# At each refresh that fails they log an exception, of which a credential process has written the text.
-TELLTALE: Final = ("aiobotocore.credentials", "aiobotocore.tokens", "botocore.credentials", "botocore.tokens")
+# After each failed refresh of credentials, these loggers log an exception whose text comes from the credential process.
+CREDENTIAL_LOGGERS: Final = ("aiobotocore.credentials", "aiobotocore.tokens", "botocore.credentials", "botocore.tokens")
 
 
 def cap_chatty_loggers(packages: frozenset[str] = CHATTY) -> None:
-    """Let the loggers of packages, and those below them, never log at DEBUG, whatever the root logger does later.
+    """Keep packages' loggers, and the loggers below them, from logging at DEBUG, even if the root logger changes later.
 
-    A logger that is quieter stays as it is. What the AWS libraries say of credentials is logged without its exception.
+    A logger with a higher level keeps it. The AWS libraries' log records about credentials lose their exception.
 
     Args:
-        packages: by the first part of their names.
+        packages: top-level names of the packages.
     """
     for name in (*packages, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in packages:
             logger = logging.getLogger(name)
             if name in packages or logger.level != logging.NOTSET:
                 logger.setLevel(max(logging.INFO, logger.getEffectiveLevel()))
-    for name in TELLTALE:
-        logging.getLogger(name).addFilter(_without_exception)  # once: a filter that is there is not added again
+    for name in CREDENTIAL_LOGGERS:
+        logging.getLogger(name).addFilter(_without_exception)  # logging ignores a filter that was already added
 
 
 def _without_exception(record: logging.LogRecord) -> bool:
@@ -40,7 +41,7 @@ def _without_exception(record: logging.LogRecord) -> bool:
 
 
 def cap_loggers_of(driver: type) -> None:
-    """Cap the loggers of an fsspec driver, and of every package that it and its distribution use."""
+    """Cap the loggers of an fsspec driver, of the packages that its module uses, and of their dependencies."""
     module = sys.modules.get(driver.__module__)
     used = {driver.__module__, *(_module_of(value) for value in vars(module).values())} if module else set()
     packages = {name.partition(".")[0] for name in used} - sys.stdlib_module_names - {""}
@@ -56,7 +57,7 @@ def _module_of(value: object) -> str:
 
 
 def _required_by(package: str) -> set[str]:
-    """The packages of a package's distribution and of all that it requires, without extras."""
+    """The packages in a package's distribution and in the distributions that it requires, without extras."""
     found: set[str] = set()
     seen: set[str] = set()
     waiting = [package]
@@ -68,7 +69,7 @@ def _required_by(package: str) -> set[str]:
         try:
             installed = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            if name == package:  # its distribution has another name
+            if name == package:  # the distribution has a different name than the package
                 waiting += metadata.packages_distributions().get(name, ())
             continue
         found |= {path.parts[0] for path in installed.files or () if path.suffix == ".py" and len(path.parts) > 1}

@@ -1,6 +1,6 @@
-"""Stores of other people: what ``make_store(options)`` of a module of theirs returns.
+"""Third-party stores: calls ``make_store(options)`` of a user's module.
 
-In a module of its own, so that a worker process imports this and that module, and no configuration.
+This is a separate module so that a worker process imports only this module and the user's, and no configuration code.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ HOOK = "make_store"
 
 
 def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
-    """The store that a module makes of its options.
+    """Create a store with the factory function of a module.
 
     Args:
         module_path: ``package.module``, whose ``make_store`` is called, or ``package.module:function``.
 
     Raises:
-        StoreConfigError: there is no such function, or what it returned is no store.
-        KVTiersError: as the function raises it.
+        StoreConfigError: the module cannot be imported, the function does not exist, it raised another exception than
+            KVTiersError, or it did not return a Store.
+        KVTiersError: raised by the function; passed on unchanged.
     """
     module_name, _, function = module_path.partition(":")
     name = function or HOOK
     try:
         make = getattr(importlib.import_module(module_name), name, None)
-    except Exception as e:  # whatever somebody else's module raises
-        raise StoreConfigError(f"{module_name} cannot be imported: {_said(e)}") from e
+    except Exception as e:  # a user's module may raise anything
+        raise StoreConfigError(f"{module_name} cannot be imported: {_describe(e)}") from e
     if not callable(make):
         raise StoreConfigError(f"{module_name} has no function {name}(options) that returns a kvtiers.Store")
     try:
         store = make(dict(options))
     except KVTiersError:
         raise
-    except Exception as e:  # whatever somebody else's function raises
-        raise StoreConfigError(f"{module_name}.{name} refused its options: {_said(e)}") from e
+    except Exception as e:  # a user's function may raise anything
+        raise StoreConfigError(f"{module_name}.{name} failed with its options: {_describe(e)}") from e
     if not isinstance(store, Store):
-        raise StoreConfigError(f"{module_name}.{name} returned a {type(store).__name__}, and no kvtiers.Store")
+        raise StoreConfigError(f"{module_name}.{name} returned a {type(store).__name__}, not a kvtiers.Store")
     return store
 
 
-def _said(e: Exception) -> str:
+def _describe(e: Exception) -> str:
     return f"{type(e).__name__}: {printable(str(e))}"

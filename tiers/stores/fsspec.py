@@ -1,11 +1,11 @@
-"""FsspecStore: blobs behind any URL that fsspec knows: s3://, gs://, abfs://, hf://, sftp://, file://, memory:// …
+"""FsspecStore: blobs under any URL that fsspec supports: s3://, gs://, abfs://, hf://, sftp://, file://, memory:// …
 
-fsspec is the widest interface, not the fastest. Its calls take and give one bytes object: a put to an object store
-joins the parts, and a get copies once; only local files do without. Where a protocol has a store of its own here
-(``fs``, ``nfs``, ``s3``), that one is better.
+fsspec supports the most storage systems, but is not the fastest client. Its calls take and return one bytes object, so
+a put to an object store joins the parts and a get copies the data once; only local files need neither. Prefer kvtiers'
+own stores (``fs``, ``nfs``, ``s3``) where they support the protocol.
 
-Object stores publish a blob by one put. Everywhere else it is written under a temporary name in ``.tmp`` of the root
-and moved; the next process removes temporary files that are an hour old.
+An object store publishes a blob with one put. On all other storage, the blob is written under a temporary name in the
+root's ``.tmp`` folder and then moved. The next process that opens the root removes temporary files older than an hour.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 TEMPORARY_S_MAX: Final = 3600.0
-# Folders up to this depth are listed one by one, and all below such a folder at once, if the driver can. The layout has
-# 4,096 folders at depth 2, so a listing holds a 4,096th of a namespace in memory.
+# Folders above this depth are listed one by one. A folder at this depth is listed with its whole tree in one call, if
+# the driver can. The layout has 4,096 folders at depth 2, so a listing holds 1/4096 of a namespace in memory.
 LISTED_DEPTH: Final = 2
-REFUSALS_TOLD_MAX: Final = 16  # folders named in the log, each once, because they may not be listed
-ASKED_AT_ONCE: Final = 128
+LOGGED_FOLDERS_MAX: Final = 16  # folders that are logged, each once, because this user may not list them
+ASKED_AT_ONCE: Final = 128  # keys in one batch of concurrent requests
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A driver's file system and our root in it; of one process."""
+    """A driver's file system and the store's root in it; valid only in the process that made it."""
 
     pid: int
     fs: Any
@@ -77,20 +77,20 @@ class _Place:
 
 
 class FsspecStore(Store):
-    """Blobs below a URL. Any thread may call; ``_place`` is replaced after a fork. ``_refused`` only grows: two threads
-    at once may log one folder twice.
+    """Stores blobs below a URL. Any thread may call. ``_place`` is replaced after a fork. ``_logged_folders`` only
+    grows; without a lock, two threads may log the same folder twice.
 
     Args:
-        url: of the root folder, as the driver takes it, chains with ``::`` included; not with a protocol that is
-            ``REFUSED``, such as those that cache.
-        storage_options: for the driver. They may hold secrets and are shown nowhere.
-        request_timeout_s: for one operation; of asynchronous drivers only, as all of object stores are.
-        read_only: opening it removes nothing. (What writes is not called.)
+        url: URL of the root folder, as the driver takes it, including chains with ``::``. Protocols in ``REFUSED``,
+            such as caches, are not accepted.
+        storage_options: options of the driver. They may hold secrets, so they are never logged or shown.
+        request_timeout_s: limit of one operation; only for asynchronous drivers, such as all drivers of object stores.
+        read_only: opening the store removes nothing. (Callers make no writing calls.)
         clock: Unix seconds.
 
     Raises:
         StoreConfigError: fsspec or the driver is not installed, or the URL, its protocol or an option is not accepted.
-        StoreError: the driver connects at once (such as ``sftp``), and could not.
+        StoreError: the driver connects when it is created (as ``sftp`` does), and the connection failed.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class FsspecStore(Store):
         self._timeout_s = request_timeout_s
         self._clock = clock
         self._closed = False
-        self._refused: set[str] = set()
+        self._logged_folders: set[str] = set()
         self._place = self._connect()
         protocols = protocols_of(self._place.fs)
         self._is_local = bool(protocols & LOCAL)
         self._is_atomic = bool(protocols & ATOMIC_PUT)
         self._lists_trees = lists_trees(self._place.fs)
         if not self._place.root and self._is_atomic and "memory" not in protocols:
-            raise StoreConfigError(f"{self!r} names no bucket; write protocol://bucket/folder")
+            raise StoreConfigError(f"{self!r} does not name a bucket; write protocol://bucket/folder")
         self.capabilities = Capabilities(
             exclusive_create=bool(protocols & EXCLUSIVE_CREATE),
             shared="memory" not in protocols,
@@ -133,7 +133,7 @@ class FsspecStore(Store):
             return False
         try:
             if self._is_atomic:
-                return self._run(key, lambda: self._put_at_once(place, key, parts, overwrite=overwrite))
+                return self._run(key, lambda: self._put_in_one_call(place, key, parts, overwrite=overwrite))
             self._run(key, lambda: put_and_move(place.fs, place.path(key), parts, place.path(TEMPORARY_FOLDER)))
             return True
         except BlobNotFoundError:
@@ -143,7 +143,7 @@ class FsspecStore(Store):
         check_key(key)
         place = self._current(key)
         plain = [part.cast("B") for part in parts if part.nbytes]
-        read = self._read_local if self._is_local else self._read_at_once
+        read = self._read_local if self._is_local else self._read_in_one_call
         self._run(key, lambda: read(place.path(key), plain, parts_size(plain)))
 
     def size(self, key: str) -> int | None:
@@ -160,9 +160,9 @@ class FsspecStore(Store):
             pass
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """List blobs. Holds about a 4,096th of them in memory.
+        """List blobs. Holds about 1/4096 of them in memory.
 
-        A web server lists names only: it is asked for each blob's size, and what has none is passed over.
+        A web server lists only names. Each blob's size is then requested, and names without a size are skipped.
         """
         place = self._current("")
         folder = prefix.rpartition("/")[0]
@@ -201,7 +201,7 @@ class FsspecStore(Store):
             return None if size is None else (size, b"")
         tail = self._run(key, lambda: self._call("cat_file", place.path(key), start=start, end=size))
         if len(tail) == size:
-            tail = tail[start:]  # a web server may answer with the whole blob
+            tail = tail[start:]  # a web server may ignore the range and send the whole blob
         return size, bytes(tail)
 
     def folders(self) -> list[str]:
@@ -215,12 +215,12 @@ class FsspecStore(Store):
         return [name.rpartition("/")[2] for name in names if name != place.root and not _is_hidden(name)]
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``. Side by side if the driver is asynchronous, else one by one."""
+        """See ``SupportsSizeMany``. Requests run concurrently if the driver is asynchronous, else one by one."""
         return self._many(keys, "info", size_of, BlobNotFoundError)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``; as ``size_many``."""
-        return self._many(keys, "rm_file", _raised, BlobNotFoundError, BlobCorruptError)
+        """See ``SupportsDeleteMany``. Requests run as in ``size_many``."""
+        return self._many(keys, "rm_file", _raise_if_error, BlobNotFoundError, BlobCorruptError)
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class FsspecStore(Store):
         from fsspec.core import url_to_fs
 
         try:
-            # An instance of our own, in which the listings cache is turned off, as it shows what was.
+            # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.
             fs, root = url_to_fs(self._url, skip_instance_cache=True, **self._storage_options)
         except ImportError as e:
             raise StoreConfigError(f"{self!r}: the driver is not installed: pip install {missing_package(e)}") from None
@@ -237,10 +237,10 @@ class FsspecStore(Store):
             raise StoreConfigError(
                 f"{self!r}: fsspec does not accept the URL or an option: {type(e).__name__}"
             ) from None
-        except Exception as e:  # noqa: BLE001 - any driver, any exception: some connect already here
+        except Exception as e:  # noqa: BLE001 - drivers may raise anything, and some already connect here
             error = translate(e, "")
             raise type(error)(f"{self!r}: {error}") from None
-        cap_chatty_loggers()  # the drivers of S3 have made theirs by now
+        cap_chatty_loggers()  # S3 drivers have created their loggers by now
         fs.dircache.use_listings_cache = False
         return _Place(os.getpid(), fs, str(root).rstrip("/"))
 
@@ -252,7 +252,7 @@ class FsspecStore(Store):
         return self._place
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver; with a deadline if it is asynchronous. A call that is late touches only its own bytes."""
+        """Call the driver, with a deadline if it is asynchronous. A late call can change only bytes of its own."""
         fs = self._place.fs
         if not fs.async_impl:
             return getattr(fs, method)(*arguments, **options)
@@ -261,7 +261,8 @@ class FsspecStore(Store):
         try:
             return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=self._timeout_s, **options)
         except Exception as e:
-            # Drivers' frames refer to what they raise: such a cycle would hold our callers' parts until a collection.
+            # The driver's frames refer to the exception, and its traceback to the frames. Break this cycle, or it keeps
+            # the caller's parts alive until the next garbage collection.
             error: BaseException | None = e
             while error is not None and error.__traceback__ is not None:
                 error.__traceback__ = None
@@ -271,9 +272,9 @@ class FsspecStore(Store):
     def _many(
         self, keys: Sequence[str], method: str, read: Callable[[Any], Any], *absent: type[StoreError]
     ) -> list[Any]:
-        """What ``read`` makes of the driver's answers, parallel to ``keys``.
+        """Call a method for many keys and convert each result with ``read``. Returns outcomes parallel to ``keys``.
 
-        None for an error of ``absent``; any other error is in its key's place.
+        An outcome is None if the error is in ``absent``, and the StoreError for any other error.
         """
         place = self._current("")
         answers: dict[str, Any] = {}
@@ -293,10 +294,10 @@ class FsspecStore(Store):
         return [answers[key] for key in keys]
 
     def _call_many(self, method: str, paths: Sequence[str]) -> list[Any]:
-        """What the driver returns or raises for each path."""
+        """Return the driver's result or exception for each path."""
         fs = self._place.fs
         if not fs.async_impl:
-            return [_outcome(getattr(fs, method), path) for path in paths]
+            return [_result_or_error(getattr(fs, method), path) for path in paths]
         from fsspec.asyn import sync
 
         async def ask() -> list[Any]:
@@ -312,7 +313,7 @@ class FsspecStore(Store):
         return found
 
     def _size(self, path: str) -> int | None:
-        """None: no blob is there. Raises whatever the driver raises."""
+        """Return a blob's size; None if there is no blob. Raises whatever the driver raises."""
         try:
             return size_of(self._call("info", path))
         except OSError as e:
@@ -320,7 +321,7 @@ class FsspecStore(Store):
                 return None
             raise
 
-    def _put_at_once(self, place: _Place, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
+    def _put_in_one_call(self, place: _Place, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
         create = self.capabilities.exclusive_create and not overwrite
         options = {"mode": "create"} if create else {}
         try:
@@ -331,7 +332,7 @@ class FsspecStore(Store):
                 raise
             return False
         except OSError as e:
-            # s3fs tells a refusal by the condition that a 412 names, and not every server names one.
+            # s3fs raises FileExistsError only if the 412 response names the failed condition. Not every server does.
             if not create:
                 raise
             if self._size(place.path(key)) is not None:
@@ -341,17 +342,17 @@ class FsspecStore(Store):
         self._call("pipe_file", place.path(key), b"".join(parts))
         if self.capabilities.exclusive_create:
             self.capabilities = replace(self.capabilities, exclusive_create=False)
-            logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
+            logger.warning("%r: the server refuses If-None-Match; each put looks up the key first instead", self)
         return True
 
-    def _read_at_once(self, path: str, parts: Sequence[memoryview], size: int) -> None:
-        """One request, for a byte more than is wanted, so that a longer blob shows."""
+    def _read_in_one_call(self, path: str, parts: Sequence[memoryview], size: int) -> None:
+        """Read with one request, for one byte more than the parts hold, to detect a blob that is too long."""
         try:
             data = self._call("cat_file", path, start=0, end=size + 1)
         except FileNotFoundError:
             raise
         except OSError:
-            # An empty object has no range: some drivers make an error of it.
+            # No byte range of an empty object is valid, and some drivers raise an error for such a range.
             actual = self._size(path)
             if actual == 0 == size:
                 return
@@ -363,7 +364,7 @@ class FsspecStore(Store):
             raise BlobCorruptError(f"{stored} stored, {size} were asked for")
         source = np.frombuffer(data, np.uint8)
         for part in parts:
-            np.frombuffer(part, np.uint8)[:] = source[: len(part)]  # numpy copies off the GIL
+            np.frombuffer(part, np.uint8)[:] = source[: len(part)]  # numpy releases the GIL while it copies
             source = source[len(part) :]
 
     def _read_local(self, path: str, parts: Sequence[memoryview], size: int) -> None:
@@ -377,7 +378,7 @@ class FsspecStore(Store):
                     raise StoreUnavailableError("the file ended early")
 
     def _walk(self, place: _Place, path: str, depth: int, wanted: str) -> Iterator[Mapping[str, Any]]:
-        """Files below ``path``. Folders that have none whose path starts with ``wanted`` are passed over."""
+        """Yield the files below ``path``. Folders that cannot hold a path that starts with ``wanted`` are skipped."""
         if depth == LISTED_DEPTH and self._lists_trees:
             found = self._run("", lambda: self._call("find", path, detail=True, withdirs=False))
             yield from found.values()
@@ -389,27 +390,28 @@ class FsspecStore(Store):
         except StorePermissionError:
             if depth == 0:
                 raise
-            # If the root is refused as well by now, credentials have ended, and all the rest would be missing.
+            # If the root may not be listed either, the credentials have expired. Raise then, because the listing would
+            # end without an error and miss all remaining blobs.
             self._run("", lambda: self._call("ls", place.root, detail=True))
-            self._tell_refused(path.removeprefix(place.root).lstrip("/"))
+            self._log_skipped(path.removeprefix(place.root).lstrip("/"))
             return
         for entry in entries:
-            name = entry["name"].rstrip("/")  # a web server's folders end in one
+            name = entry["name"].rstrip("/")  # folder names of web servers end with a slash
             if entry["type"] != "directory":
                 yield entry
             elif name == path:
-                continue  # some drivers list a folder in itself
+                continue  # some drivers include the folder in its own listing
             elif (name.startswith(wanted) or wanted.startswith(f"{name}/")) and not _is_hidden(name):
                 yield from self._walk(place, name, depth + 1, wanted)
 
-    def _tell_refused(self, folder: str) -> None:
-        # A root that is a mount point has a lost+found, which must not hide all others.
-        if folder not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
-            self._refused.add(folder)
-            logger.warning("%r: %s is passed over, it may not be listed", self, printable(folder))
+    def _log_skipped(self, folder: str) -> None:
+        # A root that is a mount point may have a lost+found folder. One such folder must not fail the whole listing.
+        if folder not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
+            self._logged_folders.add(folder)
+            logger.warning("%r: %s is skipped: no permission to list it", self, printable(folder))
 
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
-        """Of what was listed without sizes, the blobs: the driver is asked for each one's size."""
+        """Yield the blobs among keys that were listed without a size, after a request for each key's size."""
         for (key, mtime), size in zip(mtimes.items(), self.size_many(list(mtimes)), strict=True):
             if isinstance(size, Exception):
                 raise size
@@ -417,39 +419,39 @@ class FsspecStore(Store):
                 yield KeyInfo(key, size, mtime)
 
     def _sweep(self) -> None:
-        """Remove temporary files of writers that died."""
+        """Remove temporary files of dead writers."""
         try:
             folder = self._place.path(TEMPORARY_FOLDER)
             for entry in self._call("ls", folder, detail=True):
                 written_at = mtime_of(entry)
-                if written_at and self._clock() - written_at > TEMPORARY_S_MAX:  # 0.0: it may be a living writer's
+                if written_at and self._clock() - written_at > TEMPORARY_S_MAX:  # 0.0: unknown; the writer may be alive
                     self._call("rm_file", entry["name"])
-        except Exception as e:  # noqa: BLE001 - any driver, any exception; litter is no reason not to start
+        except Exception as e:  # noqa: BLE001 - drivers may raise anything, and leftover files must not prevent a start
             if not isinstance(e, FileNotFoundError):
-                logger.warning("%r: temporary files could not be swept: %s", self, type(e).__name__)
+                logger.warning("%r: temporary files could not be removed: %s", self, type(e).__name__)
 
     def _run(self, key: str, call: Callable[[], T]) -> T:
-        """Make a call of the driver. Whatever it raises becomes a StoreError, without the driver's own words."""
+        """Run a driver call. Any exception becomes a StoreError without the driver's message."""
         try:
             return call()
         except StoreError as e:
             error = type(e)(str(e), key=key)
-        except Exception as e:  # noqa: BLE001 - any driver, any exception
+        except Exception as e:  # noqa: BLE001 - drivers may raise anything
             error = translate(e, key)
         try:
             raise error
         finally:
-            del error  # it refers to this frame, and so to the caller's memory
+            del error  # its traceback refers to this frame, which would keep the caller's memory alive
 
 
-def _outcome(call: Callable[[str], Any], path: str) -> Any:
+def _result_or_error(call: Callable[[str], Any], path: str) -> Any:
     try:
         return call(path)
-    except Exception as e:  # noqa: BLE001 - any driver, any exception; translated where it is looked at
+    except Exception as e:  # noqa: BLE001 - drivers may raise anything; the caller translates it
         return e
 
 
-def _raised(outcome: Any) -> None:
+def _raise_if_error(outcome: Any) -> None:
     if isinstance(outcome, BaseException):
         raise outcome
 

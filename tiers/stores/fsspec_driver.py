@@ -1,4 +1,4 @@
-"""fsspec's drivers: what each can do, what they say in our words, and how to publish where a put is not one step."""
+"""Helpers for fsspec drivers: their capabilities, their exceptions as StoreErrors, and publishing by write and move."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ logger = get_logger(__name__)
 
 #: Protocols of files on this machine.
 LOCAL: Final = frozenset(["file", "local"])
-#: Protocols whose put is one step.
+#: Protocols whose put is atomic.
 ATOMIC_PUT: Final = frozenset(
     ["abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "r2", "s3", "s3a"]
 )
 #: Protocols whose drivers put with If-None-Match.
 EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
 _CACHES: Final = (
-    "its cache keeps what was, so that a block that was replaced or removed is read as before, and has no limit; "
+    "its cache returns stale blocks after a block is replaced or removed, and has no size limit; "
     "take it out of the URL, or put an fs tier in front"
 )
 _ONE_FILE: Final = "its driver has one open file for all threads, which get each other's bytes; use zip:// or a folder"
-#: Protocols that break what a store promises, and why.
+#: Protocols that break the rules of a store, and why.
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(["blockcache", "cached", "filecache", "simplecache"], _CACHES),
-    "dir": "what it stands on keeps its listings, or cannot be called at all; write the folder into the URL of that",
+    "dir": "the file system that it wraps caches listings, or cannot be called; write the folder into the URL of that",
     "ftp": "its driver has one connection for all threads, which get each other's answers; use sftp://",
     **dict.fromkeys(["libarchive", "tar"], _ONE_FILE),
 }
-#: Of a root, for files that are not whole yet.
+#: Folder below the root for files that are not completely written yet.
 TEMPORARY_FOLDER: Final = ".tmp"
-#: Where drivers keep a file's time.
+#: Names under which drivers report a file's time.
 _MILLISECONDS_FIELD: Final = "modificationTime"  # webhdfs
 _TIME_FIELDS: Final = (
     *("mtime", "LastModified", "last_modified", "updated", "modified", "created"),
@@ -59,15 +59,15 @@ _ABSENT_STATUSES: Final = (404, 410)
 
 
 def protocols_of(fs: Any) -> frozenset[str]:
-    """The names that a file system goes by."""
+    """All protocol names of a file system."""
     return frozenset([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
 
 
 def lists_trees(fs: Any) -> bool:
-    """Whether the driver itself lists all that is below a folder.
+    """Whether the driver has its own way to list a whole tree.
 
-    fsspec's own way, which others inherit, takes a folder that cannot be listed for an empty one. What it is told to do
-    with errors it does only for the folder with which it begins.
+    fsspec's default, which other drivers inherit, treats a folder that cannot be listed as empty. It applies its option
+    for errors only to the first folder.
     """
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
@@ -78,20 +78,20 @@ def lists_trees(fs: Any) -> bool:
 
 
 def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_folder: str) -> None:
-    """Write under a temporary name and move: for drivers whose put shows half a file, and makes no folders.
+    """Write a temporary file and move it: for drivers whose put shows incomplete files and does not create folders.
 
     Raises:
-        BlobCorruptError: there is a folder of this name.
+        BlobCorruptError: a folder has this name.
         Exception: whatever the driver raises.
     """
     if fs.isdir(target):
-        raise BlobCorruptError("there is a folder")  # a move would put the blob into it
+        raise BlobCorruptError("there is a folder")  # a move would put the blob into this folder
     folder = target.rpartition("/")[0]
-    temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # a dot name, wherever it may end up
+    temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # a dot name, so that listings never show it
     try:
         _with_folder(fs, temporary_folder, lambda: _write(fs, temporary, parts))
         if protocols_of(fs) & LOCAL:
-            # Not mv: fsspec's is shutil.move, which copies when the rename fails, and half a copy is visible.
+            # Not mv: fsspec uses shutil.move, which copies if the rename fails, and an unfinished copy is visible.
             _with_folder(fs, folder, lambda: os.replace(temporary, target))
         else:
             fs.makedirs(folder, exist_ok=True)
@@ -99,13 +99,13 @@ def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_fo
     except BaseException:
         try:
             fs.rm_file(temporary)
-        except Exception as e:  # noqa: BLE001 - any driver, any exception; a sweep will find it
-            logger.debug("%s: a temporary file stays: %s", type(fs).__name__, type(e).__name__)
+        except Exception as e:  # noqa: BLE001 - drivers may raise anything; a later sweep removes the file
+            logger.debug("%s: a temporary file was not removed: %s", type(fs).__name__, type(e).__name__)
         raise
 
 
 def _with_folder(fs: Any, folder: str, call: Callable[[], None]) -> None:
-    """Make the call; make the folder and call again only if it is missing."""
+    """Make the call. If the folder is missing, create it and call again."""
     try:
         call()
     except FileNotFoundError:
@@ -120,9 +120,9 @@ def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
 
 
 def size_of(info: Any) -> int | None:
-    """The size of a blob in bytes; None for a folder, or if the driver does not know it.
+    """The size of a blob in bytes; None for a folder, or if the driver does not know the size.
 
-    Raises an exception that is in the place of an info.
+    If ``info`` is an exception, raise it.
     """
     if isinstance(info, BaseException):
         raise info
@@ -130,12 +130,12 @@ def size_of(info: Any) -> int | None:
 
 
 def mtime_of(info: Mapping[str, Any]) -> float:
-    """Last change in Unix seconds; 0.0 where the driver does not say."""
+    """Time of the last change in Unix seconds; 0.0 if the driver does not report it."""
     for name in _TIME_FIELDS:
         value = info.get(name)
         if isinstance(value, (int, float)):
             return value / 1000 if name == _MILLISECONDS_FIELD else float(value)
-        if isinstance(value, Mapping):  # hf: of a commit
+        if isinstance(value, Mapping):  # hf reports a commit
             value = value.get("date")
         if isinstance(value, str):
             value = _parse_time(value)
@@ -154,33 +154,33 @@ def _parse_time(text: str) -> datetime | None:
 
 
 def translate(error: Exception, key: str) -> StoreError:
-    """Our exception for whatever a driver raised, by its class or errno, never by its text."""
-    error = _behind_not_found(error)
+    """Translate any exception of a driver into a StoreError, by its class or errno, never by its text."""
+    error = _unwrap_not_found(error)
     name = type(error).__name__
-    status = getattr(error, "status", None)  # of a web server's answer
+    status = getattr(error, "status", None)  # HTTP status, if a web server answered
     if isinstance(error, TimeoutError) or name == "FSTimeoutError":
-        return StoreTimeoutError(f"the driver was not done in time ({name})", key=key)
+        return StoreTimeoutError(f"the driver did not finish in time ({name})", key=key)
     if (
         isinstance(error, PermissionError)
         or name.endswith(("CredentialsError", "AuthenticationError", "RefreshError"))
         or status in (401, 403)
     ):
-        return StorePermissionError(f"the driver got no access ({name}); check its storage_options", key=key)
+        return StorePermissionError(f"access was denied to the driver ({name}); check its storage_options", key=key)
     if isinstance(error, FileNotFoundError) or status in _ABSENT_STATUSES:
         return BlobNotFoundError("not stored", key=key)
-    answer = _answer_of_s3(error)
+    answer = _s3_response(error)
     if answer is not None:
-        return _refusal_of_s3(*answer, key)
+        return _s3_error(*answer, key)
     if isinstance(error, OSError):
-        # Without its text, which may have a URL with a signature.
+        # Without the error's text, which may contain a URL with a signature.
         return store_error(OSError(error.errno or 0, name), key)
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
-        return StoreConfigError(f"the driver does not do this ({name})", key=key)
+        return StoreConfigError(f"the driver does not support this operation ({name})", key=key)
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
 
 
-def _answer_of_s3(error: Exception) -> tuple[int, str] | None:
-    """Status and code of an S3 server's answer, which s3fs makes an OSError of; None: there was no answer."""
+def _s3_response(error: Exception) -> tuple[int, str] | None:
+    """Status and error code of the S3 response behind an OSError of s3fs; None if there was no response."""
     response = getattr(error.__cause__ or error, "response", None)
     if not isinstance(response, Mapping):
         return None
@@ -189,21 +189,21 @@ def _answer_of_s3(error: Exception) -> tuple[int, str] | None:
     return (status, code if isinstance(code, str) and not code.isdigit() else "") if isinstance(status, int) else None
 
 
-def _refusal_of_s3(status: int, code: str, key: str) -> StoreError:
+def _s3_error(status: int, code: str, key: str) -> StoreError:
     error = server_error(status, code, place=Place("the bucket of the URL", "this region", "the endpoint"))
     hint = ""
     if isinstance(error, RequestRefusedError):
         hint = (
-            "; where an older server knows no checksums, set storage_options: {config_kwargs: "
+            "; for an older server without checksum support, set storage_options: {config_kwargs: "
             "{request_checksum_calculation: when_required}}"
         )
     return type(error)(f"{error}{hint}", key=key)
 
 
-def _behind_not_found(error: Exception) -> Exception:
-    """The cause of a FileNotFoundError that is about no file, else the error.
+def _unwrap_not_found(error: Exception) -> Exception:
+    """The cause of a FileNotFoundError that does not mean a missing file; otherwise the error itself.
 
-    fsspec's http makes one of whatever the network or a server says: a dead server, 403, 429 and 503 alike.
+    fsspec's http driver raises FileNotFoundError for any failure of the network or server: dead server, 403, 429, 503.
     """
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
@@ -213,13 +213,13 @@ def _behind_not_found(error: Exception) -> Exception:
 
 
 def check_drivers(url: str) -> None:
-    """Import the drivers that fsspec uses for a URL and all that it is chained of. No storage is asked.
+    """Import the drivers that fsspec uses for a URL and for each URL in its chain. Makes no storage call.
 
-    Their loggers are capped: at DEBUG drivers log URLs, with the passwords in them.
+    The drivers' loggers are capped: at DEBUG level, drivers log URLs with their passwords.
 
     Raises:
-        StoreConfigError: fsspec or a driver is not installed, there is none for a protocol, it is ``REFUSED``, or the
-            URL is none: fsspec would take it for a file's path in the working directory.
+        StoreConfigError: fsspec or a driver is not installed, a protocol has no driver or is ``REFUSED``, or the text
+            is not a URL: fsspec would use it as a file path in the working directory.
     """
     try:
         from fsspec.core import get_filesystem_class
@@ -230,7 +230,7 @@ def check_drivers(url: str) -> None:
     for link in links:
         protocol, has_path, path = link.partition("://")
         if not has_path and link.startswith("/"):
-            continue  # of a local file
+            continue  # the path of a local file
         if (not has_path or not protocol) and (link is links[-1] or not link.isalnum()):
             raise StoreConfigError(f"{public_url(link)!r} is not a URL; write protocol://bucket/folder")
         if protocol in LOCAL and has_path and not path.startswith("/"):
@@ -249,5 +249,5 @@ def check_drivers(url: str) -> None:
 
 
 def missing_package(error: ImportError) -> str:
-    """The package that was missing: fsspec raises an ImportError of its own from the one that names it."""
+    """Name of the missing package. fsspec raises its own ImportError, with the one that has the name as its cause."""
     return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"

@@ -1,6 +1,6 @@
-"""MemoryStore: blobs in this process's memory; the least recently used leave when there are too many.
+"""MemoryStore: keeps blobs in this process's memory and drops the least recently used when it is full.
 
-For tests, for a second tier inside one machine's memory, and as the smallest example of a store.
+For tests, for a second tier in one machine's memory, and as the smallest example of a store.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvtiers.tiers.store import Capabilities, KeyInfo, Store, check_key, parts_s
 
 @dataclass(frozen=True, slots=True)
 class _Blob:
-    """Never changed once made, so readers copy from it without the lock."""
+    """A stored blob. It never changes, so readers copy from it without the lock."""
 
     data: NDArray[np.uint8]
     mtime: float
 
 
 class MemoryStore(Store):
-    """Blobs in a dict. Any thread may call; ``_lock`` owns every field but the blobs' bytes.
+    """Keeps blobs in a dict. Any thread may call; ``_lock`` owns every field except the blobs' bytes.
 
-    Payloads are copied outside the lock and by numpy, so that other threads run meanwhile.
+    numpy copies payloads outside the lock, so other threads can run meanwhile.
 
     Args:
-        max_bytes: of all blobs together; beyond it those leave whose last put or read is longest ago. A put under way
-            has its copy on top. None: no limit.
+        max_bytes: limit of all blobs together. Beyond it, the blobs with the oldest last put or read are dropped. The
+            copy of a put in progress is not counted. None: no limit.
         clock: Unix seconds.
 
     Raises:
@@ -97,7 +97,7 @@ class MemoryStore(Store):
             self._drop(key)
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """List blobs. Holds a list of the keys, which costs little beside the blobs themselves."""
+        """List blobs. Holds a list of all keys, which is small compared to the blobs."""
         with self._lock:
             self._raise_if_closed("")
             keys = list(self._blobs)
@@ -123,7 +123,7 @@ class MemoryStore(Store):
         return size, blob.data[size - min(length, size) :].tobytes()
 
     def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. The blob is dropped: nobody could look at it in this process's memory."""
+        """See ``SupportsQuarantine``. Drops the blob, because no operator could inspect it in this process's memory."""
         self.delete(key)
 
     def _find(self, key: str, *, used: bool = True) -> _Blob | None:
@@ -135,7 +135,7 @@ class MemoryStore(Store):
             return blob
 
     def _drop(self, key: str) -> None:
-        """Forget a blob if it is there. The lock is held."""
+        """Remove a blob if it exists. The caller holds the lock."""
         blob = self._blobs.pop(key, None)
         if blob is not None:
             self._used_bytes -= blob.data.size
@@ -148,7 +148,7 @@ class MemoryStore(Store):
 def _pairs(
     parts: Sequence[memoryview], data: NDArray[np.uint8]
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Each non-empty part as bytes, with its piece of ``data``."""
+    """Yield each non-empty part as bytes, with the matching slice of ``data``."""
     start = 0
     for part in parts:
         if part.nbytes:

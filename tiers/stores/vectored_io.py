@@ -1,7 +1,7 @@
-"""Moving the parts of a blob between memory and a descriptor, whole, in few calls, or piece by piece.
+"""Moves a blob's parts between memory and a file descriptor: all parts in few vectored calls, or piece by piece.
 
-System calls go through the module's name ``os``, as in ``posix``; functions raise OSError, unless they say
-otherwise.
+System calls go through the module-level name ``os``, as in ``posix``, so that tests can replace it. Functions raise
+OSError unless their docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from kvtiers.tiers.errors import BlobCorruptError
 from kvtiers.tiers.store import Look, parts_size
 
-IOV_COUNT_MAX = 1024  # Linux' UIO_MAXIOV: more buffers in one vectored call are EINVAL
-READ_PIECE_BYTES = 1 << 20  # about a core's own cache; with less the read loses more than the checksum gains
-# A file system makes page cache folios no larger than the write that fills them, and 2 MiB at most. Measured on ext4:
-# in pieces of 1 MiB or less every fourth run of writes took ten times as long.
+IOV_COUNT_MAX = 1024  # Linux's UIO_MAXIOV: a vectored call with more buffers fails with EINVAL
+READ_PIECE_BYTES = 1 << 20  # about the size of a core's cache; with smaller pieces, reads lose more than checksums gain
+# A page cache folio is at most 2 MiB, and no larger than the write that fills it. Measured on ext4: with pieces of
+# 1 MiB or less, every fourth run of writes took ten times as long.
 WRITE_PIECE_BYTES = 2 << 20
-RUN_SLACK_BYTES = 64 << 10  # what is small goes with its neighbour, in one call
+RUN_SLACK_BYTES = 64 << 10  # a small piece shares a call with its neighbor
 
 
 def transfer(
@@ -28,13 +28,14 @@ def transfer(
     offset: int = 0,
     size: int | None = None,
 ) -> int:
-    """Move all parts with ``os.preadv``, ``os.pwritev`` or their like for a socket, however often a call stops short.
+    """Move all parts, and continue after each partial transfer.
 
     Args:
-        size: of the parts, where it is known.
+        call: ``os.preadv``, ``os.pwritev`` or an equivalent for a socket.
+        size: joined size of the parts, if the caller knows it.
 
     Returns:
-        Bytes moved: fewer than the parts have only where a call moved none, which is the end of a file or stream.
+        Bytes moved. This is less than the size of the parts only if a call moved 0 bytes: the end of a file or stream.
     """
     size = parts_size(parts) if size is None else size
     done = 0
@@ -49,7 +50,7 @@ def transfer(
 
 
 def _rest(parts: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of the parts behind their first ``done`` bytes."""
+    """The parts without their first ``done`` bytes."""
     for i, part in enumerate(parts):
         if done < part.nbytes:
             return [part.cast("B")[done:], *parts[i + 1 :]]
@@ -58,7 +59,7 @@ def _rest(parts: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def runs(parts: Sequence[memoryview], piece_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """The parts cut into pieces, as many together as one call should move, with the offset of the first."""
+    """Cut the parts into pieces and group them into runs, one run for each call. Yields (offset of the run, pieces)."""
     run: list[memoryview] = []
     run_at = size = 0
     for part in parts:
@@ -74,7 +75,7 @@ def runs(parts: Sequence[memoryview], piece_bytes: int) -> Iterator[tuple[int, l
 
 
 def look_at(look: Look, offset: int, run: Sequence[memoryview]) -> None:
-    """Have a run's pieces looked at."""
+    """Call ``look`` for each piece of a run."""
     for piece in run:
         look(offset, piece)
         offset += piece.nbytes
@@ -95,10 +96,10 @@ def write_all(fd: int, parts: Sequence[memoryview], look: Look | None = None) ->
 
 
 def read_all(fd: int, parts: Sequence[memoryview], key: str, look: Look | None, size: int) -> None:
-    """Fill the parts, which have so many bytes, from the start of a file. ``look``: see ``tiers.store.SupportsPieces``.
+    """Fill the parts, ``size`` bytes in total, from the start of a file. ``look``: see ``tiers.store.SupportsPieces``.
 
     Raises:
-        BlobCorruptError: it ends before.
+        BlobCorruptError: the file ends before ``size`` bytes.
     """
     filled = 0
     if look is None:
@@ -108,4 +109,4 @@ def read_all(fd: int, parts: Sequence[memoryview], key: str, look: Look | None, 
             filled += transfer(os.preadv, fd, run, offset)
             look_at(look, offset, run)
     if filled != size:
-        raise BlobCorruptError("it was cut while it was read", key=key)
+        raise BlobCorruptError("the file was truncated while it was being read", key=key)

@@ -1,7 +1,7 @@
-"""Deadlines for clients whose own timeouts are per socket call.
+"""Deadlines for requests of clients whose own timeouts apply only to single socket calls.
 
-Watchdog ends a request by its socket. Where a client hides that, ``begin`` makes the request in a thread that need not
-be waited for.
+Watchdog ends a request by shutting down its socket. For a client that hides the socket, ``begin`` makes the request in
+a separate thread, which the caller can stop waiting for.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ IDLE_S: Final = 60.0
 
 
 class Watchdog:
-    """Calls a function whose time is up, such as one that shuts a socket and so ends its reader.
+    """Calls a function when a deadline passes, such as one that shuts down a socket and so ends a blocked read.
 
-    One thread, which the first guard starts. It ends when nothing was guarded for ``IDLE_S``, and after ``close`` when
-    nothing is; a later guard starts a new one. ``_changed`` owns every field. A block that ends in time, as nearly all
-    do, does not wake it.
+    It has one thread, which the first guard starts. The thread ends when nothing was guarded for ``IDLE_S``, or after
+    ``close`` as soon as nothing is guarded. A later guard starts a new thread. A guarded block that ends in time, as
+    nearly all do, does not wake the thread. ``_changed`` owns every field.
 
     Args:
-        interval_s: it looks so often at least; best as long as deadlines usually are.
+        interval_s: longest time between two checks of the deadlines. The usual length of a deadline is best.
         clock: monotonic seconds.
     """
 
@@ -44,15 +44,16 @@ class Watchdog:
 
     @contextmanager
     def guard(self, end: Callable[[], None], deadline: float) -> Iterator[None]:
-        """Have ``end`` called once if the block still runs at ``deadline``. It must not raise or wait.
+        """Call ``end`` once if the block still runs at ``deadline``. ``end`` must not raise or wait.
 
         Raises:
-            StoreUnavailableError: no thread can be started to do so; the block is not run.
+            StoreUnavailableError: the watchdog's thread cannot be started; the block does not run.
         """
         guard = object()
         with self._changed:
             if self._thread is None:
-                # It waits for the lock before it looks. Set only if it has started: else the next call tries again.
+                # The thread waits for the lock before its first check. If the start fails, ``_thread`` stays None, so
+                # the next call tries again.
                 self._thread = start("kvtiers-s3-watchdog", self._watch)
             elif deadline < self._wakes_at:
                 self._changed.notify()
@@ -88,10 +89,10 @@ class Watchdog:
 
 
 def start(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Run it in a thread of its own.
+    """Run ``work`` in a new thread.
 
     Raises:
-        StoreUnavailableError: this process, its user or its container has as many threads as it may.
+        StoreUnavailableError: this process, its user or its container has reached its limit of threads.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
@@ -102,7 +103,7 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def run_in_threads(name: str, count: int, work: Callable[[], None]) -> None:
-    """Run it in so many threads, the caller's among them, or as many as can be started; returns when all are done."""
+    """Run ``work`` in ``count`` threads, or as many as can be started, and wait for all. The caller's thread is one."""
     threads = []
     with suppress(StoreUnavailableError):
         for i in range(1, count):
@@ -113,17 +114,17 @@ def run_in_threads(name: str, count: int, work: Callable[[], None]) -> None:
 
 
 def begin(name: str, call: Callable[[], T]) -> Future[T]:
-    """Call it in a thread of its own, which need not be waited for.
+    """Call a function in a new thread. The caller may stop waiting for the returned future.
 
     Raises:
-        StoreUnavailableError: as ``start``'s.
+        StoreUnavailableError: see ``start``.
     """
     future: Future[T] = Future()
 
     def work() -> None:
         try:
             future.set_result(call())
-        except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever waits gets it
+        except BaseException as e:  # noqa: BLE001 - top of a thread: the exception goes to the future's waiter
             future.set_exception(e)
 
     start(name, work)

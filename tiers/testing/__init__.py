@@ -1,6 +1,6 @@
-"""What a store's author tests with, here and in other projects. Needs ``kvtiers[testing]``, so nothing else imports it.
+"""Test tools for authors of stores, here and in other projects. Only tests import it: it needs ``kvtiers[testing]``.
 
-- ``contract``: every rule of ``tiers.store``; subclass ``StoreContract``.
-- ``machine``: random sequences of a store's calls next to a dict.
-- ``faults``: a store layer and a system-call seam that fail on purpose.
+- ``contract``: tests of every rule of ``tiers.store``; subclass ``StoreContract``.
+- ``machine``: random sequences of calls, compared with a dict.
+- ``faults``: a store layer and system calls that fail on purpose.
 """

@@ -1,12 +1,12 @@
-"""Faults on purpose: a store layer that fails by plan, system calls that fail by number, processes that are killed.
+"""Fault injection: a store layer that fails by plan, system calls that fail by number, processes that are killed.
 
-A layer, for whatever sits on top of a store::
+A layer, to test code that uses a store::
 
     store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
     store.plan = []  # healed
 
-System calls, for stores on a file system (``tiers.stores.files`` and ``vectored_io`` make all of theirs). Run once to
-learn how many there are, then once for each::
+System calls, to test stores on a file system (``tiers.stores.files`` and ``vectored_io`` make all of their system
+calls). Run the test once to count the calls, then once for each call::
 
     with SyscallFaults() as dry:
         store.put("a", parts)
@@ -14,7 +14,7 @@ learn how many there are, then once for each::
         with SyscallFaults(at=n, error=errno.EIO):
             ...
 
-Processes: ``run_in_child`` forks, so a killed writer costs milliseconds and not an interpreter's start.
+Processes: ``run_in_child`` forks, which takes milliseconds instead of the start of a new interpreter.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong in some calls of one method of a store.
+    """A fault in some calls of one method of a store.
 
     Attributes:
         method: such as "put", "get_into" or "get_tail".
-        first: number of the first call it happens in, from 1.
-        count: how many calls it happens in. None: for ever.
-        delay_s: handed to the store's ``sleep`` before the call.
-        hang: waited for before the call, without limit.
-        error: makes what is raised instead of the call; any BaseException, as a thread may die of one.
-        error_after: the call is made, and only then ``error`` raised: a lost acknowledgement.
-        flip_bit: number of a bit to flip in what ``put`` stores, ``get_into`` fills or ``get_tail`` returns.
-        truncate_to: bytes that arrive: ``put`` stores no more, ``get_into`` leaves zeros behind them.
-        share: of the calls between ``first`` and the end of ``count``, the part it happens in, by chance.
+        first: number of the first affected call, from 1.
+        count: number of affected calls. None: all further calls.
+        delay_s: passed to the store's ``sleep`` before the call.
+        hang: the call waits for this event first, without limit.
+        error: creates the exception that is raised instead of the call; any BaseException, as one may end a thread.
+        error_after: make the call and raise ``error`` after it, as with a lost acknowledgement.
+        flip_bit: number of a bit to flip in the data that ``put`` stores, ``get_into`` fills or ``get_tail`` returns.
+        truncate_to: number of bytes that ``put`` stores, or that ``get_into`` fills before the rest is set to zero.
+        share: probability from 0 to 1 with which each call between ``first`` and the end of ``count`` is affected.
     """
 
     method: str
@@ -83,13 +83,13 @@ class Fault:
     share: float = 1.0
 
     def strikes(self, method: str, number: int) -> bool:
-        """Whether it may happen in this call; where ``share`` is less than 1, chance decides."""
+        """Whether the fault may affect this call; if ``share`` is less than 1, chance decides."""
         return (
             method == self.method and number >= self.first and (self.count is None or number < self.first + self.count)
         )
 
     def damage(self, data: bytearray) -> None:
-        """Do to ``data`` what the fault says."""
+        """Flip and truncate ``data`` in place as the fault says."""
         if self.flip_bit is not None and data:
             position, bit = divmod(self.flip_bit % (8 * len(data)), 8)
             data[position] ^= 1 << bit
@@ -103,14 +103,14 @@ class FaultyStore(Layer):
     ``plan`` may be replaced at any time.
 
     Args:
-        store: closed with this one.
-        plan: what goes wrong; several faults may strike in one call, in their order.
+        store: the inner store; closed with this layer.
+        plan: the faults. Several faults may affect one call, in the order of the plan.
         sleep: waits for a fault's ``delay_s``.
-        rng: what decides about faults with a ``share``.
+        rng: random numbers for faults with a ``share``.
 
     Attributes:
         calls: method -> number of calls so far.
-        struck: fault -> how often it happened so far.
+        struck: fault -> number of calls affected so far.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FaultyStore(Layer):
         self._random = random.Random(0) if rng is None else rng
         self._lock = threading.Lock()
         if hasattr(store, "get_tail"):
-            self.get_tail = self._get_tail  # its answer can be damaged
+            self.get_tail = self._get_tail  # a fault can damage its result
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         faults = self._before("put")
@@ -162,7 +162,7 @@ class FaultyStore(Layer):
 
     def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         faults = self._before("get_tail")
-        found: tuple[int, bytes] | None = getattr(self.inner, "get_tail")(key, length)  # noqa: B009 - an extra
+        found: tuple[int, bytes] | None = getattr(self.inner, "get_tail")(key, length)  # noqa: B009 - optional
         if found is not None:
             size, tail = found[0], bytearray(found[1])
             for fault in faults:
@@ -171,7 +171,7 @@ class FaultyStore(Layer):
         self._after(faults)
         return found
 
-    def _around(self, method: str, call: Callable[[], T], size: int) -> T:  # noqa: ARG002 - the plan knows no sizes
+    def _around(self, method: str, call: Callable[[], T], size: int) -> T:  # noqa: ARG002 - a plan ignores sizes
         faults = self._before(method)
         answer = call()
         self._after(faults)
@@ -229,21 +229,21 @@ SYSTEM_CALLS = frozenset(
 
 
 class SyscallFaults:
-    """Counts the system calls of the stores on a file system (see above), and makes the n-th one fail.
+    """Counts the system calls of the stores on a file system (see above) and makes the n-th call fail.
 
-    A context manager; it works on the whole process, so one at a time. A call that fails is not made, save
-    ``close``, which on Linux frees the descriptor whatever it returns.
+    A context manager that affects the whole process, so use only one at a time. A failing call is not made, except
+    ``close``, because on Linux close frees the descriptor even if it fails.
 
     Args:
-        at: number of the call, from 0. -1: none, it only counts.
-        error: errno it fails with.
-        short: instead, it moves half the bytes it was asked for (``preadv`` and ``pwritev``; others are left alone).
-        kill: instead, the process gets SIGKILL before it.
-        forever: every call from ``at`` on.
+        at: number of the failing call, from 0. -1: no call fails; only count.
+        error: errno of the failing call.
+        short: do not fail; ``preadv`` and ``pwritev`` move about half of their first part, other calls are unchanged.
+        kill: do not fail; kill the process with SIGKILL before the call.
+        forever: affect every call from ``at`` on.
 
     Attributes:
-        calls: names of the calls so far, the failing ones too.
-        failed: names of those that failed.
+        calls: names of the calls so far, including failed calls.
+        failed: names of the failed calls.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class SyscallFaults:
 
 
 class _Os:
-    """The os module, its system calls going through a SyscallFaults."""
+    """Stands in for the os module and routes its system calls through a SyscallFaults."""
 
     def __init__(self, faults: SyscallFaults) -> None:
         self._faults = faults
@@ -313,7 +313,7 @@ class _Os:
 
 
 def start_child(call: Callable[[], object]) -> int:
-    """Run ``call`` in a forked child, which then exits: 0, or 1 where it raised. Returns its pid; wait for it."""
+    """Run ``call`` in a forked child, which exits with 0, or 1 after an exception. Returns its pid; wait for it."""
     pid = os.fork()
     if pid:
         return pid
@@ -321,7 +321,7 @@ def start_child(call: Callable[[], object]) -> int:
     try:
         call()
         status = 0
-    except BaseException:  # noqa: BLE001 - the edge of a process: it must not return into the caller's stack
+    except BaseException:  # noqa: BLE001 - top of a process: the child must not return into the caller's code
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -329,10 +329,10 @@ def start_child(call: Callable[[], object]) -> int:
 
 
 def wait_child(pid: int) -> int:
-    """Wait for a child. Returns its exit status, or minus the signal that ended it."""
+    """Wait for a child. Returns its exit status, or the negative number of the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def run_in_child(call: Callable[[], object]) -> int:
-    """``start_child`` and ``wait_child``."""
+    """Run ``call`` in a forked child and wait for it: ``start_child`` and ``wait_child``."""
     return wait_child(start_child(call))

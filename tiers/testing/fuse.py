@@ -1,24 +1,27 @@
-"""FuseMount: a folder that fails as it is told, for tests of anything that keeps files.
+"""FuseMount: a mounted folder that fails by plan, for tests of code that stores files.
 
-A FUSE server in a process of its own passes every operation through to a backing folder and does what its plan says::
+A FUSE server in a separate process passes every operation to a backing folder and injects the faults of its plan::
 
     with FuseMount(tmp_path / "backing", tmp_path / "mount") as mount:
         store = MyStore(mount.path)
         mount.plan = [FuseFault("write", errno=errno.ENOSPC, first=2)]
         ...
         mount.plan = []                    # healed
-        with mount.stopped():              # every operation hangs, and processes in it can be killed
+        with mount.stopped():              # every operation hangs, and the waiting processes can be killed
             ...
 
-Reads and writes reach the server one by one (``direct_io``), nothing is cached, and what it did is in the backing
-folder, so ``plant`` and ``peek`` of a contract test go there.
+The server receives each read and write as it was made (``direct_io``). Nothing is cached, and all files are in the
+backing folder, so ``plant`` and ``peek`` of a contract test work there.
 
-Two ways to hang. ``stopped`` stops the server (SIGSTOP): requests wait in the kernel, and a process that waits for one
-can be killed, as on an NFS mount; but for the few requests that a busy server had taken already. A fault with ``hang``
-keeps a request that the server has taken: who waits for it is beyond SIGKILL (state D) until the plan is replaced.
+There are two ways to hang:
 
-Needs Linux, /dev/fuse, libfuse (Debian: ``apt-get install libfuse2 fuse``), mfusepy (``pip install mfusepy``) and root
-or fusermount; ``why_no_fuse`` says what is missing, for a test to skip.
+- ``stopped`` stops the server with SIGSTOP. Requests wait in the kernel, and a process that waits can be killed, as on
+  an NFS mount, unless its request is one of the few that a busy server had already taken.
+- A fault with ``hang`` holds a request that the server has taken. Until the plan is replaced, even SIGKILL does not end
+  a process that waits for this request (state D).
+
+Needs Linux, /dev/fuse, libfuse (Debian: ``apt-get install libfuse2 fuse``), mfusepy (``pip install mfusepy``), and root
+or fusermount. ``why_no_fuse`` returns what is missing, so that a test can skip.
 """
 
 from __future__ import annotations
@@ -49,25 +52,25 @@ OPERATIONS = (
     "getattr", "open", "create", "read", "write", "flush", "release", "fsync", "truncate", "unlink", "rename", "link",
     "mkdir", "rmdir", "readdir", "symlink", "readlink", "chmod", "utimens", "statfs",
 )  # fmt: skip
-"""What can fail. ``flush`` is close(2), and the only place whose error close returns."""
+"""Operations that can fail. ``flush`` is called by close(2), and is the only operation whose error close returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class FuseFault:
-    """What goes wrong in some calls of one operation. Without an effect the calls are only counted.
+    """A fault in some calls of one operation. A fault without an effect only counts the calls.
 
     Attributes:
         operation: one of ``OPERATIONS``.
-        first: number of the first such call since the plan was set, from 1; those of other ``path``s do not count.
-        count: how many calls. None: for ever.
-        path: must be part of the file's path (for link and rename: of either).
-        errno: the call fails with it.
-        short_to: ``read`` and ``write`` move so many bytes at most.
-        flip_bit: number of a bit to flip in what ``read`` returns or ``write`` writes.
-        drop: ``write`` says it wrote, and left a hole.
-        hang: the call ends when the plan is replaced.
-        delay_s: the call takes so much longer, or until the plan is replaced.
-        share: of the calls between ``first`` and the end of ``count``, the part it strikes in, by chance.
+        first: number of the first affected call since the plan was set, from 1; counts only calls that match ``path``.
+        count: number of affected calls. None: all further calls.
+        path: matches if it is part of the file's path (for link and rename: of either path).
+        errno: the call fails with this errno.
+        short_to: ``read`` and ``write`` move at most this many bytes.
+        flip_bit: number of a bit to flip in the data that ``read`` returns or ``write`` writes.
+        drop: ``write`` reports success but leaves a hole.
+        hang: the call hangs until the plan is replaced.
+        delay_s: the call takes this much longer, or until the plan is replaced.
+        share: probability from 0 to 1 with which each call between ``first`` and the end of ``count`` is affected.
     """
 
     operation: str
@@ -85,13 +88,13 @@ class FuseFault:
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
-            raise ValueError(f"{self.operation!r} is no operation; accepted: {', '.join(OPERATIONS)}")
+            raise ValueError(f"{self.operation!r} is not an operation; accepted: {', '.join(OPERATIONS)}")
         if not 0 <= self.share <= 1:
             raise ValueError(f"share {self.share!r} is not accepted; write 0 to 1")
 
 
 def why_no_fuse() -> str | None:
-    """What a FuseMount lacks here; None: nothing."""
+    """What this machine lacks for a FuseMount; None if nothing is missing."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "no access to /dev/fuse"
     if not (ctypes.util.find_library("fuse") or ctypes.util.find_library("fuse3")):
@@ -104,14 +107,14 @@ def why_no_fuse() -> str | None:
 
 
 class FuseMount:
-    """A mounted folder; a context manager. For one thread.
+    """A mounted folder, as a context manager. For one thread.
 
     Args:
-        backing: where the files really are; made where it is missing.
-        path: the mount point; made where it is missing.
+        backing: the folder that holds the files; created if it is missing.
+        path: the mount point; created if it is missing.
 
     Raises:
-        RuntimeError: the server did not start; says what it wrote.
+        RuntimeError: the server did not start; the message has its exit status.
     """
 
     def __init__(self, backing: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -157,7 +160,7 @@ class FuseMount:
 
     @property
     def plan(self) -> Sequence[FuseFault]:
-        """What goes wrong. Setting it starts all counts anew and lets go of what hangs."""
+        """The planned faults. Setting the plan resets all counts and releases hanging calls."""
         return self._plan
 
     @plan.setter
@@ -167,7 +170,7 @@ class FuseMount:
 
     @property
     def server_pid(self) -> int:
-        """Of the file system's process."""
+        """Process ID of the FUSE server."""
         return self._server.pid
 
     def calls(self) -> Counter[str]:
@@ -175,15 +178,15 @@ class FuseMount:
         return Counter(self._ask("calls"))
 
     def struck(self) -> list[int]:
-        """How often each fault of the plan struck, in the plan's order."""
+        """Number of calls that each fault of the plan affected, in the order of the plan."""
         struck: list[int] = self._ask("struck")
         return struck
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Every operation hangs, killably."""
+        """Make every operation hang; processes that wait for one can be killed."""
         os.kill(self._server.pid, signal.SIGSTOP)
-        # All threads: one that still runs may take a request, which then is beyond SIGKILL.
+        # Wait until all threads are stopped: a running thread may take a request, whose waiter SIGKILL cannot end.
         os.waitid(os.P_PID, self._server.pid, os.WSTOPPED)
         try:
             yield
@@ -191,9 +194,9 @@ class FuseMount:
             os.kill(self._server.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Unmount. What waits for the server gets ENOTCONN. Idempotent."""
+        """Unmount. Calls that wait for the server fail with ENOTCONN. Idempotent."""
         if self._server.returncode is None:
-            self._server.kill()  # also where it is stopped; unmounting first would wait for it
+            self._server.kill()  # works even if the server is stopped; unmounting first would wait for the server
             self._server.wait()
             tool = ["umount", "-l"] if not os.geteuid() else [shutil.which("fusermount") or "fusermount3", "-u", "-z"]
             subprocess.run([*tool, str(self.path)], check=False, stderr=subprocess.DEVNULL)
@@ -215,7 +218,7 @@ class FuseMount:
 
 
 class _Plan:
-    """The faults, and how often each operation was called. Any thread may call; ``_lock`` owns the fields."""
+    """The faults and the number of calls of each operation. Any thread may call; ``_lock`` owns the fields."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -242,7 +245,7 @@ class _Plan:
             return list(self._struck)
 
     def meet(self, operation: str, *paths: str | None) -> list[FuseFault]:
-        """Count a call; wait and fail as planned. Returns the faults that strike."""
+        """Count a call, and wait or fail as planned. Returns the faults that affect the call."""
         with self._lock:
             self._calls[operation] += 1
             replaced = self._replaced
@@ -275,7 +278,7 @@ class _PassThrough:
         self._control = control
 
     def init(self, path: str) -> None:  # noqa: ARG002
-        threading.Thread(target=self._obey, daemon=True).start()
+        threading.Thread(target=self._answer_control, daemon=True).start()
         self._control.sendall(b'"ready"\n')
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
@@ -380,8 +383,8 @@ class _PassThrough:
     def _real(self, path: str) -> str:
         return self._backing + path
 
-    def _obey(self) -> None:
-        """Answer the control socket until its other end is gone, and with it who would unmount."""
+    def _answer_control(self) -> None:
+        """Answer requests on the control socket until its other end closes; then unmount, because no one else would."""
         with self._control.makefile("r") as lines:
             for line in lines:
                 match json.loads(line):
@@ -415,8 +418,8 @@ def _serve(control_fd: int, backing: str, path: str) -> None:
             path,
             foreground=True,
             fsname="kvtiers-faults",
-            direct_io=True,  # each read and write comes here as it was made, short ones are short
-            hard_remove=True,  # an open file that is removed is not renamed instead
+            direct_io=True,  # the server gets each read and write as it was made, and may answer with fewer bytes
+            hard_remove=True,  # without it, libfuse renames an open file instead of removing it
             attr_timeout=0,
             entry_timeout=0,
             negative_timeout=0,

@@ -1,7 +1,7 @@
-"""Answers that want a client's memory or time: no server sends them by mistake, and each has taken an engine's life.
+"""Hostile HTTP responses that use up a client's memory or time. Each of them has killed an engine.
 
-``HttpFaultServer`` takes them as it takes a ``Fault``. They are kept apart from those, because only a client that is
-bounded can be asked to bear them.
+No server sends them by mistake. ``HttpFaultServer`` accepts them like a ``Fault``. They are a separate enum, because
+only clients with limits on memory and time can be tested with them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Final
 
-DRIP_S: Final = 0.05  # between two bytes: within any time-out of a socket
+DRIP_S: Final = 0.05  # pause between two bytes: shorter than any socket timeout
 HUGE_BYTES: Final = (1 << 63) - 1
 
 
 class Hostile(StrEnum):
-    """An answer, of which no client sees the end."""
+    """A response that never ends."""
 
     HUGE_LENGTH = "huge_length"
     HUGE_LENGTH_404 = "huge_length_404"
@@ -80,7 +80,7 @@ def _drip() -> Iterator[bytes]:
         yield b"x"
 
 
-#: fault -> the answer in pieces, none of which is the last
+#: fault -> endless pieces of its response
 _ANSWERS: Mapping[Hostile, Callable[[], Iterator[bytes]]] = {
     Hostile.HUGE_LENGTH: lambda: _huge_length(200),
     Hostile.HUGE_LENGTH_404: lambda: _huge_length(404),
@@ -96,7 +96,7 @@ _ANSWERS: Mapping[Hostile, Callable[[], Iterator[bytes]]] = {
 
 
 def send_hostile(fault: Hostile, send: Callable[[bytes], object], stopping: threading.Event) -> None:
-    """Send such an answer until the client leaves, which is an OSError of ``send``, or ``stopping`` is set."""
+    """Send a hostile response until ``stopping`` is set or the client disconnects (``send`` raises OSError)."""
     for piece in _ANSWERS[fault]():
         if stopping.wait(DRIP_S if len(piece) == 1 else 0):
             return

@@ -1,12 +1,12 @@
-"""A small S3 server on loopback that misbehaves on request: what no real server does when a test asks it to.
+"""HttpFaultServer: a small S3 server on loopback that fails when a test asks it to, which no real server does.
 
-``TinyS3`` does the work; this is the server around it, which records every request and spoils what ``inject`` names::
+``TinyS3`` executes the requests. The server around it records every request and injects faults::
 
     with HttpFaultServer() as server:
         server.inject(Fault.SLOW_DOWN, methods=("GET",), times=2)
 
-A proxy in front of a real server would not do: most of these faults are about what happens between the work and the
-answer, which only the server itself can place.
+A proxy in front of a real server would not be enough: most of these faults happen between the execution of a request
+and its response, where only the server itself can inject them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from kvtiers.tiers.testing.hostile import Hostile, send_hostile
 from kvtiers.tiers.testing.tiny_s3 import Answer, Request, TinyS3, error
 
-LORIS_INTERVAL_S = 0.02  # between two bytes: far below any read timeout
+LORIS_INTERVAL_S = 0.02  # pause between two bytes: much shorter than any read timeout
 POLL_S = 0.05
 LONGER_BYTES = 4096
 
 
 class Fault(StrEnum):
-    """A way to misbehave."""
+    """A fault that the server can inject."""
 
     SLOW_DOWN = "slow_down"
     INTERNAL_ERROR = "internal_error"
@@ -55,20 +55,20 @@ class Fault(StrEnum):
     HTML_WITH_200 = "html_with_200"
     RESET_BEFORE = "reset_before"
     STALL = "stall"
-    LOST_ACK = "lost_ack"  # the work is done, the answer never comes
-    REFUSE_CHECKSUM = "refuse_checksum"  # only requests that carry a checksum header
-    REFUSE_CONDITION = "refuse_condition"  # only requests that carry If-None-Match, as Backblaze B2 does
-    REFUSE_UNSIGNED = "refuse_unsigned"  # only requests whose payload is not signed, as a bucket's policy may
-    WANT_CHECKSUM = "want_checksum"  # only PUTs without a checksum, as a bucket with default object lock does
+    LOST_ACK = "lost_ack"  # the request is executed, but the response never comes
+    REFUSE_CHECKSUM = "refuse_checksum"  # rejects only requests with a checksum header
+    REFUSE_CONDITION = "refuse_condition"  # rejects only requests with If-None-Match, as Backblaze B2 does
+    REFUSE_UNSIGNED = "refuse_unsigned"  # rejects only requests whose payload is not signed, as a bucket policy may
+    WANT_CHECKSUM = "want_checksum"  # rejects only PUTs without a checksum, as a bucket with default object lock does
     IGNORE_RANGE = "ignore_range"  # a 200 with the whole object, as RFC 9110 allows
-    # What follows spoils the body of an object; other answers are as they should be, but for those of the last.
+    # The following faults damage only responses with an object's data; SLOW_LORIS affects every response with a body.
     RESET_INSIDE = "reset_inside"
     TRUNCATED = "truncated"
     LONGER = "longer"
     FLIPPED = "flipped"
     FLIPPED_WITH_CHECKSUM = "flipped_with_checksum"
     NO_LENGTH = "no_length"
-    SLOW_LORIS = "slow_loris"  # and any other body
+    SLOW_LORIS = "slow_loris"
 
 
 _INSTEAD: Mapping[Fault, Answer] = {
@@ -114,7 +114,7 @@ class _Rule:
 
 
 def _strikes(fault: Fault | Hostile, request: Request) -> bool:
-    """Whether the request has what the fault is about."""
+    """Whether a fault that depends on a request's headers affects this request; True for all other faults."""
     headers = request.headers
     proofs = [name for name in headers if name.startswith("x-amz-checksum-") or name == "content-md5"]
     if fault is Fault.REFUSE_CHECKSUM:
@@ -130,15 +130,15 @@ class HttpFaultServer:
     """The server, as a context manager. ``_lock`` owns the rules and the records.
 
     Args:
-        buckets: that exist.
-        ssl_context: serve https with it.
-        region: of every bucket.
-        requests_max: requests remembered, with their bodies; more forget the oldest. None: all.
+        buckets: names of the existing buckets.
+        ssl_context: serve https with this context. None: http.
+        region: region of every bucket.
+        requests_max: maximum number of recorded requests, with their bodies; the oldest are dropped. None: no limit.
 
     Attributes:
-        most_under_way: the most requests that waited for their answers at once.
-        struck: fault -> how many requests it spoiled.
-        answer_after_s: how far away the server is.
+        most_under_way: maximum number of requests that waited for their responses at the same time.
+        struck: fault -> number of requests that it affected.
+        answer_after_s: delay of each response, to simulate a distant server.
     """
 
     def __init__(
@@ -177,12 +177,12 @@ class HttpFaultServer:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """The port that the server listens on."""
         return int(self._server.server_address[1])
 
     @property
     def endpoint_url(self) -> str:
-        """Such as ``http://127.0.0.1:40001``."""
+        """The server's URL, such as ``http://127.0.0.1:40001``."""
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def inject(
@@ -194,34 +194,34 @@ class HttpFaultServer:
         times: int | None = None,
         share: float = 1.0,
     ) -> None:
-        """Make the next ``times`` requests that fit fail; None: all of them, until ``heal``.
+        """Inject a fault into the next ``times`` matching requests. None: into all of them, until ``heal``.
 
         Args:
-            share: of the requests that fit, the part that fails, by chance.
+            share: probability from 0 to 1 with which each matching request is affected.
         """
         with self._lock:
             self._rules.append(_Rule(fault, methods, path_contains, times, share))
 
     def heal(self) -> None:
-        """Drop every fault."""
+        """Remove all faults."""
         with self._lock:
             self._rules.clear()
 
     def requests(self, *methods: str) -> list[Request]:
-        """The recorded requests, of these methods if any are given."""
+        """Return the recorded requests; only those with the given methods, if any are given."""
         with self._lock:
             return [request for request in self._requests if not methods or request.method in methods]
 
     def get_object(self, bucket: str, key: str) -> bytes | None:
-        """What is stored."""
+        """Return an object's data without a request; None if it does not exist."""
         return self.s3.get_object(bucket, key)
 
     def put_object(self, bucket: str, key: str, data: bytes) -> None:
-        """Store behind the clients' back."""
+        """Store an object without a request."""
         self.s3.put_object(bucket, key, data)
 
     def begin(self, request: Request) -> Fault | Hostile | None:
-        """For the handlers: record a request and take the first fault that fits."""
+        """For the handlers: record a request and return the first matching fault."""
         with self._lock:
             self._requests.append(request)
             self._under_way += 1
@@ -236,7 +236,7 @@ class HttpFaultServer:
             return rule.fault
 
     def end(self) -> None:
-        """For the handlers: a request is about to be answered, or dropped."""
+        """For the handlers: note that a request is about to be answered or dropped."""
         with self._lock:
             self._under_way -= 1
 
@@ -251,11 +251,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def shutdown_request(self, request: Any) -> None:
-        # No shutdown(SHUT_WR) before close: with SO_LINGER 0 the close alone sends the reset.
+        # No shutdown(SHUT_WR) before close: with SO_LINGER 0, the close alone sends the reset.
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A client that left in the middle is what the tests are about.
+        # Clients that disconnect during a request are expected in these tests.
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -266,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the requests are recorded."""
+        """Log nothing, because the requests are recorded."""
 
     def handle_one_request(self) -> None:
         self.raw_requestline = self.rfile.readline(65537)
@@ -360,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def _send_head(self, answer: Answer, framing: Mapping[str, str]) -> None:
-        self._end()  # before the client can send its next one
+        self._end()  # before the client can send its next request
         self.send_response(answer.status)
         for name, value in {**answer.headers, **framing}.items():
             self.send_header(name, value)

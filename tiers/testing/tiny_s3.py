@@ -1,7 +1,7 @@
-"""TinyS3: the part of S3 that stores use, as a function from a request to an answer. In memory, checks no signatures.
+"""TinyS3: the part of S3 that stores use, as a function from Request to Answer. In memory; ignores signatures.
 
-PUT with ``If-None-Match``, GET with ranges, HEAD, DELETE, batch delete and ListObjectsV2, also by folder; by path or by
-virtual host.
+Supports PUT with ``If-None-Match``, GET with ranges, HEAD, DELETE, batch delete, and ListObjectsV2 (also with a
+delimiter), with path-style or virtual-host addresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 PAGE_KEYS = 1000
 _QUOTES = {"&quot;": '"', "&apos;": "'"}
-#: S3 answers a wrong signature with the request as it saw it, session token included. So does every error here.
+#: In the error for a wrong signature, S3 returns the request with its session token. Here, every error contains this.
 SECRET_ECHO = "canonical-request-with-x-amz-security-token"
 
 
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. ``is_object``: its body is (a part of) an object's bytes."""
+    """One response. ``is_object``: the body is an object or a range of one."""
 
     status: int
     body: bytes = b""
@@ -62,8 +62,8 @@ class TinyS3:
     """Buckets and their objects. Any thread may call; ``_lock`` owns the objects.
 
     Args:
-        buckets: that exist.
-        region: of every bucket.
+        buckets: names of the existing buckets.
+        region: region of every bucket.
     """
 
     def __init__(self, *, buckets: Collection[str], region: str) -> None:
@@ -73,16 +73,16 @@ class TinyS3:
         self._objects: dict[tuple[str, str], _Object] = {}
 
     def get_object(self, bucket: str, key: str) -> bytes | None:
-        """What is stored."""
+        """Return an object's data without a request; None if it does not exist."""
         found = self._do(lambda objects: objects.get((bucket, key)))
         return None if found is None else found.data
 
     def put_object(self, bucket: str, key: str, data: bytes) -> None:
-        """Store without a request."""
+        """Store an object without a request."""
         self._do(lambda objects: objects.__setitem__((bucket, key), _Object(data, time.time())))
 
     def remove_objects(self, bucket: str, which: Callable[[str], bool]) -> int:
-        """Remove the objects whose keys ``which`` accepts, without a request; returns how many."""
+        """Remove the objects whose keys ``which`` accepts, without a request. Returns their number."""
 
         def remove(objects: dict[tuple[str, str], _Object]) -> int:
             places = [place for place in objects if place[0] == bucket and which(place[1])]
@@ -93,7 +93,7 @@ class TinyS3:
         return self._do(remove)
 
     def answer(self, request: Request) -> Answer:
-        """Do what a request asks for."""
+        """Execute a request."""
         bucket, key = self._place(request)
         if bucket not in self.buckets:
             return error(404, "NoSuchBucket")
@@ -110,7 +110,7 @@ class TinyS3:
         return error(405, "MethodNotAllowed")
 
     def _place(self, request: Request) -> tuple[str, str]:
-        """Bucket and key, from bucket.host/key or from host/bucket/key."""
+        """Parse bucket and key from bucket.host/key or host/bucket/key."""
         path = request.path.removeprefix("/")
         first = request.host.partition(".")[0]
         if first in self.buckets:
@@ -181,13 +181,13 @@ class TinyS3:
 
 
 def error(status: int, code: str, **headers: str) -> Answer:
-    """An S3 error document."""
+    """Make an S3 error response."""
     content = f"<Code>{code}</Code><Message>no</Message><CanonicalRequest>{SECRET_ECHO}</CanonicalRequest>"
     return Answer(status, _xml("Error", content), {"Content-Type": "application/xml", **headers})
 
 
 def _listed_as(key: str, prefix: str, delimiter: str) -> str:
-    """Its name in a listing: whole, or up to the delimiter after the prefix."""
+    """A key's name in a listing: the whole key, or up to the first delimiter after the prefix."""
     first, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key[len(prefix) :], "", "")
     return prefix + first + found
 

@@ -1,4 +1,4 @@
-"""How a job's blocks are put in order and cut into batches: its first blocks are to be done first. Pure."""
+"""Orders a job's blocks and cuts them into batches, so that its first blocks are moved first. No I/O, no state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Pair = tuple[OffloadKey, int]  # a key and its slot
 
 
 def side_by_side(pairs: list[Pair]) -> list[Pair]:
-    """Blocks of several KV groups, each in its order, with those of one part of the prompt together.
+    """Interleave the blocks of several KV groups, so that blocks of the same part of the prompt are together.
 
-    Engines name one group after the other; a prefix is of use where the blocks of all groups are there.
+    Each group keeps its order. Engines list group after group, but a prefix needs the blocks of all groups.
     """
     if not pairs or all(map(methodcaller("endswith", pairs[0][0][-GROUP_INDEX_BYTES:]), map(itemgetter(0), pairs))):
-        return pairs  # one group, as of most models
+        return pairs  # a single group, as in most models
     groups: dict[bytes, list[Pair]] = {key[-GROUP_INDEX_BYTES:]: [] for key, _ in pairs}
     for pair in pairs:
         groups[pair[0][-GROUP_INDEX_BYTES:]].append(pair)
@@ -25,10 +25,10 @@ def side_by_side(pairs: list[Pair]) -> list[Pair]:
 
 
 def deal(pairs: Sequence[Pair], size: int, num_threads: int) -> Iterator[Sequence[Pair]]:
-    """Batches of at most ``size``, dealt out so that threads advance side by side from the first pair on.
+    """Deal the pairs into batches of at most ``size``, so that threads advance side by side from the first pair on.
 
-    A prefix is of use up to its first gap. Where a job ends halfway (a deadline, a full disk, an engine that dies), its
-    first blocks are done this way, and not the first ones of each batch.
+    A prefix is only useful up to its first gap. If a job ends early (a deadline, a full disk, an engine that dies), the
+    job's first blocks are done this way, rather than the first blocks of each batch.
     """
     for start in range(0, len(pairs), size * num_threads):
         hand = pairs[start : start + size * num_threads]

@@ -1,7 +1,7 @@
-"""BlockMover: what a tier's threads do with a batch of blocks: seal and put, get and verify, ask.
+"""BlockMover: stores, loads and looks up a batch of blocks on a tier's threads, and verifies them.
 
-Bytes go straight between the region's slots and the store. Nothing here copies, joins or keeps a block, except that a
-block to be encrypted is encrypted into its thread's buffer.
+Bytes go straight between the region's slots and the store. Nothing here copies, joins or keeps a block. The exception
+is encryption: a block is encrypted into its thread's buffer.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from kvtiers.tiers.tier.pool import Unfinished
 
 logger = get_logger(__name__)
 
-#: Blocks from this size on are checksummed piece by piece while they move. Speed on one core and ext4, as a share of
-#: plain preadv's, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
+#: Blocks of this size or more are checksummed piece by piece while they move. Speed relative to plain preadv on one
+#: core and ext4, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
 SAY_EVERY_S = 60.0
-_OF_ONE_BLOCK = (StoreUnavailableError, StorePermissionError)  # errors that may be one block's alone
+_SINGLE_BLOCK_ERRORS = (StoreUnavailableError, StorePermissionError)  # errors that may concern only one block
 
 
 @dataclass(slots=True)
 class Batch:
-    """What a task did; filled by a worker thread, booked by the scheduler's."""
+    """The result of a task. A pool thread fills it, and the scheduler's thread books it."""
 
     succeeded: list[OffloadKey] = field(default_factory=list)
-    found: list[OffloadKey] = field(default_factory=list)  # of a store: those of succeeded that were there before
-    gone: list[OffloadKey] = field(default_factory=list)  # of a load: absent, or not the block it should be
-    unreadable: list[OffloadKey] = field(default_factory=list)  # of a load: an error that may be the block's alone
-    stuck: list[OffloadKey] = field(default_factory=list)  # of a load: those of gone that are bad and still there
+    found: list[OffloadKey] = field(default_factory=list)  # stores: keys in ``succeeded`` that were already stored
+    gone: list[OffloadKey] = field(default_factory=list)  # loads: absent, or not the block it should be
+    unreadable: list[OffloadKey] = field(default_factory=list)  # loads: failed, perhaps only this block
+    stuck: list[OffloadKey] = field(default_factory=list)  # loads: bad blocks in ``gone`` that could not be removed
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     verify_failures: Counter[str] = field(default_factory=Counter)
     healed: int = 0
     quarantined: int = 0
-    perhaps_stored: int = 0  # failed blocks that may be there: a retryable error may be a lost acknowledgement
-    fault: str = ""  # the last error that says something about the storage's health
+    perhaps_stored: int = 0  # failed blocks that may be stored: a retryable error may be a lost acknowledgement
+    fault: str = ""  # the last error that tells something about the storage's health
 
     def add(self, other: Batch) -> None:
-        """Add another one's to this."""
+        """Add the results of another batch to this one."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             setattr(self, each.name, theirs or mine if each.name == "fault" else mine + theirs)
@@ -69,9 +69,9 @@ class MoveTask:
     """A batch of blocks to move.
 
     Attributes:
-        pairs: blocks to move, without those that are in ``batch``.
-        deadline: by the mover's clock; no block is begun after it.
-        batch: what was done so far.
+        pairs: blocks still to move; ``batch`` has the others.
+        deadline: by the mover's clock; no block is started after it.
+        batch: results so far.
     """
 
     is_load: bool
@@ -81,21 +81,21 @@ class MoveTask:
 
 
 class BlockMover:
-    """Moves batches of blocks. Any thread.
+    """Moves batches of blocks. Any thread may call.
 
     Args:
-        name: the tier's, for logs.
-        name_prefix: of the blocks' names in the store; see ``tiers.blocks.file_mapper.block_name``.
+        name: the tier's name, for logs.
+        name_prefix: prefix of the blocks' names in the store; see ``tiers.blocks.file_mapper.block_name``.
         rows: the region.
         clock: seconds, monotonic; deadlines are by this clock.
-        warn: called with what an operator should read.
-        say: called with what only an operator can mend; by default ``warn``, at most once a minute.
+        warn: called with messages that an operator should read.
+        say: called with errors that only an operator can fix; by default ``warn``, at most once a minute.
 
     Attributes:
-        cut: set by the scheduler's thread so that a dead tier's backlog ends at once: why all blocks fail that have not
-            begun; "" lets them begin.
+        cut: the reason why blocks that have not started fail; "" lets them start. The scheduler's thread sets it, so
+            that the backlog of a dead tier ends at once.
         removes_bad: whether bad blocks are moved aside or deleted.
-        to_replace: blocks that a store replaces though they look good, because their last load failed.
+        to_replace: blocks that a store overwrites even if they look good, because their last load failed.
     """
 
     removes_bad = True
@@ -115,8 +115,8 @@ class BlockMover:
         self.name = name
         self.store = store
         self.cut = ""
-        self._say_at = float("-inf")  # when to warn next; threads that race may warn twice
-        # Asked once: isinstance of a protocol looks every method up, 4 µs a block.
+        self._say_at = float("-inf")  # when the next warning is allowed; threads that race may warn twice
+        # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
         self._gets_many = store if isinstance(store, SupportsGetMany) else None
         is_large = rows.row_bytes >= PIECEWISE_BYTES_MIN
@@ -134,24 +134,24 @@ class BlockMover:
         return self._rows.row_bytes
 
     def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:  # noqa: ARG002
-        """How many blocks a batch should have, at least and at most."""
+        """The minimum and the maximum number of blocks that a batch should have."""
         return 0, math.inf
 
     def joins(self, tasks: Sequence[MoveTask], task: MoveTask) -> bool:  # noqa: ARG002
-        """Whether ``move`` should be given a task together with others."""
+        """Whether to pass ``task`` to ``move`` together with ``tasks``."""
         return False
 
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
-        """Move the blocks of tasks, which are all loads or all stores."""
+        """Move the blocks of tasks. All are loads, or all are stores."""
         return [(self.load_batch if task.is_load else self.store_batch)(task.pairs, task.deadline) for task in tasks]
 
     def cancel(self, task: MoveTask) -> Batch:
-        """Drop the blocks of a task that are not moved yet; returns what was done of it."""
+        """Drop the blocks of a task that are not moved yet; returns the task's results."""
         self._drop(len(task.pairs), "shutdown" if self.cut == "shutdown" else "deadline", task.batch)
         return task.batch
 
     def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        """Store the blocks that are not there in good order. None is begun after ``deadline``."""
+        """Store blocks, except those that are already stored intact. No block is started after ``deadline``."""
         batch = Batch()
         for key, block in pairs:
             if self._is_late(deadline, batch):
@@ -161,7 +161,7 @@ class BlockMover:
             except StoreError as e:
                 self._note("store", e)
                 batch.errors[type(e).__name__] += 1
-                if e.retryable:  # a full or read-only storage is no fault: blocks can still be loaded
+                if e.retryable:  # full or read-only storage does not count as a fault: blocks can still be loaded
                     batch.fault = str(e)
                     batch.perhaps_stored += 1
                 outcome = "failed"
@@ -178,9 +178,9 @@ class BlockMover:
         return batch
 
     def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
-        """Store one block if it is not there in good order; returns the outcome."""
+        """Store one block unless it is already stored intact; returns the outcome."""
         name = block_name(self._name_prefix, key)
-        # Put first and look only then: most blocks are new, and a look costs as much as a small put.
+        # Put first, and check only if that finds a blob: most blocks are new, and a check costs as much as a small put.
         published = self._put(name, key, row, overwrite=False)
         if published:
             return "moved"
@@ -189,10 +189,10 @@ class BlockMover:
         try:
             self._check_stored(key, name)
             if not overwrite:
-                return "already_stored" if published is False else "moved"  # None: a store that does not say
+                return "already_stored" if published is False else "moved"  # None: the store does not tell
         except BlobNotFoundError:
-            overwrite = False  # deleted between the two
-        except _OF_ONE_BLOCK:
+            overwrite = False  # deleted between the put and the check
+        except _SINGLE_BLOCK_ERRORS:
             if not overwrite:
                 raise
         except BlobCorruptError:
@@ -200,7 +200,7 @@ class BlockMover:
             overwrite = is_bad = True
         except SealError as e:
             batch.verify_failures[e.reason] += 1
-            if e.foreign:  # perhaps a newer version's good block, which is never replaced
+            if e.foreign:  # perhaps an intact block of a newer version, which must not be replaced
                 batch.errors["ForeignBlock"] += 1
                 return "failed"
             overwrite = is_bad = True
@@ -209,7 +209,7 @@ class BlockMover:
         except StoreError as e:
             if not is_bad or e.retryable:
                 raise
-            # There may be no room beside the bad block, or a folder has its name.
+            # There may be no room for a second block beside the bad one, or a folder has the block's name.
             put_aside(self.store, name)
             self._put(name, key, row, overwrite=False)
         batch.healed += overwrite
@@ -229,7 +229,7 @@ class BlockMover:
         return self._pieces.put_pieces(name, (row, memoryview(trailer)), look, overwrite=overwrite)
 
     def _check_stored(self, key: OffloadKey, name: str) -> None:
-        """Check size and trailer of what is there; the size alone where the store cannot read a blob's end."""
+        """Check size and trailer of the stored blob; only the size if the store cannot read a blob's end."""
         if self._tails is not None:
             size, tail = self._tails.get_tail(name, TRAILER_BYTES) or (None, b"")
         else:
@@ -238,7 +238,7 @@ class BlockMover:
             raise BlobNotFoundError("not stored", key=name)
         if size != self._rows.row_bytes + TRAILER_BYTES:
             if tail is not None and self._seal.is_foreign(tail):
-                raise _others_block(size)
+                raise _foreign_block(size)
             raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
         if tail is not None:
             self._seal.check_trailer(key, tail, self._rows.row_bytes)
@@ -254,7 +254,7 @@ class BlockMover:
         batch.errors[why] += count
 
     def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        """Fill slots with verified blocks. None is begun after ``deadline``."""
+        """Fill slots with verified blocks. No block is started after ``deadline``."""
         batch = Batch()
         if self._gets_many is not None:
             pairs = self._load_many(self._gets_many, pairs, deadline, batch)
@@ -273,7 +273,7 @@ class BlockMover:
     def _load_many(
         self, store: SupportsGetMany, pairs: Iterable[tuple[OffloadKey, int]], deadline: float, batch: Batch
     ) -> list[tuple[OffloadKey, int]]:
-        """Load a batch with one call; returns what was bad, to be loaded once more one by one."""
+        """Load a batch with one call. Returns the blocks that were bad, so that they are loaded again one by one."""
         pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
         trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
         requests = [
@@ -285,7 +285,7 @@ class BlockMover:
         as_a_whole = False
         try:
             outcomes = store.get_many_into(requests)
-        except StoreError as e:  # of the whole call: a layer may refuse it
+        except StoreError as e:  # the whole call failed: a layer may refuse it
             outcomes, as_a_whole = [e] * len(requests), True
         for (key, block), trailer, error in zip(pairs, trailers, outcomes, strict=True):
             try:
@@ -303,14 +303,14 @@ class BlockMover:
                 self._book_load(key, True, batch)
                 continue
             self._book_load(key, False, batch)
-        # A raised error refers to this frame and so to the rows: the region could not be unmapped before the next gc.
+        # A raised error refers to this frame and so to the rows, which would keep the region mapped until the next gc.
         outcomes, error = [], None
         return suspect
 
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
         name = block_name(self._name_prefix, key)
         failure: SealError | BlobCorruptError | None = None
-        for _ in range(2):  # a torn page, or a blob that is replaced under its reader, is read well the second time
+        for _ in range(2):  # a torn page, or a blob replaced while it is read, is read correctly the second time
             try:
                 seen = None
                 if self._pieces is None:
@@ -321,8 +321,8 @@ class BlockMover:
                 self._seal.open_in_place(key, row, trailer, seen)
                 return True
             except (SealError, BlobCorruptError) as e:
-                # Without its traceback, which refers to this frame: that circle would keep the region's memory until
-                # the cyclic collector runs.
+                # Drop the traceback, which refers to this frame: the reference cycle would keep the region's memory
+                # until Python's garbage collector runs.
                 failure = e.with_traceback(None)
             except BlobNotFoundError:
                 batch.gone.append(key)
@@ -331,7 +331,7 @@ class BlockMover:
                 self._note_load(key, e, batch)
                 return False
         if isinstance(failure, BlobCorruptError):
-            failure = self._others_block_at(name) or failure
+            failure = self._foreign_block_at(name) or failure
         assert failure is not None
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
         batch.verify_failures[reason] += 1
@@ -340,21 +340,21 @@ class BlockMover:
         removed = not foreign and self._quarantine(name, batch)
         if not (removed or foreign):
             batch.stuck.append(key)
-        # A block that stays is found bad by every request for it.
+        # A bad block that stays is found by every request for it, so ``say`` limits how often it is logged.
         tell = self._warn if removed else self._say
         tell(f"tier {self.name}: {name} is not the block it should be ({failure})")
         return False
 
-    def _others_block_at(self, name: str) -> SealError | None:
-        """The error for a block of another size that is good for another engine; None where it is none."""
+    def _foreign_block_at(self, name: str) -> SealError | None:
+        """The error for another engine's block, whose size differs; None if the blob is not such a block."""
         try:
             found = None if self._tails is None else self._tails.get_tail(name, TRAILER_BYTES)
         except StoreError:
             return None
-        return _others_block(found[0]) if found is not None and self._seal.is_foreign(found[1]) else None
+        return _foreign_block(found[0]) if found is not None and self._seal.is_foreign(found[1]) else None
 
     def _quarantine(self, name: str, batch: Batch) -> bool:
-        """Move a bad block aside or delete it. False: it is still there."""
+        """Move a bad block aside or delete it. False: the block is still there."""
         if not self.removes_bad:
             return False
         try:
@@ -370,11 +370,11 @@ class BlockMover:
         self._note("load", error)
         batch.errors[type(error).__name__] += 1
         batch.fault = str(error)
-        if key is not None and isinstance(error, _OF_ONE_BLOCK):
+        if key is not None and isinstance(error, _SINGLE_BLOCK_ERRORS):
             batch.unreadable.append(key)
 
     def _note(self, what: str, error: StoreError) -> None:
-        # Debug: one line a block would be a flood when a disk is full; counters and state changes tell the rest.
+        # Debug: a line per block would flood the log when a disk is full. Counters and state changes tell the rest.
         logger.debug("tier %s: %s failed: %s", self.name, what, error)
         if isinstance(error, StorePermissionError | StoreConfigError):
             self._say(f"tier {self.name}: {what} failed: {error}")
@@ -385,7 +385,7 @@ class BlockMover:
             self._warn(text)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Whether blobs of a block's size are there; None where the storage could not be asked."""
+        """Whether each key has a blob of a block's size; None where the lookup failed."""
         expected = self._rows.row_bytes + TRAILER_BYTES
         names = [block_name(self._name_prefix, key) for key in keys]
         found: list[bool | None] = []
@@ -396,7 +396,7 @@ class BlockMover:
         return found
 
 
-def _others_block(size: int) -> SealError:
+def _foreign_block(size: int) -> SealError:
     return SealError(SealReason.FINGERPRINT, f"{size} bytes, of another engine that shares the folder", foreign=True)
 
 
@@ -406,7 +406,7 @@ class Rows:
     def __init__(self, view: memoryview) -> None:
         if view.ndim != 2 or not view.c_contiguous or view.readonly:
             raise ConfigError(
-                "accepted is a writable, C-contiguous view of shape (num_chunks, row_bytes)",
+                "must be a writable, C-contiguous view of shape (num_chunks, row_bytes)",
                 field="primary_kv_view",
             )
         assert view.shape is not None
@@ -414,7 +414,7 @@ class Rows:
         self.row_bytes = view.shape[1] * view.itemsize
         if self.row_bytes % PAYLOAD_MULTIPLE_BYTES or not self.row_bytes:
             raise ConfigError(
-                f"rows of {self.row_bytes} bytes; accepted is a multiple of {PAYLOAD_MULTIPLE_BYTES}",
+                f"rows of {self.row_bytes} bytes; must be a multiple of {PAYLOAD_MULTIPLE_BYTES}",
                 field="primary_kv_view",
             )
         self._flat = view.cast("B")
@@ -424,11 +424,11 @@ class Rows:
         return self._flat[start : start + self.row_bytes]
 
     def release(self) -> None:
-        """Let go of the region, so that it can be unmapped. Only when no thread can use a row any more."""
+        """Release the region, so that it can be unmapped. Call it only when no thread can use a row any more."""
         self._flat.release()
 
     def check_ids(self, block_ids: Any) -> list[int]:
-        # By tolist: to convert 512 of numpy's integers one by one takes the scheduler's thread 50 µs.
+        # tolist, because converting 512 numpy integers one by one takes the scheduler's thread 50 µs.
         is_integers = getattr(getattr(block_ids, "dtype", None), "kind", "") in ("i", "u")
         blocks = block_ids.tolist() if is_integers else list(map(int, block_ids))
         if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_rows):

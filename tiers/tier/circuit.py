@@ -1,13 +1,15 @@
-"""Circuit: cuts off a tier that does not work, and lets it back by itself. Pure, but for one log line per change.
+"""Circuit: a circuit breaker. Cuts off a tier that fails, and lets it back in on its own. No I/O but log lines.
 
-closed -> open, when ``failures_max`` operations of a kind failed in a row, or at once when one overran its deadline;
-open -> half-open, every ``probe_every_s``: one harmless question is put to the storage;
-half-open -> closed when it is answered, -> open when it is not. (A circuit that never closed again left other people's
-pods without their cache for 45 hours: LMCache#4368.) If the answer comes after all, the next question follows at once:
-what held it up is over, such as a credential chain that was asked anew.
+- closed (in use) -> open (cut off): after ``failures_max`` consecutive failures of one kind of operation, or at once
+  when a task overran its deadline.
+- open -> half-open: every ``probe_every_s``, to probe the storage with one harmless lookup.
+- half-open -> closed: the probe was answered. In LMCache#4368, a circuit that never closed again left pods without
+  their cache for 45 hours.
+- half-open -> open: the probe failed. If its answer arrives late after all, the next probe follows at once: the cause
+  of the delay is over, such as a credential chain that was queried again.
 
-Loads are counted apart from all else: where small packets pass and large ones do not, lookups are answered and each
-load waits for its deadline. Nor does the probe, a lookup, forgive them: the next load tells whether they work again.
+Loads are counted separately. If only small packets pass, lookups are answered but each load waits for its deadline. The
+probe, a lookup, does not reset the count of failed loads: the next load shows whether loads work again.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Kind = Literal["lookup", "load", "store"]
 
 
 class CircuitState(StrEnum):
-    """Whether a tier is used."""
+    """Whether a tier is in use (closed), cut off (open) or being probed (half-open)."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -38,14 +40,14 @@ class Circuit:
     """State of one tier's circuit. Scheduler thread only.
 
     Args:
-        name: the tier, for the log.
-        failures_max: failures of a kind in a row that open it.
-        probe_every_s: seconds between probes while it is open.
+        name: the tier's name, for the log.
+        failures_max: consecutive failures of one kind that open the circuit.
+        probe_every_s: seconds between probes while the circuit is open.
         clock: seconds, monotonic.
 
     Attributes:
-        closed: True: the tier is used.
-        openings: how often it went from closed to open.
+        closed: True if the tier is in use.
+        openings: how often the circuit went from closed to open.
     """
 
     def __init__(
@@ -57,18 +59,18 @@ class Circuit:
         self._clock = clock
         self._failures: Counter[Kind] = Counter()
         self._probe_at = 0.0
-        self._probe_failed = False  # since it is open
+        self._probe_failed = False  # since the circuit opened
         self.state = CircuitState.CLOSED
-        self.closed = True  # not a property: each lookup reads it
+        self.closed = True  # an attribute and not a property, because each lookup reads it
         self.openings = 0
 
     def succeed(self, kind: Kind) -> bool:
-        """An operation or the probe was answered.
+        """Record that an operation or the probe was answered.
 
-        Any answer forgives failed stores: storage to which nothing can be written is still read.
+        Any answer also resets the count of failed stores, because storage that cannot be written may still be read.
 
         Returns:
-            Whether as many of its kind had failed in a row as cut a tier off.
+            Whether at least ``failures_max`` operations of this kind had failed in a row.
         """
         ends_outage = self._failures[kind] >= self._failures_max
         self._failures[kind] = self._failures["store"] = 0
@@ -77,7 +79,7 @@ class Circuit:
         return ends_outage
 
     def fail(self, kind: Kind, why: str) -> None:
-        """An operation or the probe failed."""
+        """Record that an operation or the probe failed."""
         self._failures[kind] += 1
         if self.state is CircuitState.HALF_OPEN:
             self._open(None)
@@ -85,22 +87,22 @@ class Circuit:
             self._open(f"{self._failures[kind]} failures in a row, the last: {why}")
 
     def trip(self, why: str) -> None:
-        """An operation overran its deadline: whoever comes next would wait as long."""
+        """Open at once: an operation overran its deadline, and the next operation would wait as long."""
         if self.state is CircuitState.CLOSED:
             self._open(why)
         elif self.state is CircuitState.HALF_OPEN:
             self._open(None)
 
     def answer_late(self) -> None:
-        """A lookup was answered after its deadline."""
-        if self._probe_failed:  # else it was no probe: a tier that is slow under load is let rest
+        """Record that a lookup was answered after its deadline."""
+        if self._probe_failed:  # otherwise it was not a probe: a tier that is slow under load gets time to recover
             self._probe_at = self._clock()
 
     def take_probe(self) -> bool:
-        """True once every ``probe_every_s`` while open: the caller must now put one question to the storage."""
+        """Whether the caller must probe the storage now. True once every ``probe_every_s`` while open."""
         if self.state is not CircuitState.OPEN or self._clock() < self._probe_at:
             return False
-        self.state = CircuitState.HALF_OPEN  # not logged: it says nothing new
+        self.state = CircuitState.HALF_OPEN  # not logged: it tells nothing new
         return True
 
     def _open(self, why: str | None) -> None:

@@ -1,9 +1,9 @@
-"""Concurrency: how many blocks a worker has under way at once, found by what its batches take.
+"""Concurrency: adapts how many blocks a worker moves at once to how long its batches take.
 
-A server 30 ms away that gives each connection 90 MB/s, as object stores do, needs a hundred requests under way before
-a fast link is full; one that is near keeps the worker's processor busy with a few, and further threads only fight for
-its GIL. A slow link is the other way round: what many requests share, none of them ends in time. So it begins with a
-few, asks for more while the worker mostly waits and more bring more, and for fewer where a block takes seconds.
+A server 30 ms away that limits each connection to 90 MB/s, as object stores do, needs a hundred requests in flight to
+fill a fast link. With a server nearby, a few requests keep the worker's CPU busy, and more threads only compete for its
+GIL. On a slow link that many requests share, none of them finishes in time. So a worker starts with few threads. It
+gets more while it mostly waits and more threads raise the throughput, and fewer when a block takes seconds.
 """
 
 from __future__ import annotations
@@ -12,60 +12,60 @@ import math
 import threading
 from typing import Final
 
-GAIN_MIN: Final = 1.15  # twice as many threads are kept where they move so much more
-BUSY_MAX: Final = 0.5  # of a processor; a worker that is busier has enough to do
-WAITS_S_MAX: Final = 0.5  # a block that takes longer shares its link with enough others
-SLOW_S: Final = 1.0  # a block that takes longer, with too many
-TRIAL_BLOCKS: Final = 4  # of a batch, for each thread
-SETTLED_BATCHES: Final = 50  # so many after which more are tried again
+GAIN_MIN: Final = 1.15  # doubled threads are kept if the throughput grows by at least this factor
+BUSY_MAX: Final = 0.5  # CPU share of one core; a busier worker gets no more threads
+WAITS_S_MAX: Final = 0.5  # if a block takes longer, enough others share its link
+SLOW_S: Final = 1.0  # if a block takes longer, too many others share its link
+TRIAL_BLOCKS: Final = 4  # blocks per thread in a batch while the number of threads is being tried
+SETTLED_BATCHES: Final = 50  # batches after a failed increase before the next attempt
 
 
 class Concurrency:
-    """Of one direction of a tier. Any thread; ``_lock`` owns the rest.
+    """The number of threads for one direction (loads or stores) of a tier. Any thread; ``_lock`` guards all changes.
 
     Args:
-        first: threads to begin with.
-        most: never more; ``first`` at least.
+        first: initial number of threads.
+        most: maximum number of threads, if it is more than ``first``.
     """
 
     def __init__(self, first: int, most: int) -> None:
         self._lock = threading.Lock()
         self._threads = first
         self._most = max(first, most)
-        self._fewer: tuple[int, float] | None = None  # before the last step up: threads, and blocks a second
-        self._settled = 0
-        self._has_learnt = False
-        self._is_slow = False  # it was, at the last batch
+        self._before_step: tuple[int, float] | None = None  # threads and blocks/s before an increase on trial
+        self._settled = 0  # batches left until the next increase is tried
+        self._has_learned = False
+        self._is_slow = False  # in the last batch, a block took longer than SLOW_S
 
     @property
     def threads(self) -> int:
-        """For the next batch."""
+        """Number of threads for the next batch."""
         return self._threads
 
     @property
     def batch_blocks_max(self) -> float:
-        """For the next batch: enough for all threads, and no more while it is not known how many they should be."""
-        is_known = self._has_learnt and self._fewer is None and not self._is_slow
+        """Maximum size of the next batch: a few blocks per thread until a suitable number of threads is known."""
+        is_known = self._has_learned and self._before_step is None and not self._is_slow
         return math.inf if is_known else TRIAL_BLOCKS * self._threads
 
     def learn(self, threads: int, blocks: int, seconds: float, cpu_s: float, *, failed: bool = False) -> None:
-        """What a batch took.
+        """Adapt the number of threads to the result of a batch.
 
         Args:
-            threads: that it was given.
-            blocks: how many it had.
-            seconds: from its begin to its end.
-            cpu_s: of the worker's processor, meanwhile.
-            failed: some of the blocks did; a server that refuses is not to be asked for more.
+            threads: number of threads that moved it.
+            blocks: number of blocks in it.
+            seconds: its duration.
+            cpu_s: CPU time that the worker used meanwhile.
+            failed: whether some blocks failed. Then threads are not added: do not push a server that refuses.
         """
         at_once = min(threads, blocks)
         with self._lock:
             if threads != self._threads or not blocks or seconds <= 0:
-                return  # another batch has taught us since
-            self._has_learnt = True
+                return  # the number has changed since this batch began, or the batch says nothing
+            self._has_learned = True
             block_s = seconds * at_once / blocks
             if block_s > SLOW_S:
-                if at_once > 1:  # a lone block has shared its link with none of ours
+                if at_once > 1:  # a single block did not share its link with other blocks of ours
                     self._set(max(1, threads // 2))
                     self._is_slow = True
                 return
@@ -74,18 +74,18 @@ class Concurrency:
                 self._climb(blocks / seconds, waits=cpu_s < BUSY_MAX * seconds and block_s < WAITS_S_MAX)
 
     def _climb(self, rate: float, *, waits: bool) -> None:
-        if self._fewer is not None and rate < GAIN_MIN * self._fewer[1]:
-            self._set(self._fewer[0])
+        if self._before_step is not None and rate < GAIN_MIN * self._before_step[1]:
+            self._set(self._before_step[0])
             self._settled = SETTLED_BATCHES
         elif self._settled:
             self._settled -= 1
         elif waits and self._threads < self._most:
             before = self._threads
             self._set(min(2 * before, self._most))
-            self._fewer = (before, rate)
+            self._before_step = (before, rate)
         else:
-            self._fewer = None
+            self._before_step = None
 
     def _set(self, threads: int) -> None:
         self._threads = threads
-        self._fewer = None
+        self._before_step = None

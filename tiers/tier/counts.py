@@ -1,4 +1,4 @@
-"""TierCounts: what a StoreTierManager tells its metrics."""
+"""TierCounts: updates the metrics of a StoreTierManager."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvtiers.tiers.tier.lookup import LookupCounts
 
 logger = get_logger(__name__)
 
-SAY_EVERY_S = 60.0  # a tier at its bound refuses blocks and takes others in turn
-#: By the circuit, by shutdown, and by BlockMover.
-_SAID_ELSEWHERE = frozenset({"circuit_open", "shutdown", "StoreConfigError", "StorePermissionError"})
+SAY_EVERY_S = 60.0  # a full tier alternates between refusing and accepting blocks; do not log every change
+#: Logged by the circuit, at shutdown, or by BlockMover.
+_LOGGED_ELSEWHERE = frozenset({"circuit_open", "shutdown", "StoreConfigError", "StorePermissionError"})
 
-_SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+_INITIAL_SERIES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),
     ("kvtiers_circuit_opened_total", ((),)),
     ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
@@ -30,12 +30,12 @@ _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 
 
 class TierCounts:
-    """The series of one tier. They begin at 0: Prometheus sees no increase in a series that begins at 1.
+    """The metrics of one tier. Each series starts at 0: Prometheus sees no increase in a series that starts at 1.
 
     Args:
-        metrics: where they are kept.
-        name: the tier's.
-        collects: whether it has a collector.
+        metrics: holds the series.
+        name: the tier's name, for labels and logs.
+        collects: whether the tier has a collector.
         clock: seconds, monotonic.
     """
 
@@ -45,9 +45,9 @@ class TierCounts:
         self._metrics = metrics
         self._name = name
         self._clock = clock
-        self._not_stored = 0  # blocks that the storage refused, since the log says that it does
+        self._not_stored = 0  # blocks that were not stored since the last "stored again" in the log
         self._say_at = float("-inf")
-        for series, values in _SHOWN_FROM_THE_START:
+        for series, values in _INITIAL_SERIES:
             for value in values:
                 metrics.inc(series, name, *value, by=0)
         if collects:
@@ -56,7 +56,7 @@ class TierCounts:
         metrics.set("kvtiers_circuit_closed", name, value=1.0)
 
     def looked_up(self, counts: LookupCounts) -> None:
-        """Lookups were answered."""
+        """Count lookups."""
         tier, metrics = self._name, self._metrics
         for result, count in (
             ("hit", counts.hits),
@@ -70,7 +70,7 @@ class TierCounts:
             metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=late)
 
     def collected(self, message: dict[str, Any]) -> None:
-        """The collector ran (``CollectorEnd.take_reports``)."""
+        """Count runs of the collector. ``message`` is from ``CollectorEnd.take_reports``."""
         tier, metrics = self._name, self._metrics
         report = message.get("report")
         metrics.inc("kvtiers_collector_runs_total", tier, "ok" if report else "error", by=message["runs"])
@@ -85,14 +85,14 @@ class TierCounts:
                 metrics.set("kvtiers_storage_used_bytes", tier, value=message["used"])
 
     def refused(self, op: Kind, reason: str, blocks: int) -> None:
-        """A job was not taken."""
+        """Count a job that was refused."""
         if op == "store":
             self._metrics.inc("kvtiers_stores_dropped_total", self._name, reason, by=blocks)
         self._metrics.inc("kvtiers_blocks_total", self._name, op, "dropped", by=blocks)
         self._metrics.inc("kvtiers_jobs_total", self._name, op, "failed")
 
     def lost(self, error: BaseException, op: Kind, blocks: int) -> None:
-        """Of a batch's blocks nothing is known but the error."""
+        """Count and log the blocks of a task that raised ``error`` instead of returning a batch."""
         tier, metrics, reason = self._name, self._metrics, type(error).__name__
         logger.error("tier %s: %s of %d blocks failed: %r", tier, op, blocks, error)
         metrics.inc("kvtiers_store_errors_total", tier, op, reason)
@@ -101,7 +101,7 @@ class TierCounts:
             metrics.inc("kvtiers_stores_dropped_total", tier, reason, by=blocks)
 
     def moved(self, batch: Batch, op: Kind) -> None:
-        """A batch ended."""
+        """Count the results of a batch."""
         tier, metrics = self._name, self._metrics
         for outcome, count in batch.outcomes.items():
             metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=count)
@@ -110,7 +110,7 @@ class TierCounts:
             if op == "store":
                 metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
         if op == "store":
-            self._say_whether_stored(batch)
+            self._log_store_refusals(batch)
         for reason, count in batch.verify_failures.items():
             metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
         if batch.healed:
@@ -119,15 +119,15 @@ class TierCounts:
             metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
 
     def job_ended(self, op: Kind, outcome: str, duration_s: float, bytes_moved: int) -> None:
-        """A job that was taken ended."""
+        """Count an accepted job that has ended."""
         tier, metrics = self._name, self._metrics
         metrics.inc("kvtiers_jobs_total", tier, op, outcome)
         metrics.inc("kvtiers_bytes_total", tier, op, by=bytes_moved)
         metrics.observe("kvtiers_job_seconds", tier, op, value=duration_s)
 
-    def _say_whether_stored(self, batch: Batch) -> None:
-        """Log when the storage begins to refuse blocks, and when it takes them again."""
-        errors = batch.errors.keys() - _SAID_ELSEWHERE
+    def _log_store_refusals(self, batch: Batch) -> None:
+        """Log when the storage begins to refuse blocks, and when it accepts them again."""
+        errors = batch.errors.keys() - _LOGGED_ELSEWHERE
         self._not_stored += sum(batch.errors[error] for error in errors)
         if self._clock() < self._say_at:
             return
@@ -136,7 +136,7 @@ class TierCounts:
                 "tier %s: %d blocks were not stored: %s", self._name, self._not_stored, ", ".join(sorted(errors))
             )
         elif self._not_stored and batch.succeeded:
-            logger.info("tier %s: blocks are stored again; %d were not", self._name, self._not_stored)
+            logger.info("tier %s: blocks are stored again; %d were not stored", self._name, self._not_stored)
             self._not_stored = 0
         else:
             return

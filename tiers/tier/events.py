@@ -1,4 +1,4 @@
-"""Events that nobody has taken yet, in bounded memory: an engine need not ask for them. And which may still be told."""
+"""A bounded queue of events that the engine has not taken, and a record of keys that changed while a job ran."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import chain, islice
 from kvtiers.tiers.base import OffloadingEvent
 from kvtiers.tiers.blocks.keys import OffloadKey
 
-EVENT_KEYS_MAX = 262_144  # of a medium; some 50 MB
+EVENT_KEYS_MAX = 262_144  # per medium; about 50 MB
 
 
 class UnreadEvents:
-    """What appeared in and disappeared from one medium. Scheduler thread only.
+    """Stored and removed blocks of one medium. Bounded, because an engine need not take events. Scheduler thread only.
 
     Args:
         medium: where the blocks are.
-        keys_max: of more keys than these, in all events together, the oldest events go; never the last.
+        keys_max: with more keys in all events together, the oldest events are dropped, but never the newest.
     """
 
     def __init__(self, medium: str, keys_max: int = EVENT_KEYS_MAX) -> None:
@@ -28,7 +28,7 @@ class UnreadEvents:
         self._num_keys = 0
 
     def add(self, keys: Iterable[OffloadKey], *, removed: bool) -> None:
-        """Add one event, where there are keys."""
+        """Add an event, unless ``keys`` is empty."""
         event = OffloadingEvent(tuple(keys), self._medium, removed)
         if not event.keys:
             return
@@ -38,7 +38,7 @@ class UnreadEvents:
             self._num_keys -= len(self._events.popleft().keys)
 
     def take(self) -> tuple[OffloadingEvent, ...]:
-        """All of them, the oldest first; they are forgotten here."""
+        """Remove and return all events, the oldest first."""
         events = tuple(self._events)
         self._events.clear()
         self._num_keys = 0
@@ -46,30 +46,30 @@ class UnreadEvents:
 
 
 class KeysSinceJobStart:
-    """Which keys others named while a job was under way: loads and stores of one block may overtake each other.
+    """Tells which keys were named while a job ran, because loads and stores of one block may overtake each other.
 
-    Scheduler thread only. A job costs the same whatever number of keys it has, but for those that it is asked of.
+    Scheduler thread only. The cost per job depends on the keys passed to ``end``, not on the size of the job.
     """
 
     def __init__(self) -> None:
-        self._jobs: dict[int, int] = {}  # job -> number of sets that were named when it began; the oldest first
-        self._named: deque[AbstractSet[OffloadKey]] = deque()  # since the oldest job began
-        self._dropped = 0  # sets that were named before
+        self._jobs: dict[int, int] = {}  # job id -> number of sets named before it began; the oldest job first
+        self._named: deque[AbstractSet[OffloadKey]] = deque()  # sets named since the oldest running job began
+        self._dropped = 0  # number of sets named before that
 
     def begin(self, job_id: int) -> None:
-        """A job is under way."""
+        """Record that a job begins."""
         self._jobs[job_id] = self._dropped + len(self._named)
 
     def name(self, keys: AbstractSet[OffloadKey]) -> None:
-        """Name keys to the jobs that are under way."""
+        """Record a set of keys for all running jobs."""
         if keys and self._jobs:
             self._named.append(keys)
 
     def end(self, job_id: int, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        """A job is over: those of the keys that were named since it began."""
+        """Record that a job has ended, and return which of ``keys`` were named since it began."""
         asked = set(keys)
         began = self._jobs.pop(job_id) - self._dropped
-        # By set: each key in each of them would take 0.3 s where 10,000 are gone beside a thousand stores.
+        # Intersect whole sets: testing each key with each set would take 0.3 s for 10,000 keys and 1,000 stores.
         named = asked.intersection(chain.from_iterable(map(asked.intersection, islice(self._named, began, None))))
         oldest = next(iter(self._jobs.values()), self._dropped + len(self._named))
         while self._dropped < oldest:

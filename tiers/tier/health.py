@@ -1,7 +1,7 @@
-"""TierHealth: what a tier's circuit is told of its loads, stores and lookups. Pure.
+"""TierHealth: decides which results of loads, stores and lookups count as failures for a tier's circuit. No I/O.
 
-A block that cannot be had (a bad sector's, one in a folder of somebody else's) fails at each request for it, and that
-says nothing new of the storage. So an error of a block's own counts once, but where others fail with it.
+A block that cannot be read (on a bad sector, or in another user's folder) fails at every request for it, which says
+nothing new about the storage. So an error that may concern a single block counts once, unless other blocks fail, too.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from kvtiers.tiers.tier.block_mover import Batch
 from kvtiers.tiers.tier.circuit import Circuit, Kind
 from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupCounts
 
-KEYS_MAX = 64  # remembered of each kind: more are no single blocks
-STUCK_KEYS_MAX = 65_536  # some 10 MB
-TIMES_MAX = 32  # that are counted
-REST_S_MAX = 60.0  # as long as other hosts' removals may go unnoticed
+KEYS_MAX = 64  # failed keys remembered per kind; with more, the cause is not single blocks
+STUCK_KEYS_MAX = 65_536  # about 10 MB
+TIMES_MAX = 32  # failures of one key are counted up to this number
+REST_S_MAX = 60.0  # removals by other hosts may go unnoticed for as long
 
 
 class TierHealth:
-    """Scheduler thread only, save that any may ask what is in ``to_replace``.
+    """Passes results to the circuit. Scheduler thread only, except that any thread may test keys with ``to_replace``.
 
     Attributes:
-        to_replace: blocks whose last load ended in an error of their own, or found a bad block that could not be
-            removed. The next store overwrites them.
+        to_replace: blocks whose last load failed with an error that may be theirs alone, or found a bad block that
+            could not be removed. The next store overwrites them.
     """
 
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
-        self._out_of_reach = FailedKeys(KEYS_MAX)
+        self._failed_lookups = FailedKeys(KEYS_MAX)
         self._unreadable = FailedKeys(KEYS_MAX)
         self._stuck = FailedKeys(STUCK_KEYS_MAX)
         self.to_replace = _AnyOf(self._unreadable, self._stuck)
 
     def looked_up(self, counts: LookupCounts) -> bool:
-        """Lookups were answered, or not. True: only another key can tell whether it is the storage; ask for one."""
-        is_news = self._out_of_reach.add(counts.failed)
+        """Record lookups. True: only keys that failed before have failed; look up another key to test the storage."""
+        is_news = self._failed_lookups.add(counts.failed)
         if counts.hits or counts.misses:
-            self._circuit.succeed("lookup")  # some keys may be out of reach: that is no reason to miss all others
+            self._circuit.succeed("lookup")  # if some keys cannot be looked up, the others can still be hits
         elif counts.expired:
             self._circuit.fail("lookup", "lookups are not answered")
         elif is_news:
@@ -51,15 +51,17 @@ class TierHealth:
         return False
 
     def moved(self, batches: Iterable[Batch], op: Kind) -> list[OffloadKey]:
-        """A job's batches ended. What arrived speaks for all of it: a batch may be one block, and three say little.
+        """Record the batches of a job that ended.
+
+        One success counts for the whole job: a batch may be a single block, and three failed blocks say little.
 
         Returns:
-            Blocks that rest and need not: they failed in an outage of loads, which is over.
+            Blocks to load again at once: they failed in an outage of loads that is over now.
         """
         arrived = False
         faults = []
         for batch in batches:
-            if op == "load":  # not where it was stored again: whether it can be read now is yet to be seen
+            if op == "load":  # a successful store does not show that the block can be read now
                 self._unreadable.forget(batch.succeeded)
             self._stuck.forget(batch.succeeded)
             self._stuck.add(batch.stuck)
@@ -74,27 +76,27 @@ class TierHealth:
         return []
 
     def rest_s(self, key: OffloadKey) -> float:
-        """How long a block that could not be read or removed is not loaded again: about as long as it has failed."""
+        """How long a block that could not be read or removed counts as absent: about as long as it has been failing."""
         times = max(self._unreadable.times(key), self._stuck.times(key))
         return min(REST_S_MAX, FAILED_S_MIN * 2.0 ** max(0, times - 1))
 
 
 class FailedKeys:
-    """The last keys that failed, up to ``keys_max``."""
+    """The keys that failed most recently, up to ``keys_max``."""
 
     def __init__(self, keys_max: int) -> None:
         self._keys_max = keys_max
-        self._keys: OrderedDict[OffloadKey, int] = OrderedDict()  # how often
+        self._keys: OrderedDict[OffloadKey, int] = OrderedDict()  # key -> number of failures
 
     def times(self, key: OffloadKey) -> int:
-        """How often it has failed since it was forgotten."""
+        """How often a key has failed since ``forget`` or ``count_anew``."""
         return self._keys.get(key, 0)
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
 
     def add(self, keys: Iterable[OffloadKey]) -> bool:
-        """Whether any of them was not among the last."""
+        """Add keys that failed. Returns whether any of them is new here."""
         is_news = False
         for key in keys:
             is_news |= key not in self._keys
@@ -105,19 +107,19 @@ class FailedKeys:
         return is_news
 
     def count_anew(self) -> list[OffloadKey]:
-        """All of them: how often they failed says nothing. Where one fails again that is still no news."""
+        """Reset the count of every key, and return all keys. They stay known: failing again is not news."""
         self._keys.update(dict.fromkeys(self._keys, 0))
         return list(self._keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """They did not fail again."""
+        """Remove keys that did not fail again."""
         if self._keys:
             for key in keys:
                 self._keys.pop(key, None)
 
 
 class _AnyOf:
-    """The keys that are in any of several."""
+    """Contains the keys that are in any of several containers."""
 
     def __init__(self, *parts: Container[object]) -> None:
         self._parts = parts

@@ -1,17 +1,17 @@
-"""AsyncLookup: presence questions answered off the scheduler's thread, as the storage's speed allows.
+"""AsyncLookup: finds out which keys a tier has, without blocking the scheduler's thread.
 
-``lookup`` never waits: the first question about a key is queued and answered None; ``flush``, at the end of each
-scheduler step, hands the step's questions to the probe threads; a later ``lookup`` finds the answer.
+``lookup`` never waits. The first lookup of a key queues a question and returns None. ``flush``, at the end of each
+scheduler step, hands the step's questions to the probe threads. A later ``lookup`` returns the answer.
 
-- Order: a request's keys are asked in the order in which it named them, so a prompt's first blocks are known first.
-  Requests take turns. A turn is as many keys as the storage answers well within the deadline.
-- Silence: when no probe has returned for ``deadline_s``, what is asked is absent. While answers arrive, the rest waits;
-  but keys of a probe that is ``SILENT_TURNS_MAX`` times as late are absent whatever others answer.
-- Bound: after ``total_s`` a request gets "absent" for all that it still waits for. Others keep waiting.
-- Misses: when a key is absent, the keys that its request named later are not asked any more, unless a probe has them
-  already. A prefix ends there. A request that wants them all the same (a sliding window) names them again.
+- Order: a request's keys are asked in the order of its lookups, so a prompt's first blocks are known first. Requests
+  take turns. A turn is a group of keys small enough for the storage to answer well within the deadline.
+- Silence: when no probe has returned for ``deadline_s``, the pending keys count as absent. While other answers arrive,
+  they keep waiting, but a probe ``SILENT_TURNS_MAX`` times as late expires whatever other probes return.
+- Bound: after ``total_s`` a request gets "absent" for every key it still waits for. Other requests keep waiting.
+- Misses: after a miss, the later keys of the same request are not asked, unless a probe already has them, because a
+  prefix ends there. A request that needs them all the same (a sliding window) looks them up again.
 
-Who owns what: the scheduler's thread owns all tables and calls everything public. A probe thread takes keys off a
+Ownership: the scheduler's thread owns all tables and calls all public methods. A probe thread takes keys off a
 request's queue, reads ``_asked`` and ``_epoch``, and puts answers into a SimpleQueue. There is no lock.
 """
 
@@ -29,15 +29,15 @@ from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-FAILED_S_MIN = 1.0  # a block whose load failed is absent for so long at least
+FAILED_S_MIN = 1.0  # a block whose load failed counts as absent for at least this long
 SILENT_TURNS_MAX = 5
-TURN_SHARE = 0.25  # of the deadline: what a turn should take; after one of twice that the next one is smaller
-TURN_KEYS_FIRST = 32  # before anything is known of the storage's speed
+TURN_SHARE = 0.25  # share of deadline_s that a turn should take; after a turn of twice that, the next one is smaller
+TURN_KEYS_FIRST = 32  # until the storage's speed is known
 TURN_GROWTH = 4
-LATENCY_SHARE = 0.75  # a turn of half the keys that takes as much of the time as this is not slow, but far
-REQUESTS_MAX = 65_536  # remembered; only an engine that never reports a request's end has as many
+LATENCY_SHARE = 0.75  # if half the keys still take more than this share of the time, the storage is far, not slow
+REQUESTS_MAX = 65_536  # requests remembered; only an engine that never reports a request's end reaches this limit
 
-#: Answers parallel to the keys: True present, False absent, None could not be asked (counts as absent).
+#: Returns answers parallel to the keys: True present, False absent, None the lookup failed (counts as absent).
 Probe = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
 
 
@@ -47,14 +47,14 @@ class LookupOptions:
 
     Attributes:
         threads: probe threads; more than one, so that a stuck probe does not stop all admissions.
-        deadline_s: how long the storage may be silent before what it was asked counts as absent.
-        total_s: how long a request waits for answers at most.
-        present_ttl_s: how long a positive answer is believed. Short enough to notice another host's collector.
-        absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block. Any
-            answer is believed for ``deadline_s`` at least, and by the request that got it for as long as that waits
-            for others, because a request needs those to all its keys at once; a failed load makes its block absent
-            for ``FAILED_S_MIN`` at least.
-        keys_max: cached answers of each kind.
+        deadline_s: how long the storage may be silent before the pending keys count as absent. An answer is valid for
+            at least as long.
+        total_s: the longest time that a request waits for answers.
+        present_ttl_s: how long a positive answer is valid. Short enough to notice removals by another host's collector.
+        absent_ttl_s: how long a negative answer is valid. Short, because another replica may store the block. For a
+            request that is still waiting for other answers it does not expire, because a request needs the answers
+            to all its keys at once. After a failed load, the block is absent for at least ``FAILED_S_MIN``.
+        keys_max: cached answers.
         batch_keys_max: keys in one probe.
     """
 
@@ -72,9 +72,9 @@ class LookupCounts:
     """Answers since the last ``take_counts``.
 
     Attributes:
-        hits, misses: as the storage answered; what was read from the cache is not counted.
-        failed: keys that the storage could not be asked for.
-        expired: keys for which the storage was silent.
+        hits, misses: answers of the storage; answers from the cache are not counted.
+        failed: keys whose lookup failed.
+        expired: keys for which the storage did not answer in time.
         given_up: keys that a request stopped waiting for after ``total_s``.
         late: answers to questions that had expired or been overruled.
     """
@@ -92,15 +92,14 @@ class _Asker:
     """A request that waits for answers.
 
     Attributes:
-        queue: keys that no probe has yet. Probe threads take from its left end.
-        epoch: of its last question.
-        question: what ``_asked`` says of keys that it asks in this epoch.
-        owed: keys that it waits for, those that others asked first included.
-        came_at: since when it waits.
-        queued_at: when it was flushed with new keys last.
-        idle_at: since when it waits for nothing.
+        came_at: when it asked first.
+        question: the value in ``_asked`` for keys that it asks in the current epoch.
+        queue: keys that no probe has taken yet. Probe threads take from its left end.
+        owed: number of keys it waits for, including keys that another request asked first.
+        queued_at: when it was last flushed with new keys.
+        idle_at: since when it has been waiting for nothing; None while it waits.
         is_fresh: it has asked since the last flush.
-        is_over: it waits no longer, as ``total_s`` has passed.
+        is_over: ``total_s`` has passed, so it waits no longer.
         is_gone: it has finished.
     """
 
@@ -118,10 +117,10 @@ class _Asker:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """What a probe thread is asking.
+    """One probe: keys of one request, and the storage's answers.
 
     Attributes:
-        silent_since: when the keys were handed over, or the last answer of any probe before it began.
+        silent_since: when the keys were flushed, or when any probe last returned before this one began, if later.
         is_expired: written by the scheduler's thread only.
     """
 
@@ -135,11 +134,11 @@ class _Turn:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """That a key is asked. One object serves all keys that a request asks within an epoch.
+    """A pending question. One object serves all keys that a request asks within an epoch.
 
     Attributes:
-        epoch: number of ``mark``s, ``forget``s and the like before it. A probe that began in an earlier epoch may
-            not have seen what they tell, so its answer is not taken.
+        epoch: how often ``mark``, ``forget`` or ``_expire`` was called before. A probe that began in an earlier epoch
+            may not reflect those changes, so its answer is ignored.
     """
 
     asker: _Asker
@@ -147,12 +146,12 @@ class _Question:
 
 
 class AsyncLookup:
-    """Presence of keys in one tier.
+    """Answers which keys are present in one tier.
 
     Args:
-        probe: asks the storage; runs on a probe thread; may raise, which means None for all its keys.
+        probe: asks the storage; runs on a probe thread. If it raises, all its keys count as None.
         name: prefix of the threads' names.
-        is_far: many keys take the storage about as long as one.
+        is_far: whether the storage takes about as long for many keys as for one (it is latency bound).
     """
 
     def __init__(
@@ -167,24 +166,24 @@ class AsyncLookup:
         self._probe = probe
         self._options = options
         self._clock = clock
-        # key -> (present, believed until). OrderedDict: to find its first entry, a dict walks over the places of those
-        # that were removed before, 15 to 63 ms a step where the cache is full.
+        # key -> (present, valid until). An OrderedDict, because a plain dict finds its first entry by scanning the
+        # slots of removed entries: 15 to 63 ms a step with a full cache.
         self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
-        self._doubted_until = float("-inf")  # a positive answer believed until before this is older than a doubt
+        self._doubted_until = float("-inf")  # a positive answer that expires before this is older than the last doubt()
         self._asked: dict[OffloadKey, _Question] = {}
-        self._also: dict[OffloadKey, list[_Asker]] = {}  # who else waits for a key that is asked
-        self._askers: dict[str, _Asker] = {}  # by request, the oldest first
+        self._joined: dict[OffloadKey, list[_Asker]] = {}  # key -> requests that wait besides the one that asked it
+        self._askers: dict[str, _Asker] = {}  # by request id, the oldest first
         self._fresh: list[_Asker] = []
-        self._looked_at = clock()  # last flush, or the first question since
-        self._answered_at = float("-inf")  # by any probe; written by probe threads
+        self._looked_at = clock()  # time of the last flush, or of the first question since
+        self._answered_at = float("-inf")  # when any probe last returned; written by probe threads
         self._epoch = 0
         self._turn_keys = min(TURN_KEYS_FIRST, options.batch_keys_max)
-        self._doubles = is_far  # each whole turn is twice as large as the last, until one is slow or the largest
-        self._last_turn = (0, 0.0)  # its keys, and how long it took
-        self._answered: dict[str, list[OffloadKey]] = {}  # by request, since the last take_answered
+        self._doubles = is_far  # double the turn after each full turn, until one is slow or of the largest size
+        self._last_turn = (0, 0.0)  # number of keys, and duration
+        self._answered: dict[str, list[OffloadKey]] = {}  # by request id, since the last take_answered
         self._turns: SimpleQueue[_Asker | None] = SimpleQueue()
         self._replies: SimpleQueue[_Turn] = SimpleQueue()
-        self._under_way: list[_Turn | None] = [None] * options.threads  # only thread i writes place i
+        self._under_way: list[_Turn | None] = [None] * options.threads  # only thread i writes entry i
         self._counts = LookupCounts()
         self._threads = [
             threading.Thread(target=self._work, args=(place,), name=f"{name}-lookup{place}", daemon=True)
@@ -194,7 +193,7 @@ class AsyncLookup:
             thread.start()
 
     def lookup(self, key: OffloadKey, req_id: str = "") -> bool | None:
-        """True present, False absent, None asked. ``req_id`` "" is for callers that are no request."""
+        """Whether the key is present; None: not known yet. ``req_id`` is "" for lookups outside of a request."""
         answer = self._answers.get(key)
         if answer is not None:
             present, until = answer
@@ -203,7 +202,7 @@ class AsyncLookup:
         return self._ask(key, req_id, answer)
 
     def flush(self) -> None:
-        """Hand this step's questions to the probe threads, and give up those that were asked too long ago."""
+        """Hand this step's questions to the probe threads, and give up questions that have waited too long."""
         self._take_replies()
         now = self._looked_at = self._clock()
         self._give_up(now)
@@ -213,14 +212,14 @@ class AsyncLookup:
         self._fresh.clear()
 
     def take_answered(self) -> dict[str, list[OffloadKey]]:
-        """The keys of each request that may be told another answer than None, since the last call."""
+        """Keys, by request, for which ``lookup`` may now return True or False; since the last call."""
         if not self._replies.empty():
             self._take_replies()
         answered, self._answered = self._answered, {}
         return answered
 
     def finish(self, req_id: str) -> None:
-        """The request waits for nothing any more."""
+        """Drop a request that has ended."""
         asker = self._askers.pop(req_id, None)
         if asker is not None:
             asker.is_gone = True
@@ -228,26 +227,26 @@ class AsyncLookup:
             self._answered.pop(req_id, None)
 
     def mark(self, keys: Collection[OffloadKey], *, present: bool, rest_s: float = FAILED_S_MIN) -> None:
-        """Note what a finished store or a failed load has shown; it overrules answers on their way.
+        """Record what a finished store or a failed load has shown. It overrules answers still under way.
 
         Args:
-            rest_s: how long keys that are not present stay so at least.
+            rest_s: how long keys that are not present stay absent at least.
         """
-        # With a minimum, or a block that is there and cannot be read would be loaded again and again.
+        # The minimum keeps a block that is there but cannot be read from being loaded again and again.
         ttl_s = self._options.present_ttl_s if present else max(rest_s, self._options.absent_ttl_s)
         self._epoch += 1
         self._end_asking(keys)
         self._record(keys, present, self._clock() + ttl_s)
 
     def forget(self, keys: Collection[OffloadKey]) -> None:
-        """Forget what is known of these keys: the storage is asked again."""
-        self._epoch += 1  # an answer on its way may be older than the removal
+        """Forget the answers for these keys, so that the storage is asked again."""
+        self._epoch += 1  # an answer still under way may be older than the removal
         self._end_asking(keys)
         for key in keys:
             self._answers.pop(key, None)
 
     def doubt(self) -> None:
-        """Believe no positive answer from before any more: the storage may not answer at all now."""
+        """Invalidate all positive answers received so far: the storage may have stopped answering."""
         self._doubted_until = self._clock() + max(self._options.deadline_s, self._options.present_ttl_s)
 
     def take_counts(self) -> LookupCounts:
@@ -256,7 +255,7 @@ class AsyncLookup:
         return counts
 
     def shutdown(self, timeout_s: float) -> bool:
-        """End the threads. False: some are stuck in a probe; they are daemons, and touch no slots."""
+        """End the threads. False: some are stuck in a probe. They are daemon threads and touch no slots."""
         for asker in self._askers.values():
             asker.queue.clear()
         for _ in self._threads:
@@ -269,7 +268,7 @@ class AsyncLookup:
     # -- questions -------------------------------------------------------------------------------------------------
 
     def _ask(self, key: OffloadKey, req_id: str, old: tuple[bool, float] | None) -> bool | None:
-        """The answer to a key of which nothing is known that is still believed; ``old`` is the last one."""
+        """Ask for a key without a valid answer, unless the answer has just arrived. ``old`` is the expired answer."""
         if not self._replies.empty():
             self._take_replies()
             if (present := self._known(key)) is not None:
@@ -283,13 +282,13 @@ class AsyncLookup:
         if question is not None:
             if question.asker is not asker:
                 self._join(asker, key)
-            # A step may take long, and not every engine tells when it ends.
+            # A step may take long, and not every engine reports the end of a step.
             if self._clock() - self._looked_at < self._options.deadline_s:
                 return None
             self.flush()
             return False if asker.is_over else self._known(key)
         if old is not None and req_id and not old[0] and old[1] > asker.came_at:
-            return False  # too old for others; but who asks for all keys again and again would never end
+            return False  # expired, but a request that repeats all its lookups would otherwise never get all answers
         if asker.question.epoch != self._epoch:
             asker.question = _Question(asker, self._epoch)
         self._asked[key] = asker.question
@@ -310,15 +309,15 @@ class AsyncLookup:
         return asker
 
     def _join(self, asker: _Asker, key: OffloadKey) -> None:
-        also = self._also.setdefault(key, [])
-        if asker not in also:
-            also.append(asker)
+        joined = self._joined.setdefault(key, [])
+        if asker not in joined:
+            joined.append(asker)
             asker.owed += 1
 
     def _end_question(self, key: OffloadKey, question: _Question) -> None:
-        """Nobody waits for this key any more; those who did ask again, and are told what is known."""
+        """End a key's question. The requests that waited for it look the key up again and get what is known then."""
         del self._asked[key]
-        for asker in (question.asker, *self._also.pop(key, ())):
+        for asker in (question.asker, *self._joined.pop(key, ())):
             asker.owed -= 1
             if not asker.is_gone:
                 self._answered.setdefault(asker.req_id, []).append(key)
@@ -330,7 +329,7 @@ class AsyncLookup:
                     self._end_question(key, question)
 
     def _drop_queue(self, asker: _Asker) -> None:
-        """Ask nothing more for a request that no probe has yet. Who waits for such a key as well asks again."""
+        """Drop a request's keys that no probe has taken yet. Other requests that wait for them look them up again."""
         while asker.queue:
             try:
                 key = asker.queue.pop()
@@ -343,7 +342,7 @@ class AsyncLookup:
     # -- limits ----------------------------------------------------------------------------------------------------
 
     def _give_up(self, now: float) -> None:
-        """End what the storage is silent about, and the waits that have taken too long."""
+        """Expire keys that the storage has not answered in time, and end waits that have taken too long."""
         options = self._options
         for turn in self._under_way:
             if turn is None or turn.is_expired:
@@ -371,33 +370,30 @@ class AsyncLookup:
                 del self._askers[asker.req_id]
 
     def _expire(self, keys: Sequence[OffloadKey], now: float) -> None:
-        """The storage is silent about these keys: they are absent. A late answer is not believed.
-
-        A load may have failed meanwhile.
-        """
+        """Mark unanswered keys absent. A late answer is ignored, because a load may have failed meanwhile."""
         self._epoch += 1
         self._counts.expired += len(keys)
         self._end_asking(keys)
         self._record(keys, False, now + self._options.absent_ttl_s)
 
     def _end_wait(self, asker: _Asker, now: float) -> None:
-        """A request has waited for ``total_s``: all that it does not know by now is absent, for this request."""
+        """End the wait of a request after ``total_s``: for this request, all keys still unknown are absent."""
         self._counts.given_up += asker.owed
         if asker.req_id:
             asker.is_over = True
             awaited = [
-                key for key, each in self._asked.items() if each.asker is asker or asker in self._also.get(key, ())
+                key for key, each in self._asked.items() if each.asker is asker or asker in self._joined.get(key, ())
             ]
             self._answered.setdefault(asker.req_id, []).extend(awaited)
         else:
-            asker.came_at = now  # nobody in particular, and never finished
+            asker.came_at = now  # lookups outside of a request: this asker is never finished, so its wait starts anew
             self._record(list(asker.queue), False, now + self._options.absent_ttl_s)
         self._drop_queue(asker)
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def _known(self, key: OffloadKey) -> bool | None:
-        """The last answer, while it is believed."""
+        """The last answer if it is still valid, else None."""
         present, until = self._answers.get(key, (False, float("-inf")))
         if self._clock() >= until or (present and until < self._doubted_until):
             return None
@@ -408,13 +404,13 @@ class AsyncLookup:
         answer = (present, until)
         for key in keys:
             if key in answers:
-                answers.move_to_end(key)  # the oldest leave first
+                answers.move_to_end(key)  # the oldest are evicted first
             answers[key] = answer
         while len(answers) > self._options.keys_max:
             answers.popitem(last=False)
 
     def _is_answered_by(self, turn: _Turn, key: OffloadKey) -> bool:
-        """Whether the turn's answer is to the key's question, and not to one that expired or was overruled."""
+        """Whether the turn answers the key's current question, rather than one that expired or was overruled."""
         question = self._asked.get(key)
         return question is not None and question.epoch <= turn.epoch
 
@@ -424,10 +420,10 @@ class AsyncLookup:
                 turn = self._replies.get_nowait()
             except Empty:
                 return
-            self._learn(turn)
-            self._take(turn)
+            self._adapt_turn_keys(turn)
+            self._take_reply(turn)
 
-    def _take(self, turn: _Turn) -> None:
+    def _take_reply(self, turn: _Turn) -> None:
         options, counts = self._options, self._counts
         present, absent = [], []
         dropping: set[_Asker] = set()
@@ -453,14 +449,14 @@ class AsyncLookup:
         for asker in dropping:
             self._drop_queue(asker)
 
-    def _learn(self, turn: _Turn) -> None:
-        """How many keys the next turn is to have."""
+    def _adapt_turn_keys(self, turn: _Turn) -> None:
+        """Choose the number of keys of the next turn, by how long this turn took."""
         count, took_s = len(turn.keys), turn.took_s
         before, before_s = self._last_turn
         self._last_turn = count, took_s
         wanted_s = TURN_SHARE * self._options.deadline_s
         if self._doubles and count >= self._turn_keys:
-            # The first turns of a far storage measure its distance and the opening of connections, not its speed.
+            # The first turns of a far storage measure its latency and the opening of connections, not its speed.
             self._doubles = took_s <= 2 * wanted_s or count <= TURN_KEYS_FIRST
             if self._doubles:
                 self._turn_keys = min(self._options.batch_keys_max, 2 * count)
@@ -469,9 +465,9 @@ class AsyncLookup:
         fits = count * wanted_s / took_s if took_s else float("inf")
         if took_s > 2 * wanted_s:
             is_far = 2 * count <= max(before, self._turn_keys) and took_s > LATENCY_SHARE * before_s
-            if not is_far:  # else fewer keys would take as long
+            if not is_far:  # with a far storage, fewer keys would take as long
                 self._turn_keys = max(1, int(min(count / 2, fits)) if took_s > 4 * wanted_s else count // 2)
-        elif count >= self._turn_keys and fits > count:  # a smaller one says little: the storage may be far, not slow
+        elif count >= self._turn_keys and fits > count:  # a smaller turn says little: most of it may be latency
             self._turn_keys = int(min(self._options.batch_keys_max, TURN_GROWTH * count, fits))
 
     def _work(self, place: int) -> None:
@@ -495,7 +491,7 @@ class AsyncLookup:
             found = self._probe(keys)
             if len(found) != len(keys):
                 raise ValueError(f"{len(found)} answers to {len(keys)} keys")
-        except BaseException as e:  # noqa: BLE001 - a thread's edge: an unanswered question is a miss
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: a failed lookup is a miss
             logger.warning("lookup of %d keys failed: %s: %s", len(keys), type(e).__name__, e)
             return [None] * len(keys)
         return found

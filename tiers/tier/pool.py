@@ -1,16 +1,16 @@
-"""DualQueueThreadPool: loads before stores, bounded, every job reported exactly once.
+"""DualQueueThreadPool: a bounded thread pool with a read and a write queue; reports every job exactly once.
 
-A job is a list of tasks. A task is a batch of blocks, because each costs a queue hop and a GIL hand-over: one block a
-task was measured at half the throughput, with 70 ms stalls of the main thread (a GIL convoy). Where many small jobs
-wait, a thread may take several tasks at once, up to its share of the queue, if the caller says that they go together.
+A job is a list of tasks. A task is a batch of blocks, because each task costs a queue hop and a GIL hand-over: with one
+block per task, throughput was measured at half, with 70 ms stalls of the main thread (a GIL convoy). When many small
+jobs wait, a thread may take several tasks at once, up to its share of the queue, if the caller allows it (``joins``).
 
-Some threads take reads first, the others writes first, and each turns to the other queue when its own is empty: no
-thread idles while anything waits, and neither kind starves the other. On a slow disk, tasks of stores may keep all of
-these threads for seconds; further threads take reads only.
+Some threads take reads first, the others take writes first. Each takes from the other queue when its own is empty, so
+no thread idles while a task waits, and neither kind starves the other. On a slow disk, stores may occupy all of these
+threads for seconds, so additional threads take only reads.
 
-Who owns what: one thread (the scheduler's) calls submit, get_finished, wait_idle and shutdown, and owns the job table.
-A worker owns the task it holds. Between them are deques and SimpleQueues, whose operations are atomic in CPython: there
-is no lock that a worker could hold while the scheduler waits for it.
+Ownership: one thread (the scheduler's) calls submit, get_finished, wait_idle and shutdown, and owns the job table. A
+pool thread owns the tasks it holds. They exchange tasks through deques and SimpleQueues, whose operations are atomic in
+CPython, so there is no lock that a pool thread could hold while the scheduler waits for it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ T = TypeVar("T")  # what a task returns
 
 
 class Cancelled(Exception):
-    """Outcome of a task that was cancelled, where the pool was not told another one."""
+    """Outcome of a cancelled task, unless the pool has a ``cancel`` function that returns another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished(Generic[P]):
-    """Outcome of a task that has more to do. The pool queues the rest before everything else that waits.
+    """Outcome of a task that has more to do. The pool puts the rest at the front of the queue.
 
     Attributes:
-        rest: replaces the task.
+        rest: the remaining work; replaces the task.
     """
 
     rest: P
@@ -76,18 +76,18 @@ class _Task(Generic[P, T]):
 
 
 class DualQueueThreadPool(Generic[P, T]):
-    """Runs jobs on read-preferring and write-preferring threads, and on some for reads only.
+    """Runs jobs on threads that prefer reads, threads that prefer writes, and read-only threads.
 
     Args:
-        run: does some tasks of one kind; returns what each came to. What it raises fails all of them.
-        joins: whether a task should be given to ``run`` together with others.
-        cancel: the outcome of a task, or of the rest of one, that will not be run. Any thread.
+        run: runs one or more tasks, all reads or all writes; returns their outcomes in order. If it raises, all fail.
+        joins: whether to pass a task to ``run`` together with the tasks already taken.
+        cancel: returns the outcome of a task, or the rest of a task, that will not run. Called on any thread.
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.
-        n_read_only_threads: further threads, which take no writes, so that a read need not wait for one to end.
+        n_read_only_threads: additional threads that take no writes, so that a read need not wait for a write to end.
         name: prefix of the threads' names.
-        jobs_max: jobs in flight, not yet returned by get_finished, beyond which writes are refused.
-        cost_max: sum of the costs (the caller's unit, such as bytes) of writes in flight.
+        jobs_max: writes are refused while this many jobs are in flight (not yet returned by get_finished).
+        cost_max: maximum total cost (in the caller's unit, such as bytes) of the writes in flight.
         clock: seconds, monotonic.
     """
 
@@ -106,7 +106,7 @@ class DualQueueThreadPool(Generic[P, T]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if min(n_read_threads, n_write_threads, jobs_max, cost_max) < 1:
-            raise ValueError("n_read_threads, n_write_threads, jobs_max and cost_max are 1 or more")
+            raise ValueError("n_read_threads, n_write_threads, jobs_max and cost_max must be 1 or more")
         self._run = run
         self._joins = joins
         self._cancel = cancel
@@ -117,16 +117,16 @@ class DualQueueThreadPool(Generic[P, T]):
         self._cost = 0
         self._reads: deque[_Task[P, T]] = deque()
         self._writes: deque[_Task[P, T]] = deque()
-        # A token for each task, which a thread gets before it takes a task, and for each thread at shutdown. Waiting is
-        # a call in C: idle threads cost nothing.
+        # One token per task, which a thread gets before it takes a task, and one per thread at shutdown. Threads wait
+        # for tokens inside a C call, so idle threads cost nothing.
         self._tokens: SimpleQueue[None] = SimpleQueue()
-        # For the read-only threads: they are woken only for reads that wait while all other threads are busy.
+        # Wakes the read-only threads, and only when a read waits while all other threads are busy.
         self._read_tokens: SimpleQueue[None] = SimpleQueue()
-        self._newest = object()  # replaced after a task was queued and before its token is
+        self._newest = object()  # replaced after a task is queued and before its token is
         self._ended: SimpleQueue[tuple[_Task[P, T], T | BaseException, float]] = SimpleQueue()
         self._finished: list[FinishedJob[T]] = []
         self._closing = False
-        # When thread i began what it runs; only that thread writes slot i. Read-only threads come last.
+        # When thread i started the tasks it runs; only that thread writes entry i. Read-only threads come last.
         self._general_count = n_read_threads + n_write_threads
         self._began: list[float | None] = [None] * (n_read_threads + n_write_threads + n_read_only_threads)
         seats = iter(range(len(self._began)))
@@ -146,11 +146,11 @@ class DualQueueThreadPool(Generic[P, T]):
     def submit(self, job_id: int, tasks: Sequence[P], *, is_read: bool, cost: int = 0) -> None:
         """Queue a job. A job without tasks is finished at once.
 
-        Reads are not limited: the region's slots bound them, and a read that is refused is a miss of what is there.
+        Reads are not limited: the region's slots bound them, and a refused read would be a miss of a stored block.
 
         Raises:
-            QueueFullError: a limit is reached by a write, or the pool is closed; nothing was queued.
-            ValueError: a job of this id is not yet reported.
+            QueueFullError: a write exceeds a limit, or the pool is closed; nothing was queued.
+            ValueError: a job with this id is still in flight.
         """
         if job_id in self._jobs:
             raise ValueError(f"job {job_id} is already in flight")
@@ -170,7 +170,7 @@ class DualQueueThreadPool(Generic[P, T]):
             return
         queue = self._reads if is_read else self._writes
         queue.extend([_Task(job, index, work) for index, work in enumerate(tasks)])
-        for _ in tasks:  # last: threads that wake up want the GIL
+        for _ in tasks:  # last, because threads that wake up compete for the GIL
             self._wake_one(queue)
 
     def get_finished(self) -> list[FinishedJob[T]]:
@@ -186,24 +186,24 @@ class DualQueueThreadPool(Generic[P, T]):
 
     @property
     def jobs_in_flight(self) -> int:
-        """Jobs not yet finished, as far as the owner has looked."""
+        """Number of jobs not yet known to have finished; get_finished and wait_idle update it."""
         return len(self._jobs)
 
     def longest_running_s(self) -> float:
-        """For how long the oldest running task has run; 0 where none runs."""
+        """For how long the oldest running task has run; 0 if no task is running."""
         began = [at for at in self._began if at is not None]
         return self._clock() - min(began) if began else 0.0
 
     def cancel_late(self, older_than_s: float) -> None:
-        """Cancel tasks of older jobs that no thread has begun: where all threads hang, none ever would."""
+        """Cancel tasks that no thread has started, of jobs older than this. If all threads hang, none would start."""
         limit = self._clock() - older_than_s
         for queue in (self._reads, self._writes):
-            for task in queue.copy():  # whole, because the rests in front are in no order
+            for task in queue.copy():  # the whole queue, because requeued tasks at the front are not ordered by age
                 if task.job.submitted_at <= limit and _remove(queue, task):
                     self._account(task, self._cancel(task.work), self._clock())
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until every job finished; the results stay for get_finished. False: the time was up before."""
+        """Wait until every job has finished; get_finished returns the results. False: timed out."""
         deadline = self._clock() + timeout_s
         while self._jobs:
             left_s = deadline - self._clock()
@@ -216,11 +216,11 @@ class DualQueueThreadPool(Generic[P, T]):
         return True
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Cancel what waits, wait for what runs, end the threads. Idempotent.
+        """Cancel waiting tasks, wait for running tasks, and end the threads. Idempotent.
 
         Returns:
-            True when no thread runs any more. Otherwise some are stuck in a task, which may still touch its slots: its
-            job is reported if it ever ends.
+            True if all threads have ended. False: some are stuck in a task, which may still touch its slots. Its job is
+            reported if the task ever ends.
         """
         self._closing = True
         for queue in (self._reads, self._writes):
@@ -238,7 +238,7 @@ class DualQueueThreadPool(Generic[P, T]):
         return not self._threads
 
     def _wake_one(self, queue: deque[_Task[P, T]]) -> None:
-        """Wake a thread for a task that was queued."""
+        """Wake a thread for a task that was just queued."""
         self._newest = object()
         self._tokens.put(None)
         if queue is self._reads:
@@ -247,7 +247,7 @@ class DualQueueThreadPool(Generic[P, T]):
     def _offer_read(self) -> None:
         """Wake a read-only thread if a read waits and all other threads are busy.
 
-        Called after a read was queued and after a thread became busy, so that the later of the two sees the other.
+        Call it after queuing a read and after a thread becomes busy, so that whichever happens later sees the other.
         """
         if self._reads and None not in self._began[: self._general_count]:
             self._read_tokens.put(None)
@@ -269,26 +269,26 @@ class DualQueueThreadPool(Generic[P, T]):
     def _work(self, seat: int, own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> None:
         while True:
             self._tokens.get()
-            # If there is nothing, the token's task was cancelled.
+            # If the queues are empty, the token's task was cancelled.
             if not self._run_some(seat, self._next_tasks(own, other)) and self._closing:
-                self._tokens.put(None)  # for the next thread's end
+                self._tokens.put(None)  # so that the next thread ends, too
                 return
 
     def _work_reads_only(self, seat: int) -> None:
         while True:
             self._read_tokens.get()
             has_run = False
-            if self._take_token():  # else the threads that have the tokens are about to take tasks
+            if self._take_token():  # otherwise the threads that have the tokens are about to take the tasks
                 has_run = self._run_some(seat, self._take_some(self._reads))
                 if not has_run:
-                    self._tokens.put(None)  # it may be a write's
-                    self._offer_read()  # another read-only thread may have found no token meanwhile
+                    self._tokens.put(None)  # the token may belong to a write
+                    self._offer_read()  # meanwhile another read-only thread may have found no token
             if not has_run and self._closing:
-                self._read_tokens.put(None)  # for the next thread's end
+                self._read_tokens.put(None)  # so that the next thread ends, too
                 return
 
     def _run_some(self, seat: int, tasks: Sequence[_Task[P, T]]) -> bool:
-        """Run tasks together. False: there are none."""
+        """Run tasks together. False: there are no tasks."""
         if not tasks:
             return False
         self._began[seat] = self._clock()
@@ -296,8 +296,8 @@ class DualQueueThreadPool(Generic[P, T]):
         outcomes: Sequence[T | Unfinished[P] | BaseException]
         try:
             outcomes = self._run([task.work for task in tasks])
-        except BaseException as e:  # noqa: BLE001 - a thread's edge: whatever it was, the jobs must be reported
-            # Without its traceback, whose frames would keep the region's memoryviews alive.
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: the jobs must be reported in any case
+            # Drop the traceback, whose frames would keep the region's memoryviews alive.
             outcomes = [e.with_traceback(None)] * len(tasks)
         self._began[seat] = None
         self._end_or_requeue(tasks, outcomes)
@@ -322,10 +322,10 @@ class DualQueueThreadPool(Generic[P, T]):
             self._wake_one(queue)
 
     def _next_tasks(self, own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> list[_Task[P, T]]:
-        """The tasks that a thread runs next; none if both queues were empty at the same time.
+        """Take the tasks that a thread runs next. Empty if both queues were empty at the same time.
 
-        If a task is queued between the two looks, another thread may use its token to take the task that this thread
-        was woken for. Then only this thread can take the new task.
+        If a task is queued between the checks of the two queues, another thread may use its token to take the task
+        that this thread was woken for. Then only this thread can take the new task, so it checks again.
         """
         while True:
             newest = self._newest
@@ -334,7 +334,7 @@ class DualQueueThreadPool(Generic[P, T]):
                 return tasks
 
     def _take_some(self, queue: deque[_Task[P, T]]) -> list[_Task[P, T]]:
-        """The next task, for which the caller has a token, and those that join it, up to a thread's share."""
+        """Take the next task, for which the caller has a token, and tasks that join it, up to a thread's share."""
         task = _take(queue)
         if task is None:
             return []
@@ -344,7 +344,7 @@ class DualQueueThreadPool(Generic[P, T]):
                 task = queue[0]
             except IndexError:
                 break
-            # A task whose token is gone is left to the thread that has the token.
+            # If another thread has the task's token, leave the task to that thread.
             if not (self._joins(work, task.work) and self._take_token()):
                 break
             if not _remove(queue, task):
@@ -370,7 +370,7 @@ def _take(queue: deque[_Task[P, T]]) -> _Task[P, T] | None:
 
 
 def _remove(queue: deque[_Task[P, T]], task: _Task[P, T]) -> bool:
-    """Take this task out. False: another thread has taken it."""
+    """Remove this task from the queue. False: another thread has taken it."""
     try:
         queue.remove(task)
     except ValueError:

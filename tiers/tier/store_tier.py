@@ -55,10 +55,9 @@ class TierOptions:
         n_read_threads, n_write_threads: number of threads that prefer loads, and of threads that prefer stores.
         worker_threads, worker_threads_max: threads in each worker process: how many to start with, and how many at
             most when blocks spend most of their time waiting (see ``concurrency``).
-        worker_begin_s: how long a worker may start new blocks of a batch; None: for a part of its deadline.
-        task_bytes, task_bytes_max: maximum payload bytes of one pool task. A worker with many threads gets a few blocks
-            for each thread, up to ``task_bytes_max``. A latency-bound store without ``get_many_into`` gets one block
-            per task.
+        worker_begin_s: for how long a worker may start blocks of a batch; None: for a part of its deadline.
+        task_bytes, task_bytes_max: maximum payload bytes of a pool task. A worker of many threads gets a few blocks per
+            thread, up to ``task_bytes_max``. A latency-bound store without ``get_many_into`` gets one block per task.
         jobs_max, max_bytes_in_flight: a store job beyond these limits fails at once (D4).
         checksum: for new blocks.
         make_seal: called with the arguments of ``Seal``; may return a Seal that authenticates or encrypts.
@@ -236,8 +235,7 @@ class StoreTierManager(SecondaryTierManager):
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
         answered = self._lookup.take_answered()
         was_closed, self._was_closed = self._was_closed, self._circuit.closed
-        # None when the tier has just been cut off: from now on, every lookup is answered "absent".
-        return answered if self._circuit.closed or not was_closed else None
+        return answered if self._circuit.closed or not was_closed else None  # just cut off: lookups say "absent" now
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookup.finish(req_context.req_id)

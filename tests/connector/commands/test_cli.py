@@ -187,7 +187,10 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
             {"type": "memory", "auth": "gmac", "keys_file": "/nowhere/keys"},
             ".keys_file: /nowhere/keys cannot be read: No such file or directory",
         ),
-        ({"type": "memory", "auth": "gmac", "keys_env": "NOT_SET"}, ".keys_env: the environment has no NOT_SET"),
+        (
+            {"type": "memory", "auth": "gmac", "keys_env": "NOT_SET"},
+            ".keys_env: environment variable NOT_SET is not set",
+        ),
         ({"type": "memory", "encrypt": "aes-gcm", "keys_env": "NO_KEYS"}, ".keys_env: key 1 is not accepted"),
         ({"type": "s3", "bucket": "kvb", "embedded": True}, ".embedded: only kvtiers demo has such a server"),
         ({"type": "fsspec", "url": "nosuch://x/y"}, ".url: nosuch://: fsspec has no such driver"),
@@ -262,7 +265,7 @@ def test_an_nfs_tier_whose_mount_may_be_missing(
         monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
     deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
-    said = f"root_dir: {tmp_path}/kv is on no NFS mount ({kind})"
+    said = f"root_dir: {tmp_path}/kv is not on an NFS mount ({kind})"
     config = tmp_path / "c.json"
     config.write_text(deployment.model_dump_json())
     code, out = run("check", str(config))

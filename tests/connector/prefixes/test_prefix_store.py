@@ -480,7 +480,7 @@ def test_file_systems_that_know_no_refresh_are_fine() -> None:
     ("url", "expected"),
     [
         ("tar://kv::file:///nowhere/kv.tar", "its driver has one open file for all threads"),
-        ("simplecache::memory://kv", "its cache keeps what was"),
+        ("simplecache::memory://kv", "its cache returns stale blocks"),
         ("ftp://host/kv", "its driver has one connection for all threads"),
         ("nosuch://kv", "no such driver"),
     ],

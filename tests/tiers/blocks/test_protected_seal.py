@@ -364,7 +364,7 @@ def keys_with(folder: Path, mode: int) -> Path:
         ("", "0 keys"),
         (NEW.hex()[:-2], "key 1 is not accepted: write 64 hex digits"),
         (f"{NEW.hex()} nothex", "key 2 is not accepted"),
-        (f"{NEW.hex()} {NEW.hex()}", "one key is there twice"),
+        (f"{NEW.hex()} {NEW.hex()}", "a key is listed twice"),
         (" ".join(random.Random(n).randbytes(32).hex() for n in range(KEYS_MAX + 1)), f"{KEYS_MAX + 1} keys"),
     ],
 )
@@ -384,10 +384,10 @@ def test_places_that_hold_no_keys(tmp_path: Path) -> None:
     for options, expected in (
         ({"keys_file": str(tmp_path / "none")}, "cannot be read"),
         ({"keys_file": str(tmp_path)}, "cannot be read"),
-        ({"keys_file": str(tmp_path / "fifo")}, "is no file"),  # whose writer would be waited for
-        ({"keys_file": "/dev/zero"}, "is no file"),
+        ({"keys_file": str(tmp_path / "fifo")}, "is not a regular file"),  # whose writer would be waited for
+        ({"keys_file": "/dev/zero"}, "is not a regular file"),
         ({"keys_file": str(large)}, "larger than"),
-        ({"keys_env": "KVTIERS_NO_SUCH"}, "has no KVTIERS_NO_SUCH"),
+        ({"keys_env": "KVTIERS_NO_SUCH"}, "KVTIERS_NO_SUCH is not set"),
         ({}, "required"),
     ):
         with pytest.raises(ConfigError, match=expected):

@@ -849,7 +849,7 @@ def test_a_folder_that_stays_hides_no_block_that_stays(
     monkeypatch.setattr(os, "rmdir", refuse)
     assert store.delete_many([second, first]) == [None, None]
     assert blocks(store) == {name(n) for n in range(4)} - {first, second}
-    assert f"{first.rpartition('/')[0]} stays, also when it is empty: Input/output error" in caplog.text
+    assert f"{first.rpartition('/')[0]} is kept, even if it is empty: Input/output error" in caplog.text
 
 
 def test_a_full_storage_is_collected_too(store: LocalStore) -> None:

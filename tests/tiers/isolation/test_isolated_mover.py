@@ -95,7 +95,7 @@ def test_auto_is_process_where_the_region_can_be_mapped(
         tier.shutdown()
     (said,) = [record.getMessage() for record in caplog.records if "isolation: auto" in record.getMessage()]
     assert "tier fs" in said
-    assert "the region is no shared mapping of a file" in said
+    assert "the region is not a shared mapping of a file" in said
 
 
 def test_thread_counts_that_nobody_gave_fit_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,8 @@ make_store = "no function"
         ("no.such.module", "no.such.module cannot be imported: ModuleNotFoundError: No module named 'no'"),
         (__name__, "has no function make_store(options) that returns a kvtiers.Store"),
         (f"{__name__}:make_others", "has no function make_others(options)"),
-        (f"{__name__}:make_nothing", "make_nothing returned a dict, and no kvtiers.Store"),
-        (f"{__name__}:make_of_words", "make_of_words refused its options: ValueError: ['a']\\x1b[2J"),
+        (f"{__name__}:make_nothing", "make_nothing returned a dict, not a kvtiers.Store"),
+        (f"{__name__}:make_of_words", "make_of_words failed with its options: ValueError: ['a']\\x1b[2J"),
     ],
 )
 def test_what_makes_no_store_is_named(module_path: str, said: str) -> None:
@@ -213,9 +213,9 @@ def test_its_bound_its_keys_and_every_command(
 def test_memory_behind_processes_is_refused() -> None:
     """Each process would have its own."""
     tier = {"type": "store", "module_path": f"{__name__}:make_memory"}
-    with pytest.raises(ConfigError, match=r"^isolation: takes other processes, .*; write thread$"):
+    with pytest.raises(ConfigError, match=r"^isolation: needs other processes, .*; write thread$"):
         Engine(tier | {"isolation": "process"})
-    with pytest.raises(ConfigError, match=r"^max_bytes: takes other processes, .*; leave it out$"):
+    with pytest.raises(ConfigError, match=r"^max_bytes: needs other processes, .*; leave it out$"):
         Engine(tier | {"isolation": "thread", "max_bytes": "1MiB"})
     Engine(tier | {"isolation": "thread"}).tier.shutdown()
 

@@ -238,7 +238,7 @@ def test_who_only_reads_sweeps_nothing_and_says_nothing(tmp_path: Path, caplog: 
         open_store(FsspecTierConfig(url=f"{server.url}/kv", read_only=True)).close()
         assert caplog.text == ""
         open_store(FsspecTierConfig(url=f"{server.url}/kv")).close()
-        assert "temporary files could not be swept" in caplog.text
+        assert "temporary files could not be removed" in caplog.text
     assert litter.exists()
     open_store(FsspecTierConfig(url=f"file://{tmp_path}/kv")).close()
     assert not litter.exists()
@@ -257,7 +257,7 @@ def test_opening_ends_where_a_server_never_answers(caplog: pytest.LogCaptureFixt
         opening.start()
         opening.join(120)
     assert len(opened) == 1
-    assert "temporary files could not be swept: FSTimeoutError" in caplog.text
+    assert "temporary files could not be removed: FSTimeoutError" in caplog.text
 
 
 def test_temporary_files_stay_where_the_driver_tells_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +475,7 @@ def test_what_somebody_else_keeps_to_himself_is_passed_over(
     refusals.names, refusals.error = {name}, PermissionError(errno.EACCES, "refused")
     for _ in range(2):
         assert list_keys(store) == (["n_r0/000/00_g0/k.bin"] if name == "001" else [])
-    assert caplog.text.count(f"{name} is passed over") == 1
+    assert caplog.text.count(f"{name} is skipped") == 1
     with pytest.raises(StorePermissionError):  # what was asked for by name
         list_keys(store, "n_r0/001/" if name == "001" else "n_r0/")
 
@@ -631,13 +631,13 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        (f"{cache}::file:///nowhere/kv", f"{cache}:// is not accepted: its cache keeps what was")
+        (f"{cache}::file:///nowhere/kv", f"{cache}:// is not accepted: its cache returns stale blocks")
         for cache in ("simplecache", "filecache", "blockcache", "cached")
     ]
     + [
         ("ftp://host/kv", "ftp:// is not accepted: its driver has one connection for all threads"),
         ("tar://kv::file:///nowhere/kv.tar", "tar:// is not accepted: its driver has one open file for all threads"),
-        ("dir::file:///nowhere/kv", "dir:// is not accepted: what it stands on .* write the folder into the URL"),
+        ("dir::file:///nowhere/kv", "dir:// is not accepted: the file system that it wraps .* write the folder into"),
         ("dir://kv::s3://bucket", "dir:// is not accepted"),
     ],
 )

@@ -737,7 +737,7 @@ def test_a_tail_that_is_no_blob_is_replaced(bench: Bench) -> None:
 
 def test_rows_that_are_no_page_multiple_are_refused(bench: Bench) -> None:
     bench.region = np.zeros((2, 5000), np.int8)
-    with pytest.raises(ConfigError, match="rows of 5000 bytes; accepted is a multiple of 4096"):
+    with pytest.raises(ConfigError, match="rows of 5000 bytes; must be a multiple of 4096"):
         bench.tier()
 
 
@@ -876,7 +876,7 @@ class TestNamespace:
         assert read(tier.store, name) == content
         bench.tier()
         assert read(tier.store, name) == good
-        assert "as after a power cut: it is written anew" in caplog.text
+        assert "as after a power cut: it is written again" in caplog.text
 
     def test_a_mismatch_names_the_field(self, bench: Bench) -> None:
         tier = bench.tier()

@@ -57,7 +57,7 @@ def test_a_storage_that_takes_blocks_again_is_in_the_log_once(
     for _ in range(2):
         counts.moved(stored(), "store")
         clock.advance(SAY_EVERY_S)
-    assert caplog.messages[1:] == ["tier fs: blocks are stored again; 1 were not"]
+    assert caplog.messages[1:] == ["tier fs: blocks are stored again; 1 were not stored"]
 
 
 @pytest.mark.parametrize("reason", ["circuit_open", "shutdown", "StorePermissionError"])

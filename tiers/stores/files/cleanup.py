@@ -1,12 +1,12 @@
-"""What a collector does below a root: remove many files, note that one was used, sweep the store's own folders.
+"""Operations of a collector below a root: remove many files, mark a file as used, sweep the store's own folders.
 
-A file is removed by plain unlinkat: the name is gone in one step, whoever has the file open goes on reading it, and
-a reader that comes later finds nothing. Renaming it first would only add a second step that can be left half done.
+A file is removed with a plain unlinkat. The name disappears in one step, readers that have the file open can finish,
+and later readers find nothing. Renaming the file first would only add a second step that might not be completed.
 
-Folders left empty are removed too, except for a namespace's own (the first component of a key). A put that had opened
-one gets ENOENT when it publishes and begins again (``folder_store``).
+Folders that become empty are removed too, except for a namespace's top folder (the first component of a key). A put
+that had opened such a folder gets ENOENT when it publishes, and starts again (``folder_store``).
 
-System calls go through the module's name ``os``, as in ``posix``; functions raise OSError.
+System calls go through the module-level name ``os``, as in ``posix``. Functions raise OSError.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBU
 def remove_blobs(
     root: RootFolder, keys: Iterable[str], on_kept: Callable[[str, OSError], None]
 ) -> Mapping[str, OSError]:
-    """Unlink files, folder by folder, and the folders that are empty then.
+    """Unlink files, folder by folder, and remove the folders that become empty.
 
     Args:
-        on_kept: told each folder that could not be removed, or one above it, where it is empty, and the error.
+        on_kept: called with a folder and the error if removing it, or an empty folder above it, failed.
 
     Returns:
-        The errors of those that are still there.
+        key -> error, for the files that still exist.
     """
     failed: dict[str, OSError] = {}
     by_folder = sorted((key.rpartition("/")[0], key) for key in keys)
@@ -63,7 +63,7 @@ def remove_blobs(
 
 
 def touch_blob(root: RootFolder, key: str) -> None:
-    """Set a file's time of last change to now, by the clock of the file system's server."""
+    """Set a file's modification time to now, by the clock of the file system's server."""
     folder, _, name = key.rpartition("/")
     dir_fd = root.open(folder or ".", OPEN_FOLDER)
     try:
@@ -73,10 +73,10 @@ def touch_blob(root: RootFolder, key: str) -> None:
 
 
 def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
-    """Remove bad blobs that have been in quarantine for so long; with 0 s all, whatever ``now`` (Unix seconds) is."""
+    """Remove bad blobs that were quarantined at least ``age_s_max`` before ``now`` (Unix seconds). 0: remove all."""
 
     def sweep_one(fd: int, name: str) -> None:
-        # A rename changes ctime and nothing else: it is when the blob was moved here.
+        # A rename changes only ctime, so ctime is the time when the blob was moved here.
         if age_s_max <= 0 or now - os.stat(name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max:
             os.unlink(name, dir_fd=fd)
 
@@ -84,7 +84,7 @@ def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
 
 
 def own_bytes(root: RootFolder) -> int:
-    """Bytes of files in the store's own folders, which no listing shows."""
+    """Total bytes of the files in the store's own folders, which listings do not include."""
     total = 0
     failures = Failures()
 
@@ -98,7 +98,7 @@ def own_bytes(root: RootFolder) -> int:
 
 
 def free_bytes(root: RootFolder) -> int:
-    """Free space of the root's file system, as far as this user may use it."""
+    """Free bytes of the root's file system that this user may use."""
     status = os.fstatvfs(root.fd)
     return status.f_bavail * status.f_frsize
 
@@ -120,10 +120,10 @@ def _remove_empty(root: RootFolder, folder: str) -> None:
 
 
 def _for_each(root: RootFolder, folder: str, call: Callable[[int, str], None], failures: Failures) -> None:
-    """Call it with the folder's descriptor and the name of each thing in it. What is gone meanwhile is passed over.
+    """Call ``call`` with the folder's descriptor and each entry's name. Skips entries that were removed meanwhile.
 
-    Another user's is as well, as of a command that was run by root: neither ours to sweep nor a reason to collect
-    nothing.
+    Also skips the folder or an entry if permission is denied, such as for files of a command run as root: this user
+    cannot remove them, and they must not stop the collection.
     """
     try:
         fd = root.open(folder, OPEN_LISTING)

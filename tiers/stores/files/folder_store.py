@@ -1,7 +1,7 @@
-"""FolderStore: the base of the stores on a file system, with one file per blob, ``<root_dir>/<key>``.
+"""FolderStore: base class of the stores on a file system; one file per blob, ``<root_dir>/<key>``.
 
-The header of ``posix`` says how a blob is read, that of ``publish`` how one is published. Beside the blobs
-the root has ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, for an operator to look at).
+The docstring of ``posix`` describes how a blob is read, and the docstring of ``publish`` how a blob is published. The
+root also holds ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, kept for an operator to inspect).
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from kvtiers.tiers.stores.vectored_io import write_all
 
 logger = get_logger(__name__)
 
-PUBLISH_ATTEMPTS_MAX = 5  # of a put under which a folder is removed
-REFUSALS_TOLD_MAX = 16  # folders named in the log, each once, because they may not be read or removed
+PUBLISH_ATTEMPTS_MAX = 5  # attempts of a put whose folder is removed while it is being written
+LOGGED_FOLDERS_MAX = 16  # folders that are logged, each once, because they cannot be read or removed
 
 
 class FolderStore(Store):
-    """Blobs as files. Any thread may call, and forked children; ``_lock`` is held to replace ``_root``. ``_refused``
-    only grows, and two threads at once may log one folder twice.
+    """Stores blobs as files. Any thread may call, also in forked children. ``_lock`` is held to replace ``_root``.
+    ``_logged_folders`` only grows; without a lock, two threads may log the same folder twice.
 
-    Files are made with mode 0600 and folders with 0700. Nothing outside the root is read or written, whatever somebody
-    puts into it: a symbolic link, a FIFO or a device under a key is BlobCorruptError.
+    Files are created with mode 0600 and folders with 0700. Nothing outside the root is read or written, even if other
+    users put links into it: a symbolic link, a FIFO or a device under a key raises BlobCorruptError.
 
     Args:
-        root_dir: the root. It is made if it is missing, and again by a put if it was removed. There may be symbolic
-            links on the way to it, but it must not be one.
+        root_dir: the root folder. It is created if it is missing, and again by a put if it was removed. Its parents may
+            be symbolic links; the root itself must not be one.
         publisher: makes blobs visible on this file system.
-        read_only: the root must be there; opening and ``sweep`` remove nothing. (The rest that writes is not called.)
-        min_free_bytes: a put that would leave less free space than this is StoreFullError. 0: none is kept. See
+        read_only: the root must exist; opening and ``sweep`` remove nothing. (Callers make no other writing calls.)
+        min_free_bytes: a put that would leave less free space than this raises StoreFullError. 0: no limit. See
             ``FreeSpace`` for several processes.
-        quarantine_count_max: how many bad blobs ``.quarantine`` holds; further ones are deleted.
-        now: Unix seconds, by the clock that stamps the files below a root.
-        monotonic: seconds, to tell how old an answer about free space is.
+        quarantine_count_max: maximum number of bad blobs in ``.quarantine``; further bad blobs are deleted.
+        now: Unix seconds, by the clock that sets the times of files below a root.
+        monotonic: seconds, to compute the age of the last measurement of free space.
 
     Attributes:
-        damaged: how many folders and files listings passed over because the disk could not read them.
+        damaged: number of folders and files that listings skipped because the disk could not read them.
 
     Raises:
         ConfigError: an argument is not accepted.
-        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is no folder or cannot be made.
+        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is not a folder or cannot be created.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FolderStore(Store):
         self._now = now
         self._read_only = read_only
         self._lock = threading.Lock()
-        self._refused: set[str] = set()
+        self._logged_folders: set[str] = set()
         self.damaged = 0
         root = self._open_root(make=not read_only)
         self._root: RootFolder | None = root
@@ -99,8 +99,8 @@ class FolderStore(Store):
         try:
             sweep(root, lambda: now(root))
         except (OSError, StoreError) as e:
-            # Litter that stays (in a read-only root, say) is no reason not to read what is there.
-            # As text: a handler that keeps the record would keep the exception's frames, and so the root open.
+            # Blobs can be read even if leftover files cannot be removed (in a read-only root, say).
+            # Log the text: a handler that keeps the record would keep the exception's frames, and so the root open.
             logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
@@ -145,11 +145,11 @@ class FolderStore(Store):
                 raise store_error(e, key) from e
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """List blobs, except below more than ``FOLDERS_DEEP_MAX`` folders."""
+        """List blobs, except those below more than ``FOLDERS_DEEP_MAX`` folders."""
         self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
         root = self._use_root(None)
         try:
-            yield from walk(root, prefix, self._tell_refused)
+            yield from walk(root, prefix, self._log_skipped)
         except OSError as e:
             raise store_error(e, prefix) from e
 
@@ -169,22 +169,22 @@ class FolderStore(Store):
             raise store_error(e, key) from e
 
     def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Whatever is there is moved, be it a folder or a link (not what it leads to).
+        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target).
 
-        Where it cannot be moved it is deleted, but for a folder that is not empty.
+        If it cannot be moved, it is deleted, except for a folder that is not empty.
         """
         root = self._use_root(key)
         try:
             why = self._publisher.quarantine(root, key, count_max=self._quarantine_count_max)
             if why:
-                self._tell_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
+                self._log_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
         except OSError as e:
             self._after_miss(root)
             if not is_absent(e):
                 raise store_error(e, key) from e
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``. Folders that are empty then are removed too."""
+        """See ``SupportsDeleteMany``. Folders that become empty are removed too."""
         root = self._use_root(None)
         outcomes: dict[str, Exception | None] = {}
         for key in keys:
@@ -193,7 +193,7 @@ class FolderStore(Store):
             except InvalidKeyError as e:
                 outcomes[key] = e
         good = [key for key, error in outcomes.items() if error is None]
-        failed = remove_blobs(root, good, self._tell_kept)
+        failed = remove_blobs(root, good, self._log_kept_folder)
         outcomes.update((key, store_error(e, key)) for key, e in failed.items())
         return [outcomes[key] for key in keys]
 
@@ -217,11 +217,12 @@ class FolderStore(Store):
             except OSError as e:
                 if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                now = float("-inf")  # to ask the server's clock takes an inode; without, only what needs no age goes
+                # Reading the server's clock needs a free inode. If it fails, keep files whose removal depends on age.
+                now = float("-inf")
             try:
                 sweep(root, lambda: now)
             except PermissionError as e:
-                self._tell_refused(PRIVATE_FOLDER, e)
+                self._log_skipped(PRIVATE_FOLDER, e)
             sweep_quarantine(root, now, quarantine_s_max)
             return own_bytes(root)
         except OSError as e:
@@ -286,24 +287,24 @@ class FolderStore(Store):
             except FileNotFoundError:
                 if attempts_left and root.is_removed():
                     root = self._replace_root(root, make=True)
-        raise StoreUnavailableError("its folder was removed again and again", key=key)
+        raise StoreUnavailableError(f"its folder was removed during each of {PUBLISH_ATTEMPTS_MAX} attempts", key=key)
 
-    def _tell_refused(self, name: str, e: OSError) -> None:
+    def _log_skipped(self, name: str, e: OSError) -> None:
         is_damaged = not isinstance(e, PermissionError)
         self.damaged += is_damaged
-        why = "it cannot be read" if is_damaged else f"uid {os.geteuid()} may not look into it"
-        self._tell_once(name, f"is passed over, {why}", e.strerror or str(e))
+        reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
+        self._log_once(name, f"is skipped, {reason}", e.strerror or str(e))
 
-    def _tell_kept(self, folder: str, e: OSError) -> None:
-        self._tell_once(folder, "stays, also when it is empty", e.strerror or str(e))
+    def _log_kept_folder(self, folder: str, e: OSError) -> None:
+        self._log_once(folder, "is kept, even if it is empty", e.strerror or str(e))
 
-    def _tell_once(self, name: str, what: str, why: str) -> None:
-        if name not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
-            self._refused.add(name)
+    def _log_once(self, name: str, what: str, why: str) -> None:
+        if name not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
+            self._logged_folders.add(name)
             logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, why)
 
     def _use_root(self, key: str | None) -> RootFolder:
-        """The root as it is now; usable until the caller drops it."""
+        """Return the current root, which stays usable until the caller drops it. Checks ``key`` unless it is None."""
         root = self._root
         if root is None:
             raise StoreClosedError(f"the store at {self.root_dir} is closed", key=key or "")
@@ -312,12 +313,12 @@ class FolderStore(Store):
         return root
 
     def _after_miss(self, root: RootFolder) -> None:
-        """If something was missing because the root was removed, use the one that somebody has made since, if any."""
+        """After a failed call: if the root was removed, open the root that replaced it, if there is one."""
         if root.is_removed():
             try:
                 self._replace_root(root, make=False)
             except StoreError:
-                pass  # nobody has; a put will make it, or say why not
+                pass  # no new root yet; the next put creates it, or reports why it cannot
 
     def _replace_root(self, removed: RootFolder, *, make: bool) -> RootFolder:
         with self._lock:
@@ -334,5 +335,5 @@ class FolderStore(Store):
             error = store_error(e, "")
             if isinstance(error, (BlobNotFoundError, BlobCorruptError, InvalidKeyError)):
                 error = StoreConfigError(str(error))
-            # Say which folder: an operator has to look at it.
-            raise type(error)(f"root_dir {self.root_dir!r} must be a folder (no symbolic link): {error}") from e
+            # Name the folder, because an operator has to look at it.
+            raise type(error)(f"root_dir {self.root_dir!r} must be a folder (not a symbolic link): {error}") from e

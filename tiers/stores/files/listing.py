@@ -1,6 +1,6 @@
-"""Listing the blobs below a root folder.
+"""Lists the blobs below a root folder.
 
-System calls go through the module's name ``os``, as in ``posix``; functions raise OSError.
+System calls go through the module-level name ``os``, as in ``posix``. Functions raise OSError.
 """
 
 from __future__ import annotations
@@ -19,25 +19,30 @@ from kvtiers.tiers.stores.files.posix import OPEN_LISTING, RootFolder, close_rea
 
 T = TypeVar("T")
 
-DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # by the last two ext4 and XFS say that a checksum does not fit
-DAMAGED_MAX = 16  # in one listing; where there are more the device or its connection is gone, and nothing can be told
-#: By which a mount says that it has lost its server. From the root's own mount it says nothing of one folder.
+DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # ext4 and XFS report a wrong checksum with the last two
+DAMAGED_MAX = 16  # damaged entries in one listing; more mean that the device or its connection is gone
+#: Errors of a mount that has lost its server. From the root's own mount, they do not concern a single folder.
 UNREACHABLE = (errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV)
 
 
-def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
+def walk(root: RootFolder, prefix: str, on_skipped: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
     """Yield the regular files below the root whose key starts with ``prefix``, in the order of the folders.
 
-    Dot names, symbolic links and names that are no keys are passed over, and so is what this user may not look into:
-    a root that is a mount point has a ``lost+found``, and a command that was run by root leaves folders of root's. One
-    such folder must not hide all others; nor must one that is removed meanwhile, here or by another host, nor what is
-    damaged or a mount that has lost its server: a folder's listing ends there. Damaged is what fails twice while the
-    root answers: by EIO soft mounts say of all that their server is away. Holds one listing (two descriptors) per level
-    of folders and nothing else, however many files there are.
+    One bad entry must not hide all others, so the listing skips:
+
+    - dot names, symbolic links and names that are not valid keys;
+    - folders that this user may not read: ``lost+found`` in a mount point, or folders left by a command run as root;
+    - files and folders that are removed during the listing, by this host or another;
+    - damaged files and folders: they fail twice while the root still answers. (EIO alone is not enough: on a soft mount
+      every call fails with EIO while the server is away.) The listing of a damaged folder ends at the damage;
+    - mounts that have lost their server.
+
+    Holds one open listing (two descriptors) per level of folders, however many files there are.
 
     Args:
-        on_refused: told the name below the root of each that was refused or is damaged, and the error. The root itself,
-            and the folder that ``prefix`` names, raise, and so does whatever is damaged beyond ``DAMAGED_MAX``.
+        on_skipped: called with the name, relative to the root, and the error of each entry that was skipped for lack of
+            permission or because of damage. Such errors are raised for the root itself, for the folder that ``prefix``
+            names, and for damage beyond ``DAMAGED_MAX`` entries.
     """
     start, slash, name_prefix = prefix.rpartition("/")
     if slash:
@@ -53,14 +58,14 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
         raise
     damaged_count = 0
 
-    def pass_over(name: str, e: OSError) -> None:
+    def skip(name: str, e: OSError) -> None:
         nonlocal damaged_count
         is_damaged = e.errno in DAMAGED or (e.errno in UNREACHABLE and _is_mounted(root, name))
         damaged_count += is_damaged
         if isinstance(e, PermissionError) or (is_damaged and damaged_count <= DAMAGED_MAX):
-            on_refused(name, e)
+            on_skipped(name, e)
         else:
-            _check_is_gone(e, root)
+            _raise_unless_stale(e, root)
 
     try:
         while stack:
@@ -70,10 +75,10 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
             except OSError as e:
                 if len(stack) == 1:
                     raise
-                again = _ask_again(listing.read_again, e, root)
+                again = _retry_if_damaged(listing.read_again, e, root)
                 if again is None:
-                    raise  # the rest of it is there and was not listed
-                pass_over(listing.prefix.rstrip("/"), again)
+                    raise  # the folder can be read after all, but the rest of it was not listed
+                skip(listing.prefix.rstrip("/"), again)
                 entry = None
             if entry is None:
                 stack.pop().close()
@@ -84,20 +89,20 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
                 try:
                     found = listing.find(entry)
                 except OSError as e:
-                    found = _ask_again(partial(listing.find, entry), e, root)
+                    found = _retry_if_damaged(partial(listing.find, entry), e, root)
                 if isinstance(found, KeyInfo):
                     yield found
                 elif isinstance(found, _Listing):
                     stack.append(found)
                 elif found is not None:
-                    pass_over(listing.prefix + entry.name, found)
+                    skip(listing.prefix + entry.name, found)
     finally:
         for listing in stack:
             listing.close()
 
 
 def folder_names(root: RootFolder) -> list[str]:
-    """Names of the folders right below the root that blobs may be in."""
+    """Names of the folders directly below the root that may hold blobs."""
     fd = root.open(".", OPEN_LISTING)
     try:
         with os.scandir(fd) as entries:
@@ -107,38 +112,38 @@ def folder_names(root: RootFolder) -> list[str]:
 
 
 class Failures:
-    """Of files in a folder that is gone through: a few that the disk cannot read, or that are busy, keep no others."""
+    """Counts the errors of single files while a folder is processed, so that a few bad files do not stop the rest."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def note(self, e: OSError) -> None:
-        """Raise it, unless it is one of a few."""
+        """Count an error. Raise it unless it is EBUSY or damage, and one of the first ``DAMAGED_MAX``."""
         self._count += 1
         if e.errno not in (*DAMAGED, errno.EBUSY) or self._count > DAMAGED_MAX:
             raise e
 
 
-def _ask_again(ask: Callable[[], T], e: OSError, root: RootFolder) -> T | OSError:
-    """The answer to what looked damaged, or the error.
+def _retry_if_damaged(call: Callable[[], T], e: OSError, root: RootFolder) -> T | OSError:
+    """Repeat a call that failed with an error in ``DAMAGED``. Returns its result or error; any other ``e`` as it is.
 
     Raises:
-        OSError: the root does not answer either. It is asked for its free space, which no client remembers.
+        OSError: the root does not answer either. Its free space is requested, because clients do not cache that.
     """
     if e.errno not in DAMAGED:
         return e
     os.fstatvfs(root.fd)
     try:
-        return ask()
+        return call()
     except OSError as again:
         return again
 
 
-def _check_is_gone(e: OSError, root: RootFolder) -> None:
-    """Raise, unless NFS says by the error that another host removed what was looked at, and the root is still there."""
+def _raise_unless_stale(e: OSError, root: RootFolder) -> None:
+    """Raise unless the error is NFS's for a file or folder that another host removed, and the root still exists."""
     if e.errno != errno.ESTALE:
         raise e
-    os.fstat(root.fd)  # where all is gone, a listing that ends without an error would say that nothing is stored
+    os.fstat(root.fd)  # if the root is gone, a listing that ends without an error would mean that nothing is stored
 
 
 def _is_mounted(root: RootFolder, name: str) -> bool:
@@ -149,7 +154,7 @@ def _is_mounted(root: RootFolder, name: str) -> bool:
     return is_mount_point(path)
 
 
-# Folders on the way to a blob. Ours have a handful; a foreign tree that is deep must not take all descriptors.
+# Maximum depth of folders. kvtiers uses only a few levels, and a deep foreign tree must not use up all descriptors.
 FOLDERS_DEEP_MAX = 64
 
 
@@ -157,8 +162,8 @@ class _Listing:
     """A folder being listed; owns ``fd``.
 
     Attributes:
-        is_plain: nothing in ``prefix`` needs a closer look. Where that is so of a name, too, the two joined are a key
-            (see ``check_key``) unless they are too long.
+        is_plain: ``prefix`` has only characters that need no check. If a name has only such characters too, prefix and
+            name joined are a valid key (see ``check_key``) unless they are too long.
     """
 
     __slots__ = ("entries", "fd", "is_plain", "prefix")
@@ -174,16 +179,16 @@ class _Listing:
             raise
 
     def find(self, entry: os.DirEntry[str]) -> KeyInfo | _Listing | None:
-        """A file's, or a folder's; None for what is neither."""
+        """Return a file's KeyInfo or a folder's _Listing; None for anything else."""
         name = entry.name
-        # check_key for every file would take a tenth of a listing's time.
+        # Calling check_key for every file would take a tenth of a listing's time.
         is_plain = self.is_plain and name.isascii() and name.isprintable() and "\\" not in name
         if entry.is_dir(follow_symlinks=False):
             return self.enter(name, is_plain)
         return self.info(name, is_plain) if entry.is_file(follow_symlinks=False) else None
 
     def enter(self, name: str, is_plain: bool) -> _Listing | None:
-        """A folder in this one; None where it was removed or replaced since it was listed, or is too deep for blobs."""
+        """Open a subfolder; None if it was removed or replaced since it was listed, or is too deep for blobs."""
         if self.prefix.count("/") >= FOLDERS_DEEP_MAX:
             return None
         try:
@@ -194,7 +199,7 @@ class _Listing:
             raise
 
     def info(self, name: str, is_plain: bool) -> KeyInfo | None:
-        """A file in this folder; None where it was removed since it was listed, or its name is no key."""
+        """Return the KeyInfo of a file; None if it was removed since it was listed, or its name is not a valid key."""
         key = self.prefix + name
         try:
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
@@ -205,8 +210,8 @@ class _Listing:
         return KeyInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
     def read_again(self) -> None:
-        """Go through all of it. What was found is not yielded, as a part of it was."""
-        self.entries.close()  # both would share one place in the folder
+        """Read the whole folder again. Its entries are not yielded, because some of them were yielded before."""
+        self.entries.close()  # two iterators on one descriptor would share their position
         self.entries = os.scandir(self.fd)
         for _ in self.entries:
             pass

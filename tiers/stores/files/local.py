@@ -1,6 +1,6 @@
 """LocalStore: one file per blob, ``<root_dir>/<key>``, on a file system of this host.
 
-All of it is in ``folder_store``, ``posix`` and ``publish``.
+The implementation is in ``folder_store``, ``posix`` and ``publish``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from kvtiers.tiers.stores.files.publish import Publisher
 
 
 class LocalStore(FolderStore):
-    """Blobs as files of this host; see ``FolderStore``.
+    """Stores blobs as files of this host; see ``FolderStore``.
 
     Args:
         root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
-        durability: "data": a blob that was put survives a power cut; 2 MiB then take 8 ms, not 0.6. "none": a power
-            cut may lose or tear it, which its seal shows. A process that dies tears nothing either way.
-        clock: Unix seconds, to tell the age of other hosts' files in ``.tmp``.
+        durability: "data": a stored blob survives a power failure; a put of 2 MiB then takes 8 ms instead of 0.6 ms.
+            "none": a power failure may lose or corrupt a blob; its seal reveals the corruption. With either setting, a
+            process that dies leaves no incomplete blob.
+        clock: Unix seconds, to compute the age of other hosts' files in ``.tmp``.
 
     Raises:
         ConfigError: an argument is not accepted.
-        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is no folder or cannot be made.
+        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is not a folder or cannot be created.
     """
 
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=False)

@@ -1,4 +1,4 @@
-"""What file system a path is on, and what is unwise about an NFS mount. Nothing in one is touched: it may hang."""
+"""Reads the mount table: a path's file system, and bad options of an NFS mount. Never touches a mount: it may hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RECOMMENDED_OPTIONS = (
 )
 TRANSFER_BYTES_MIN = 256 << 10
 MOUNTINFO = "/proc/self/mountinfo"  # see proc(5)
-#: One host's own. What else hosts share (CephFS, Lustre, FUSE) may be meant.
+#: File systems that belong to one host. Other shared file systems (CephFS, Lustre, FUSE) may be intended.
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 NAMES_CACHED_S_MAX = 60  # acdirmax's default
 
@@ -25,12 +25,12 @@ class _Mount:
 
 
 def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = MOUNTINFO) -> list[str]:
-    """What is unwise about the NFS mount a folder is on, for an operator; empty where nothing is, or it is no NFS.
+    """List bad options of the NFS mount that a folder is on, for an operator. Empty if there are none or it is not NFS.
 
-    Looks at nothing inside the mount, which may hang.
+    Accesses nothing inside the mount, which may hang.
 
     Args:
-        root_dir: need not exist.
+        root_dir: the folder; it need not exist.
 
     Raises:
         OSError: ``mountinfo`` cannot be read.
@@ -38,14 +38,14 @@ def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = MOUNTIN
     mount = _mount_of(os.path.abspath(root_dir), _read_mounts(mountinfo))
     if mount is None or mount.type not in ("nfs", "nfs4"):
         return []
-    found = list(_judge(mount.options))
+    found = list(_find_bad_options(mount.options))
     if found:
         found.append(f"recommended: mount -t nfs -o {RECOMMENDED_OPTIONS} SERVER:/EXPORT {mount.point}")
     return [f"{mount.point}: {finding}" for finding in found]
 
 
 def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = MOUNTINFO) -> str:
-    """Type of a path's file system, such as ``ext4``; "" where it is not known. Asks no mount that may hang."""
+    """Type of a path's file system, such as ``ext4``; "" if unknown. Accesses no mount that may hang."""
     try:
         mount = _mount_of(os.path.abspath(path), _read_mounts(mountinfo))
     except OSError:  # /proc may be hidden
@@ -54,7 +54,7 @@ def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = MOUNTINFO
 
 
 def is_mount_point(path: str, *, mountinfo: str = MOUNTINFO) -> bool:
-    """Whether something is mounted right there, by the kernel's table: it may not answer itself."""
+    """Whether ``path`` is a mount point, according to the kernel's table, because the mount itself may hang."""
     try:
         return any(mount.point == path for mount in _read_mounts(mountinfo))
     except OSError:
@@ -62,46 +62,46 @@ def is_mount_point(path: str, *, mountinfo: str = MOUNTINFO) -> bool:
 
 
 def missing_mount(root_dir: str | os.PathLike[str]) -> str:
-    """What to say of a folder that is on this host's own file system, as where a mount is missing; else ""."""
+    """A warning if an NFS folder is on this host's own file system, as when its mount is missing; otherwise ""."""
     kind = file_system_type(root_dir)
     if kind not in _LOCAL:
         return ""
     return (
-        f"{os.fspath(root_dir)} is on no NFS mount ({kind}); if a mount is missing, mount it before the engine starts: "
-        "no other host finds what is stored here. For this host's own disk there is type: fs"
+        f"{os.fspath(root_dir)} is not on an NFS mount ({kind}); if the mount is missing, mount it before the engine "
+        "starts: other hosts do not see blocks stored here. For this host's own disk, use type: fs"
     )
 
 
-def _judge(options: dict[str, str]) -> Iterator[str]:
+def _find_bad_options(options: dict[str, str]) -> Iterator[str]:
     if "ro" in options:
         yield "ro: nothing can be stored"
     if "hard" in options:
         yield (
-            "hard: a call to a dead server waits for ever. Keep isolation: process, whose workers can be killed then, "
+            "hard: a call to a dead server waits forever. Keep isolation: process, so that its workers can be killed, "
             "or mount with softerr"
         )
     lookupcache = options.get("lookupcache", "all")
     if lookupcache == "none":
-        yield "lookupcache=none: every open asks the server for each folder on the way; lookupcache=pos is enough"
+        yield "lookupcache=none: every open asks the server for each folder of the path; lookupcache=pos is enough"
     elif lookupcache != "pos":
         yield (
-            "no lookupcache=pos: a block that was asked for before another host stored it stays a miss here for up to "
-            f"{options.get('acdirmax', NAMES_CACHED_S_MAX)} s"
+            "lookupcache=pos is missing: a block that was looked up before another host stored it stays a miss on this "
+            f"host for up to {options.get('acdirmax', NAMES_CACHED_S_MAX)} s"
         )
     version = options.get("vers", "")
     if version.startswith(("2", "3")):
-        yield f"vers={version}: a block deleted elsewhere while it is read fails (ESTALE) and is a miss; use vers=4.2"
+        yield f"vers={version}: a block that another host deletes during a read is a miss (ESTALE); use vers=4.2"
     if "noac" in options:
-        yield "noac: no attribute is cached and every write waits for the server's disk"
+        yield "noac: attributes are not cached, and every write waits for the server's disk"
     if int(options.get("acdirmax", NAMES_CACHED_S_MAX)) > NAMES_CACHED_S_MAX:
-        yield f"acdirmax={options['acdirmax']} (or actimeo): changes by other hosts are seen that many seconds late"
+        yield f"acdirmax={options['acdirmax']} (or actimeo): other hosts' changes are seen up to that many seconds late"
     if "sync" in options:
         yield "sync: every write waits for the server's disk"
     if options.get("proto", "tcp").startswith("udp"):
         yield "proto=udp: lost packets stall whole blocks, and above 1 Gbit/s data may be corrupted (nfs(5))"
     for name in ("rsize", "wsize"):
         if int(options.get(name, TRANSFER_BYTES_MIN)) < TRANSFER_BYTES_MIN:
-            yield f"{name}={options[name]}: many small requests a block; 1048576 is usual"
+            yield f"{name}={options[name]}: too many small requests for each block; use 1048576"
 
 
 def _read_mounts(mountinfo: str) -> list[_Mount]:
@@ -110,7 +110,7 @@ def _read_mounts(mountinfo: str) -> list[_Mount]:
 
 
 def _parse_mount(line: str) -> _Mount:
-    """``36 35 0:49 / /mnt/a rw,noatime shared:1 - nfs4 server:/export rw,vers=4.2,hard``."""
+    """Parse a line like ``36 35 0:49 / /mnt/a rw,noatime shared:1 - nfs4 server:/export rw,vers=4.2,hard``."""
     before, _, after = line.rstrip("\n").partition(" - ")
     point, own = before.split(" ")[4:6]
     kind, _, options = after.split(" ", 2)
@@ -123,8 +123,8 @@ def _unescape(text: str) -> str:
 
 
 def _mount_of(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
-    """The mount a path is on. Symbolic links are followed as far as this host's own file systems have them."""
-    for _ in range(40):  # as many links as Linux follows
+    """The mount that a path is on. Follows only symbolic links on this host's own file systems."""
+    for _ in range(40):  # Linux follows at most this many links
         mount = _innermost(path, mounts)
         parts = path.strip("/").split("/")
         prefixes = ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
@@ -143,5 +143,5 @@ def _mount_of(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
 
 def _innermost(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
     within = [m for m in mounts if m.point == "/" or path == m.point or path.startswith(m.point + "/")]
-    # Of several at one point the last one is on top.
+    # If several file systems are mounted at one point, the last one is visible.
     return max(enumerate(within), key=lambda item: (len(item[1].point), item[0]))[1] if within else None

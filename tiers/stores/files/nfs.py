@@ -1,20 +1,22 @@
-"""NfsStore: one file per blob, ``<root_dir>/<key>``, on a folder that several hosts have mounted by NFS.
+"""NfsStore: one file per blob, ``<root_dir>/<key>``, in a folder that several hosts mount over NFS.
 
-How NFS (v3 and v4) differs from a local file system, and what is done about it:
+How NFS (v3 and v4) differs from a local file system, and how this store handles each difference:
 
-- Names are cached, absent ones too: a name that is looked up before another host makes it stays absent here for up to
-  30 s (``acdirmin``). Mount with ``lookupcache=pos``. Blobs are published and read without a look first; only ``size``
-  and ``get_tail`` look.
-- Contents are cached: a file that is changed in place is read stale elsewhere. No file is changed once it has a name;
-  ``overwrite`` renames a new one over it.
-- A write may fail only at close: close is checked, before the file gets its name.
-- A file that another host removed while it was open is ESTALE: it is opened once more, then it is a miss.
-- O_TMPFILE, RENAME_NOREPLACE, locks, access times and extended attributes are not there, or not to be relied on: none
-  is used. Publishing is link and unlink, or rename, from a private name that says host, boot and process.
-- Clocks differ: the age of another host's private file is told by the server's clock.
-- Reads and writes go through the page cache: with O_DIRECT the kernel may fill a buffer after its process is gone.
+- Names are cached, including absent names: if a name is looked up before another host creates it, it stays absent here
+  for up to 30 s (``acdirmin``). Mount with ``lookupcache=pos``. Blobs are published and read without a prior lookup;
+  only ``size`` and ``get_tail`` look names up.
+- Contents are cached: if a file is changed in place, other hosts read stale data. So no file is changed once it has its
+  name; ``overwrite`` renames a new file over the old one.
+- A failed write may be reported only at close. So the result of close is checked before the file gets its name.
+- Reading a file that another host removed while it was open fails with ESTALE. The file is opened once more; if that
+  fails too, it is a miss.
+- O_TMPFILE, RENAME_NOREPLACE, locks, access times and extended attributes are missing or unreliable, so none is used.
+  Publishing uses link and unlink, or rename, from a private name that contains host, boot and process.
+- Hosts' clocks differ, so the age of another host's private file is computed with the server's clock.
+- Reads and writes go through the page cache: with O_DIRECT the kernel may fill a buffer after its process has ended.
 
-A hung server hangs every call here, and a thread in one cannot be ended: use this store in ``tiers.isolation.store``.
+If the server hangs, every call here hangs, and a thread in such a call cannot be stopped. Use this store through
+``tiers.isolation.store``.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ T = TypeVar("T")
 
 
 class NfsStore(FolderStore):
-    """Blobs as files that other hosts see; see ``FolderStore``.
+    """Stores blobs as files that other hosts can read; see ``FolderStore``.
 
     Args:
         root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
 
     Raises:
         ConfigError: an argument is not accepted.
-        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is no folder or cannot be made.
+        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is not a folder or cannot be created.
     """
 
-    # link(2) has one winner, also among hosts. A call mostly waits for the server.
+    # Of concurrent link(2) calls exactly one succeeds, even across hosts. A call mostly waits for the server.
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
 
     def __init__(
@@ -76,11 +78,11 @@ class NfsStore(FolderStore):
         used_at: float | None = None,
     ) -> bool:
         put = super()._put
-        return _again_if_stale(lambda: put(key, parts, look, overwrite=overwrite, used_at=used_at))
+        return _retry_if_stale(lambda: put(key, parts, look, overwrite=overwrite, used_at=used_at))
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         try:
-            _again_if_stale(lambda: super(NfsStore, self)._get_into(key, parts, look))
+            _retry_if_stale(lambda: super(NfsStore, self)._get_into(key, parts, look))
         except StoreUnavailableError as e:
             if _is_stale(e):
                 raise BlobNotFoundError("removed by another host", key=key) from e
@@ -103,15 +105,15 @@ class NfsStore(FolderStore):
     @staticmethod
     def _none_if_stale(call: Callable[[], T | None]) -> T | None:
         try:
-            return _again_if_stale(call)
+            return _retry_if_stale(call)
         except StoreUnavailableError as e:
             if _is_stale(e):
                 return None
             raise
 
 
-def _again_if_stale(call: Callable[[], T]) -> T:
-    """Call once more if it is: names are looked up anew then, and the root is opened anew if that was removed."""
+def _retry_if_stale(call: Callable[[], T]) -> T:
+    """Make the call, and retry once after ESTALE. The retry looks names up again and reopens the root if needed."""
     try:
         return call()
     except StoreUnavailableError as e:

@@ -1,29 +1,29 @@
-"""How a blob becomes visible on a file system: whole, at once, or not at all, also when the writer dies.
+"""Publishes blobs atomically on a file system: a blob is visible either complete or not at all, even if a writer dies.
 
-A new blob, where the file system has unnamed files (O_TMPFILE: ext4, XFS, Btrfs, tmpfs, overlayfs)::
+Way 1, for a new blob on a file system with unnamed files (O_TMPFILE: ext4, XFS, Btrfs, tmpfs, overlayfs)::
 
-    openat2(root, folder)       made with its parents where missing, 0700
-    openat(folder, O_TMPFILE)   0600; it has no name, so a writer that dies leaves nothing
-    pwritev                     straight from the parts, until all is written (in pieces where each is looked at)
+    openat2(root, folder)       created with its parents if missing, 0700
+    openat(folder, O_TMPFILE)   0600; the file has no name, so a writer that dies leaves nothing
+    pwritev                     directly from the parts, until all is written (in pieces if the caller passed ``look``)
     [fdatasync]                 durability "data"
     linkat(folder, name)        publishes; EEXIST: the key was stored before, which is success
     close
     [fsync(folder)]             durability "data"
 
-A blob that replaces another (linkat never replaces), and every blob where there are no unnamed files (NFS, FUSE)::
+Way 2, for a blob that replaces another (linkat never replaces), and for every blob without unnamed files (NFS, FUSE)::
 
     openat(<root>/.tmp, private name, O_CREAT|O_EXCL)
     pwritev, [fdatasync]
-    close                       before it is published: NFS reports a failed write only here
-    renameat(private, name)     to replace; else linkat(private, name) and unlinkat(private)
+    close                       before publishing, because NFS reports a failed write only here
+    renameat(private, name)     to replace; otherwise linkat(private, name) and unlinkat(private)
 
-Measured on tmpfs (Linux 6.18), in µs of CPU per blob beyond plain open, pwritev and close of the same file: unnamed 8.4
-(10 where the name must go by /proc), private and renamed 13, private and linked 14. Only the first leaves nothing
-behind when it is killed.
+CPU cost per blob on tmpfs (Linux 6.18), beyond plain open, pwritev and close of the same file: unnamed 8.4 µs (10 µs if
+linked through /proc), private and renamed 13 µs, private and linked 14 µs. Only way 1 leaves nothing behind when the
+writer is killed.
 
-A writer that dies at the second leaves its private file. Its name, ``<host>-<boot>-<pid namespace>-<pid>-<start
-time>-<store>-<count>``, says whose it is, and the next store that opens the root removes it: at once where that
-process of this host is gone, after ``STALE_AGE_S_MAX`` where it was another host's.
+In way 2, a writer that dies leaves its private file. The file's name, ``<host>-<boot>-<pid namespace>-<pid>-<start
+time>-<store>-<count>``, identifies the writer. The next store that opens the root removes the file: at once if the
+writer was a process of this host that has ended, and after ``STALE_AGE_S_MAX`` if it was on another host.
 """
 
 from __future__ import annotations
@@ -49,45 +49,45 @@ from kvtiers.tiers.stores.files.posix import (
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
-STALE_AGE_S_MAX = 3600.0  # no writer takes an hour for one blob, and clocks of hosts are nearer than that
+STALE_AGE_S_MAX = 3600.0  # no writer needs an hour for one blob, and hosts' clocks differ by less than an hour
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
-# EISDIR: a kernel that does not know the flag. EINVAL: some FUSE servers.
+# EISDIR: the kernel does not support the flag. EINVAL: from some FUSE servers.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Publisher:
-    """Writes blobs below a root. Any thread may call; holds no descriptor, so it works in forked children.
+    """Publishes blobs below a root. Any thread may call. Holds no descriptor, so it works in forked children.
 
     Args:
-        durable: a blob that was published survives a power cut.
-        unnamed_files: use O_TMPFILE where the file system has it. False: it is known not to.
+        durable: a published blob survives a power failure.
+        unnamed_files: use O_TMPFILE if the file system supports it. False: do not try, it is known to be unsupported.
     """
 
     def __init__(self, *, durable: bool = False, unnamed_files: bool = True) -> None:
         self._durable = durable
-        # Any thread may set it, to False only; one that still reads True finds out for itself.
-        # Without /proc an unnamed file cannot be given a name.
+        # Any thread may set this to False. A thread that still reads True finds out by its own failed attempt.
+        # Without /proc, an unnamed file cannot be given a name.
         self._unnamed_files = unnamed_files and os.path.isdir("/proc/self/fd")
         self._link_open_file = True
         self._names = PrivateNames()
 
     def publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
-        """Store a file under ``key``. False: something is there and stays.
+        """Store a file under ``key``. Returns False if the key exists and was left unchanged.
 
         Args:
-            write: fills an empty file, given its descriptor; what it raises comes out.
+            write: fills an empty file, given its descriptor. Its exceptions are passed on.
 
         Raises:
-            FileNotFoundError: a folder on the way, or the root, was removed meanwhile.
-            OSError: anything else.
+            FileNotFoundError: the root, or a folder on the path, was removed meanwhile.
+            OSError: any other failure.
         """
         folder, _, name = key.rpartition("/")
         dir_fd = root.make_folder(folder)
         try:
-            # Only to save the writing: of two who find nothing, one will find the other's at the end.
+            # This check only saves needless writes. If two writers both find no file, the link call decides.
             if not overwrite and os.access(name, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
                 published = False
             elif not overwrite and self._unnamed_files and (fd := self._open_unnamed(dir_fd)) >= 0:
@@ -101,14 +101,14 @@ class Publisher:
             close_reader(dir_fd)
 
     def quarantine(self, root: RootFolder, key: str, *, count_max: int) -> str:
-        """Move what is under ``key`` into the quarantine folder, or delete it where that fails or holds ``count_max``.
+        """Move the file under ``key`` into quarantine. Delete it if that fails or quarantine holds ``count_max`` files.
 
         Returns:
-            Why it could not be moved; "" where it was, or the folder is full.
+            Why the file could not be moved; "" if it was moved, or the folder is full.
 
         Raises:
-            FileNotFoundError: nothing is there.
-            OSError: it can be neither moved nor deleted.
+            FileNotFoundError: there is no file under ``key``.
+            OSError: the file can be neither moved nor deleted.
         """
         folder, _, name = key.rpartition("/")
         dir_fd = root.open(folder or ".", OPEN_FOLDER)
@@ -118,8 +118,8 @@ class Publisher:
                     return ""
                 why = ""
             except (OSError, StoreConfigError) as e:
-                why = str(e)  # as text: the exception's frames hold the root
-            # Also after ENOENT, which may be the quarantine folder's: this says whether the blob is there.
+                why = str(e)  # text only, because the exception's frames would keep the root open
+            # Also after ENOENT, which may concern the quarantine folder: the unlink shows whether the blob exists.
             try:
                 os.unlink(name, dir_fd=dir_fd)
             except IsADirectoryError:
@@ -129,7 +129,7 @@ class Publisher:
             close_reader(dir_fd)
 
     def _move_aside(self, root: RootFolder, dir_fd: int, name: str, count_max: int) -> bool:
-        """False: the quarantine folder is full."""
+        """Move a file into the quarantine folder. Returns False if the quarantine folder is full."""
         aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
         try:
             if _count_entries(aside_fd) >= count_max:
@@ -141,7 +141,7 @@ class Publisher:
             close_reader(aside_fd)
 
     def _open_unnamed(self, dir_fd: int) -> int:
-        """-1 where this file system has no unnamed files."""
+        """Open an unnamed file and return its descriptor; -1 if this file system has no unnamed files."""
         try:
             return os.open(".", OPEN_UNNAMED, FILE_MODE, dir_fd=dir_fd)
         except OSError as e:
@@ -151,7 +151,7 @@ class Publisher:
             return -1
 
     def _publish_unnamed(self, root: RootFolder, fd: int, dir_fd: int, name: str, write: Callable[[int], None]) -> bool:
-        """Owns ``fd``."""
+        """Write an unnamed file and link it. Closes ``fd``. Returns False if the name exists already."""
         published = False
         try:
             self._write(root, fd, write)
@@ -161,13 +161,13 @@ class Publisher:
             except FileExistsError:
                 pass
             except OSError as e:
-                _refuse_without_links(e)
+                _raise_if_no_hard_links(e)
                 raise
         finally:
             try:
                 os.close(fd)
             except OSError:
-                # A FUSE server may refuse the bytes only now, when they are published.
+                # A FUSE server may reject the data only at close, after the file was published.
                 if published:
                     _unlink_quietly(name, dir_fd)
                 raise
@@ -179,7 +179,7 @@ class Publisher:
                 link_open_file(fd, name, dir_fd)
                 return
             except (FileNotFoundError, PermissionError):
-                pass  # we are not let; or the folder was removed, which the next call says
+                pass  # not permitted, or the folder was removed; in that case, os.link below raises the error
         os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=dir_fd)
         self._link_open_file = False
 
@@ -205,7 +205,7 @@ class Publisher:
                     except FileExistsError:
                         return False
                     except OSError as e:
-                        _refuse_without_links(e)
+                        _raise_if_no_hard_links(e)
                         raise
                 return True
             finally:
@@ -222,12 +222,12 @@ class Publisher:
 
 
 class FreeSpace:
-    """Keeps writers out of a reserve of free space.
+    """Keeps writers from using a reserve of free space.
 
-    Asking the file system is a system call, so an answer is used for ``PERIOD_S``, less what was written since, as
-    long as it is ``NEAR_BYTES`` above the reserve. Nearer than that every put asks. So what other processes write
-    unseen (PERIOD_S long, at less than NEAR_BYTES per PERIOD_S) does not reach the reserve either. What they are
-    writing at that very moment does: one block for each other process, the workers of a tier among them.
+    Reading the free space is a system call. So a result is reused for ``PERIOD_S``, minus the bytes reserved since, as
+    long as it is ``NEAR_BYTES`` above the reserve. Below this margin, every put reads the free space. The margin also
+    covers other processes' writes during PERIOD_S, if they write less than NEAR_BYTES per PERIOD_S. It does not cover
+    their puts in progress at that moment: one block for each other process, including the workers of a tier.
 
     Any thread may call; ``_lock`` owns the fields.
     """
@@ -245,17 +245,17 @@ class FreeSpace:
 
     @contextlib.contextmanager
     def reserved(self, root: RootFolder, size: int, key: str) -> Iterator[None]:
-        """Keep room for a blob while it is written.
+        """Reserve room for a blob while it is being written.
 
         Raises:
-            StoreFullError: it would reach into the reserve.
-            OSError: the file system does not say.
+            StoreFullError: the blob would use part of the reserve.
+            OSError: the free space cannot be read.
         """
         with self._lock:
             now = self._clock()
             if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
                 status = os.fstatvfs(root.fd)
-                # What is being written may be counted twice, as reserved and as written: it errs to the safe side.
+                # Bytes being written may be counted twice, as reserved and as written; this errs on the safe side.
                 self._room_bytes = status.f_bavail * status.f_frsize - self._min_free_bytes - self._in_flight_bytes
                 self._asked_at = now
             if self._room_bytes < size:
@@ -272,7 +272,7 @@ class FreeSpace:
 
 
 def sweep(root: RootFolder, now: Callable[[], float]) -> None:
-    """Remove the private files of dead writers. ``now``: Unix seconds, asked for only where there may be such files."""
+    """Remove the private files of dead writers. ``now``: Unix seconds; called only if the private folder exists."""
     try:
         fd = root.open(PRIVATE_FOLDER, OPEN_LISTING)
     except FileNotFoundError:
@@ -288,7 +288,7 @@ def sweep(root: RootFolder, now: Callable[[], float]) -> None:
                     if age_s > STALE_AGE_S_MAX or _is_dead(entry.name, machine):
                         os.unlink(entry.name, dir_fd=fd)
                 except (FileNotFoundError, IsADirectoryError):
-                    pass  # swept by another store; or nothing of ours
+                    pass  # removed by another store, or a folder, which kvtiers did not create
                 except OSError as e:
                     failures.note(e)
     finally:
@@ -296,7 +296,7 @@ def sweep(root: RootFolder, now: Callable[[], float]) -> None:
 
 
 def storage_time(root: RootFolder) -> float:
-    """Unix seconds by the clock that stamps files below a root: on NFS the server's, which may not be this host's."""
+    """Unix seconds by the clock that sets files' times below a root: on NFS, the server's clock, not this host's."""
     dir_fd = _make_own_folder(root, PRIVATE_FOLDER)
     try:
         name = PrivateNames().make()
@@ -311,12 +311,12 @@ def storage_time(root: RootFolder) -> float:
 
 
 class PrivateNames:
-    """Names no other writer uses, for files in ``PRIVATE_FOLDER``."""
+    """Creates file names for ``PRIVATE_FOLDER`` that no other writer uses."""
 
     def __init__(self) -> None:
         self._store = secrets.token_hex(4)  # a process may have several stores
         self._count = itertools.count()
-        self._writer = (0, "")  # pid, and the part of the name that says so: a forked child has another one
+        self._writer = (0, "")  # pid, and the part of the name that contains it; recomputed in a forked child
 
     def make(self) -> str:
         pid, writer = self._writer
@@ -328,16 +328,16 @@ class PrivateNames:
 
 
 def _is_dead(name: str, machine: str) -> bool:
-    """Whether the writer of a private file is known to be gone."""
+    """Whether the writer of a private file is known to have ended. ``machine``: see ``_machine``."""
     theirs, *rest = name.rsplit("-", 4)
     if len(rest) != 4 or not rest[0].isdecimal() or not machine or theirs != machine:
         return False
-    # A pid that was given to another process since then has another start time.
+    # If the pid was reused for another process, the start time differs.
     return _start_time(int(rest[0])) != rest[1]
 
 
 def _machine() -> str:
-    """Where a pid and a start time mean one process: host, boot and pid namespace. "" where /proc does not say."""
+    """ID of host, boot and pid namespace, in which pid and start time identify one process. "" without /proc."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
         boot_id = _read_line("/proc/sys/kernel/random/boot_id")
@@ -347,12 +347,12 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Start of a process in clock ticks since boot; "" where there is no such process."""
+    """Start time of a process in clock ticks since boot; "" if there is no such process."""
     try:
         line = _read_line(f"/proc/{pid}/stat")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return line.rpartition(")")[2].split()[19]  # the program's name, in parentheses, may hold anything
+    return line.rpartition(")")[2].split()[19]  # the program's name, in parentheses, may contain any character
 
 
 def _read_line(path: str) -> str:
@@ -363,12 +363,12 @@ def _read_line(path: str) -> str:
         close_reader(fd)
 
 
-def _refuse_without_links(e: OSError) -> None:
-    """Raise where link(2) says that there are none: EPERM is no matter of rights there, which are EACCES."""
+def _raise_if_no_hard_links(e: OSError) -> None:
+    """Raise if link(2) failed because there are no hard links. Here, EPERM means that; missing rights are EACCES."""
     if e.errno in _NO_HARD_LINKS:
         raise StoreConfigError(
-            f"this file system has no hard links ({errno.errorcode[e.errno]}), by which blocks are published; "
-            "use another one: vfat, exFAT and some FUSE mounts have none"
+            f"this file system has no hard links ({errno.errorcode[e.errno]}), which kvtiers needs to publish blocks; "
+            "use another file system (vfat, exFAT and some FUSE mounts have no hard links)"
         ) from e
 
 
@@ -376,7 +376,7 @@ def _make_own_folder(root: RootFolder, name: str) -> int:
     try:
         return root.make_folder(name)
     except OSError as e:
-        if e.errno in (errno.ENOTDIR, errno.ELOOP):  # not the key's fault, and not to be read as its absence
+        if e.errno in (errno.ENOTDIR, errno.ELOOP):  # callers would take this errno for an absent key
             raise StoreConfigError(f"{name!r} in the root must be a folder") from e
         raise
 
@@ -399,7 +399,7 @@ def _sync_folder(dir_fd: int) -> None:
 
 
 def _unlink_quietly(name: str, dir_fd: int) -> None:
-    """Best effort: what stays in the private folder is swept when this process is gone."""
+    """Unlink, ignoring errors: a file left in the private folder is swept after this process has ended."""
     try:
         os.unlink(name, dir_fd=dir_fd)
     except OSError:

@@ -1,12 +1,12 @@
-"""VllmRawStore: sealed blocks in files that vLLM's own ``fs`` tier can read (``format: vllm-raw``).
+"""VllmRawStore: stores sealed blocks in files that vLLM's own ``fs`` tier can read (``format: vllm-raw``).
 
-The file of a block is its payload and nothing else. The trailer's fields are its extended attribute
-``user.kvtiers.seal``, set before the file has a name. A file without it is one that vLLM's own tier wrote: nothing says
-whether its bytes are the block's, so by default it is absent here, and a put replaces it by the same block with a seal.
+A block's file contains only the payload. The fields of the trailer are in the file's extended attribute
+``user.kvtiers.seal``, which is set before the file gets its name. A file without this attribute was written by vLLM's
+own tier and cannot be verified. So by default it counts as absent, and a put replaces it with the same block, sealed.
 
-To callers a block looks as in every other store: the payload and 4,096 bytes of trailer behind it. What is no block
-(``config.json``, a collector's records) is a plain file. Reading one block is the calls in the header of
-``posix`` and one fgetxattr.
+To callers, a block looks the same as in every other store: the payload, followed by 4,096 bytes of trailer. Files that
+are not blocks (``config.json``, a collector's records) are plain files. Reading a block takes the system calls listed
+in ``posix`` and one fgetxattr.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SEAL_ATTRIBUTE = "user.kvtiers.seal"
 
 
 class VllmRawStore(LocalStore):
-    """Blocks as vLLM's own ``fs`` tier keeps them, their seals in an extended attribute; see ``LocalStore``.
+    """Stores blocks like vLLM's own ``fs`` tier, with their seals in an extended attribute; see ``LocalStore``.
 
     Args:
-        unverified: "deny": a block without a seal is absent. "allow": it is there, with
-            ``tiers.blocks.seal.NO_TRAILER`` for its trailer.
+        unverified: "deny": a block without a seal counts as absent. "allow": the block is returned with
+            ``tiers.blocks.seal.NO_TRAILER`` as its trailer.
 
     Raises:
         StoreConfigError: the file system has no extended attributes.
@@ -63,7 +63,7 @@ class VllmRawStore(LocalStore):
             if e.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise store_error(e, "") from e
             raise StoreConfigError(
-                f"the file system of {self.root_dir!r} has no extended attributes, in which vllm-raw keeps seals; "
+                f"the file system of {self.root_dir!r} has no extended attributes, which vllm-raw needs for its seals; "
                 "use another root_dir, or format: sealed-1"
             ) from e
 
@@ -90,7 +90,7 @@ class VllmRawStore(LocalStore):
             return None
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """See ``SupportsTail``; of a block no more than its trailer."""
+        """See ``SupportsTail``. For a block, returns at most the trailer."""
         if parse_block_name(key) is None:
             return super().get_tail(key, length)
         try:
@@ -100,7 +100,7 @@ class VllmRawStore(LocalStore):
             return None
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """See ``Store``. Blocks without a seal are listed: they take room, and a collector may remove them."""
+        """See ``Store``. Lists blocks without a seal too: they use space, and a collector may remove them."""
         for info in super().keys(prefix):
             is_block = parse_block_name(info.key) is not None
             yield KeyInfo(info.key, info.size + TRAILER_BYTES, info.mtime) if is_block else info
@@ -147,11 +147,11 @@ class VllmRawStore(LocalStore):
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int, bytes]]:
-        """A block's descriptor, its payload's size and its trailer.
+        """Open a block. Yields its descriptor, the size of its payload, and its trailer.
 
         Raises:
-            BlobNotFoundError: it is not there, or has no seal and is denied.
-            StoreError: anything else.
+            BlobNotFoundError: the block does not exist, or it has no seal and ``unverified`` is "deny".
+            StoreError: any other failure.
         """
         root = self._use_root(key)
         try:
@@ -161,7 +161,7 @@ class VllmRawStore(LocalStore):
                 if seal is None and not self._takes_unverified:
                     raise BlobNotFoundError("it has no seal: vLLM's own tier wrote it", key=key)
                 if len(seal or b"") > TRAILER_BYTES:
-                    raise BlobCorruptError(f"its attribute {SEAL_ATTRIBUTE} is no seal", key=key)
+                    raise BlobCorruptError(f"its attribute {SEAL_ATTRIBUTE} is not a seal", key=key)
                 yield fd, size, NO_TRAILER if seal is None else seal.ljust(TRAILER_BYTES, b"\0")
             finally:
                 close_reader(fd)
@@ -180,11 +180,11 @@ def _read_seal(fd: int) -> bytes | None:
 
 
 def _split(key: str, parts: Sequence[memoryview]) -> tuple[list[memoryview], memoryview]:
-    """A block's payload and its trailer."""
+    """Split a block's parts into payload and trailer."""
     *payload, last = parts
     last = last.cast("B")
     if last.nbytes > TRAILER_BYTES:
         payload.append(last[:-TRAILER_BYTES])
     if last.nbytes < TRAILER_BYTES or not payload:
-        raise BlobCorruptError(f"a block is its payload and {TRAILER_BYTES} bytes of trailer", key=key)
+        raise BlobCorruptError(f"a block must consist of a payload and {TRAILER_BYTES} bytes of trailer", key=key)
     return payload, last[-TRAILER_BYTES:]

@@ -1,6 +1,6 @@
-"""The rules of ``tiers.store`` as tests. Every store passes them; a store's author gets them by subclassing.
+"""The rules of ``tiers.store`` as tests. Every store must pass them; its author subclasses ``StoreContract``.
 
-A backend's whole conformance test::
+The complete contract test of a store::
 
     class TestMyStore(StoreContract):
         def make_store(self) -> MyStore:
@@ -13,11 +13,11 @@ A backend's whole conformance test::
 
         def peek(self, store: MyStore, key: str) -> bytes | None: ...  # without the store's own get_into
 
-``plant`` and ``peek`` go behind the store's back, so that a put and a get wrong in the same way cannot agree. What
-a store can do beyond the six methods is asked for with isinstance, and tested where it is there.
+``plant`` and ``peek`` bypass the store, so that a put and a get with the same bug cannot hide it from each other. The
+optional protocols that a store supports are detected with isinstance and tested too.
 
-In a project of its own, put ``pytest.register_assert_rewrite("kvtiers.tiers.testing.contract")`` into ``conftest.py``,
-or a failing rule prints a bare AssertionError.
+In another project, put ``pytest.register_assert_rewrite("kvtiers.tiers.testing.contract")`` into ``conftest.py``.
+Otherwise a failing rule prints a bare AssertionError.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ __all__ = [
 
 
 class StoreContract(ExtraRules, SharingRules, ListingRules, BlobRules):
-    """Subclass it, name the subclass ``Test…``, fill in the four methods. Each test has a fresh place.
+    """Base class of a store's contract test: name the subclass ``Test…`` and write the four methods of ``StorePlace``.
 
     Attributes:
-        tmp_path: an empty folder of the running test's own, for places on a file system.
+        tmp_path: an empty folder for the running test, for places on a file system.
     """

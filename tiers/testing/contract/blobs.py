@@ -1,4 +1,4 @@
-"""The rules of one blob: put, get_into, size and delete."""
+"""Rules for single blobs: put, get_into, size and delete."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ class BlobRules(StorePlace):
     def test_put_lets_go_of_the_parts(self, store: Store) -> None:
         source = GuardedParts(4096, 4096, fill=make_data(8192))
         store.put("a", source.lend())
-        store.put("a", source.lend())  # already there is a way of its own through a store
+        store.put("a", source.lend())  # an existing key takes another code path in a store
         store.put("a", source.lend(), overwrite=True)
         assert source.joined() == make_data(8192), "put wrote into its caller's parts"
         source.assert_only_parts_touched()
         source.assert_not_held()
 
     def test_put_that_fails_leaves_what_was_there(self, store: Store) -> None:
-        """The second part cannot be read: its caller has released it."""
+        """The second part cannot be read, because it was released before the put."""
         self.plant(store, "f/old", b"old")
         bad = memoryview(b"gone")
         bad.release()
         for key in ("f/old", "f/new"):
-            with pytest.raises((StoreError, ValueError, TypeError)):  # as Python says it depends on who reads the part
+            with pytest.raises((StoreError, ValueError, TypeError)):  # depends on the code that reads the part
                 store.put(key, [memoryview(b"good"), bad], overwrite=True)
         assert self.peek(store, "f/old") == b"old"
         assert list_keys(store) == ["f/old"]
@@ -182,7 +182,7 @@ class BlobRules(StorePlace):
         for key in ("a", "absent"):
             with pytest.raises((BlobCorruptError, BlobNotFoundError)):
                 store.get_into(key, target.lend())
-        gc.collect()  # an error whose frames refer to it
+        gc.collect()  # frees errors whose frames refer to the memory
         target.assert_not_held()
 
     @pytest.mark.parametrize("stored", [0, 1, 4095, 8191, 8193, 12287])
@@ -251,7 +251,7 @@ class BlobRules(StorePlace):
             store.delete("f/a")
 
     def test_folder_of_other_keys_is_no_blob(self, store: Store) -> None:
-        """ "f" and "f/b" are not stored, whatever folders the storage keeps other keys in."""
+        """ "f" and "f/b" are not stored, even if the storage keeps other keys in such folders."""
         keys = ["f/a", "f/b/c", "f/b/d"]
         for key in keys:
             store.put(key, as_parts(b"1"))

@@ -1,4 +1,4 @@
-"""What the rules' tests put in, and what they look at it with."""
+"""Test data and helper functions of the contract tests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvtiers.tiers.daemon_pool import DaemonPool
 from kvtiers.tiers.store import Store
 
 SIZES_BYTES = (0, 1, 4095, 4096, 4097, (1 << 20) + 4096)
-LARGE_BYTES = (9 << 20) + 4096  # beyond 8 MiB, where clients of object stores begin to cut blobs
-WAIT_S_MAX = 300.0  # a thread of a test that runs longer hangs; on a busy machine others take a minute
-PARTS_COUNT_LARGE = 1500  # more than IOV_MAX (1,024), where a vectored call must be split
+LARGE_BYTES = (9 << 20) + 4096  # more than 8 MiB, from which clients of object stores split blobs
+WAIT_S_MAX = 300.0  # a test's thread that runs longer counts as hanging; on a busy machine, threads take a minute
+PARTS_COUNT_LARGE = 1500  # more than IOV_MAX (1,024), so vectored calls must be split
 KEYS_COUNT_LARGE = 1100  # more than a page or a request of S3 (1,000)
 
 GOOD_KEYS = (
@@ -26,7 +26,7 @@ GOOD_KEYS = (
     "folder/sub folder/name.bin",
     "m_0123456789ab_r0/abc/de_g0/" + "f" * 64 + ".bin",
     "ключ/é/鍵/\U0001f600",
-    "00012.50",  # as text, not as a number
+    "00012.50",  # must be treated as text, not as a number
     "1e5/0x10",
     "n" * 255,
     "/".join(["d" * 203] * 4) + "/" + "n" * 208,  # 1,024 bytes
@@ -54,35 +54,35 @@ BAD_KEYS = (
     "n" * 256,
     "é" * 128,  # 256 bytes
     "d/" * 512 + "n",  # 1,025 bytes
-    "\ud800",  # a lone surrogate has no UTF-8
+    "\ud800",  # a lone surrogate cannot be encoded as UTF-8
 )
 
 
 def make_data(size: int, seed: int = 0) -> bytes:
-    """``size`` reproducible random bytes."""
+    """Return ``size`` reproducible random bytes."""
     return random.Random(seed).randbytes(size)
 
 
 def as_parts(data: bytes, *cuts: int) -> list[memoryview]:
-    """``data`` cut at the given offsets, without a copy."""
+    """Cut ``data`` at the given offsets, without a copy."""
     edges = [0, *cuts, len(data)]
     return [memoryview(data)[start:end] for start, end in pairwise(edges)]
 
 
 def fetch(store: Store, key: str, size: int) -> bytes:
-    """The blob of ``size`` bytes under ``key``, through ``get_into``."""
+    """Read the blob of ``size`` bytes under ``key`` with ``get_into``."""
     buffer = bytearray(size)
     store.get_into(key, [memoryview(buffer)])
     return bytes(buffer)
 
 
 def list_keys(store: Store, prefix: str = "") -> list[str]:
-    """The listed keys, sorted; a key that is listed twice is there twice."""
+    """Return the listed keys, sorted. A key that is listed twice appears twice."""
     return sorted(info.key for info in store.keys(prefix))
 
 
 class GuardedParts:
-    """Writable parts inside one larger mapping, as slots lie in a region, with guard bytes around each."""
+    """Writable parts in one larger mapping, like slots in a region, with guard bytes around each part."""
 
     GUARD = b"\xa5" * 64
 
@@ -102,15 +102,15 @@ class GuardedParts:
             fill = fill[len(part) :]
 
     def lend(self) -> list[memoryview]:
-        """New views of the parts: if anybody keeps one, or the list, the memory is held."""
+        """Return new views of the parts. If a store keeps a view or the list, ``assert_not_held`` fails."""
         return [part[:] for part in self.parts]
 
     def joined(self) -> bytes:
-        """The parts' bytes."""
+        """The joined bytes of the parts."""
         return b"".join(self.parts)
 
     def assert_only_parts_touched(self) -> None:
-        """Every guard byte is as it was."""
+        """Assert that no guard byte has changed."""
         guard_size = len(self.GUARD)
         self.mapping.seek(0)
         for size in [*map(len, self.parts), 0]:
@@ -118,24 +118,24 @@ class GuardedParts:
             self.mapping.seek(size, 1)
 
     def assert_not_held(self) -> None:
-        """Nobody holds the memory any more: a mapping with a live view of it refuses to close."""
+        """Assert that no view of the memory is left: a mapping with live views raises BufferError on close."""
         for part in self.parts:
             part.release()
         self.mapping.close()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Ask until the answer is yes; fail after ``WAIT_S_MAX``."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition is true; fail after ``WAIT_S_MAX``."""
     deadline = time.monotonic() + WAIT_S_MAX
-    while not is_so():
-        assert time.monotonic() < deadline, f"not so after {WAIT_S_MAX:g} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition is still false after {WAIT_S_MAX:g} s"
         time.sleep(0.001)
 
 
 def run_in_threads(*calls: Callable[[], object]) -> None:
-    """Run the calls at once, each in its own thread; raise what the first failing one raised.
+    """Run the calls concurrently, each in its own thread. Raises the exception of the first call that failed.
 
-    One that hangs is a failure, and is left behind: it would be waited for without end.
+    A call that hangs fails the test; its thread is abandoned, because waiting for it would never end.
     """
     barrier = threading.Barrier(len(calls))
 
@@ -150,4 +150,4 @@ def run_in_threads(*calls: Callable[[], object]) -> None:
     for future in futures:
         if future not in late:
             future.result()
-    assert not late, f"{len(late)} of {len(calls)} threads hang: no end after {WAIT_S_MAX:g} s"
+    assert not late, f"{len(late)} of {len(calls)} threads hang: not finished after {WAIT_S_MAX:g} s"

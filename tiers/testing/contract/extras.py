@@ -1,4 +1,4 @@
-"""The rules of what a store may offer beyond the six methods; tested where it is there."""
+"""Rules for the optional protocols of a store; skipped for protocols that it does not support."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ExtraRules(StorePlace):
 
         def fill_the_end(offset: int, piece: memoryview) -> None:
             looked.append((offset, offset + piece.nbytes))
-            if offset < size:  # bytes that change before they are written are stored as they are then
+            if offset < size:  # bytes that ``look`` changes are stored with the change
                 piece[:] = bytes(byte ^ 1 for byte in piece[:1]) + piece[1:]
             else:
                 blob.parts[2][:] = b"the end."
@@ -130,13 +130,13 @@ class ExtraRules(StorePlace):
         self.plant(store, "f/bad", b"bad")
         for key in others:
             store.put(key, as_parts(b"good"))
-        for _ in range(2):  # twice is once
+        for _ in range(2):  # quarantine is idempotent
             store.quarantine("f/bad")
             assert self.peek(store, "f/bad") is None
             assert store.size("f/bad") is None
         store.quarantine("g/absent")
         assert list_keys(store) == others
-        # Healed by the next put, and bad again: the second one must not meet the first one's place.
+        # A put heals the key and the blob goes bad again: the second quarantined blob must not collide with the first.
         store.put("f/bad", as_parts(b"healed"))
         assert self.peek(store, "f/bad") == b"healed"
         store.quarantine("f/bad")
@@ -149,7 +149,7 @@ class ExtraRules(StorePlace):
         self.plant(store, "f/ab", b"5")
 
         def mtimes() -> dict[str, float]:
-            return {info.key: info.mtime for info in store.keys()}  # noqa: SIM118 - a Store is no dict
+            return {info.key: info.mtime for info in store.keys()}  # noqa: SIM118 - a Store is not a dict
 
         def is_newer() -> bool:
             store.touch("f/a")
@@ -190,7 +190,7 @@ class ExtraRules(StorePlace):
         assert store.sweep(0.0) == 0
         if isinstance(store, SupportsQuarantine):
             store.quarantine("f/bad")
-            assert 0 < store.sweep(86_400.0) <= 3, "it was not there for a day"
+            assert 0 < store.sweep(86_400.0) <= 3, "a blob quarantined less than a day ago was removed"
         else:
             store.delete("f/bad")
         for _ in range(2):
@@ -320,12 +320,12 @@ class ExtraRules(StorePlace):
         assert [isinstance(answer, StoreError) for answer in answers] == [False, True, True]
         assert target.joined() == make_data(8192)
         del answers
-        gc.collect()  # errors whose frames refer to them
+        gc.collect()  # frees errors whose frames refer to the parts
         target.assert_not_held()
 
 
 def _assert_in_order(pieces: Sequence[tuple[int, int]], part_ends: Sequence[int]) -> None:
-    """Pieces (start, end) cover the parts without a gap, and none spans two of these."""
+    """Assert that the pieces (start, end) cover the parts without a gap, and that no piece spans two parts."""
     edges = [0, *(end for _, end in pieces)]
     assert [start for start, _ in pieces] == edges[:-1]
     assert set(part_ends) <= set(edges)

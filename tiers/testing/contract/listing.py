@@ -1,4 +1,4 @@
-"""The rules of keys, and of their listing."""
+"""Rules for keys and listings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvtiers.tiers.testing.contract.data import (
 )
 from kvtiers.tiers.testing.contract.place import StorePlace
 
-CLOCKS_APART_S_MAX = 900.0  # of the storage and us: what S3 puts up with
+CLOCKS_APART_S_MAX = 900.0  # between the storage and this host: S3's limit
 
 
 class ListingRules(StorePlace):
@@ -42,7 +42,7 @@ class ListingRules(StorePlace):
         assert self.peek(store, key) == b"1234"
         assert fetch(store, key, 4) == b"1234"
         assert store.size(key) == 4
-        assert [(info.key, info.size) for info in store.keys()] == [(key, 4)]  # noqa: SIM118 - no dict
+        assert [(info.key, info.size) for info in store.keys()] == [(key, 4)]  # noqa: SIM118 - not a dict
         store.delete(key)
         assert self.peek(store, key) is None
 
@@ -76,7 +76,7 @@ class ListingRules(StorePlace):
         assert list(store.keys()) == []
 
     def test_blob_under_a_blob(self, store: Store) -> None:
-        """Whether "a" and "a/b" can be stored together is the store's affair; it never mixes them up."""
+        """A store may refuse to store both "a" and "a/b", but it never mixes them up."""
         store.put("a", as_parts(b"1234"))
         try:
             store.put("a/b", as_parts(b"56"))
@@ -97,7 +97,7 @@ class ListingRules(StorePlace):
         listed = list(store.keys())
         assert all(isinstance(info, KeyInfo) for info in listed)
         assert sorted((info.key, info.size) for info in listed) == sorted(sizes.items())
-        # The storage's clock need not be ours, but a time in another zone is none.
+        # The storage's clock may differ, but by less than the offset of another time zone.
         assert all(abs(info.mtime - time.time()) < CLOCKS_APART_S_MAX for info in listed)
         assert all(check_key(info.key) for info in listed)
 
@@ -134,7 +134,7 @@ class ListingRules(StorePlace):
         assert list_keys(store, "f") == sorted(expected)
 
     def test_keys_prefix_is_taken_as_it_is_written(self, store: Store) -> None:
-        """No pattern, nothing quoted, no case folded, no accents composed."""
+        """A prefix is not a pattern, is not unquoted, and is compared without folding case or composing accents."""
         keys = (
             "b/a",
             "b/A",
@@ -169,7 +169,7 @@ class ListingRules(StorePlace):
         store.put("f/a", as_parts(b"other"))
         fetch(store, "f/a", 5)
         assert mtime() == first
-        wait_until(is_newer)  # clocks of storages have steps, up to S3's second
+        wait_until(is_newer)  # storage clocks have steps, up to one second in S3
         assert mtime() > first
 
     def test_keys_streams_and_may_be_left_early(self, store: Store) -> None:
@@ -191,19 +191,19 @@ class ListingRules(StorePlace):
             listed.add(info.key)
             while goes:
                 store.delete(goes.pop())
-            if not info.key.startswith("new/"):  # a listing by name meets them, and would go on as long as we do
+            if not info.key.startswith("new/"):  # a listing sorted by name yields these too, and would never end
                 store.put(f"new/{info.key}", as_parts(b"1"))
             if count > 200:
-                pytest.fail("a listing must end although blobs are put meanwhile")
+                pytest.fail("a listing must end even if blobs are put meanwhile")
         assert stays <= listed
 
     def test_keys_whose_reader_deletes_what_it_read(self, store: Store) -> None:
-        """As a collector does. Pages that are counted off, not named, would pass over as many."""
+        """A collector does so. Pages defined by position, not by key, would skip as many keys as were deleted."""
         stored = {f"f{i % 7}/{i:04d}" for i in range(KEYS_COUNT_LARGE)}
         for key in stored:
             self.plant(store, key, b"")
         listed = set()
-        for info in store.keys():  # noqa: SIM118 - a Store is no dict
+        for info in store.keys():  # noqa: SIM118 - a Store is not a dict
             listed.add(info.key)
             if len(listed) <= KEYS_COUNT_LARGE - 1000:
                 store.delete(info.key)

@@ -1,4 +1,4 @@
-"""Where a store's tests happen: what its author fills in."""
+"""The methods that the author of a store writes for its contract test. A place is the storage that one test uses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvtiers.tiers.store import Store
 
 
 class StorePlace(ABC):
-    """The four methods that a store's author writes, and the fixtures made from them.
+    """The four methods that the author of a store writes, and the fixtures based on them.
 
     Attributes:
-        tmp_path: an empty folder of the running test's own, for places on a file system.
-        no_fork: why a forked child cannot ``reopen`` the place; "": it can, and rules about other processes are tested.
+        tmp_path: an empty folder for the running test, for places on a file system.
+        no_fork: why a forked child cannot ``reopen`` the place. "": it can, and rules for other processes are tested.
     """
 
     tmp_path: Path
@@ -26,19 +26,19 @@ class StorePlace(ABC):
 
     @abstractmethod
     def make_store(self) -> Store:
-        """A store on a fresh, empty place. Called once in a test."""
+        """Open a store on a fresh, empty place. Called once per test."""
 
     def reopen(self, store: Store) -> Store:
-        """A second store on the place of ``store``. Called only where ``capabilities.shared``."""
+        """Open a second store on the place of ``store``. Called only if ``capabilities.shared``."""
         raise NotImplementedError("a store with capabilities.shared needs reopen() in its contract test")
 
     @abstractmethod
     def plant(self, store: Store, key: str, data: bytes) -> None:
-        """Put a blob behind the store's back."""
+        """Write a blob without using the store."""
 
     @abstractmethod
     def peek(self, store: Store, key: str) -> bytes | None:
-        """Read a blob behind the store's back; None where there is none."""
+        """Read a blob without using the store; None if it does not exist."""
 
     @pytest.fixture(autouse=True)
     def _use_tmp_path(self, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ class StorePlace(ABC):
 
     @contextmanager
     def _handles(self, store: Store) -> Iterator[tuple[Store, Store]]:
-        """The store and a second one on its place; twice the same where nobody else sees what it stores."""
+        """Yield the store and a second store on its place; the same store twice if it is not shared."""
         if not store.capabilities.shared:
             yield store, store
             return

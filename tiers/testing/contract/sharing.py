@@ -1,4 +1,4 @@
-"""The rules of several at once: handles, threads, and a store that is closed."""
+"""Rules for concurrent use: several handles, processes and threads, and calls after close."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from kvtiers.tiers.testing.contract.place import StorePlace
 from kvtiers.tiers.testing.faults import run_in_child, start_child, wait_child
 
 KILLS = 5
-RACERS, RACES = 4, 100  # processes, keys that each of them puts
-KILL_S_MAX = 0.05  # of putting; some ten puts
-VISITS_MIN, PUTS_MAX = 3, 1000  # how often another handle comes and goes, and how many puts wait for that
+RACERS, RACES = 4, 100  # number of processes, and of keys that each of them puts
+KILL_S_MAX = 0.05  # limit of each of the two pauses before a kill; time for about ten puts
+VISITS_MIN, PUTS_MAX = 3, 1000  # minimum of opened handles, and maximum of puts that wait for them
 
 
 class SharingRules(StorePlace):
@@ -43,7 +43,7 @@ class SharingRules(StorePlace):
 
     def test_second_store_sees_what_the_first_put(self, store: Store) -> None:
         if not store.capabilities.shared:
-            pytest.skip("the store says that nobody else sees what it stores")
+            pytest.skip("not capabilities.shared")
         store.put("f/a", as_parts(b"from the first"))
         second = self.reopen(store)
         try:
@@ -57,7 +57,7 @@ class SharingRules(StorePlace):
 
     def test_blobs_outlive_the_store(self, store: Store) -> None:
         if not store.capabilities.shared:
-            pytest.skip("the store says that nobody else sees what it stores")
+            pytest.skip("not capabilities.shared")
         store.put("f/a", as_parts(b"1234"))
         store.close()
         second = self.reopen(store)
@@ -67,7 +67,7 @@ class SharingRules(StorePlace):
             second.close()
 
     def test_what_another_handle_changed_is_seen_at_once(self, store: Store) -> None:
-        """Nothing that was once true of a key is remembered: no size, no end, no absence, no listing."""
+        """A store caches nothing about a key: not its size, its tail, its absence or a listing."""
 
         def look(key: str, size: int) -> list[object]:
             found: list[object] = [store.size(key), _fetched(store, key, size), list_keys(store)]
@@ -106,9 +106,9 @@ class SharingRules(StorePlace):
             assert look("f/a", 5) == seen(b"again")
 
     def test_handles_come_and_go_while_another_puts(self, store: Store) -> None:
-        """To open, to sweep and to close touches nothing that a living writer has begun."""
+        """Opening, sweeping and closing a handle does not touch files of a live writer."""
         if not store.capabilities.shared:
-            pytest.skip("the store says that nobody else sees what it stores")
+            pytest.skip("not capabilities.shared")
         data = make_data(LARGE_BYTES)
         ended = threading.Event()
         visits = 0
@@ -133,7 +133,7 @@ class SharingRules(StorePlace):
                     other.close()
                     visits += 1
             finally:
-                visits = VISITS_MIN  # or the puts would wait for one that failed
+                visits = VISITS_MIN  # otherwise the puts would wait for visits after a failure
 
         run_in_threads(put, come_and_go)
         assert store.put("f/b", as_parts(b"1")) is True
@@ -143,9 +143,9 @@ class SharingRules(StorePlace):
     # ---- another process -----------------------------------------------------------------------------------
 
     def test_another_process_sees_what_is_put(self, store: Store) -> None:
-        """Once put has returned: the other process ends without closing its store."""
+        """A blob is visible as soon as put has returned: the other process ends without closing its store."""
         if not store.capabilities.shared:
-            pytest.skip("the store says that nobody else sees what it stores")
+            pytest.skip("not capabilities.shared")
         if self.no_fork:
             pytest.skip(self.no_fork)
         store.put("f/a", as_parts(b"from here"))
@@ -161,7 +161,7 @@ class SharingRules(StorePlace):
 
     def test_of_several_processes_one_publishes(self, store: Store) -> None:
         if not (store.capabilities.shared and store.capabilities.exclusive_create):
-            pytest.skip("the store says that the last one wins, or that nobody else sees what it stores")
+            pytest.skip("not capabilities.shared or not capabilities.exclusive_create")
         if self.no_fork:
             pytest.skip(self.no_fork)
         keys = [f"f/{i}" for i in range(RACES)]
@@ -174,7 +174,7 @@ class SharingRules(StorePlace):
             other = self.reopen(store)
             other.size("f/a")
             parts = as_parts(versions[number], 65_536)
-            os.read(go, 1)  # until nobody holds the other end
+            os.read(go, 1)  # returns when every process has closed the other end
             os.write(tell, bytes(other.put(key, parts) for key in keys))
 
         children = [start_child(partial(put, number)) for number in range(RACERS)]
@@ -188,9 +188,9 @@ class SharingRules(StorePlace):
         assert all(fetch(store, key, 70_000) in versions for key in keys)
 
     def test_another_process_is_killed_while_it_puts(self, store: Store) -> None:
-        """Whatever the moment: a blob is whole or absent, meanwhile and afterwards, and who lives can go on."""
+        """Whenever the writer is killed, a blob is complete or absent, and the other processes can go on."""
         if not store.capabilities.shared:
-            pytest.skip("the store says that nobody else sees what it stores")
+            pytest.skip("not capabilities.shared")
         if self.no_fork:
             pytest.skip(self.no_fork)
         versions = [make_data(LARGE_BYTES, seed) for seed in range(2)]
@@ -212,8 +212,8 @@ class SharingRules(StorePlace):
                 until = time.monotonic() + random.uniform(0, KILL_S_MAX)
                 while time.monotonic() < until:
                     assert _fetched(store, "f/a", LARGE_BYTES) in (None, *versions)
-                # Where readers lock writers out, our last read has just let the child begin. Without a pause each kill
-                # would meet the beginning of a put.
+                # If readers lock out writers, the child starts its put only after the last read. Without this pause,
+                # each kill would hit the beginning of a put.
                 time.sleep(random.uniform(0, KILL_S_MAX))
             finally:
                 os.close(readable)
@@ -301,7 +301,7 @@ class SharingRules(StorePlace):
                 run_in_threads(*[lambda number=number: write(number) for number in range(8)])
                 assert set(seen) <= set(versions)
                 if store.capabilities.exclusive_create:
-                    # Whoever returned from put saw the winner; nobody replaced it later.
+                    # After its put, every writer read the same blob, so no writer replaced the winner later.
                     assert len(set(seen)) == 1
                     assert self.peek(store, key) == seen[0]
                     assert published.count(True) == 1, published
@@ -417,4 +417,4 @@ def _fetched(store: Store, key: str, size: int) -> bytes | None:
 
 
 def _listed(store: Store) -> set[tuple[str, int]]:
-    return {(info.key, info.size) for info in store.keys()}  # noqa: SIM118 - a Store is no dict
+    return {(info.key, info.size) for info in store.keys()}  # noqa: SIM118 - a Store is not a dict

@@ -626,7 +626,7 @@ def test_what_somebody_else_keeps_to_himself_is_passed_over(tmp_path: Path, capl
         for _ in range(2):
             assert list_keys(store) == list_keys(store, "f") == ["f/a"]
         store.sweep(0.0)
-        told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+        told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
         assert sorted(text.split()[1] for text in told) == [".tmp", "f/theirs", "g/c", "theirs"]
         for prefix in ("theirs/", "f/theirs/b"):  # what was asked for by name
             with pytest.raises(StorePermissionError, match="EACCES"):
@@ -703,7 +703,7 @@ def test_what_is_damaged_is_passed_over(
     assert store.damaged == 4
     told = [record.getMessage() for record in caplog.records]
     assert sorted(text.split()[1] for text in told) == ["a/2", "b"]
-    assert all("is passed over, it cannot be read: " in text for text in told)
+    assert all("is skipped, it cannot be read: " in text for text in told)
 
 
 @pytest.mark.parametrize("code", [errno.ENOTCONN, errno.ETIMEDOUT])

@@ -514,7 +514,7 @@ def test_what_a_folder_is_called_is_one_line_of_the_log(
     monkeypatch.setattr("kvtiers.tiers.stores.files.listing._Listing.enter", refuse)
     assert list_keys(store) == []
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "x\\nERROR all is lost\\x1b[2J is passed over" in message
+    assert "x\\nERROR all is lost\\x1b[2J is skipped" in message
     assert message.isprintable()
 
 
