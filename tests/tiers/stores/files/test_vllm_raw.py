@@ -385,7 +385,7 @@ def test_what_does_not_go_together(tiers: Any, options: dict[str, str], field: s
 def test_only_inside_vllm(root: Path) -> None:
     region = np.zeros((ROWS, ROW_BYTES), np.int8)
     options = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw"}
-    with pytest.raises(ConfigError, match="goes with KVTiersTier only") as caught:
+    with pytest.raises(ConfigError, match="works only with KVTiersTier") as caught:
         SecondaryTierFactory.create_secondary_tier(options, region.data, FakeSpec())
     assert caught.value.field == "format"
 
