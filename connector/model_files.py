@@ -54,7 +54,11 @@ def files_digest(path: str, also: str = "") -> str | None:
             if (is_weights or file.name == also or _CONFIGS.fullmatch(file.name)) and file.is_file():
                 status = file.stat()
                 files.append(
-                    (file, is_weights, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+                    (
+                        file,
+                        is_weights,
+                        (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns),
+                    )
                 )
         return _digest_of_files(tuple(files)) if files else None
     except OSError as e:
