@@ -485,7 +485,7 @@ def test_a_result_nobody_asked_for_does_not_reach_vllm(engines: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tier": {"type": "nosuch"}}, "no tier type"),
+        ({"tier": {"type": "nosuch"}}, "not a tier type"),
         ({"tier": {"type": "memory", "n_threads": 0}}, "n_threads"),
     ],
 )
