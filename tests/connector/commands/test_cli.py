@@ -197,7 +197,10 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
         ({"type": "fsspec", "url": "simplecache::abfs://x/y"}, ".url: abfs://: the driver is not installed: pip inst"),
         ({"type": "Tier", "module_path": "no_such_module"}, ".module_path: tier 'Tier' cannot be imported"),
         ({"type": "Tier", "module_path": "json"}, ".type: module 'json' has no class 'Tier'"),
-        ({"type": "JSONDecoder", "module_path": "json"}, ".type: <class 'json.decoder.JSONDecoder'> is not a Secondary"),
+        (
+            {"type": "JSONDecoder", "module_path": "json"},
+            ".type: <class 'json.decoder.JSONDecoder'> is not a Secondary",
+        ),
         ({"type": "fs", "root_dir": "HERE/file/x"}, ".root_dir: HERE/file is not a folder"),
         ({"type": "nfs", "root_dir": "HERE/file"}, ".root_dir: HERE/file is not a folder"),
         ({"type": "nfs", "root_dir": "HERE/link"}, ".root_dir: HERE/link is a symbolic link"),
