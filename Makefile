@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too. Not an absolute path: pip would split it at its spaces.
 export PIP_CONSTRAINT = constraints.txt
 
-.PHONY: setup demo plot test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-liveness \
+.PHONY: setup demo plot test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt bench-liveness \
 	bench-lookups bench-s3 bench-seal bench-steps bench-writers docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
@@ -75,6 +75,10 @@ bench-gc: setup
 RESULTS := tests/benchmarks/results
 bench-gpu: setup
 	$(BIN)/python -m tests.benchmarks.bench_gpu $(if $(DEVICE),--device $(DEVICE)) --json $(RESULTS)/ --png $(RESULTS)/
+
+# ROOT: a folder for the files.
+bench-gpu-prompt: setup
+	$(BIN)/python -m tests.benchmarks.bench_gpu_prompt $(or $(ROOT),build/bench-gpu-prompt) --json $(RESULTS)/gpu-prompt.json
 
 bench-s3: setup
 	$(BIN)/python -m tests.benchmarks.bench_s3 --json build/bench-s3.json --png build/bench-s3.png

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (extra: gpu)")
 
@@ -33,6 +34,7 @@ print("copied")
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs here (test_gpu_handler_cuda)")
 def test_the_kernel_in_tritons_interpreter() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
