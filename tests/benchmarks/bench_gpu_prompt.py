@@ -55,10 +55,10 @@ def make_model(layers: int, hidden: int, dtype: torch.dtype, device: torch.devic
     torch.set_default_dtype(dtype)
     try:
         with device:
-            module = transformers.LlamaForCausalLM(config)
+            module = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     finally:
         torch.set_default_dtype(before)
-    module.eval().requires_grad_(False)
+    module.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     return LoadedModel("random-llama", "20261127", module, None, NEVER, size_bytes)
 
