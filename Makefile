@@ -47,7 +47,8 @@ test-rest: setup
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
-	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/transfer/test_gpu_handler_cuda.py tests/connector/transfer/test_triton_copy.py
+	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/transfer/test_gpu_handler_cuda.py tests/connector/transfer/test_triton_copy.py \
+		tests/connector/prefixes/test_prefix_worker_cuda.py
 
 lint: setup
 	$(BIN)/ruff format --check .

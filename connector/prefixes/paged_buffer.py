@@ -37,12 +37,19 @@ def token_pages(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.
 def extract_slots(pages: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
     """Copy the KV of tokens out of their slots. Returns (tokens, …), contiguous, on the CPU.
 
+    From CUDA buffers the copy goes to pinned memory and is only submitted, to the current stream: wait for an event
+    after it before reading the result. Work that is submitted to that stream later may overwrite the slots.
+
     Args:
         pages: (pages, tokens of a page, …).
+        slot_mapping: the slots; on the buffer's device already, if many layers take the same ones.
     """
     slots = slot_mapping.to(pages.device)
-    taken = pages[slots // pages.shape[1], slots % pages.shape[1]]
-    return taken.detach().to("cpu").contiguous()
+    taken = pages[slots // pages.shape[1], slots % pages.shape[1]].detach().contiguous()
+    if not taken.is_cuda:
+        return taken
+    on_host = torch.empty(taken.shape, dtype=taken.dtype, pin_memory=True)
+    return on_host.copy_(taken, non_blocking=True)
 
 
 def inject_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, values: torch.Tensor) -> None:

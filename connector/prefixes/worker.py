@@ -117,17 +117,22 @@ class PrefixWorker:
         return failed
 
     def publish(self, store: PrefixStore, stores: Sequence[Transfer]) -> None:
-        """Copy the KV of a step's ``stores``, now that it is computed, and hand it to the publishing thread."""
+        """Copy the KV of a step's ``stores``, now that it is computed, and hand it to the publishing thread.
+
+        On CUDA the copies are submitted to the model's stream, between this step and the next, and not waited for.
+        """
         for transfer in stores:
             size_bytes = len(transfer.slot_mapping) * self._token_bytes
             if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
                 self.dropped_blocks += len(transfer.hashes)
                 continue
-            layers = {
-                layer: extract_slots(self._pages(tensor), transfer.slot_mapping)
-                for layer, tensor in self._kv_caches.items()
-            }
-            job = self._save_pool.submit(store.publish, transfer.hashes, layers)
+            slots, copied = transfer.slot_mapping, None
+            if self._cuda is not None:
+                slots = slots.pin_memory().to(self._cuda, non_blocking=True)
+            layers = {layer: extract_slots(self._pages(tensor), slots) for layer, tensor in self._kv_caches.items()}
+            if self._cuda is not None:
+                copied = submitted_so_far(self._cuda)
+            job = self._save_pool.submit(_publish, store, transfer.hashes, layers, copied)
             self._saving[job] = size_bytes
 
     def shutdown(self, publish_s: float, threads_end_s: float) -> None:
@@ -209,6 +214,14 @@ class PrefixWorker:
 
     def _pages(self, layer: torch.Tensor) -> torch.Tensor:
         return token_pages(layer, self._num_blocks, self._block_size)
+
+
+def _publish(
+    store: PrefixStore, hashes: Sequence[bytes], layers: dict[str, torch.Tensor], copied: torch.cuda.Event | None
+) -> None:
+    if copied is not None:
+        copied.synchronize()
+    store.publish(hashes, layers)
 
 
 def _failed(error: Exception) -> Future[None]:
