@@ -1,7 +1,7 @@
 """Gathers the pages of the documentation site: ``python -m tests.docs.make_site``; ``make site`` then builds it.
 
-The pages in docs/ link to files beside docs/ (configs/, ARCHITECTURE.md, …), as readers of the repository need it. A site
-has one folder of pages. So this copies the pages to ``build/site-pages`` and rewrites the links that lead out of docs/:
+The pages in docs/ link to files beside docs/ (configs/, ARCHITECTURE.md, …), as readers of the repository need it. A
+site has one folder of pages. So this copies the pages to ``build/site-pages`` and rewrites the links that lead out of docs/:
 
 - README.md, ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md become pages.
 - configs/ becomes one page that shows each file.
@@ -47,7 +47,14 @@ LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)#\s]+)(?P<after>#[^)\s]*)?\)")
 API: dict[str, Sequence[str]] = {
     "Configuration": ("load_config", "parse_config"),
     "Stores": ("Store", "KeyInfo", "Capabilities", "check_key", "fill_parts", "parts_size", "client_errors"),
-    "Tiers": ("SecondaryTierManager", "SecondaryTierFactory", "JobMetadata", "JobResult", "ReqContext", "OffloadingEvent"),
+    "Tiers": (
+        "SecondaryTierManager",
+        "SecondaryTierFactory",
+        "JobMetadata",
+        "JobResult",
+        "ReqContext",
+        "OffloadingEvent",
+    ),
     "Keys and names": (
         "OffloadKey",
         "make_offload_key",
@@ -182,7 +189,9 @@ class Page(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
         if "href" in given:
-            (self.loads if tag == "link" and given.get("rel") not in INERT_RELATIONS else self.links).append(given["href"])
+            (self.loads if tag == "link" and given.get("rel") not in INERT_RELATIONS else self.links).append(
+                given["href"]
+            )
         if "src" in given:
             self.loads.append(given["src"])
 
