@@ -81,9 +81,9 @@ ADVICE: dict[type[KVTiersError], str] = {
 HEAD = """\
 # Errors
 
-Errors that kvtiers raises on purpose are subclasses of `KVTiersError`. Inside an engine, an error of a tier never reaches
-a request: the blocks concerned are misses, and the error is logged and counted. This page is for what stops an engine or
-a command at its start, and for code that uses kvtiers. `make docs` writes it from the classes.
+Errors that kvtiers raises on purpose are subclasses of `KVTiersError`. Inside an engine, an error of a tier never
+reaches a request: the blocks concerned are misses, and the error is logged and counted. This page is for what stops an
+engine or a command at its start, and for code that uses kvtiers. `make docs` writes it from the classes.
 
 Indentation shows which class is a subclass of which. *Retryable* means that the same call may succeed if it is repeated
 soon; it is the attribute `retryable` of every `StoreError`. All classes of the table are in `kvtiers.tiers.errors`, and

@@ -1,7 +1,8 @@
 """Gathers the pages of the documentation site: ``python -m tests.docs.make_site``; ``make site`` then builds it.
 
 The pages in docs/ link to files beside docs/ (configs/, ARCHITECTURE.md, …), as readers of the repository need it. A
-site has one folder of pages. So this copies the pages to ``build/site-pages`` and rewrites the links that lead out of docs/:
+site has one folder of pages. So this copies the pages to ``build/site-pages`` and rewrites the links that lead out of
+docs/:
 
 - README.md, ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md become pages.
 - configs/ becomes one page that shows each file.
