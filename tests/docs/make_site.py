@@ -156,6 +156,25 @@ def with_links(text: str, page: PurePosixPath) -> str:
     return LINK.sub(rewritten, text)
 
 
+def with_deep_lists(text: str) -> str:
+    """A page's text with lists in numbered items as Python-Markdown needs them.
+
+    It wants what belongs to an item indented by four spaces, not by the width of the item's number, and an empty line
+    between an inner list and the next number.
+    """
+    lines: list[str] = []
+    inside = False
+    for line in text.split("\n"):
+        if re.match(r"\d+\. ", line):
+            if inside and lines[-1].startswith("    "):
+                lines.append("")
+            inside = True
+        elif line and not line.startswith("   "):
+            inside = False
+        lines.append(f" {line}" if inside and line.startswith("   ") else line)
+    return "\n".join(lines)
+
+
 def gather(pages: Path = PAGES) -> None:
     """Write all pages and the files that they link to into one folder, which is emptied first."""
     shutil.rmtree(pages, ignore_errors=True)
@@ -164,7 +183,7 @@ def gather(pages: Path = PAGES) -> None:
     for source in sources:
         text = source.read_text(encoding="utf-8")
         page = PurePosixPath(source.relative_to(ROOT))
-        _write(pages / place(page)[0], with_links(text, page))
+        _write(pages / place(page)[0], with_deep_lists(with_links(text, page)))
         linked = (Path(os.path.normpath(source.parent / link["target"])) for link in LINK.finditer(text))
         files |= {path for path in linked if path.is_file() and path.suffix != ".md"}
     for file in files:

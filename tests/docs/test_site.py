@@ -30,6 +30,11 @@ def test_links_lead_to_the_same_thing_in_the_site(page: str, link: str, expected
     assert make_site.with_links(f"a [b]({link}) c", PurePosixPath(page)) == f"a [b]({expected}) c"
 
 
+def test_lists_in_numbered_items_are_indented_for_python_markdown() -> None:
+    text = "8. one\n   more:\n\n   - a\n     b\n9. two\n\nend\n   kept"
+    assert make_site.with_deep_lists(text) == "8. one\n    more:\n\n    - a\n      b\n\n9. two\n\nend\n   kept"
+
+
 def test_what_is_gathered_has_no_dead_link(tmp_path: Path) -> None:
     make_site.gather(tmp_path)
     for page in tmp_path.rglob("*.md"):
