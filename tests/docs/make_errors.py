@@ -85,9 +85,9 @@ Errors that kvtiers raises on purpose are subclasses of `KVTiersError`. Inside a
 reaches a request: the blocks concerned are misses, and the error is logged and counted. This page is for what stops an
 engine or a command at its start, and for code that uses kvtiers. `make docs` writes it from the classes.
 
-Indentation shows which class is a subclass of which. *Retryable* means that the same call may succeed if it is repeated
-soon; it is the attribute `retryable` of every `StoreError`. All classes of the table are in `kvtiers.tiers.errors`, and
-those that stores and their users need can be imported from `kvtiers`.
+All classes are in `kvtiers.tiers.errors`, and those that stores and their users need can be imported from `kvtiers`.
+*Retryable* means that the same call may succeed if it is repeated soon; it is the attribute `retryable` of every
+`StoreError`.
 
 """
 TAIL = """
@@ -107,12 +107,13 @@ def tree(base: type[KVTiersError] = KVTiersError, depth: int = 0) -> Iterator[tu
 
 def page() -> str:
     """docs/errors.md."""
-    lines = ["| error | when | retryable | what to do |", "| --- | --- | --- | --- |"]
-    for depth, error in tree():
+    classes = list(tree())
+    lines = ["```text", *(f"{'    ' * depth}{error.__name__}" for depth, error in classes), "```", ""]
+    lines += ["| error | when | retryable | what to do |", "| --- | --- | --- | --- |"]
+    for _, error in classes:
         when = (inspect.getdoc(error) or "").partition("\n")[0].replace("``", "`")
         retryable = ("yes" if error.retryable else "no") if issubclass(error, StoreError) else ""
-        indent = "&emsp;" * depth
-        lines.append(f"| {indent}`{error.__name__}` | {when} | {retryable} | {ADVICE[error]} |")
+        lines.append(f"| `{error.__name__}` | {when} | {retryable} | {ADVICE[error]} |")
     return HEAD + "\n".join(lines) + "\n" + TAIL
 
 
