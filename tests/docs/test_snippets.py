@@ -124,6 +124,17 @@ def check_transfer_config(config: Mapping[str, Any]) -> None:
         parse_config({"region": {"size": "1GiB"}, "tiers": [extra["tier"]]})
 
 
+def test_no_block_is_left_unchecked() -> None:
+    languages = {each.language for page in PAGES for each in snippets.snippets(page)}
+    assert languages <= {"", "ini", "json", "python", "sh", "text", "yaml"}, "a language that no test here looks at"
+
+
+@pytest.mark.parametrize("snippet", snippets.of("python"), ids=str)
+def test_python(snippet: Snippet) -> None:
+    """It compiles. test_writing_a_store.py runs the example."""
+    compile(snippet.body, str(snippet), "exec")
+
+
 @pytest.mark.parametrize("snippet", snippets.of("json"), ids=str)
 def test_json(snippet: Snippet) -> None:
     decoder, rest = json.JSONDecoder(), snippet.body.strip()
