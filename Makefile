@@ -2,12 +2,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+SITE_VENV := .venv-docs
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too. Not an absolute path: pip would split it at its spaces.
 export PIP_CONSTRAINT = constraints.txt
 
-.PHONY: setup demo plot test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt bench-liveness \
-	bench-lookups bench-s3 bench-seal bench-steps bench-writers docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
+.PHONY: setup demo plot test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
+	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers docs reference site soak e2e e2e-env e2e-older \
+	e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -56,7 +58,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test
+check: lint site test
 
 bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers
 
@@ -106,9 +108,25 @@ bench-steps: setup
 bench-seal: setup
 	$(BIN)/python -m tests.benchmarks.bench_seal
 
-# What of docs/ comes from the code.
-docs: setup
+# What of docs/ comes from the code, and then the site.
+docs: reference site
+
+reference: setup
 	$(BIN)/python -m tests.docs.make_reference
+	$(BIN)/python -m tests.docs.make_errors
+
+# The site in build/docs. Dead links and anchors fail, and so does a page that loads anything from another server.
+site: $(SITE_VENV)/.stamp
+	$(SITE_VENV)/bin/python -m tests.docs.make_site
+	$(SITE_VENV)/bin/zensical build --strict --clean
+	$(SITE_VENV)/bin/python -m tests.docs.make_site --check
+
+# Small, and without kvtiers' own dependencies: the site is made from sources.
+$(SITE_VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(SITE_VENV)
+	@$(SITE_VENV)/bin/pip install --quiet $$($(PYTHON) -c \
+		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@
 
 # vLLM for CPU in an environment of its own: 3 minutes and 3.5 GB to make; the runs take up to an hour.
 E2E_ENV := build/e2e-env
@@ -135,4 +153,4 @@ test-vllm:
 	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SITE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

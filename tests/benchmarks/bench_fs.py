@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Row:
     busy_store: float
     busy_load: float
     call_p99_us: float
+    rounds: dict[str, list[float]] = field(default_factory=dict)  # the speeds that raw_store, store, … are medians of
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,7 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
         busy_store=busy_store,
         busy_load=busy_load,
         call_p99_us=percentile(calls, 99),
+        rounds=results,
     )
 
 

@@ -29,9 +29,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -58,6 +58,18 @@ HTTP_GOAL, BOTO3_GOAL, CPU_GOAL_MS, STALL_GOAL_MS = 0.8, 3.0, 0.35, 2.0
 HEADS_GOAL, HEADS_BOTO3_GOAL = 8_000, 7.0
 
 
+#: What a client is, in the plot's legend.
+LABELS = {
+    "http": "http (ceiling, no seal)",
+    "socket": "socket (ceiling, no seal)",
+    "obstore": "kvtiers, obstore in processes",
+    "obstore, threads": "kvtiers, obstore in threads",
+    "boto3": "kvtiers, boto3",
+    "s3fs": "kvtiers, s3fs",
+    "nixl": "NIXL (no seal)",
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One client with one block size on one server. Speeds in MB/s, times in ms, ratios to the ceiling."""
@@ -75,6 +87,8 @@ class Row:
     put_stall_p99: float
     get_stall_p50: float
     get_stall_p99: float
+    put_rounds: Sequence[float] = ()  # the speeds that put is the median of
+    get_rounds: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +146,7 @@ def measure(where: str, region: Region, contenders: list[Contender], rounds: int
             Row(
                 where, contender.name, region.block_bytes, median("put", 0), median("get", 0), ratio("put"),
                 ratio("get"), median("put", 1), median("get", 1), *put_stall, *get_stall,
+                *([speed for speed, _ in seen[contender.name, way]] for way in ("put", "get")),
             )
         )  # fmt: skip
     return rows
@@ -262,8 +277,36 @@ def _ratio(value: float | None, judged: bool) -> str:
     return "" if value is None else _judged(value, not judged or value >= HTTP_GOAL)
 
 
+def bars(
+    axis: Any, places: Sequence[float], speeds: Sequence[float], rounds: Sequence[Sequence[float]], **style: Any
+) -> None:
+    """Bars of medians, with whiskers from the slowest round to the fastest where the rounds were recorded."""
+    spread = None
+    if all(rounds):
+        spread = [
+            [speed - min(of) for speed, of in zip(speeds, rounds, strict=True)],
+            [max(of) - speed for speed, of in zip(speeds, rounds, strict=True)],
+        ]
+    axis.bar(places, speeds, yerr=spread, capsize=2, error_kw={"elinewidth": 1}, **style)
+
+
+def name_axes(axis: Any, title: str, *, recorded: bool) -> None:
+    """The title, what the axes show, and the legend."""
+    axis.set_title(title)
+    axis.set_xlabel("bytes of a block")
+    axis.set_ylabel("MB/s: median; whiskers: all rounds" if recorded else "MB/s, median of the rounds")
+    axis.set_ylim(bottom=0, top=1.3 * axis.get_ylim()[1])  # room for the legend
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Bars of PUT and GET for each server; needs matplotlib."""
+    figure = draw(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """The figure of ``plot``."""
     importlib.import_module("matplotlib").use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
 
@@ -271,21 +314,31 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     colors = {client: f"C{i}" for i, client in enumerate(dict.fromkeys(row.client for row in rows))}
     figure, axes = pyplot.subplots(len(places), 2, figsize=(11, 4 * len(places)), squeeze=False)
     for i, where in enumerate(places):
-        clients = list(dict.fromkeys(row.client for row in rows if row.where == where))
+        here = [row for row in rows if row.where == where]
+        clients = list(dict.fromkeys(row.client for row in here))
+        sizes = list(dict.fromkeys(row.block_bytes for row in here))
+        width = 0.8 / len(clients)
         for j, way in enumerate(("put", "get")):
             axis = axes[i][j]
             for k, client in enumerate(clients):
-                speeds = [getattr(row, way) for row in rows if row.where == where and row.client == client]
-                width = 0.8 / len(clients)
-                axis.bar(np.arange(len(speeds)) + k * width, speeds, width, label=client, color=colors[client])
-            axis.set_xticks(np.arange(len(SIZES)) + 0.4, [size_text(size) for size in SIZES])
-            axis.set_title(f"{way.upper()}, {where}, {THREADS} threads, sealed and verified")
-            axis.set_ylabel("MB/s")
-            axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
-            axis.legend(ncols=3, fontsize="small", loc="upper left")
+                mine = [row for row in here if row.client == client]
+                at = [sizes.index(row.block_bytes) + k * width for row in mine]
+                rounds = [getattr(row, f"{way}_rounds") for row in mine]
+                label = LABELS.get(client, client)
+                bars(
+                    axis,
+                    at,
+                    [getattr(row, way) for row in mine],
+                    rounds,
+                    width=width,
+                    label=label,
+                    color=colors[client],
+                )
+            axis.set_xticks([n + 0.4 - width / 2 for n in range(len(sizes))], [size_text(size) for size in sizes])
+            name_axes(axis, f"{way.upper()}, {where}, {THREADS} threads", recorded=all(row.put_rounds for row in here))
+            axis.legend(ncols=2, fontsize="x-small", loc="upper left")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def save(rows: Sequence[Row], heads: Sequence[Heads], path: Path) -> None:

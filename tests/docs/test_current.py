@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,25 @@ from typer.main import get_command
 
 from kvtiers.connector.commands.cli import app
 from kvtiers.tiers.metrics import METRICS
-from tests.docs import make_benchmarks, make_reference, plot_demo
+from tests.docs import make_benchmarks, make_errors, make_reference, plot_demo
 from tests.docs.make_reference import DOCS
 
-LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+PAGES = sorted([*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")])
+
+
+def local_links(page: Path) -> list[tuple[Path, str]]:
+    """The files that a page links to, and the anchors in them ("" for none)."""
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    return [(page.parent / file if file else page, anchor) for file, anchor in links if "://" not in file]
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """The anchors of a page's headings, as GitHub and GitLab name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return frozenset(heading.replace(" ", "-") for heading in headings)
 
 
 def test_the_configuration_reference() -> None:
@@ -58,21 +74,22 @@ def test_the_source_distribution_has_what_the_pages_name() -> None:
     included = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert all(pattern.startswith("/") and list(root.glob(pattern[1:])) for pattern in included)
     have = {path for pattern in included for path in root.glob(pattern[1:])}
-    linked = {
-        (page.parent / link).resolve()
-        for page in [*DOCS.glob("*.md"), *root.glob("*.md")]
-        for link in LINK.findall(page.read_text(encoding="utf-8"))
-        if "://" not in link
-    }
+    linked = {file.resolve() for page in PAGES for file, _ in local_links(page)}
     assert [path for path in sorted(linked) if have.isdisjoint({path, *path.parents})] == []
 
 
 def test_kvtiers_is_not_installed_from_an_index() -> None:
-    pages = [path for path in DOCS.iterdir() if path.suffix in (".md", ".yaml")]
+    pages = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".yaml")]
     assert [page.name for page in pages if re.search(r"pip install kvtiers\b", page.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = LINK.findall(page.read_text(encoding="utf-8"))
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    links = [(file.resolve(), anchor) for file, anchor in local_links(page)]
+    assert [file for file, _ in links if not file.exists()] == []
+    dead = [f"{file.name}#{anchor}" for file, anchor in links if anchor and anchor not in anchors(file)]
+    assert dead == []
+
+
+def test_the_errors() -> None:
+    assert make_errors.PAGE.read_text() == make_errors.page(), "run make docs"

@@ -50,7 +50,10 @@ class FileMapper:
         model_name: hub id or path; "/" becomes "_" in the folder's name.
         hash_block_size: tokens that one block hash covers.
         gpu_blocks_per_file: GPU blocks in one offloaded block.
-        tp_size, pp_size, pcp_size, dcp_size: tensor, pipeline, prefill-context and decode-context parallel sizes.
+        tp_size: tensor parallel size.
+        pp_size: pipeline parallel size.
+        pcp_size: prefill-context parallel size.
+        dcp_size: decode-context parallel size.
         rank: this process's rank; part of the path, not of the digest.
         dtype: data type of the KV cache.
         kv_cache_groups: for each group ``{"block_size": n, "layer_names": [...]}``.
