@@ -5,16 +5,35 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvtiers.connector.manager.guard import RAISED, GuardedTier
-from kvtiers.connector.manager.promotion import Job
+from kvtiers.connector.manager.primary import Block
+from kvtiers.connector.manager.request import Request
 from kvtiers.tiers.base import JobMetadata, JobResult, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A submitted job. A store pins its blocks; a load has a request.
+
+    Attributes:
+        late_at: time at which a load is given up.
+        ended: the load was reported or given up.
+    """
+
+    tier: int
+    blocks: list[Block]
+    request: Request | None = None
+    late_at: float = 0.0
+    ended: bool = False
+
 
 Ended = tuple[Job, frozenset[OffloadKey]]
 """A job, and the keys of it that succeeded."""

@@ -326,7 +326,7 @@ class TieringMachine(RuleBasedStateMachine):
             assert all(request.hit_tiers >> tier & 1 for tier in request.hits.values())
         assert all(block.pins == pins[block] for block in (*self.primary._blocks.values(), *pins))
         assert requests.waiting.keys() <= set(requests.by_id.values())
-        for index, loads in enumerate(self.manager._loads):
+        for index, loads in enumerate(self.manager._loads.by_tier):
             unreported = sum(len(job.blocks) for job in jobs if job.request is not None and job.tier == index)
             assert loads._blocks_max - loads.room == unreported <= loads._blocks_max
 
