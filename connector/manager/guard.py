@@ -6,7 +6,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Final, TypeVar
 
@@ -63,27 +64,19 @@ class GuardedTier:
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the tier. Returns the tier's return value, or RAISED."""
-        try:
+        with self._contained(method):
             return getattr(self.tier, method)(*args)
-        except _BY_SIGNALS:
-            raise
-        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: its errors are contained here
-            self.contain(method, _shown(e))
-            return RAISED
+        return RAISED
 
     def collect(self, method: str, kind: type[_T]) -> list[_T]:
         """Items that the tier yields, until it raises. Items of another type are counted as errors and left out."""
         collected: list[_T] = []
-        try:
+        with self._contained(method):
             for item in getattr(self.tier, method)():
                 if isinstance(item, kind):
                     collected.append(item)
                 else:
                     self.contain(method, f"{_shown(item)} is not of type {kind.__name__}")
-        except _BY_SIGNALS:
-            raise
-        except BaseException as e:  # noqa: BLE001 - as in call
-            self.contain(method, _shown(e))
         return collected
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -108,7 +101,7 @@ class GuardedTier:
             hit = bool(answer)
         except _BY_SIGNALS:
             raise
-        except BaseException as e:  # noqa: BLE001 - as in call
+        except BaseException as e:  # noqa: BLE001 - as in _contained, which would take longer
             self.contain("lookup", _shown(e))
             hit = False
         self.note_answer(key, req_context, hit=hit)
@@ -116,16 +109,11 @@ class GuardedTier:
 
     def take_answered(self) -> dict[str, frozenset[OffloadKey]] | None:
         """See ``SecondaryTierManager``. None also if the tier lacks this method or fails in it."""
-        if not hasattr(self.tier, "take_answered"):
-            return None
-        try:
-            answered = self.tier.take_answered()
-            return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}
-        except _BY_SIGNALS:
-            raise
-        except BaseException as e:  # noqa: BLE001 - as in call
-            self.contain("take_answered", _shown(e))
-            return None
+        if hasattr(self.tier, "take_answered"):
+            with self._contained("take_answered"):
+                answered = self.tier.take_answered()
+                return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}
+        return None
 
     def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> None:
         """Count a request's hit or miss of a key once: while a request waits, engines repeat its lookups every step."""
@@ -199,6 +187,16 @@ class GuardedTier:
             self.contain("shutdown_s", _shown(e))
             return False
         return True
+
+    @contextmanager
+    def _contained(self, where: str) -> Iterator[None]:
+        """Contain what the tier raises inside the ``with`` block."""
+        try:
+            yield
+        except _BY_SIGNALS:
+            raise
+        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: its errors are contained here
+            self.contain(where, _shown(e))
 
     def contain(self, where: str, what: str) -> None:
         """Count a fault of the tier, and log the first one in each ``where``."""

@@ -65,7 +65,7 @@ class TierJobs:
         """Whether a tier may still report a job. Tiers report jobs before their deadline, unless storage hangs."""
         return len(self._jobs) > len(self._raised) and self._clock() < self._reports_until
 
-    def submit(self, method: str, job: Job, req_context: ReqContext) -> bool:
+    def submit(self, job: Job) -> bool:
         """Submit a job to its tier.
 
         Returns:
@@ -78,7 +78,8 @@ class TierJobs:
         self._reports_until = max(self._reports_until, until)
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
-        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
+        method, context = ("submit_load", job.request.context) if job.request else ("submit_store", ReqContext())
+        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, context)) is RAISED:
             self._raised[job_id] = until
             return False
         return True

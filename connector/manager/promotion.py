@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvtiers.connector.manager.jobs import Job, TierJobs
 from kvtiers.connector.manager.options import TieringOptions
 from kvtiers.connector.manager.primary import Block, CPUPrimaryTier
-from kvtiers.connector.manager.request import EVERY_TIER, Request, State
+from kvtiers.connector.manager.request import EVERY_TIER, Request
 from kvtiers.tiers.blocks.keys import OffloadKey
 
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
@@ -23,38 +23,31 @@ class PromotionRoom:
 
     If the region has no room, the request "starves" and its hits wait up to ``promotion_wait_s``. If only the tier's
     share of the region is used up, its hits wait up to ``load_deadline_s``.
-
-    Args:
-        log_once: takes a subject and a message; logs the message once per subject.
     """
 
-    def __init__(
-        self, primary: CPUPrimaryTier, loads: Loads, options: TieringOptions, log_once: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, primary: CPUPrimaryTier, loads: Loads, options: TieringOptions) -> None:
         self._primary = primary
         self._loads = loads
-        self._options = options
-        self._log_once = log_once
+        self._wait_s = options.promotion_wait_s
         primary.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # a rate misses the first 1 of a new series
 
     def serve(self, request: Request, now: float) -> None:
-        """Load those of the request's hits that get slots. Other hits wait on, or count as misses if they waited too
-        long.
-        """
+        """Load the request's hits that get slots. Other hits wait on; they count as misses if they waited too long."""
         if not request.hits:
             return
         for tier in self._loads.by_tier:
             is_stuck = not tier.room and (now >= request.capped_until or not tier.is_awaited)
-            if is_stuck and request.hit_tiers >> tier.index & 1:
-                self._miss_hits_of(tier, request)
-        wanted = request.choose_hits([tier.room for tier in self._loads.by_tier], self._primary.room, now)
-        blocks = self._primary.reserve(wanted)
-        missed = wanted[len(blocks)] if len(blocks) < len(wanted) else None
-        by_tier = request.take_slots(blocks, missed, now)
-        if request.starved_since is not None and now - request.starved_since >= self._options.promotion_wait_s:
+            if is_stuck and request.hit_tiers >> tier.index & 1 and self._miss_hits(request, 1 << tier.index):
+                self._primary.log_once(
+                    f"loads {tier.index}",
+                    f"tier {tier.name}: loads that it has not reported fill its whole share of the region: "
+                    "no more is loaded from it until it reports some (see kvtiers_promotion_room_expired_total)",
+                )
+        by_tier = request.take_slots([tier.room for tier in self._loads.by_tier], now)
+        if request.starved_since is not None and now - request.starved_since >= self._wait_s:
             self._end_starving(request)
-        for index, tier_blocks in by_tier.items():
-            self._loads.begin(request, index, tier_blocks, now)
+        for index, blocks in by_tier.items():
+            self._loads.begin(request, index, blocks, now)
 
     def release_latest_holds(self, waiting: Iterable[Request], now: float) -> None:
         """Unpin the blocks held by the latest starving requests. Otherwise starving requests could block one another.
@@ -63,31 +56,19 @@ class PromotionRoom:
         """
         if self._loads.are_awaited:
             return
-        starving = [request for request in waiting if request.state is State.WAITING_FOR_ROOM]
-        if not starving:
+        starving = [request for request in waiting if request.starved_since is not None]
+        first_since = starving[0].starved_since if starving else None
+        if first_since is None or now - first_since < _RELEASE_SHARE * self._wait_s:
             return
-        first = starving[0]
-        assert first.starved_since is not None
-        if now - first.starved_since < _RELEASE_SHARE * self._options.promotion_wait_s:
-            return
-        wanted = min(len(first.hits), sum(tier.room for tier in self._loads.by_tier))
+        wanted = min(len(starving[0].hits), sum(tier.room for tier in self._loads.by_tier))
         while len(starving) > 1 and self._primary.room < wanted:
             starving.pop().let_go()
-
-    def _miss_hits_of(self, tier: TierLoads, request: Request) -> None:
-        """Treat the request's hits in this tier as misses, because its share is stuck. Another tier may have them."""
-        if self._miss_hits(request, 1 << tier.index):
-            self._log_once(
-                f"loads {tier.index}",
-                f"tier {tier.name}: loads that it has not reported fill its whole share of the region: "
-                "no more is loaded from it until it reports some (see kvtiers_promotion_room_expired_total)",
-            )
 
     def _end_starving(self, request: Request) -> None:
         """Treat the request's hits as misses, because the region had no room for them in time."""
         needed = len(request.hits.keys() | request.held.keys()) + request.loading
         if needed > self._primary.num_blocks:
-            self._log_once(
+            self._primary.log_once(
                 "load",
                 f"region holds {self._primary.num_blocks} blocks, request {request.req_id!r} needs {needed}: "
                 "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
@@ -95,6 +76,7 @@ class PromotionRoom:
         self._miss_hits(request, EVERY_TIER)
 
     def _miss_hits(self, request: Request, tiers: int) -> int:
+        """Treat the request's hits in the tiers of a bit mask as misses. Other tiers may have the keys."""
         count = request.miss_hits(tiers)
         self._primary.metrics.inc("kvtiers_promotion_room_expired_total", by=count)
         return count
@@ -103,25 +85,21 @@ class PromotionRoom:
 class Loads:
     """The loads of all tiers, from their submission to their end. Scheduler thread only.
 
+    Failed loads are remembered, for requests that came before the failure: they would retry and wait in turn.
+
     Attributes:
-        by_tier: the loads of each tier.
-        failed: loads that failed recently.
+        by_tier: the unreported loads of each tier.
+        failed_at: (key, tier) -> time of the failure of a load; the oldest first.
     """
 
     def __init__(
-        self,
-        primary: CPUPrimaryTier,
-        by_tier: Sequence[TierLoads],
-        jobs: TierJobs,
-        clock: Callable[[], float],
-        log_once: Callable[[str, str], None],
+        self, primary: CPUPrimaryTier, by_tier: Sequence[TierLoads], jobs: TierJobs, clock: Callable[[], float]
     ) -> None:
         self.by_tier = by_tier
-        self.failed = FailedLoads()
+        self.failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()
         self._primary = primary
         self._jobs = jobs
         self._clock = clock
-        self._log_once = log_once
 
     @property
     def are_awaited(self) -> bool:
@@ -132,11 +110,11 @@ class Loads:
         """Load blocks from the tier of an index. The caller has checked the tier's ``room``."""
         for job in self.by_tier[index].begin(blocks, request, now):
             for block in job.blocks:
-                if self.failed.failed_at and self.failed.has_failed(request, block.key, index):
-                    request.skip_block()
+                if self.failed_at and self.has_failed(request, block.key, index):
+                    request.look_again()  # another request's load of it failed meanwhile: do not wait for this one
                 else:
                     request.await_block(block)
-            if not self._jobs.submit("submit_load", job, request.context):
+            if not self._jobs.submit(job):
                 self._give_up(job)
 
     def end(self, job: Job, succeeded: Collection[OffloadKey]) -> list[Block]:
@@ -144,7 +122,7 @@ class Loads:
         self.by_tier[job.tier].end(job)
         failed = [block for block in job.blocks if block.key not in succeeded]
         if not job.ended:
-            self.failed.add(job, failed, self._clock())
+            self._exclude(job, failed)
         self._primary.end_promotion(failed, success=False)
         ready = self._primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
         self._end_wait(job, ready)
@@ -156,19 +134,41 @@ class Loads:
             for job in tier.take_late(now):
                 self._primary.metrics.inc("kvtiers_deadline_expired_total", tier.name, "load")
                 # Not counted as a contained error: the storage hangs, which is not the tier's fault.
-                self._log_once(f"late {tier.index}", f"tier {tier.name}: loads over {tier.deadline_s:g} s are given up")
+                message = f"tier {tier.name}: loads over {tier.deadline_s:g} s are given up"
+                self._primary.log_once(f"late {tier.index}", message)
                 self._give_up(job)
+
+    def is_excluded(self, request: Request, key: OffloadKey, tier: int) -> bool:
+        """Whether the request must not ask the tier for the key."""
+        refused = request.barred | request.refused.get(key, 0)
+        return bool(refused >> tier & 1) or self.has_failed(request, key, tier)
+
+    def has_failed(self, request: Request, key: OffloadKey, tier: int) -> bool:
+        """Whether a load of the key from the tier failed since the request came."""
+        return self.failed_at.get((key, tier), -math.inf) > request.came_at
 
     def _give_up(self, job: Job) -> None:
         """Wait for a load no longer. Its slots stay out of use until the tier reports the job."""
-        self.failed.add(job, job.blocks, self._clock())
+        self._exclude(job, job.blocks)
         self._primary.quarantine(job.blocks)
         self._end_wait(job, ())
 
     def _end_wait(self, job: Job, ready: Iterable[Block]) -> None:
-        if not job.ended and job.request is not None:
+        assert job.request is not None
+        if not job.ended:
             job.ended = True
             job.request.load_ended(len(job.blocks), ready, self._clock())
+
+    def _exclude(self, job: Job, blocks: Iterable[Block]) -> None:
+        """Exclude the job's tier for these blocks: for the job's request, and for every request that came before."""
+        assert job.request is not None
+        now = self._clock()
+        while self.failed_at and now - next(iter(self.failed_at.values())) >= _FAILED_S:
+            self.failed_at.popitem(last=False)
+        for block in blocks:
+            job.request.refuse(block.key, 1 << job.tier)
+            self.failed_at[block.key, job.tier] = now
+            self.failed_at.move_to_end((block.key, job.tier))
 
 
 class TierLoads:
@@ -231,34 +231,3 @@ class TierLoads:
             if not job.ended:
                 late.append(job)
         return late
-
-
-class FailedLoads:
-    """Loads that failed recently, remembered for requests that came before the failure. Scheduler thread only.
-
-    Attributes:
-        failed_at: (key, tier) -> time of the failure; the oldest first.
-    """
-
-    def __init__(self) -> None:
-        self.failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()
-
-    def add(self, job: Job, blocks: Iterable[Block], now: float) -> None:
-        """Exclude the job's tier for these blocks: for the job's request, and for every request that came before."""
-        assert job.request is not None
-        failed_at = self.failed_at
-        while failed_at and now - next(iter(failed_at.values())) >= _FAILED_S:
-            failed_at.popitem(last=False)
-        for block in blocks:
-            job.request.refuse(block.key, 1 << job.tier)
-            failed_at[block.key, job.tier] = now
-            failed_at.move_to_end((block.key, job.tier))
-
-    def is_excluded(self, request: Request, key: OffloadKey, tier: int) -> bool:
-        """Whether the request must not ask the tier for the key."""
-        refused = request.barred | request.refused.get(key, 0)
-        return bool(refused >> tier & 1) or self.has_failed(request, key, tier)
-
-    def has_failed(self, request: Request, key: OffloadKey, tier: int) -> bool:
-        """Whether a load of the key from the tier failed since the request came."""
-        return self.failed_at.get((key, tier), -math.inf) > request.came_at

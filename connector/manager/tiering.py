@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvtiers.connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from kvtiers.connector.manager.cascade import Cascade
 from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
-from kvtiers.connector.manager.jobs import Job, TierJobs
+from kvtiers.connector.manager.jobs import TierJobs
 from kvtiers.connector.manager.options import TieringOptions
 from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
 from kvtiers.connector.manager.promotion import Loads, PromotionRoom, TierLoads
@@ -73,13 +73,10 @@ class TieringOffloadingManager(OffloadingManager):
             TierLoads(index, tier.name, load_blocks_max, min(self._options.load_deadline_s, own_s))
             for index, (tier, own_s) in enumerate(zip(self._tiers, deadlines_s, strict=True))
         ]
-        self._loads = Loads(primary, by_tier, self._jobs, clock, self._log_once)
-        self._room = PromotionRoom(primary, self._loads, self._options, self._log_once)
-        self._requests = WaitingRequests(primary, self._tiers, self._options, clock, self._log_once)
-        self._cascade = Cascade(
-            primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
-        )
-        self._logged: set[str] = set()
+        self._loads = Loads(primary, by_tier, self._jobs, clock)
+        self._room = PromotionRoom(primary, self._loads, self._options)
+        self._requests = WaitingRequests(primary, self._tiers, self._options, clock)
+        self._cascade = Cascade(primary, self._tiers, self._options.store_backlog_share, self._jobs, clock)
         self._closed = False
 
     # -- the engine's calls ------------------------------------------------------------------------------------------
@@ -127,7 +124,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        self._requests.pin_found()
+        self._requests.hold_new_finds()
         return self.primary.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
@@ -152,12 +149,11 @@ class TieringOffloadingManager(OffloadingManager):
         if waiting or self._loads.are_awaited:
             now = self._clock()
             self._loads.give_up_late(now)
-            self._requests.hold_found(now)
+            self._requests.hold_finds(now)
             self._room.release_latest_holds(waiting, now)
             for request in list(waiting):
                 self._room.serve(request, now)
-                if not request.end_step(now):
-                    del waiting[request]
+                request.end_step(now)
         self._requests.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
@@ -218,26 +214,26 @@ class TieringOffloadingManager(OffloadingManager):
             request = requests.remember(req_context, self.barred(req_context))
             if request is None:
                 return False
-        return self._lookup_tiers(key, request) if block is None else self._wait_for_block(block, request)
+        if block is not None:
+            return self._wait_for_block(block, request)
+        return None if key in request.hits else self._lookup_tiers(key, request)
 
     def _wait_for_block(self, block: Block, request: Request) -> bool | None:
         """Wait for a block that is being filled, unless a load of it from that tier failed since the request came."""
         # Not ``request.refused``: a key may also be refused for lack of room, and this block already has a slot.
-        if block.state is BlockState.LOADING and self._loads.failed.has_failed(request, block.key, block.tier):
+        if block.state is BlockState.LOADING and self._loads.has_failed(request, block.key, block.tier):
             return self._lookup_tiers(block.key, request)  # ask the other tiers
         if block.state is not BlockState.QUARANTINED:
             request.await_block(block)
-        self._requests.wait(request, self._options.promotion_hold_s)
+        request.wait(self._options.promotion_hold_s)
         return None
 
     def _lookup_tiers(self, key: OffloadKey, request: Request) -> bool | None:
-        if key in request.hits:
-            return None
         hit: int | None = None
         owing = 0
-        may_be_refused = request.barred or request.refused or self._loads.failed.failed_at
+        may_be_refused = request.barred or request.refused or self._loads.failed_at
         for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
-            if may_be_refused and self._loads.failed.is_excluded(request, key, index):
+            if may_be_refused and self._loads.is_excluded(request, key, index):
                 continue
             answer = ask(key, request.context)
             if answer is None:
@@ -251,16 +247,12 @@ class TieringOffloadingManager(OffloadingManager):
         # A tier that owes an answer comes before the tier with the hit and may be faster: worth a bounded wait.
         if owing & ~request.gave_up:
             request.owe(key, owing)
-            if request not in self._requests.waiting:
-                self._requests.wait(request, self._options.lookup_deadline_s)
             return None
         if owing and request.expire(key):
             self._count_expired(key, request, owing)
         if hit is None:
             return False
         request.hit(key, hit)
-        if request not in self._requests.waiting:
-            self._requests.wait(request, 0.0)
         return None
 
     def _count_expired(self, key: OffloadKey, request: Request, tiers: int) -> None:
@@ -272,9 +264,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -- tiers and their jobs ----------------------------------------------------------------------------------------
 
-    def _submit_store(self, index: int, blocks: list[Block]) -> None:
-        self._jobs.submit("submit_store", Job(index, blocks), ReqContext())
-
     def _take_results(self, but: Collection[int] = ()) -> None:
         for index in range(len(self._tiers)):
             if index not in but:
@@ -284,8 +273,3 @@ class TieringOffloadingManager(OffloadingManager):
                     else:
                         self._cascade.add(self._loads.end(job, succeeded), index)
                 self._cascade.send(index)
-
-    def _log_once(self, what: str, message: str) -> None:
-        if what not in self._logged:
-            self._logged.add(what)
-            logger.warning("%s", message)

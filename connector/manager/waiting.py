@@ -34,18 +34,16 @@ class WaitingRequests:
         tiers: Sequence[GuardedTier],
         options: TieringOptions,
         clock: Callable[[], float],
-        log_once: Callable[[str, str], None],
     ) -> None:
         self._primary = primary
         self._tiers = tiers
         self._options = options
         self._clock = clock
-        self._log_once = log_once
         self.by_id: OrderedDict[str, Request] = OrderedDict()
         self.waiting: dict[Request, None] = {}
         self.current: Request | None = None
         self._found: defaultdict[str, dict[OffloadKey, Block]] = defaultdict(dict)  # in this step, by request id
-        self._may_pin = False  # whether requests found blocks or began to wait since ``pin_found``
+        self._may_hold = False  # whether a request found blocks or may have begun to wait since ``hold_new_finds``
         self._step = 0
         self._took_answers = False  # whether the tiers' answers were taken in this step
         self._polled = 0  # bit mask of the tiers that do not report which keys they have answered
@@ -71,6 +69,7 @@ class WaitingRequests:
         """Begin a request's lookups in this step. Owed keys that tiers may have answered are looked up again."""
         self._begin_step(request)
         self.current = request
+        self._may_hold = True
         request.begin_round()
 
     def remember(self, context: ReqContext, barred: int) -> Request | None:
@@ -84,14 +83,14 @@ class WaitingRequests:
             oldest = next(iter(self.by_id.values()))
             if now - oldest.asked_at < _ASKED_LATELY_S:
                 self._primary.metrics.inc("kvtiers_lookups_refused_total")
-                self._log_once(
+                self._primary.log_once(
                     "requests_max",
                     f"{len(self.by_id)} requests wait for the tiers: new requests are computed, not loaded "
                     "(see kvtiers_lookups_refused_total)",
                 )
                 return None
             self.end(oldest.req_id)
-        request = self.by_id[context.req_id] = Request(context, self._primary, self._options, now, barred)
+        request = self.by_id[context.req_id] = Request(context, self._primary, self._options, self.waiting, now, barred)
         self.begin_round(request)
         return request
 
@@ -99,24 +98,13 @@ class WaitingRequests:
         """Count an answer of a tier to a lookup that it had left open."""
         self._num_answers[tier] += 1
 
-    def wait(self, request: Request, hold_s: float) -> None:
-        """Serve the request at the ends of steps. Hold the blocks that it finds for ``hold_s`` at least."""
-        request.keep_held(hold_s, self._clock())
-        self.waiting[request] = None
-        self._may_pin = True
-
     def _begin_step(self, request: Request) -> None:
         """Once per step, take the tiers' new answers and add to the request's waiting time."""
         if not self._took_answers:
             self._take_answers()
-        if request.step == self._step:
-            return
-        self.by_id.move_to_end(request.req_id)
-        request.begin_step(self._step, self._clock(), self._polled, self._num_answers)
-        if request.coming:
-            self.wait(request, self._options.promotion_hold_s)
-        elif request.owed:
-            self.wait(request, self._options.lookup_deadline_s)
+        if request.step != self._step:
+            self.by_id.move_to_end(request.req_id)
+            request.begin_step(self._step, self._clock(), self._polled, self._num_answers)
 
     def _take_answers(self) -> None:
         self._took_answers = True
@@ -136,30 +124,22 @@ class WaitingRequests:
     def note_found(self, req_id: str, block: Block) -> None:
         """Note that a request found a block. The block must stay while the request waits for others."""
         self._found[req_id][block.key] = block
-        self._may_pin = True
+        self._may_hold = True
 
-    def pin_found(self) -> None:
-        """Pin the blocks that waiting requests found in this step, before a store evicts them."""
-        if self._may_pin:  # without this check, each of a step's thousand stores would scan a thousand requests
-            self._may_pin = False
+    def hold_new_finds(self) -> None:
+        """Hold the blocks that waiting requests found, before a store evicts them."""
+        if self._may_hold:  # without this check, each of a step's thousand stores would scan a thousand requests
+            self._may_hold = False
             now = self._clock()
             for req_id in list(self._found):
                 request = self.by_id.get(req_id)
-                if request in self.waiting:
-                    self._hold_found(request, now)
+                if request in self.waiting and request.hold(self._found[req_id], now):
+                    del self._found[req_id]
 
-    def hold_found(self, now: float) -> None:
-        """Pin the blocks that waiting requests found in this step, before any request's load evicts them."""
+    def hold_finds(self, now: float) -> None:
+        """Hold the blocks that waiting requests found in this step, before any request's load evicts them."""
         for request in self.waiting:
-            self._hold_found(request, now)
-
-    def _hold_found(self, request: Request, now: float) -> None:
-        if request.hits or request.loading:
-            request.keep_held(self._options.promotion_hold_s, now)
-        if now <= request.held_until:
-            found = self._found.pop(request.req_id, {})
-            if not found.keys() <= request.held.keys():  # usually it found the same blocks in an earlier step
-                request.hold(found.values())
+            request.hold(self._found.get(request.req_id, {}), now)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -176,16 +156,14 @@ class WaitingRequests:
         request = self.by_id.get(req_id)
         if request is not None:
             request.stop()
-            self.waiting.pop(request, None)
             if self.current is request:
                 self.current = None
 
     def end(self, req_id: str) -> None:
         """Forget a request that has finished. Its loads go on, and serve any request that looks up the blocks next."""
         self.stop(req_id)
-        request = self.by_id.pop(req_id, None)
-        if request is not None:
-            request.end()
+        if req_id in self.by_id:
+            self.by_id.pop(req_id).end()
 
     def end_all(self) -> None:
         """Forget every request, and all that requests found."""
