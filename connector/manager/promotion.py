@@ -19,11 +19,7 @@ _RELEASE_SHARE = 0.1  # part of promotion_wait_s that the first starving request
 
 
 class PromotionRoom:
-    """Gives hits slots of the region, and ends the wait of hits that get none. Scheduler thread only.
-
-    If the region has no room, the request "starves" and its hits wait up to ``promotion_wait_s``. If only the tier's
-    share of the region is used up, its hits wait up to ``load_deadline_s``.
-    """
+    """Gives hits slots of the region, and ends the wait of hits that get none in time. Scheduler thread only."""
 
     def __init__(self, primary: CPUPrimaryTier, loads: Loads, options: TieringOptions) -> None:
         self._primary = primary

@@ -21,13 +21,13 @@ class State(Enum):
     """State of a request. A limit that passes leads on as if the tiers lacked the keys."""
 
     IDLE = auto()  # it waits for nothing and holds nothing; loads that it began before ``stop`` go on, for any request
-    ASKING = auto()  # tiers owe answers, or hits look for slots at the step's end; lookup_deadline_s, lookup_total_s
+    ASKING = (
+        auto()
+    )  # tiers owe answers (limits lookup_deadline_s, lookup_total_s), or the step's end will serve its hits
     WAITING_FOR_SHARE = auto()  # unreported loads fill its tiers' shares of the region; limit load_deadline_s
     WAITING_FOR_ROOM = auto()  # the region has no slot for a hit; limit promotion_wait_s
     LOADING = auto()  # blocks are being filled; each tells its waiters when it is ready, failed or given up
-    HELD = (
-        auto()
-    )  # it waits for nothing: blocks are pinned for promotion_hold_s, or loads that it ignores are under way
+    HELD = auto()  # it waits for nothing, and holds blocks for promotion_hold_s, or has loads that it need not await
     ENDED = auto()  # the engine finished it, or the region was reset; the object is not used again
 
 
@@ -48,10 +48,10 @@ class Request:
     """A request that missed the region. Other classes read its fields; only its methods write them. Scheduler thread.
 
     Each key advances by itself: a tier owes an answer for it, then it is a hit, then its block is coming, then held.
-    The state is that of the keys that are furthest behind; hits that were refused a slot come first::
+    If hits were refused a slot, the state tells what they wait for; else it is the state of the keys furthest behind::
 
                lookup: a tier owes an answer, or has a key
-        IDLE --------------------------------> ASKING <---- lookup of further keys, in all states but ENDED
+        IDLE --------------------------------> ASKING <------- LOADING, HELD: lookup of further keys
         ^  |                                      |
         |  |            end of step: hits get slots, in order
         |  |           +---------------+----------+---------------+
@@ -65,11 +65,12 @@ class Request:
         +---------------------------- HELD
           stop, or end of hold time
 
-    A wait that ends without a block skips states on its way to IDLE. IDLE leads to HELD if a lookup meets a block that
-    is leaving the region: there is nothing to wait for, but found blocks are held. ``end`` leads from IDLE to ENDED.
+    A wait for a slot leads back to ASKING if tiers owe answers when it ends. A wait that ends without a block skips
+    states on its way to IDLE. IDLE leads to HELD if a lookup meets a block that is leaving the region: there is nothing
+    to wait for, but found blocks are held. ``end`` leads from IDLE to ENDED.
 
     Slots: it pins the blocks in ``held``; none in IDLE and ENDED. Shares: in every state, the blocks of its loads count
-    until the tiers report them. ``waiting`` has it while the ends of steps must serve it, for hits, loads or held blocks.
+    until the tiers report them. It is in ``waiting`` while steps' ends must serve it, for hits, loads or held blocks.
     """
 
     context: ReqContext
@@ -82,7 +83,7 @@ class Request:
     state: State = State.IDLE
     # Lookups
     step: int = -1  # number of the step of its latest lookup
-    asked_at: float = field(init=False)  # time of its latest lookup
+    asked_at: float = 0.0  # time of its latest lookup
     has_news: bool = False  # an answer may have changed since its latest lookup
     must_ask_again: bool = False  # every owed key must be looked up again: it gave up waiting, or a tier is polled
     refused: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers whose copy cannot be loaded
@@ -93,7 +94,6 @@ class Request:
     waited_s: float = 0.0  # since when answers are owed; long gaps between lookups count only in part
     silences: dict[int, tuple[int, float]] = field(default_factory=dict)  # polled tier -> (answers, seconds since one)
     gave_up: int = 0  # bit mask of the tiers whose answers it no longer waits for
-    expired: set[OffloadKey] = field(default_factory=set)  # keys absent because it gave up; to count each key once
     # Hits, which have no slot yet
     hits: dict[OffloadKey, int] = field(default_factory=dict)  # key -> tier
     hit_tiers: int = 0  # bit mask of the tiers with hits; may include too many until the hits are scanned again
@@ -108,7 +108,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.req_id = self.context.req_id
-        self.asked_at = self.came_at
 
     # -- lookups and answers -----------------------------------------------------------------------------------------
 
@@ -172,12 +171,6 @@ class Request:
         """Note that a tier has answers for these keys; the next round of lookups gets them."""
         self.owed -= keys
         self.has_news = True
-
-    def expire(self, key: OffloadKey) -> bool:
-        """Count the key as absent, because its answer took too long. Returns False if it was counted before."""
-        is_new = key not in self.expired
-        self.expired.add(key)
-        return is_new
 
     def hit(self, key: OffloadKey, tier: int) -> None:
         """Load the key from the tier as soon as it gets a slot; the end of the step looks for one."""
@@ -341,7 +334,6 @@ class Request:
         self.waited_s = 0.0
         self.silences.clear()
         self.gave_up = 0
-        self.expired.clear()
         self.coming.clear()
         self.let_go()
         if self.state is not State.IDLE:  # its loads go on

@@ -1,13 +1,14 @@
 """TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
 
-- Cascade (``cascade``): a block that the engine stores in the region is copied to every tier.
-- Promotion: a key that is not in the region is looked up in the tiers, in order. A hit is loaded into a reserved slot.
-  The loads of a request are submitted together at the end of the step; ``lookup`` says "ask again" until they end.
-  A block loaded from a later tier is also stored to the tiers before it. The unreported loads of a tier may hold only
-  a share of the region (``load_share``); further loads wait, so a tier that hangs leaves room for the other tiers.
-- Every wait is bounded. When a bound passes, the key counts as absent. For tiers' answers: ``lookup_total_s``, and
-  ``lookup_deadline_s`` for a tier that gives none. For room in the region: ``promotion_wait_s``. For room in the tier's
-  share of it: ``load_deadline_s``. For a load: the tier's own deadline or ``load_deadline_s``, whichever is sooner.
+- Cascade: a block that the engine stores in the region is copied to every tier (``cascade``).
+- Promotion: how a lookup becomes a load.
+  1. ``lookup`` asks the region (``primary``), then the tiers in order (``guard``). If a tier owes an answer or has the
+     key, the request waits (``request``: its states and their limits; ``waiting``: all requests and tiers' answers).
+  2. The step's end holds what the request found, and gives its hits slots as far as the region has room and the tiers
+     have shares of it, so that a tier that hangs leaves room for the others (``promotion.PromotionRoom``).
+  3. The hits with slots are submitted (``promotion.Loads``, ``jobs``). ``lookup`` says "ask again" until they end.
+  4. A later step's end takes the results: the blocks are ready and held (``primary``, ``request``), and stored to the
+     tiers before the one that had them (``cascade``). ``prepare_load`` ends the wait.
 - After a failed load, that tier's copy counts as absent for the request until it finishes, so no request retries
   forever. The same holds for requests that came before the failure, or they would retry in turn and wait in turn.
 - A tier's faults never reach the engine: exceptions, duplicate results and results of unknown jobs are only counted.
@@ -248,7 +249,7 @@ class TieringOffloadingManager(OffloadingManager):
         if owing & ~request.gave_up:
             request.owe(key, owing)
             return None
-        if owing and request.expire(key):
+        if owing:
             self._count_expired(key, request, owing)
         if hit is None:
             return False
@@ -258,9 +259,8 @@ class TieringOffloadingManager(OffloadingManager):
     def _count_expired(self, key: OffloadKey, request: Request, tiers: int) -> None:
         """Count that the request has given up waiting for these tiers' answers."""
         for index, tier in enumerate(self._tiers):
-            if tiers >> index & 1:
+            if tiers >> index & 1 and tier.note_answer(key, request.context, hit=False):
                 self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
-                tier.note_answer(key, request.context, hit=False)
 
     # -- tiers and their jobs ----------------------------------------------------------------------------------------
 

@@ -29,11 +29,7 @@ class WaitingRequests:
     """
 
     def __init__(
-        self,
-        primary: CPUPrimaryTier,
-        tiers: Sequence[GuardedTier],
-        options: TieringOptions,
-        clock: Callable[[], float],
+        self, primary: CPUPrimaryTier, tiers: Sequence[GuardedTier], options: TieringOptions, clock: Callable[[], float]
     ) -> None:
         self._primary = primary
         self._tiers = tiers
