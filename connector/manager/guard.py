@@ -6,8 +6,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, TypeVar
 
@@ -64,19 +63,27 @@ class GuardedTier:
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the tier. Returns the tier's return value, or RAISED."""
-        with self._contained(method):
+        try:
             return getattr(self.tier, method)(*args)
-        return RAISED
+        except _BY_SIGNALS:
+            raise
+        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: its errors are contained here
+            self.contain(method, _shown(e))
+            return RAISED
 
     def collect(self, method: str, kind: type[_T]) -> list[_T]:
         """Items that the tier yields, until it raises. Items of another type are counted as errors and left out."""
         collected: list[_T] = []
-        with self._contained(method):
+        try:
             for item in getattr(self.tier, method)():
                 if isinstance(item, kind):
                     collected.append(item)
                 else:
                     self.contain(method, f"{_shown(item)} is not of type {kind.__name__}")
+        except _BY_SIGNALS:
+            raise
+        except BaseException as e:  # noqa: BLE001 - as in call
+            self.contain(method, _shown(e))
         return collected
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -101,7 +108,7 @@ class GuardedTier:
             hit = bool(answer)
         except _BY_SIGNALS:
             raise
-        except BaseException as e:  # noqa: BLE001 - as in _contained, which would take longer
+        except BaseException as e:  # noqa: BLE001 - as in call
             self.contain("lookup", _shown(e))
             hit = False
         self.note_answer(key, req_context, hit=hit)
@@ -109,11 +116,16 @@ class GuardedTier:
 
     def take_answered(self) -> dict[str, frozenset[OffloadKey]] | None:
         """See ``SecondaryTierManager``. None also if the tier lacks this method or fails in it."""
-        if hasattr(self.tier, "take_answered"):
-            with self._contained("take_answered"):
-                answered = self.tier.take_answered()
-                return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}
-        return None
+        if not hasattr(self.tier, "take_answered"):
+            return None
+        try:
+            answered = self.tier.take_answered()
+            return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}
+        except _BY_SIGNALS:
+            raise
+        except BaseException as e:  # noqa: BLE001 - as in call
+            self.contain("take_answered", _shown(e))
+            return None
 
     def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> bool:
         """Count a request's hit or miss of a key once: while a request waits, engines repeat its lookups every step.
@@ -180,24 +192,16 @@ class GuardedTier:
         Returns:
             False if the tier does not limit its shutdown. Then drain the jobs that it accepted first.
         """
-        with self._contained("shutdown_s"):
+        try:
             own_s = self.tier.shutdown_s
             if own_s is None:
                 return False
             if own_s > within_s * SHUTDOWN_SHARE:
                 self.tier.shutdown_s = within_s * SHUTDOWN_SHARE
-            return True
-        return False
-
-    @contextmanager
-    def _contained(self, where: str) -> Iterator[None]:
-        """Contain what the tier raises inside the ``with`` block."""
-        try:
-            yield
-        except _BY_SIGNALS:
-            raise
-        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: its errors are contained here
-            self.contain(where, _shown(e))
+        except Exception as e:  # noqa: BLE001 - as above
+            self.contain("shutdown_s", _shown(e))
+            return False
+        return True
 
     def contain(self, where: str, what: str) -> None:
         """Count a fault of the tier, and log the first one in each ``where``."""

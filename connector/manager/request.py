@@ -261,10 +261,10 @@ class Request:
         """Wait until the block is no longer being filled."""
         self.owed.discard(block.key)
         if block.key not in self.coming:
+            if not self.coming and (self.state is State.IDLE or self.state is State.HELD):
+                self._enter(State.LOADING)
             self.coming.add(block.key)
             block.add_waiter(self)
-            if self.state is State.IDLE or self.state is State.HELD:
-                self._enter(State.LOADING)
 
     def look_again(self) -> None:
         """Do not wait for a load that begins: another load of its block has failed since the request came."""

@@ -67,14 +67,18 @@ class TieringMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "arc"]),
         load_share=st.sampled_from([0.4, 1.0]),
         stored=st.booleans(),
+        reports=st.booleans(),
     )
-    def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool) -> None:
+    def start(
+        self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool, reports: bool
+    ) -> None:
         self.num_blocks = num_blocks
         self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=False) for index in range(num_tiers)]
         for tier in self.tiers:
             tier.put(*KEYS[::2] if stored else ())
+            tier.reports_answers = reports
         self.primary = CPUPrimaryTier(num_blocks, create_policy(policy, num_blocks))
         self.manager = TieringOffloadingManager(
             self.primary,
@@ -285,7 +289,10 @@ class TieringMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tiers)
     @rule(index=some_tier, mood=st.sampled_from(["answers_later", "silent", "liar"]), on=st.booleans())
     def tier_changes_its_mood(self, index: int, mood: str, on: bool) -> None:
-        setattr(self.tiers[index % len(self.tiers)], mood, on)
+        tier = self.tiers[index % len(self.tiers)]
+        if mood == "silent" and tier.reports_answers:
+            mood = "answers_later"  # a tier that reports its answers must limit how long it takes
+        setattr(tier, mood, on)
 
     @precondition(lambda self: self.tiers)
     @rule(
