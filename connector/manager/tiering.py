@@ -1,14 +1,9 @@
 """TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
 
-- Cascade: a block that the engine stores in the region is copied to every tier (``cascade``).
-- Promotion: how a lookup becomes a load.
-  1. ``lookup`` asks the region (``primary``), then the tiers in order (``guard``). If a tier owes an answer or has the
-     key, the request waits (``request``: its states and their limits; ``waiting``: all requests and tiers' answers).
-  2. The step's end holds what the request found, and gives its hits slots as far as the region has room and the tiers
-     have shares of it, so that a tier that hangs leaves room for the others (``promotion.PromotionRoom``).
-  3. The hits with slots are submitted (``promotion.Loads``, ``jobs``). ``lookup`` says "ask again" until they end.
-  4. A later step's end takes the results: the blocks are ready and held (``primary``, ``request``), and stored to the
-     tiers before the one that had them (``cascade``). ``prepare_load`` ends the wait.
+- Cascade (``cascade``): a block that the engine stores in the region is copied to every tier.
+- Promotion: a key that is not in the region is looked up in the tiers, in order. A hit is loaded into a reserved slot;
+  ``lookup`` says "ask again" until then. A block loaded from a later tier is also stored to the tiers before it.
+- Every wait is bounded (``request.State`` names the limits). When a limit passes, the key counts as absent.
 - After a failed load, that tier's copy counts as absent for the request until it finishes, so no request retries
   forever. The same holds for requests that came before the failure, or they would retry in turn and wait in turn.
 - A tier's faults never reach the engine: exceptions, duplicate results and results of unknown jobs are only counted.
@@ -75,6 +70,7 @@ class TieringOffloadingManager(OffloadingManager):
             for index, (tier, own_s) in enumerate(zip(self._tiers, deadlines_s, strict=True))
         ]
         self._loads = Loads(primary, by_tier, self._jobs, clock)
+        self._failed_at = self._loads.failed_at  # for speed: read for every key that is asked for
         self._room = PromotionRoom(primary, self._loads, self._options)
         self._requests = WaitingRequests(primary, self._tiers, self._options, clock)
         self._cascade = Cascade(primary, self._tiers, self._options.store_backlog_share, self._jobs, clock)
@@ -232,7 +228,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _lookup_tiers(self, key: OffloadKey, request: Request) -> bool | None:
         hit: int | None = None
         owing = 0
-        may_be_refused = request.barred or request.refused or self._loads.failed_at
+        may_be_refused = request.barred or request.refused or self._failed_at
         for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
             if may_be_refused and self._loads.is_excluded(request, key, index):
                 continue
