@@ -364,7 +364,7 @@ class CPUPrimaryTier(OffloadingManager):
         self.log_once(call, f"{call}: ignored key {key!r}, which was not prepared for it")
 
     def log_once(self, what: str, message: str) -> None:
-        """Log a warning, once per ``what``."""
+        """Log a warning once per ``what``, also for the classes that serve the region's requests and tiers."""
         if what not in self._logged:
             self._logged.add(what)
             logger.warning("%s", message)

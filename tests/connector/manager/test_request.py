@@ -52,6 +52,17 @@ def test_a_request_goes_from_a_lookup_to_a_held_block(request_: Request) -> None
     ]
 
 
+def test_a_request_holds_nothing_once_a_load_that_it_did_not_wait_for_has_failed(request_: Request) -> None:
+    request_.hit(KEYS[0], 0)
+    (block,) = request_.take_slots([1], now=0.0)[0]
+    request_.look_again()
+    request_.end_step(0.0)
+    assert request_.state is State.HELD
+    request_.primary.end_promotion([block], success=False)
+    request_.load_ended(1, (), now=0.0)
+    assert request_.state is State.IDLE
+
+
 def test_an_illegal_transition_is_an_assertion(request_: Request) -> None:
     request_.end()
     with pytest.raises(AssertionError, match="ENDED -> ASKING"):
