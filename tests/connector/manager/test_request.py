@@ -57,10 +57,11 @@ def test_a_request_holds_nothing_once_a_load_that_it_did_not_wait_for_has_failed
     (block,) = request_.take_slots([1], now=0.0)[0]
     request_.look_again()
     request_.end_step(0.0)
-    assert request_.state is State.HELD
+    states = [request_.state]
     request_.primary.end_promotion([block], success=False)
     request_.load_ended(1, (), now=0.0)
-    assert request_.state is State.IDLE
+    states.append(request_.state)
+    assert states == [State.HELD, State.IDLE]
 
 
 def test_an_illegal_transition_is_an_assertion(request_: Request) -> None:
