@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
 from kvtiers.connector.manager.guard import GuardedTier
+from kvtiers.connector.manager.jobs import Job, TierJobs
 from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
 from kvtiers.tiers.blocks.keys import OffloadKey
 
@@ -28,9 +29,8 @@ class Cascade:
 
     Args:
         share: part of the region that blocks on their way to tiers may pin, for all tiers together.
-        submit: submits pinned blocks to the tier of an index as one job; the caller calls ``end`` when the job ends.
+        jobs: takes the stores; the caller calls ``end`` when one ends.
         clock: seconds, monotonic.
-        log_once: takes a subject and a message; logs the message once per subject.
     """
 
     def __init__(
@@ -38,15 +38,13 @@ class Cascade:
         primary: CPUPrimaryTier,
         tiers: Sequence[GuardedTier],
         share: float,
-        submit: Callable[[int, list[Block]], None],
+        jobs: TierJobs,
         clock: Callable[[], float],
-        log_once: Callable[[str, str], None],
     ) -> None:
         self._primary = primary
         self._tiers = tiers
-        self._submit = submit
+        self._jobs = jobs
         self._clock = clock
-        self._log_once = log_once
         self._backlog = [0] * len(tiers)  # blocks
         self._takers = [index for index, tier in enumerate(tiers) if getattr(tier.tier, "takes_stores", True)]
         self._backlog_max = share * primary.num_blocks / max(1, len(self._takers))
@@ -121,7 +119,7 @@ class Cascade:
             name = self._tiers[index].name
             self._count_dropped(index, len(blocks))
             self._note_refused(index, blocks)
-            self._log_once(
+            self._primary.log_once(
                 f"backlog {index}",
                 f"tier {name}: {self._backlog[index]} of the region's {self._primary.num_blocks} blocks "
                 "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
@@ -148,7 +146,7 @@ class Cascade:
                     self._note_refused(index, [block])
             if batch:
                 self._backlog[index] += len(batch)
-                self._submit(index, batch)
+                self._jobs.submit(Job(index, batch))
 
     def _note_refused(self, index: int, blocks: Collection[Block]) -> None:
         refused = self._refused[index]

@@ -127,19 +127,22 @@ class GuardedTier:
             self.contain("take_answered", _shown(e))
             return None
 
-    def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> None:
-        """Count a request's hit or miss of a key once: while a request waits, engines repeat its lookups every step."""
-        if not req_context.req_id:  # without an id, repeats cannot be recognized and no finish is reported
-            self._lookups[hit] += 1
-            return
-        answered = self._answered.get(req_context.req_id)
-        if answered is None:
-            answered = self._answered[req_context.req_id] = set()
-            if len(self._answered) > REQUESTS_MAX:
-                self._answered.popitem(last=False)
-        if key not in answered:
+    def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> bool:
+        """Count a request's hit or miss of a key once: while a request waits, engines repeat its lookups every step.
+
+        Returns False if it was counted before.
+        """
+        if req_context.req_id:  # without an id, repeats cannot be recognized and no finish is reported
+            answered = self._answered.get(req_context.req_id)
+            if answered is None:
+                answered = self._answered[req_context.req_id] = set()
+                if len(self._answered) > REQUESTS_MAX:
+                    self._answered.popitem(last=False)
+            if key in answered:
+                return False
             answered.add(key)
-            self._lookups[hit] += 1
+        self._lookups[hit] += 1
+        return True
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See ``SecondaryTierManager``."""

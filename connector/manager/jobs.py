@@ -5,16 +5,35 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvtiers.connector.manager.guard import RAISED, GuardedTier
-from kvtiers.connector.manager.promotion import Job
+from kvtiers.connector.manager.primary import Block
+from kvtiers.connector.manager.request import Request
 from kvtiers.tiers.base import JobMetadata, JobResult, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A submitted job. A store pins its blocks; a load has a request.
+
+    Attributes:
+        late_at: time at which a load is given up.
+        ended: the load was reported or given up.
+    """
+
+    tier: int
+    blocks: list[Block]
+    request: Request | None = None
+    late_at: float = 0.0
+    ended: bool = False
+
 
 Ended = tuple[Job, frozenset[OffloadKey]]
 """A job, and the keys of it that succeeded."""
@@ -46,7 +65,7 @@ class TierJobs:
         """Whether a tier may still report a job. Tiers report jobs before their deadline, unless storage hangs."""
         return len(self._jobs) > len(self._raised) and self._clock() < self._reports_until
 
-    def submit(self, method: str, job: Job, req_context: ReqContext) -> bool:
+    def submit(self, job: Job) -> bool:
         """Submit a job to its tier.
 
         Returns:
@@ -59,7 +78,8 @@ class TierJobs:
         self._reports_until = max(self._reports_until, until)
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
-        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
+        method, context = ("submit_load", job.request.context) if job.request else ("submit_store", ReqContext())
+        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, context)) is RAISED:
             self._raised[job_id] = until
             return False
         return True

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -60,30 +61,19 @@ class Waiter(Protocol):
         """Note that the key's block is no longer being filled: it is ready, quarantined or gone."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """A key in a slot. Only CPUPrimaryTier changes it, except ``tier``; other classes hold it as a handle.
+    """A key in a slot. Only CPUPrimaryTier changes it, except ``tier``; other classes hold it as a handle."""
 
-    Attributes:
-        loads: number of the engine's running loads.
-        pins: number of tiers' jobs and waiting requests that need the block to stay.
-        promoted: the block came from a tier, and ``touch`` has not yet been called for the use it was loaded for.
-        tier: index of the tier that loads or loaded the block; set by ``TierLoads``.
-        waiters: objects to notify when the block is no longer STORING or LOADING.
-        prepared: sequence number of its last slot reservation or load preparation; increases along a prefix.
-    """
-
-    __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state", "tier", "waiters")
-
-    def __init__(self, key: OffloadKey, slot: int, state: BlockState, prepared: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.state = state
-        self.loads = 0
-        self.pins = 0
-        self.promoted = False
-        self.tier = 0
-        self.waiters: list[Waiter] | None = None  # None for most blocks
-        self.prepared = prepared
+    key: OffloadKey
+    slot: int
+    state: BlockState
+    prepared: int  # number of its last slot reservation or load preparation; increases along a prefix
+    loads: int = 0  # number of the engine's running loads
+    pins: int = 0  # number of tiers' jobs and waiting requests that need the block to stay
+    promoted: bool = False  # it came from a tier, and ``touch`` has not been called for the use it was loaded for
+    tier: int = 0  # index of the tier that loads or loaded the block; set by ``TierLoads``
+    waiters: list[Waiter] | None = None  # to notify when the block is no longer being filled; None for most blocks
 
     def add_waiter(self, waiter: Waiter) -> None:
         """Notify the waiter once, when the block is no longer being filled."""
@@ -190,7 +180,7 @@ class CPUPrimaryTier(OffloadingManager):
             return None
         wanted = list(dict.fromkeys(keys))
         if len(wanted) > self.num_blocks:
-            self._log_once(
+            self.log_once(
                 "store",
                 f"region holds {self.num_blocks} blocks, request {req_context.req_id!r} needs {len(wanted)}: nothing "
                 f"of it can be stored beyond its first {self.num_blocks} blocks; make region.size larger",
@@ -371,9 +361,10 @@ class CPUPrimaryTier(OffloadingManager):
 
     def _ignore(self, call: str, key: OffloadKey) -> None:
         self.metrics.inc("kvtiers_contained_errors_total", "engine", call)
-        self._log_once(call, f"{call}: ignored key {key!r}, which was not prepared for it")
+        self.log_once(call, f"{call}: ignored key {key!r}, which was not prepared for it")
 
-    def _log_once(self, what: str, message: str) -> None:
+    def log_once(self, what: str, message: str) -> None:
+        """Log a warning once per ``what``, also for the classes that serve the region's requests and tiers."""
         if what not in self._logged:
             self._logged.add(what)
             logger.warning("%s", message)

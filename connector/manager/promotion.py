@@ -1,152 +1,138 @@
-"""State of promotions from the tiers to the region: waiting requests, jobs, failed loads, and each tier's share."""
+"""Promotion: loads of blocks from the tiers into slots of the region, from a request's hits to the end of each load."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvtiers.connector.manager.primary import Block
-from kvtiers.tiers.base import ReqContext
+from kvtiers.connector.manager.jobs import Job, TierJobs
+from kvtiers.connector.manager.options import TieringOptions
+from kvtiers.connector.manager.primary import Block, CPUPrimaryTier
+from kvtiers.connector.manager.request import EVERY_TIER, Request
 from kvtiers.tiers.blocks.keys import OffloadKey
 
-EVERY_TIER = -1  # as a bit mask
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
 _FAILED_S = 30.0  # how long a failed load is remembered, for requests that came before it failed
 _JOBS_PER_SHARE = 4  # so that a tier that ends one job has others to work on until that one is replaced
+_RELEASE_SHARE = 0.1  # part of promotion_wait_s that the first starving request waits before others lose their holds
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """A request that missed the region. It waits for the keys in ``owed``, ``hits`` and ``coming``.
+class PromotionRoom:
+    """Gives hits slots of the region, and ends the wait of hits that get none in time. Scheduler thread only."""
 
-    A key is in only one of the three, except that a hit that waits for room may be in ``coming`` for another request.
+    def __init__(self, primary: CPUPrimaryTier, loads: Loads, options: TieringOptions) -> None:
+        self._primary = primary
+        self._loads = loads
+        self._wait_s = options.promotion_wait_s
+        primary.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # a rate misses the first 1 of a new series
 
-    Attributes:
-        came_at: time of its first lookup in the tiers.
-        asked_at: time of its latest lookup.
-        step: number of the step of its latest lookup.
-        owed: keys that a tier owes an answer for.
-        was_owed: ``owed`` as it was in the round of lookups before.
-        owing: bit mask of the tiers that owe answers.
-        waited_s: seconds it has waited for owed answers; long gaps between lookups count only in part.
-        silences: tier -> (number of its answers so far, seconds without a new one); polled tiers only.
-        gave_up: bit mask of the tiers whose answers it no longer waits for.
-        expired: keys that are absent because it gave up waiting; used to count each key once.
-        barred: bit mask of the tiers that it must not load from.
-        refused: key -> bit mask of the tiers whose copy cannot be loaded.
-        hits: key -> tier; keys to promote that have no slot yet.
-        hit_tiers: bit mask of the tiers that have hits. May include too many tiers until the hits are scanned again.
-        starved_since: since when hits have waited for room; None if none does.
-        starved_for: the first hit that got no room when hits were last scanned.
-        capped_until: until when hits wait for their tiers' shares of the region; infinite if none waits for a share.
-        coming: keys whose blocks are being filled. Each block notifies the request when that ends.
-        loading: number of blocks that tiers are loading for this request.
-        held: blocks pinned for this request until it loads them, finishes, or ``held_until`` passes.
-        has_news: an answer may have changed since the latest lookup.
-        must_ask_again: every owed key must be looked up again: the request gave up waiting, or a tier is polled.
-    """
+    def serve(self, request: Request, now: float) -> None:
+        """Load the request's hits that get slots. Other hits wait on; they count as misses if they waited too long."""
+        if not request.hits:
+            return
+        for tier in self._loads.by_tier:
+            is_stuck = not tier.room and (now >= request.capped_until or not tier.is_awaited)
+            if is_stuck and request.hit_tiers >> tier.index & 1 and self._miss_hits(request, 1 << tier.index):
+                self._primary.log_once(
+                    f"loads {tier.index}",
+                    f"tier {tier.name}: loads that it has not reported fill its whole share of the region: "
+                    "no more is loaded from it until it reports some (see kvtiers_promotion_room_expired_total)",
+                )
+        by_tier = request.take_slots([tier.room for tier in self._loads.by_tier], now)
+        if request.starved_since is not None and now - request.starved_since >= self._wait_s:
+            self._end_starving(request)
+        for index, blocks in by_tier.items():
+            self._loads.begin(request, index, blocks, now)
 
-    context: ReqContext
-    came_at: float
-    asked_at: float
-    req_id: str = field(init=False)
-    step: int = -1
-    owed: set[OffloadKey] = field(default_factory=set)
-    was_owed: set[OffloadKey] = field(default_factory=set)
-    owing: int = 0
-    waited_s: float = 0.0
-    silences: dict[int, tuple[int, float]] = field(default_factory=dict)
-    gave_up: int = 0
-    expired: set[OffloadKey] = field(default_factory=set)
-    barred: int = 0
-    refused: dict[OffloadKey, int] = field(default_factory=dict)
-    hits: dict[OffloadKey, int] = field(default_factory=dict)
-    hit_tiers: int = 0
-    starved_since: float | None = None
-    starved_for: OffloadKey | None = None
-    capped_until: float = math.inf
-    coming: set[OffloadKey] = field(default_factory=set)
-    loading: int = 0
-    held: dict[OffloadKey, Block] = field(default_factory=dict)
-    held_until: float = 0.0
-    has_news: bool = False
-    must_ask_again: bool = False
+    def release_latest_holds(self, waiting: Iterable[Request], now: float) -> None:
+        """Unpin the blocks held by the latest starving requests. Otherwise starving requests could block one another.
 
-    def __post_init__(self) -> None:
-        self.req_id = self.context.req_id
+        Not immediately: room may come soon, and an unpinned block that no tier has would be lost if evicted.
+        """
+        if self._loads.are_awaited:
+            return
+        starving = [request for request in waiting if request.starved_since is not None]
+        first_since = starving[0].starved_since if starving else None
+        if first_since is None or now - first_since < _RELEASE_SHARE * self._wait_s:
+            return
+        wanted = min(len(starving[0].hits), sum(tier.room for tier in self._loads.by_tier))
+        while len(starving) > 1 and self._primary.room < wanted:
+            starving.pop().let_go()
 
-    def await_block(self, block: Block) -> None:
-        """Wait until the block is no longer being filled."""
-        self.owed.discard(block.key)
-        if block.key not in self.coming:
-            self.coming.add(block.key)
-            block.add_waiter(self)
+    def _end_starving(self, request: Request) -> None:
+        """Treat the request's hits as misses, because the region had no room for them in time."""
+        needed = len(request.hits.keys() | request.held.keys()) + request.loading
+        if needed > self._primary.num_blocks:
+            self._primary.log_once(
+                "load",
+                f"region holds {self._primary.num_blocks} blocks, request {request.req_id!r} needs {needed}: "
+                "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
+            )
+        self._miss_hits(request, EVERY_TIER)
 
-    def filling_ended(self, key: OffloadKey) -> None:
-        """Note that the key's block is no longer being filled."""
-        self.coming.discard(key)
-        self.has_news = True
-
-    def drop_hits(self) -> None:
-        """Stop waiting for room. A later wait starts from zero."""
-        self.hits = {}
-        self.hit_tiers = 0
-        self.starved_since = None
-        self.capped_until = math.inf
-        self.has_news = True
-
-    def stop_waiting(self) -> None:
-        """Stop waiting for anything. A later wait starts from zero."""
-        self.drop_hits()
-        self.owed.clear()
-        self.was_owed.clear()
-        self.owing = 0
-        self.waited_s = 0.0
-        self.silences.clear()
-        self.gave_up = 0
-        self.expired.clear()
-        self.coming.clear()
+    def _miss_hits(self, request: Request, tiers: int) -> int:
+        """Treat the request's hits in the tiers of a bit mask as misses. Other tiers may have the keys."""
+        count = request.miss_hits(tiers)
+        self._primary.metrics.inc("kvtiers_promotion_room_expired_total", by=count)
+        return count
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A submitted job. A store pins its blocks; a load has a request.
+class Loads:
+    """The loads of all tiers, from their submission to their end. Scheduler thread only.
+
+    Failed loads are remembered, for requests that came before the failure: they would retry and wait in turn.
 
     Attributes:
-        late_at: time at which a load is given up.
-        ended: the load was reported or given up.
+        by_tier: the unreported loads of each tier.
+        failed_at: (key, tier) -> time of the failure of a load; the oldest first.
     """
 
-    tier: int
-    blocks: list[Block]
-    request: Request | None = None
-    late_at: float = 0.0
-    ended: bool = False
-
-
-class FailedLoads:
-    """Loads that failed recently, remembered for requests that came before the failure. Scheduler thread only.
-
-    Attributes:
-        failed_at: (key, tier) -> time of the failure; the oldest first.
-    """
-
-    def __init__(self) -> None:
+    def __init__(
+        self, primary: CPUPrimaryTier, by_tier: Sequence[TierLoads], jobs: TierJobs, clock: Callable[[], float]
+    ) -> None:
+        self.by_tier = by_tier
         self.failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()
+        self._primary = primary
+        self._jobs = jobs
+        self._clock = clock
 
-    def add(self, job: Job, blocks: Iterable[Block], now: float) -> None:
-        """Exclude the job's tier for these blocks: for the job's request, and for every request that came before."""
-        assert job.request is not None
-        refused = job.request.refused
-        failed_at = self.failed_at
-        while failed_at and now - next(iter(failed_at.values())) >= _FAILED_S:
-            failed_at.popitem(last=False)
-        for block in blocks:
-            refused[block.key] = refused.get(block.key, 0) | 1 << job.tier
-            failed_at[block.key, job.tier] = now
-            failed_at.move_to_end((block.key, job.tier))
+    @property
+    def are_awaited(self) -> bool:
+        """Whether there are loads that were not given up."""
+        return any(tier.is_awaited for tier in self.by_tier)
+
+    def begin(self, request: Request, index: int, blocks: list[Block], now: float) -> None:
+        """Load blocks from the tier of an index. The caller has checked the tier's ``room``."""
+        for job in self.by_tier[index].begin(blocks, request, now):
+            for block in job.blocks:
+                if self.failed_at and self.has_failed(request, block.key, index):
+                    request.look_again()  # another request's load of it failed meanwhile: do not wait for this one
+                else:
+                    request.await_block(block)
+            if not self._jobs.submit(job):
+                self._give_up(job)
+
+    def end(self, job: Job, succeeded: Collection[OffloadKey]) -> list[Block]:
+        """End a load that its tier reported, or that raised and is past its deadline. Returns the ready blocks."""
+        self.by_tier[job.tier].end(job)
+        failed = [block for block in job.blocks if block.key not in succeeded]
+        if not job.ended:
+            self._exclude(job, failed)
+        self._primary.end_promotion(failed, success=False)
+        ready = self._primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
+        self._end_wait(job, ready)
+        return ready
+
+    def give_up_late(self, now: float) -> None:
+        """Give up loads that are past their deadline."""
+        for tier in self.by_tier:
+            for job in tier.take_late(now):
+                self._primary.metrics.inc("kvtiers_deadline_expired_total", tier.name, "load")
+                # Not counted as a contained error: the storage hangs, which is not the tier's fault.
+                message = f"tier {tier.name}: loads over {tier.deadline_s:g} s are given up"
+                self._primary.log_once(f"late {tier.index}", message)
+                self._give_up(job)
 
     def is_excluded(self, request: Request, key: OffloadKey, tier: int) -> bool:
         """Whether the request must not ask the tier for the key."""
@@ -157,6 +143,29 @@ class FailedLoads:
         """Whether a load of the key from the tier failed since the request came."""
         return self.failed_at.get((key, tier), -math.inf) > request.came_at
 
+    def _give_up(self, job: Job) -> None:
+        """Wait for a load no longer. Its slots stay out of use until the tier reports the job."""
+        self._exclude(job, job.blocks)
+        self._primary.quarantine(job.blocks)
+        self._end_wait(job, ())
+
+    def _end_wait(self, job: Job, ready: Iterable[Block]) -> None:
+        assert job.request is not None
+        if not job.ended:
+            job.ended = True
+            job.request.load_ended(len(job.blocks), ready, self._clock())
+
+    def _exclude(self, job: Job, blocks: Iterable[Block]) -> None:
+        """Exclude the job's tier for these blocks: for the job's request, and for every request that came before."""
+        assert job.request is not None
+        now = self._clock()
+        while self.failed_at and now - next(iter(self.failed_at.values())) >= _FAILED_S:
+            self.failed_at.popitem(last=False)
+        for block in blocks:
+            job.request.refuse(block.key, 1 << job.tier)
+            self.failed_at[block.key, job.tier] = now
+            self.failed_at.move_to_end((block.key, job.tier))
+
 
 class TierLoads:
     """The loads of one tier, in the order of their deadlines. Scheduler thread only.
@@ -164,6 +173,8 @@ class TierLoads:
     A load that was given up still counts against the share: its slots are out of use until the tier reports the load.
 
     Args:
+        index: of the tier.
+        name: of the tier, for logs and metrics.
         blocks_max: limit of the blocks in unreported loads, 1 or more.
         deadline_s: seconds from a load's submission until it is given up.
 
@@ -172,7 +183,9 @@ class TierLoads:
             the tier has not begun by their deadline are reported on time, whatever becomes of the other jobs.
     """
 
-    def __init__(self, blocks_max: int, deadline_s: float) -> None:
+    def __init__(self, index: int, name: str, blocks_max: int, deadline_s: float) -> None:
+        self.index = index
+        self.name = name
         self.deadline_s = deadline_s
         self.job_blocks_max = max(JOB_BLOCKS_MIN, blocks_max // _JOBS_PER_SHARE)
         self._blocks_max = blocks_max
@@ -189,13 +202,13 @@ class TierLoads:
         """Whether there are loads that were not given up."""
         return bool(self._jobs)
 
-    def begin(self, blocks: list[Block], tier: int, request: Request, now: float) -> list[Job]:
+    def begin(self, blocks: list[Block], request: Request, now: float) -> list[Job]:
         """Make jobs that load these blocks. The caller has checked ``room``."""
         for block in blocks:
-            block.tier = tier
+            block.tier = self.index
         size = self.job_blocks_max
         jobs = [
-            Job(tier, blocks[start : start + size], request, late_at=now + self.deadline_s)
+            Job(self.index, blocks[start : start + size], request, late_at=now + self.deadline_s)
             for start in range(0, len(blocks), size)
         ]
         self._jobs.extend(jobs)

@@ -1,13 +1,9 @@
 """TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
 
 - Cascade (``cascade``): a block that the engine stores in the region is copied to every tier.
-- Promotion: a key that is not in the region is looked up in the tiers, in order. A hit is loaded into a reserved slot.
-  The loads of a request are submitted together at the end of the step; ``lookup`` says "ask again" until they end.
-  A block loaded from a later tier is also stored to the tiers before it. The unreported loads of a tier may hold only
-  a share of the region (``load_share``); further loads wait, so a tier that hangs leaves room for the other tiers.
-- Every wait is bounded. When a bound passes, the key counts as absent. For tiers' answers: ``lookup_total_s``, and
-  ``lookup_deadline_s`` for a tier that gives none. For room in the region: ``promotion_wait_s``. For room in the tier's
-  share of it: ``load_deadline_s``. For a load: the tier's own deadline or ``load_deadline_s``, whichever is sooner.
+- Promotion: a key that is not in the region is looked up in the tiers, in order. A hit is loaded into a reserved slot;
+  ``lookup`` says "ask again" until then. A block loaded from a later tier is also stored to the tiers before it.
+- Every wait is bounded (``request.State`` names the limits). When a limit passes, the key counts as absent.
 - After a failed load, that tier's copy counts as absent for the request until it finishes, so no request retries
   forever. The same holds for requests that came before the failure, or they would retry in turn and wait in turn.
 - A tier's faults never reach the engine: exceptions, duplicate results and results of unknown jobs are only counted.
@@ -24,12 +20,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvtiers.connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from kvtiers.connector.manager.cascade import Cascade
 from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
-from kvtiers.connector.manager.holds import Holds
 from kvtiers.connector.manager.jobs import TierJobs
 from kvtiers.connector.manager.options import TieringOptions
 from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
-from kvtiers.connector.manager.promotion import FailedLoads, Job, Request, TierLoads
-from kvtiers.connector.manager.room import PromotionRoom
+from kvtiers.connector.manager.promotion import Loads, PromotionRoom, TierLoads
+from kvtiers.connector.manager.request import Request
 from kvtiers.connector.manager.waiting import WaitingRequests
 from kvtiers.tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocks.keys import OffloadKey
@@ -70,22 +65,21 @@ class TieringOffloadingManager(OffloadingManager):
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
         deadlines_s = [load_deadline_s(tier) for tier in tiers]
         self._jobs = TierJobs(self._tiers, deadlines_s, clock)
-        self._loads = [TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in deadlines_s]
-        self._failed = FailedLoads()
-        self._holds = Holds(primary, self._options.promotion_hold_s)
-        self._requests = WaitingRequests(self._tiers, self._holds, self._options, self.metrics, clock, self._log_once)
-        self._room = PromotionRoom(primary, self._tiers, self._loads, self._holds, self._options, self._log_once)
-        self._looked_up = False  # since ``prepare_store`` last pinned the blocks that requests found
-        self._cascade = Cascade(
-            primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
-        )
-        self._logged: set[str] = set()
+        by_tier = [
+            TierLoads(index, tier.name, load_blocks_max, min(self._options.load_deadline_s, own_s))
+            for index, (tier, own_s) in enumerate(zip(self._tiers, deadlines_s, strict=True))
+        ]
+        self._loads = Loads(primary, by_tier, self._jobs, clock)
+        self._failed_at = self._loads.failed_at  # for speed: read for every key that is asked for
+        self._room = PromotionRoom(primary, self._loads, self._options)
+        self._requests = WaitingRequests(primary, self._tiers, self._options, clock)
+        self._cascade = Cascade(primary, self._tiers, self._options.store_backlog_share, self._jobs, clock)
         self._closed = False
 
     # -- the engine's calls ------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        request = self._requests.asking
+        request = self._requests.current
         if request is not None and request.req_id == req_context.req_id:
             if key in request.coming:
                 return None
@@ -114,10 +108,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary.prepare_load(keys, req_context)
-        self._holds.forget(req_context.req_id)
-        request = self._requests.by_id.get(req_context.req_id)
-        if request is not None:
-            self._requests.forget(request)  # its wait is over: it loads all the blocks that it wants
+        self._requests.stop(req_context.req_id)  # its wait is over: it loads all the blocks that it wants
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -130,13 +121,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        if self._looked_up:  # without this check, each of a step's thousand stores would scan a thousand requests
-            self._looked_up = False
-            now = self._clock()
-            for req_id in self._holds.found():  # pin found blocks before the store evicts any
-                request = self._requests.by_id.get(req_id)
-                if request in self._requests.waiting:
-                    self._holds.hold_found(request, now)
+        self._requests.hold_new_finds()
         return self.primary.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
@@ -149,8 +134,7 @@ class TieringOffloadingManager(OffloadingManager):
         return events
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._holds.forget(req_context.req_id)
-        self._requests.finish(req_context.req_id)
+        self._requests.end(req_context.req_id)
         for tier in self._tiers:
             tier.on_request_finished(req_context)
 
@@ -159,15 +143,14 @@ class TieringOffloadingManager(OffloadingManager):
         began = self._clock()
         self._take_results()
         waiting = self._requests.waiting
-        if waiting or any(loads.is_awaited for loads in self._loads):
+        if waiting or self._loads.are_awaited:
             now = self._clock()
-            self._give_up_late_loads(now)
-            for request in waiting:  # pin all found blocks before any request's load evicts blocks
-                self._holds.hold_found(request, now)
+            self._loads.give_up_late(now)
+            self._requests.hold_finds(now)
             self._room.release_latest_holds(waiting, now)
             for request in list(waiting):
-                self._serve(request, now)
-        self._holds.end_step()
+                self._room.serve(request, now)
+                request.end_step(now)
         self._requests.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
@@ -189,8 +172,7 @@ class TieringOffloadingManager(OffloadingManager):
         Does not wait for the tiers' jobs, because storage may hang. The jobs continue in quarantined slots until they
         are reported. Blocks that they load never become ready; blocks that they store were computed before the reset.
         """
-        self._requests.forget_all()
-        self._holds.end_step()
+        self._requests.end_all()
         self._cascade.drop_unsent()
         self.primary.reset_cache()
 
@@ -198,7 +180,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Shut everything down within ``shutdown_s``. Slots of unreported jobs stay quarantined."""
         if self._closed:
             return
-        self._requests.forget_all()
+        self._requests.end_all()
         self._cascade.close()
         self._closed = True
         stuck = shut_down_tiers(self._tiers, self.shutdown_s, self._clock)
@@ -206,51 +188,49 @@ class TieringOffloadingManager(OffloadingManager):
         if self._jobs:
             logger.error("shutdown: %d jobs were never reported; their slots stay quarantined", len(self._jobs))
         self.primary.shutdown()
-        self._tiers, self._loads, self._tier_lookups = (), [], []  # later calls of the engine reach no tier
+        self._tiers, self._tier_lookups = (), []  # later calls of the engine reach no tier
 
     # -- promotion ---------------------------------------------------------------------------------------------------
 
     def _lookup_region(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """The part of ``lookup`` for the first key of a request in a step, and for keys that are in the region."""
-        self._looked_up = True
         requests = self._requests
         request = requests.by_id.get(req_context.req_id)
-        if request is not None and request is not requests.asking:
+        if request is not None and request is not requests.current:
             requests.begin_round(request)
         block = self.primary.find(key)
         if block is not None and block.state is BlockState.READY:
             if request is None or key not in request.held:
-                self._holds.note(req_context.req_id, block)
+                requests.note_found(req_context.req_id, block)
             return True
         if not self._tiers:
             return False if block is None else None
         if request is None:
             if block is not None and requests.is_full:
                 return None
-            request = requests.remember(req_context)
+            request = requests.remember(req_context, self.barred(req_context))
             if request is None:
                 return False
-            request.barred = self.barred(req_context)
-        return self._lookup_tiers(key, request) if block is None else self._wait_for_block(block, request)
+        if block is not None:
+            return self._wait_for_block(block, request)
+        return None if key in request.hits else self._lookup_tiers(key, request)
 
     def _wait_for_block(self, block: Block, request: Request) -> bool | None:
         """Wait for a block that is being filled, unless a load of it from that tier failed since the request came."""
         # Not ``request.refused``: a key may also be refused for lack of room, and this block already has a slot.
-        if block.state is BlockState.LOADING and self._failed.has_failed(request, block.key, block.tier):
+        if block.state is BlockState.LOADING and self._loads.has_failed(request, block.key, block.tier):
             return self._lookup_tiers(block.key, request)  # ask the other tiers
         if block.state is not BlockState.QUARANTINED:
             request.await_block(block)
-        self._requests.wait(request, self._clock() + self._options.promotion_hold_s)
+        request.wait(self._options.promotion_hold_s)
         return None
 
     def _lookup_tiers(self, key: OffloadKey, request: Request) -> bool | None:
-        if key in request.hits:
-            return None
         hit: int | None = None
         owing = 0
-        may_be_refused = request.barred or request.refused or self._failed.failed_at
+        may_be_refused = request.barred or request.refused or self._failed_at
         for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
-            if may_be_refused and self._failed.is_excluded(request, key, index):
+            if may_be_refused and self._loads.is_excluded(request, key, index):
                 continue
             answer = ask(key, request.context)
             if answer is None:
@@ -263,95 +243,29 @@ class TieringOffloadingManager(OffloadingManager):
                 break
         # A tier that owes an answer comes before the tier with the hit and may be faster: worth a bounded wait.
         if owing & ~request.gave_up:
-            if owing & ~request.owing:
-                self._requests.owe(request, owing)
-            request.owed.add(key)
+            request.owe(key, owing)
             return None
         if owing:
             self._count_expired(key, request, owing)
         if hit is None:
             return False
-        request.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
-        request.hits[key] = hit
-        request.hit_tiers |= 1 << hit
-        if request not in self._requests.waiting:
-            self._requests.wait(request, self._clock())
+        request.hit(key, hit)
         return None
 
     def _count_expired(self, key: OffloadKey, request: Request, tiers: int) -> None:
         """Count that the request has given up waiting for these tiers' answers."""
-        if key in request.expired:
-            return
-        request.expired.add(key)
         for index, tier in enumerate(self._tiers):
-            if tiers >> index & 1:
+            if tiers >> index & 1 and tier.note_answer(key, request.context, hit=False):
                 self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
-                tier.note_answer(key, request.context, hit=False)
-
-    def _serve(self, request: Request, now: float) -> None:
-        for job in self._room.begin_loads(request, now):
-            for block in job.blocks:
-                if self._failed.failed_at and self._failed.has_failed(request, block.key, job.tier):
-                    request.has_news = True  # another request's load of it failed meanwhile: do not wait for this one
-                else:
-                    request.await_block(block)
-            self._submit("submit_load", job, request.context)
-        if not request.hits and not request.loading and (not request.held or now >= request.held_until):
-            self._requests.release(request)
-
-    def _end_load(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
-        self._loads[job.tier].end(job)
-        failed = [block for block in job.blocks if block.key not in succeeded]
-        if not job.ended:
-            self._end_wait(job, failed)
-        self.primary.end_promotion(failed, success=False)
-        ready = self.primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
-        if job.request in self._requests.waiting:
-            self._holds.hold_loaded(job.request, ready, self._clock())
-        self._cascade.add(ready, job.tier)
-
-    def _end_wait(self, job: Job, failed: Iterable[Block]) -> None:
-        """Stop the request's wait for this job, and exclude this tier for the blocks that failed."""
-        assert job.request is not None
-        job.ended = True
-        job.request.loading -= len(job.blocks)
-        self._failed.add(job, failed, self._clock())
-
-    def _give_up_late_loads(self, now: float) -> None:
-        """Give up loads that are past their deadline. Their slots stay out of use until the tier reports the job."""
-        for index, loads in enumerate(self._loads):
-            for job in loads.take_late(now):
-                name = self._tiers[index].name
-                self.metrics.inc("kvtiers_deadline_expired_total", name, "load")
-                # Not counted as a contained error: the storage hangs, which is not the tier's fault.
-                self._log_once(f"late {index}", f"tier {name}: loads over {loads.deadline_s:g} s are given up")
-                self._end_wait(job, job.blocks)
-                self.primary.quarantine(job.blocks)
 
     # -- tiers and their jobs ----------------------------------------------------------------------------------------
-
-    def _submit_store(self, index: int, blocks: list[Block]) -> None:
-        self._submit("submit_store", Job(index, blocks), ReqContext())
-
-    def _submit(self, method: str, job: Job, req_context: ReqContext) -> None:
-        if not self._jobs.submit(method, job, req_context) and job.request is not None:
-            self._end_wait(job, job.blocks)
-            self.primary.quarantine(job.blocks)
 
     def _take_results(self, but: Collection[int] = ()) -> None:
         for index in range(len(self._tiers)):
             if index not in but:
                 for job, succeeded in self._jobs.take_ended(index):
-                    self._finish(job, succeeded)
+                    if job.request is None:
+                        self._cascade.end(index, job.blocks, succeeded)
+                    else:
+                        self._cascade.add(self._loads.end(job, succeeded), index)
                 self._cascade.send(index)
-
-    def _finish(self, job: Job, succeeded: frozenset[OffloadKey]) -> None:
-        if job.request is None:
-            self._cascade.end(job.tier, job.blocks, succeeded)
-        else:
-            self._end_load(job, succeeded)
-
-    def _log_once(self, what: str, message: str) -> None:
-        if what not in self._logged:
-            self._logged.add(what)
-            logger.warning("%s", message)

@@ -29,7 +29,7 @@ from kvtiers.connector.base import (
     OffloadingHandler,
     OffloadingManager,
 )
-from kvtiers.connector.manager.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from kvtiers.connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from kvtiers.connector.region.shared_region import reap_stale_regions
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.connector.transfer.gpu_handler import create_handlers

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from kvtiers.connector.manager.guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
-from kvtiers.connector.manager.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from kvtiers.connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from kvtiers.connector.vllm import kv_groups, refusals, translate
 from kvtiers.connector.vllm.contract import implements
 from kvtiers.connector.vllm.handed import handed_over

@@ -228,13 +228,13 @@ def test_a_load_is_given_up_no_sooner_than_its_tiers_own_deadline(tmp_path: Path
         for deadline_s in (5, 60)
     ]
     spec = TieringOffloadingSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
-    assert [loads.deadline_s for loads in spec.get_manager()._loads] == [6, 61]
+    assert [loads.deadline_s for loads in spec.get_manager()._loads.by_tier] == [6, 61]
     spec.shutdown()
 
 
 def test_a_tier_that_states_no_deadline_has_not_that_of_another(their_tier: dict[str, Any]) -> None:
     spec = TieringOffloadingSpec(CHUNKED, deployment(their_tier, {"type": "memory", "job_deadline_s": 600}), CELL_BYTES)
-    assert [loads.deadline_s for loads in spec.get_manager()._loads] == [20, 601]
+    assert [loads.deadline_s for loads in spec.get_manager()._loads.by_tier] == [20, 601]
     spec.shutdown()
 
 

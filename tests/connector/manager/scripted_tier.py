@@ -43,6 +43,7 @@ class ScriptedTier(SecondaryTierManager):
         silent: lookups are not answered.
         answers_later: a lookup is answered only in a later step.
         liar: lookups answer "present" whatever is stored.
+        reports_answers: ``take_answered`` tells which lookups are no longer open.
         raising: methods that raise; with "_late" behind them, once they have done their work.
         asked: keys looked up, in order.
         calls: names of methods called, in order.
@@ -57,6 +58,7 @@ class ScriptedTier(SecondaryTierManager):
         self.silent = False
         self.answers_later = False
         self.liar = False
+        self.reports_answers = False
         self.raising: set[str] = set()
         self.asked: list[OffloadKey] = []
         self.calls: list[str] = []
@@ -65,6 +67,7 @@ class ScriptedTier(SecondaryTierManager):
         self.reports_at_shutdown = True
         self._answered: set[OffloadKey] = set()
         self._asked_this_step: set[OffloadKey] = set()
+        self._open: dict[str, set[OffloadKey]] = {}
 
     def put(self, *keys: OffloadKey) -> None:
         """Store blobs as if an earlier engine had."""
@@ -93,12 +96,23 @@ class ScriptedTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         self._enter("lookup")
         self.asked.append(key)
-        if self.silent:
-            return None
-        if self.answers_later and key not in self._answered:
-            self._asked_this_step.add(key)
+        if self._is_open(key):
+            if not self.silent:
+                self._asked_this_step.add(key)
+            self._open.setdefault(req_context.req_id if req_context else "", set()).add(key)
             return None
         return self.liar or key in self.blobs
+
+    def take_answered(self) -> dict[str, set[OffloadKey]] | None:
+        if not self.reports_answers:
+            return None
+        answered = {req_id: {key for key in keys if not self._is_open(key)} for req_id, keys in self._open.items()}
+        for req_id, keys in answered.items():
+            self._open[req_id] -= keys
+        return {req_id: keys for req_id, keys in answered.items() if keys}
+
+    def _is_open(self, key: OffloadKey) -> bool:
+        return self.silent or (self.answers_later and key not in self._answered)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._submit(Job(False, job_metadata), "submit_store")

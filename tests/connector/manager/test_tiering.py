@@ -1074,7 +1074,7 @@ def test_the_stores_of_a_step_do_not_each_look_through_what_requests_found(monke
             passes.append(self)
             return super().__iter__()
 
-    monkeypatch.setattr(engine.manager._holds, "_found", Found(dict))
+    monkeypatch.setattr(engine.manager._requests, "_found", Found(dict))
     for asked in range(1, 4):
         assert engine.manager.lookup(KEYS[0], REQ) is True
         for key in KEYS[4:9]:
@@ -1860,7 +1860,7 @@ def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_whil
     waits = ReqContext("waits")
     assert engine.lookup(KEYS[1:2], waits) == [None]
     engine.clock.advance(0.1)
-    engine.manager._failed.failed_at[KEYS[1], 0] = engine.clock.now  # a load of another request
+    engine.manager._loads.failed_at[KEYS[1], 0] = engine.clock.now  # a load of another request
     engine.manager.complete_store(KEYS[40:42], success=False)
     engine.manager.on_schedule_end()
     assert [job_keys(job) for job in engine.tier.jobs.values()] == [KEYS[1:2]]

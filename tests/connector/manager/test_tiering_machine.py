@@ -1,7 +1,8 @@
 """S1: a state machine over region, TieringOffloadingManager and scripted tiers, against a small reference model.
 
 The model knows which slots somebody may be touching and what bytes each ready key must have. After every step: the
-slot counts add up and match a count by hand, no slot is in two hands, and every ready block holds its key's bytes.
+slot counts add up and match a count by hand, no slot is in two hands, every ready block holds its key's bytes, and the
+state of each waiting request agrees with the blocks that it holds and with the stores and loads that are under way.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvtiers.connector.manager.eviction import create_policy
 from kvtiers.connector.manager.options import LOAD_DEADLINE_S as OWN_DEADLINE_S
 from kvtiers.connector.manager.options import TieringOptions
 from kvtiers.connector.manager.primary import BlockState, CPUPrimaryTier, SlotCounts
+from kvtiers.connector.manager.request import Request, State
 from kvtiers.connector.manager.tiering import TieringOffloadingManager
 from kvtiers.tiers.base import JobResult, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
@@ -42,6 +44,7 @@ RAISING = ["lookup", "submit_store", "submit_load", "get_finished", "get_finishe
 RAISING += ["on_request_finished", "take_events"]
 LOAD_DEADLINE_S = 5.0
 HOLD_S = 1.0
+ROOM_WAIT_S = 0.5
 STEPS = 60
 
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)
@@ -64,20 +67,28 @@ class TieringMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "arc"]),
         load_share=st.sampled_from([0.4, 1.0]),
         stored=st.booleans(),
+        reports=st.booleans(),
     )
-    def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool) -> None:
+    def start(
+        self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool, reports: bool
+    ) -> None:
         self.num_blocks = num_blocks
         self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=False) for index in range(num_tiers)]
         for tier in self.tiers:
             tier.put(*KEYS[::2] if stored else ())
+            tier.reports_answers = reports
         self.primary = CPUPrimaryTier(num_blocks, create_policy(policy, num_blocks))
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,
             TieringOptions(
-                promotion_hold_s=HOLD_S, load_deadline_s=LOAD_DEADLINE_S, load_share=load_share, requests_max=3
+                promotion_hold_s=HOLD_S,
+                promotion_wait_s=ROOM_WAIT_S,
+                load_deadline_s=LOAD_DEADLINE_S,
+                load_share=load_share,
+                requests_max=3,
             ),
             clock=self.clock,
         )
@@ -88,6 +99,7 @@ class TieringMachine(RuleBasedStateMachine):
             str, set[OffloadKey]
         ] = {}  # of each request, what it was told to ask again in its last round
         self.forgotten: set[int] = set()  # jobs that a tier will never report
+        self.requests: set[Request] = set()  # all that the manager ever remembered
 
     # -- the engine
 
@@ -183,6 +195,20 @@ class TieringMachine(RuleBasedStateMachine):
         load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
         self.manager.complete_load(load.keys)
 
+    @rule(keys=some_keys, req=some_request, success=st.booleans(), step_ends=st.booleans())
+    def request_waits_for_a_store(
+        self, keys: list[OffloadKey], req: ReqContext, success: bool, step_ends: bool
+    ) -> None:
+        """A request looks up what the engine stores in that moment."""
+        before = len(self.stores)
+        self.begin_store(keys, REQUESTS[0])
+        if len(self.stores) > before:
+            self.lookup(keys, req)
+            self.states_of_requests_agree_with_what_is_under_way()
+            if step_ends:
+                self.end_step()
+            self._end_store(self.stores.pop(), success)
+
     @rule(keys=some_keys, success=st.booleans())
     def complete_nonsense(self, keys: list[OffloadKey], success: bool) -> None:
         busy = {key for transfer in (*self.loads, *self.stores) for key in transfer.keys}
@@ -201,10 +227,28 @@ class TieringMachine(RuleBasedStateMachine):
     @rule()
     def end_step(self) -> None:
         self.manager.on_schedule_end()
+        now = self.clock()
+        for request in self.manager._requests.by_id.values():
+            if request.state is State.ASKING:
+                assert not request.hits  # the step's end has looked for slots
+                assert request.owed or request.has_news
+            elif request.state is State.WAITING_FOR_ROOM:
+                assert self.primary.slot_counts().free == 0
+                assert request.starved_since is not None
+                assert now - request.starved_since < ROOM_WAIT_S
+            elif request.state is State.WAITING_FOR_SHARE:
+                loads = self.manager._loads.by_tier
+                assert not any(loads[tier].room for tier in request.hits.values())
+                assert now < request.capped_until
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 1.5, LOAD_DEADLINE_S]))
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
+
+    @precondition(lambda self: not self.forgotten)
+    @rule()
+    def drain(self) -> None:
+        self.manager.drain()
 
     @rule(drains=st.booleans())
     def reset(self, drains: bool) -> None:
@@ -245,7 +289,10 @@ class TieringMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tiers)
     @rule(index=some_tier, mood=st.sampled_from(["answers_later", "silent", "liar"]), on=st.booleans())
     def tier_changes_its_mood(self, index: int, mood: str, on: bool) -> None:
-        setattr(self.tiers[index % len(self.tiers)], mood, on)
+        tier = self.tiers[index % len(self.tiers)]
+        if mood == "silent" and tier.reports_answers:
+            mood = "answers_later"  # a tier that reports its answers must limit how long it takes
+        setattr(tier, mood, on)
 
     @precondition(lambda self: self.tiers)
     @rule(
@@ -322,13 +369,51 @@ class TieringMachine(RuleBasedStateMachine):
                 assert block.state in (BlockState.STORING, BlockState.LOADING)
                 assert request in (block.waiters or ())
             assert not request.owed & (request.hits.keys() | request.coming)
-            assert request.loading == sum(len(job.blocks) for job in jobs if job.request is request and not job.ended)
+            assert request.loading == len(self._loading_for(request))
             assert all(request.hit_tiers >> tier & 1 for tier in request.hits.values())
         assert all(block.pins == pins[block] for block in (*self.primary._blocks.values(), *pins))
         assert requests.waiting.keys() <= set(requests.by_id.values())
-        for index, loads in enumerate(self.manager._loads):
+        for index, loads in enumerate(self.manager._loads.by_tier):
             unreported = sum(len(job.blocks) for job in jobs if job.request is not None and job.tier == index)
             assert loads._blocks_max - loads.room == unreported <= loads._blocks_max
+
+    @invariant()
+    def states_of_requests_agree_with_what_is_under_way(self) -> None:
+        remembered = set(self.manager._requests.by_id.values())
+        for request in self.requests - remembered:
+            assert request.state is State.ENDED
+            assert not any((request.owed, request.hits, request.coming, request.held))
+        self.requests |= remembered
+        jobs = self.manager._jobs._jobs
+        reported = {result.job_id for tier in self.tiers for result in tier.results}
+        at_tiers = {job_id for tier in self.tiers for job_id, job in tier.jobs.items() if job.is_load}
+        under_way = {job_id: job for job_id, job in jobs.items() if job.request is not None and not job.ended}
+        assert under_way.keys() <= reported | at_tiers
+        loaded = {block for job in under_way.values() for block in job.blocks}
+        stored = {key for store in self.stores for key in store.keys}
+        for request in remembered:
+            has_hits = request.state in (State.WAITING_FOR_ROOM, State.WAITING_FOR_SHARE)
+            if request.state is not State.ASKING:
+                assert bool(request.hits) == has_hits
+                assert has_hits or not request.owed
+            if request.state is State.LOADING:
+                assert request.coming
+                for key in request.coming:
+                    assert key in stored or self.primary.find(key) in loaded
+            elif request.state in (State.HELD, State.IDLE):
+                assert not request.coming
+                assert request.state is State.IDLE or request.held or self._loading_for(request)
+            if request.state is State.IDLE:
+                assert not request.held
+            for key, block in request.held.items():
+                assert self.primary.find(key) is block
+                assert block.state is BlockState.READY
+                assert block.pins
+
+    def _loading_for(self, request: Request) -> list[OffloadKey]:
+        """Keys of the request's own loads under way."""
+        jobs = self.manager._jobs._jobs.values()
+        return [block.key for job in jobs if job.request is request and not job.ended for block in job.blocks]
 
     def _take_events(self) -> None:
         for event in self.manager.take_events():

@@ -1,0 +1,364 @@
+"""Request: what a request that missed the region waits for, and what it holds, as a state machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvtiers.connector.manager.options import TieringOptions
+from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
+from kvtiers.tiers.base import ReqContext
+from kvtiers.tiers.blocks.keys import OffloadKey
+
+EVERY_TIER = -1  # as a bit mask
+_STEP_S_MAX = 0.1  # most of a gap between lookups that counts as waited; or half of lookup_deadline_s, if larger
+
+
+class State(Enum):
+    """State of a request. A limit that passes leads on as if the tiers lacked the keys."""
+
+    IDLE = auto()  # it waits for nothing and holds nothing; loads that it began before ``stop`` go on, for any request
+    ASKING = auto()  # tiers owe answers (limits lookup_deadline_s, lookup_total_s), or hits wait for the step's end
+    WAITING_FOR_SHARE = auto()  # unreported loads fill its tiers' shares of the region; limit load_deadline_s
+    WAITING_FOR_ROOM = auto()  # the region has no slot for a hit; limit promotion_wait_s
+    LOADING = auto()  # blocks are being filled; each tells its waiters when it is ready, failed or given up
+    HELD = auto()  # it waits for nothing, and holds blocks for promotion_hold_s, or has loads that it need not await
+    ENDED = auto()  # the engine finished it, or the region was reset; the object is not used again
+
+
+_ASKING = State.ASKING  # for speed: ``owe`` and ``hit`` are called for every key of every request
+_NEXT = {
+    State.IDLE: (State.ASKING, State.LOADING, State.HELD, State.ENDED),
+    State.ASKING: (State.WAITING_FOR_SHARE, State.WAITING_FOR_ROOM, State.LOADING, State.HELD, State.IDLE),
+    State.WAITING_FOR_SHARE: (State.WAITING_FOR_ROOM, State.ASKING, State.LOADING, State.HELD, State.IDLE),
+    State.WAITING_FOR_ROOM: (State.WAITING_FOR_SHARE, State.ASKING, State.LOADING, State.HELD, State.IDLE),
+    State.LOADING: (State.ASKING, State.HELD, State.IDLE),
+    State.HELD: (State.ASKING, State.LOADING, State.IDLE),
+    State.ENDED: (),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that missed the region. Other classes read its fields; only its methods write them. Scheduler thread.
+
+    Each key advances by itself: a tier owes an answer for it, then it is a hit, then its block is coming, then held.
+    If hits were refused a slot, the state tells what they wait for; else it is the state of the keys furthest behind::
+
+               lookup: a tier owes an answer, or has a key
+        IDLE --------------------------------> ASKING <------- LOADING, HELD: lookup of further keys
+        ^  |                                      |
+        |  |            end of step: hits get slots, in order
+        |  |           +---------------+----------+---------------+
+        |  |           v               v                          |
+        |  |   WAITING_FOR_SHARE <-> WAITING_FOR_ROOM             |
+        |  |           +---------------+--------------------------+
+        |  |                           v  every hit has a slot
+        |  +-----------------------> LOADING
+        |    lookup of a block         |  every block is filled
+        |    that is being filled      v
+        +---------------------------- HELD
+          stop, or end of hold time
+
+    A wait for a slot leads back to ASKING if tiers owe answers when it ends. A wait that ends without a block skips
+    states on its way to IDLE. IDLE leads to HELD if a lookup meets a block that is leaving the region: there is nothing
+    to wait for, but found blocks are held. ``end`` leads from IDLE to ENDED.
+
+    Slots: it pins the blocks in ``held``; none in IDLE and ENDED. Shares: in every state, the blocks of its loads count
+    until the tiers report them. It is in ``waiting`` while steps' ends must serve it, for hits, loads or held blocks.
+    """
+
+    context: ReqContext
+    primary: CPUPrimaryTier
+    options: TieringOptions
+    waiting: dict[Request, None]  # shared by all requests; in the order in which their waits began
+    came_at: float  # time of its first lookup in the tiers
+    barred: int  # bit mask of the tiers that it must not load from
+    req_id: str = field(init=False)
+    state: State = State.IDLE
+    # Lookups
+    step: int = -1  # number of the step of its latest lookup
+    asked_at: float = 0.0  # time of its latest lookup
+    has_news: bool = False  # an answer may have changed since its latest lookup
+    must_ask_again: bool = False  # every owed key must be looked up again: it gave up waiting, or a tier is polled
+    refused: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers whose copy cannot be loaded
+    # Answers that tiers owe
+    owed: set[OffloadKey] = field(default_factory=set)
+    was_owed: set[OffloadKey] = field(default_factory=set)  # ``owed`` as it was in the round of lookups before
+    owing: int = 0  # bit mask of the tiers that owe answers
+    waited_s: float = 0.0  # since when answers are owed; long gaps between lookups count only in part
+    silences: dict[int, tuple[int, float]] = field(default_factory=dict)  # polled tier -> (answers, seconds since one)
+    gave_up: int = 0  # bit mask of the tiers whose answers it no longer waits for
+    # Hits, which have no slot yet
+    hits: dict[OffloadKey, int] = field(default_factory=dict)  # key -> tier
+    hit_tiers: int = 0  # bit mask of the tiers with hits; may include too many until the hits are scanned again
+    capped_until: float = math.inf  # until when hits wait for their tiers' shares; infinite if none does
+    starved_since: float | None = None  # since when hits wait for room in the region; None if none does
+    starved_for: OffloadKey | None = None  # the first hit that got no room when hits were last scanned
+    # Blocks
+    coming: set[OffloadKey] = field(default_factory=set)  # being filled; may include hits that another request loads
+    loading: int = 0  # number of blocks that tiers load for this request
+    held: dict[OffloadKey, Block] = field(default_factory=dict)
+    held_until: float = 0.0  # blocks are held longer while there are hits or loads
+
+    def __post_init__(self) -> None:
+        self.req_id = self.context.req_id
+
+    # -- lookups and answers -----------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, now: float, polled: int, num_answers: Sequence[int]) -> None:
+        """Count the time since the latest lookup, and give up on tiers that took too long to answer.
+
+        Only a part of a long time counts: an engine does not look up waiting requests while its batch is full, and the
+        answers that tiers gave before may be too old to use by then.
+
+        Args:
+            polled: bit mask of the tiers that do not report which keys they have answered.
+            num_answers: per tier, its answers so far to lookups that it had left open.
+        """
+        options = self.options
+        seconds = min(now - self.asked_at, max(_STEP_S_MAX, options.lookup_deadline_s / 2))
+        self.step, self.asked_at = step, now
+        if self.owing & polled:
+            self.has_news = self.must_ask_again = True
+        if self.coming or self.owed:
+            self.wait(options.promotion_hold_s if self.coming else options.lookup_deadline_s)
+        if not self.owed:
+            self.waited_s = 0.0
+            self.silences.clear()
+            return
+        self.waited_s += seconds
+        gave_up = EVERY_TIER if self.waited_s >= options.lookup_total_s else 0
+        for index, count in enumerate(num_answers):
+            if self.owing & polled & 1 << index:
+                before, silent_s = self.silences.get(index, (count, 0.0))
+                silent_s = silent_s + seconds if before == count else 0.0
+                self.silences[index] = count, silent_s
+                if silent_s >= options.lookup_deadline_s:
+                    gave_up |= 1 << index
+        if gave_up & ~self.gave_up:
+            self.gave_up |= gave_up
+            self.has_news = self.must_ask_again = True
+
+    def begin_round(self) -> None:
+        """Begin a round of lookups. Owed keys that tiers may have answered are looked up again."""
+        self.has_news = False
+        if self.must_ask_again:
+            self.must_ask_again = False
+            self.was_owed, self.owed = self.owed, set()
+            self.owing = 0
+        self._settle()
+
+    def wait(self, hold_s: float) -> None:
+        """Have the request served at the ends of steps, and hold blocks for ``hold_s`` at least."""
+        self.waiting[self] = None
+        self.held_until = max(self.held_until, self.asked_at + hold_s)
+
+    def owe(self, key: OffloadKey, tiers: int) -> None:
+        """Wait for the answers that the tiers of a bit mask owe for the key."""
+        self.owed.add(key)
+        self.owing |= tiers
+        if self.state is not _ASKING and not self.hits:
+            self._enter(_ASKING)
+            self.wait(self.options.lookup_deadline_s)
+
+    def take_answers(self, keys: AbstractSet[OffloadKey]) -> None:
+        """Note that a tier has answers for these keys; the next round of lookups gets them."""
+        self.owed -= keys
+        self.has_news = True
+
+    def hit(self, key: OffloadKey, tier: int) -> None:
+        """Load the key from the tier as soon as it gets a slot; the end of the step looks for one."""
+        if self.state is not _ASKING and not self.hits:
+            self._enter(_ASKING)
+            self.wait(0.0)
+        self.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
+        self.hits[key] = tier
+        self.hit_tiers |= 1 << tier
+
+    def refuse(self, key: OffloadKey, tiers: int) -> None:
+        """Never load the key from the tiers of a bit mask."""
+        self.refused[key] = self.refused.get(key, 0) | tiers
+
+    # -- slots for hits ----------------------------------------------------------------------------------------------
+
+    def take_slots(self, shares: list[int], now: float) -> dict[int, list[Block]]:
+        """Reserve slots for hits, in order. Returns the blocks to load, by tier. Other hits wait for a share or room.
+
+        Args:
+            shares: per tier, how many blocks of it may be loaded now; changed.
+        """
+        wanted = self._hits_within(shares)
+        blocks = self.primary.reserve(wanted)
+        by_tier: dict[int, list[Block]] = {}
+        for block in blocks:
+            by_tier.setdefault(self.hits.pop(block.key), []).append(block)
+        self.loading += len(blocks)
+        if len(blocks) < len(wanted):  # other hits are checked against the shares once the region has room
+            self.starved_for = wanted[len(blocks)]
+            self.starved_since = now if self.starved_since is None else self.starved_since
+        else:
+            self.starved_since = None
+            self.capped_until = min(self.capped_until, now + self.options.load_deadline_s) if self.hits else math.inf
+        return by_tier
+
+    def _hits_within(self, shares: list[int]) -> list[OffloadKey]:
+        """Hits within their tiers' shares, up to one more than the region has room for.
+
+        Drops hits that are in the region, because another request loads or has loaded them: the next lookup finds them.
+        """
+        # Hundreds of hits in each of hundreds of requests are too many to scan in every step without a chance to load.
+        if not any(free and self.hit_tiers >> tier & 1 for tier, free in enumerate(shares)):
+            return []
+        find, room = self.primary.find, self.primary.room
+        missed = self.starved_for  # a scan might pass many hits that wait for a share before it reaches this one
+        if not room and missed in self.hits and shares[self.hits[missed]] and find(missed) is None:
+            return [missed]
+        wanted = []
+        hit_tiers = 0
+        in_region = []
+        for key, tier in self.hits.items():
+            if find(key) is not None:
+                in_region.append(key)
+                continue
+            hit_tiers |= 1 << tier
+            if shares[tier]:
+                shares[tier] -= 1
+                wanted.append(key)
+                if len(wanted) > room:
+                    break
+        else:
+            self.hit_tiers = hit_tiers
+        if in_region:
+            self._drop_hits(in_region)
+        return wanted
+
+    def miss_hits(self, tiers: int) -> int:
+        """Count the hits in the tiers of a bit mask as misses. Returns how many of them nobody else loads."""
+        missed = [key for key, tier in self.hits.items() if tiers >> tier & 1]
+        self._drop_hits(missed)
+        self.hit_tiers &= ~tiers
+        absent = [key for key in missed if self.primary.find(key) is None]  # others are loaded by another request
+        for key in absent:
+            self.refuse(key, tiers)
+        return len(absent)
+
+    def _drop_hits(self, keys: Iterable[OffloadKey]) -> None:
+        for key in list(keys):
+            del self.hits[key]
+        if not self.hits:
+            self.hit_tiers, self.capped_until, self.starved_since = 0, math.inf, None
+        self.has_news = True
+
+    # -- blocks that are being filled --------------------------------------------------------------------------------
+
+    def await_block(self, block: Block) -> None:
+        """Wait until the block is no longer being filled."""
+        self.owed.discard(block.key)
+        if block.key not in self.coming:
+            if not self.coming and (self.state is State.IDLE or self.state is State.HELD):
+                self._enter(State.LOADING)
+            self.coming.add(block.key)
+            block.add_waiter(self)
+
+    def look_again(self) -> None:
+        """Do not wait for a load that begins: another load of its block has failed since the request came."""
+        self.has_news = True
+
+    def filling_ended(self, key: OffloadKey) -> None:
+        """Note that the key's block is no longer being filled."""
+        self.coming.discard(key)
+        self.has_news = True
+        if not self.coming and self.state is State.LOADING:
+            self._settle()
+
+    def load_ended(self, num_blocks: int, ready: Iterable[Block], now: float) -> None:
+        """Note that a load of this request was reported or given up. Hold its ready blocks, unless the wait is over."""
+        self.loading -= num_blocks
+        if self.state is not State.IDLE and self.state is not State.ENDED:
+            self.held_until = max(self.held_until, now + self.options.promotion_hold_s)
+            self._pin(ready)
+            self._settle()
+
+    # -- held blocks -------------------------------------------------------------------------------------------------
+
+    def hold(self, found: dict[OffloadKey, Block], now: float) -> bool:
+        """Hold blocks that the request found while it waits for others, or it would have to wait for them in turn.
+
+        Returns False if the request holds nothing, because its hold time is over.
+        """
+        if self.hits or self.loading:
+            self.held_until = max(self.held_until, now + self.options.promotion_hold_s)
+        if now > self.held_until:
+            return False
+        if not found.keys() <= self.held.keys():  # usually it found the same blocks in an earlier step
+            self._pin(found.values())
+            self._settle()
+        return True
+
+    def let_go(self) -> None:
+        """Unpin all held blocks."""
+        for block in reversed(self.held.values()):  # so that a prefix's first blocks are evicted last
+            self.primary.unpin(block)
+        self.held = {}
+        self._settle()
+
+    def _pin(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.state is BlockState.READY and block.key not in self.held:
+                self.primary.pin(block)
+                self.held[block.key] = block
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def end_step(self, now: float) -> None:
+        """Let go of the held blocks if nothing that the request waits for needs them any longer."""
+        if self.hits or self.loading or (self.held and now < self.held_until):
+            self._settle()
+        else:
+            self.waiting.pop(self, None)
+            self.let_go()
+
+    def stop(self) -> None:
+        """Wait for nothing and hold nothing; a later wait starts from zero. Loads go on, and serve any request."""
+        self.waiting.pop(self, None)
+        self._drop_hits(self.hits)
+        self.owed.clear()
+        self.was_owed.clear()
+        self.owing = 0
+        self.waited_s = 0.0
+        self.silences.clear()
+        self.gave_up = 0
+        self.coming.clear()
+        self.let_go()
+        if self.state is not State.IDLE:  # its loads go on
+            self._enter(State.IDLE)
+
+    def end(self) -> None:
+        """Stop for good. Only the request's running loads may still report to it."""
+        self.stop()
+        self._enter(State.ENDED)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Enter the state of the keys that are furthest behind."""
+        if self.starved_since is not None:
+            state = State.WAITING_FOR_ROOM
+        elif self.capped_until != math.inf:
+            state = State.WAITING_FOR_SHARE
+        elif self.hits or self.owed:
+            state = State.ASKING
+        elif self.coming:
+            state = State.LOADING
+        else:
+            state = State.HELD if self.held or self.loading else State.IDLE
+        if state is not self.state:
+            self._enter(state)
+
+    def _enter(self, state: State) -> None:
+        assert state in _NEXT[self.state], f"request {self.req_id!r}: {self.state.name} -> {state.name}"
+        self.state = state
