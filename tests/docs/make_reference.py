@@ -18,6 +18,7 @@ from kvtiers.tiers.config.deployment import (
     RegionConfig,
 )
 from kvtiers.tiers.config.tier_options import TIER_MODELS, ExternalTierConfig, Model, TierConfig
+from kvtiers.tiers.errors import SealReason
 from kvtiers.tiers.metrics import METRICS, MetricDef
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -106,7 +107,11 @@ def identity_table() -> str:
 
 #: Page -> what stands between its markers, by the name in them.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "metrics.md": {"METRICS": lambda: metric_table(METRICS), "STORAGE_METRICS": lambda: metric_table(STORAGE_METRICS)},
+    "metrics.md": {
+        "METRICS": lambda: metric_table(METRICS),
+        "STORAGE_METRICS": lambda: metric_table(STORAGE_METRICS),
+        "SEAL_REASONS": lambda: ", ".join(f"`{reason}`" for reason in SealReason) + "\n",
+    },
     "vllm.md": {"IGNORED": identity_table},
 }
 
