@@ -221,9 +221,10 @@ def at_work(folder: Path, *, share: float) -> Iterator[tuple[dict[str, int], lis
         ]
         monitor = StorageMonitor(watched, probe_every_s=1, scan_every_s=5)
         metrics = [replica.spec.metrics for replica in replicas] + [monitor.metrics]
-        servers = [MetricsServer([each], port=0) for each in metrics]
-        for closing in (*servers, monitor, *replicas, *places):
-            stack.callback(closing.close)
+        servers = [MetricsServer([one], port=0) for one in metrics]
+        closing: list[Any] = [*servers, monitor, *replicas, *places]
+        for each in closing:
+            stack.callback(each.close)
         places[-1].set_share(share)
         monitor.start()
         threads = [threading.Thread(target=replica.work, args=(over.is_set,)) for replica in replicas]
@@ -365,7 +366,7 @@ def _draw_series(axes: Any, prometheus: Prometheus, panel: dict[str, Any], start
     for target in panel["targets"]:
         for series in prometheus.ask_range(fill_in(target["expr"], end_s - start_s), start_s, end_s):
             at = {round(float(when) - start_s): float(value) for when, value in series["values"]}
-            values = np.array([at.get(second, math.nan) for second in seconds])
+            values = np.array([at.get(int(second), math.nan) for second in seconds])
             name = _short(legend(target["legendFormat"], series["metric"]))
             if is_bars:
                 axes.bar(seconds, values, width=1.0, bottom=floor, color=f"C{drawn % 10}", alpha=0.7, label=name)

@@ -35,7 +35,7 @@ _BY = re.compile(r"\bby\s*\(([^)]*)\)")
 _LEGEND = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 #: vLLM's own metrics on the dashboard, with one of their series each. tests/vllm compares them with vLLM.
-OF_VLLM = {
+OF_VLLM: dict[str, list[dict[str, str]]] = {
     "vllm:prompt_tokens_by_source_total": [{"source": "local_compute"}, {"source": "external_kv_transfer"}],
     "vllm:request_prefill_time_seconds_sum": [{}],
 }
@@ -196,13 +196,9 @@ def test_every_variable_chooses_something() -> None:
         assert {name for name, _ in selectors} == metric_names(expr), title
         for name, matchers in selectors:
             is_engines = name.removesuffix("_bucket") in METRICS or name in OF_VLLM
-            labels = (
-                {"instance", *(METRICS | STORAGE_METRICS)[name.removesuffix("_bucket")].labels}
-                if (name not in OF_VLLM)
-                else {"instance"}
-            )
-            wanted = labels | {"model_name"} if is_engines else labels
-            obeyed = {variable for label, _, variable in _MATCHER.findall(matchers) if variable.startswith("$")}
+            metric = {**METRICS, **STORAGE_METRICS}.get(name.removesuffix("_bucket"))
+            wanted = {"instance", *(metric.labels if metric else ()), *(["model_name"] if is_engines else ())}
+            obeyed = {variable for _, _, variable in _MATCHER.findall(matchers) if variable.startswith("$")}
             assert obeyed == {f"${name}" for name, label in label_of.items() if label in wanted}, title
 
 
