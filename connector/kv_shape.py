@@ -18,19 +18,23 @@ from kvtiers.tiers.errors import ConfigError
 
 #: Model types whose ``head_dim`` is ``hidden_size / num_attention_heads`` where the file has none.
 _DERIVED_HEAD_SIZE = frozenset((
-    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "granitemoehybrid", "internlm2",
-    "jamba", "lfm2", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe",
-    "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "cohere", "cohere2", "ernie4_5_moe", "granite", "granitemoe", "granitemoehybrid", "jamba", "lfm2", "llama",
+    "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen2_vl",
+    "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "smollm3", "stablelm", "starcoder2",
 ))  # fmt: skip
 #: Model types whose file must have ``head_dim``.
 _OWN_HEAD_SIZE = frozenset((
-    "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "llama4_text", "minimax_m2",
-    "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "llama4_text",
+    "minimax_m2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
+    "qwen3_vl_text", "seed_oss",
 ))  # fmt: skip
 #: Model types with multi-head latent attention: one vector per token and layer, whole on each rank.
 _MLA = frozenset(("deepseek_v2", "deepseek_v3", "kimi_k2"))
 #: Beginnings of model types whose ``sliding_window`` has an effect only with ``use_sliding_window: true``.
 _OPTIONAL_WINDOW = ("qwen2", "qwen3")
+
+#: Model types for which a missing field does not mean the same as null: Transformers' default is a window.
+_WINDOW_BY_DEFAULT = {"mistral": "sliding_window", "llama4_text": "attention_chunk_size"}
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _LAYER_KINDS: Mapping[str, Literal["full", "window", "state"]] = {
@@ -162,7 +166,7 @@ def kv_shape(config: Mapping[str, Any]) -> KVShape:
         model_type=model_type,
         full_layers=kinds.count("full"),
         window_layers=windows,
-        window_tokens=_window_tokens(text) if windows else 0,
+        window_tokens=_positive(text, _window_field(model_type)) if windows else 0,
         state_layers=kinds.count("state"),
         kv_heads=heads,
         head_size=head_size,
@@ -228,6 +232,11 @@ def _layer_kinds(text: Mapping[str, Any], model_type: str) -> list[str]:
 
 def _kinds_by_type(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
     """The layers' kinds where the file has no ``layer_types``, as Transformers and vLLM work them out."""
+    if model_type in _WINDOW_BY_DEFAULT and _window_field(model_type) not in text:
+        raise ConfigError(
+            "is missing from config.json; add it to a copy of the file, as null if the model has none",
+            field=_window_field(model_type),
+        )
     every: int | None = None  # every n-th layer is of full attention
     other = "window"
     match model_type:
@@ -273,9 +282,8 @@ def _kinds_of_llama4(text: Mapping[str, Any], layers: int) -> list[str]:
     return ["window" if is_rotary else "full" for is_rotary in rotary]
 
 
-def _window_tokens(text: Mapping[str, Any]) -> int:
-    name = "sliding_window" if text.get("sliding_window") is not None else "attention_chunk_size"
-    return _positive(text, name)
+def _window_field(model_type: str) -> str:
+    return _WINDOW_BY_DEFAULT.get(model_type, "sliding_window")
 
 
 def _pattern(text: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:

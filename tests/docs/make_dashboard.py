@@ -1,7 +1,7 @@
-"""Writes configs/grafana/kvtiers.json, the Grafana dashboard: ``python -m tests.docs.make_dashboard``.
+"""Makes configs/grafana/kvtiers.json, the Grafana dashboard, which ``make docs`` writes.
 
-A test fails when the file is not current. Rules that tests check as well: each legend names the replica (``instance``),
-a panel has one unit, and events are shown only where there are any.
+A test fails if the file is not current. Other tests check three rules: each legend names the replica (``instance``),
+a panel has one unit, and reasons are shown only if they occur.
 """
 
 from __future__ import annotations
@@ -494,7 +494,3 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 def text() -> str:
     """The file."""
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
-
-
-if __name__ == "__main__":
-    DASHBOARD.write_text(text())

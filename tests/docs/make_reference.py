@@ -20,6 +20,7 @@ from kvtiers.tiers.config.deployment import (
 from kvtiers.tiers.config.tier_options import TIER_MODELS, ExternalTierConfig, Model, TierConfig
 from kvtiers.tiers.errors import SealReason
 from kvtiers.tiers.metrics import METRICS, MetricDef
+from tests.docs import make_dashboard
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- from the code: {} -->\n", "<!-- end -->\n"
@@ -201,6 +202,7 @@ def main() -> None:
     (DOCS / "configuration.md").write_text(configuration())
     for name in TABLES:
         (DOCS / name).write_text(with_tables(name))
+    make_dashboard.DASHBOARD.write_text(make_dashboard.text())
 
 
 if __name__ == "__main__":

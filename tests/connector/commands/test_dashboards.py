@@ -153,7 +153,7 @@ def test_legends_use_labels_that_the_query_leaves(title: str, expr: str, legend:
 
 
 def test_the_dashboard_is_current() -> None:
-    assert DASHBOARD.read_text() == text(), "run python -m tests.docs.make_dashboard"
+    assert DASHBOARD.read_text() == text(), "run make docs"
 
 
 def test_replicas_are_told_apart() -> None:
