@@ -290,7 +290,7 @@ def _as_json(model: str, sizing: Sizing, speeds: Sequence[float], rooms: Sequenc
         "model": model,
         **dataclasses.asdict(sizing),
         "is_exact": sizing.shape.is_uniform,
-        "tokens_per_gib": sizing.tokens_in(1 << 30) if not sizing.shape.is_uniform else (1 << 30) // sizing.token_bytes,
+        "tokens_per_gib": (1 << 30) // sizing.token_bytes if sizing.token_bytes else None,
         "break_even": [
             {"prefill_tokens_per_s": speed, "bytes_per_s": sizing.break_even_bytes_per_s(speed)} for speed in speeds
         ],

@@ -247,11 +247,16 @@ def _repeat(work: Callable[[], object], over: threading.Event) -> None:
         work()
 
 
-def fill_in(expr: str, range_s: float, chosen: str = ".*") -> str:
-    """A query of the dashboard, with its variables replaced as Grafana does for All."""
+def fill_in(expr: str, range_s: float, *, rate_s: float = RATE_INTERVAL_S, chosen: str = ".*") -> str:
+    """A query of the dashboard, with its variables replaced as Grafana does.
+
+    Args:
+        range_s: the dashboard's time range.
+        chosen: the value of each variable that chooses series; the default is that of All.
+    """
     for variable in ("instance", "model", "tier", "namespace"):
         expr = expr.replace(f"${variable}", chosen)
-    return expr.replace("$__rate_interval", f"{RATE_INTERVAL_S}s").replace("$__range", f"{range_s:.0f}s")
+    return expr.replace("$__rate_interval", f"{rate_s:.0f}s").replace("$__range", f"{range_s:.0f}s")
 
 
 def legend(template: str, labels: Mapping[str, str]) -> str:

@@ -49,7 +49,7 @@ FIELDS = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads":
 MLA_FIELDS = {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64}
 MORE_FIELDS = {
     **{model_type: {"head_dim": 96} for model_type in module._OWN_HEAD_SIZE},
-    **{model_type: MLA_FIELDS for model_type in module._MLA},
+    **dict.fromkeys(module._MLA, MLA_FIELDS),
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
 }
 
