@@ -79,9 +79,7 @@ def _hit_rate(by: str, window: str) -> str:
     return f"{hits} / {_sum(by, f'rate(kvtiers_lookups_total{{{TIER}}}{window})')}"
 
 
-_COMPUTED = f'rate(vllm:prompt_tokens_by_source_total{{{ENGINE},source="local_compute"}}{RANGE})'
 _LOADED = f'increase(vllm:prompt_tokens_by_source_total{{{ENGINE},source="external_kv_transfer"}}{RANGE})'
-_PREFILL_S = f"rate(vllm:request_prefill_time_seconds_sum{{{ENGINE}}}{RANGE})"
 
 HEADLINE = [
     Panel(
@@ -105,20 +103,6 @@ HEADLINE = [
         "range. Known only from vLLM's own endpoint (vllm:prompt_tokens_by_source_total).",
         "short",
         [(_sum("instance", _LOADED), "{{instance}}")],
-        "stat",
-    ),
-    Panel(
-        "Prefill seconds saved (estimate)",
-        "Tokens saved x mean prefill time of a computed token, both in the dashboard's time range. An estimate: each "
-        "request of a step counts the whole step, so a busy engine shows too much, and the time of loading is not "
-        "subtracted. Known only from vLLM's own endpoint.",
-        "s",
-        [
-            (
-                f"{_sum('instance', _LOADED)} * {_sum('instance', _PREFILL_S)} / {_sum('instance', _COMPUTED)}",
-                "{{instance}}",
-            )
-        ],
         "stat",
     ),
     Panel(

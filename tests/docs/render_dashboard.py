@@ -451,7 +451,7 @@ def page(prometheus: Prometheus, start_s: float, end_s: float) -> str:
         f"below {MAX_BYTES >> 20} MiB, and both share another (`shared`). For `replica-b`, {100 * SHARE:.0f} % of the "
         f"calls to the shared folder failed or changed bits. From second {broken_s} to {hung_s} most of them did, and "
         f"until second {healed_s} all of them hung: its circuit opened, and `replica-a` went on. `storage` is "
-        "`kvtiers serve-metrics`. The replicas are not vLLM, so two panels have no data.",
+        "`kvtiers serve-metrics`. The replicas are not vLLM, so one panel has no data.",
         "",
         "![The headline, use, and what failed a check](dashboard.png)",
         "",

@@ -36,8 +36,7 @@ _LEGEND = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 #: vLLM's own metrics on the dashboard, with one of their series each. tests/vllm compares them with vLLM.
 OF_VLLM: dict[str, list[dict[str, str]]] = {
-    "vllm:prompt_tokens_by_source_total": [{"source": "local_compute"}, {"source": "external_kv_transfer"}],
-    "vllm:request_prefill_time_seconds_sum": [{}],
+    "vllm:prompt_tokens_by_source_total": [{"source": "external_kv_transfer"}],
 }
 #: Labels that Prometheus and vLLM's endpoint add. Without the latter, ".*" matches series that lack the label.
 ADDED = {"instance", "model_name"}
