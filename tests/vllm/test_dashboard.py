@@ -13,7 +13,7 @@ def test_the_dashboard_asks_for_metrics_that_vllm_has() -> None:
 
     source = inspect.getsource(loggers)
     for name, series in OF_VLLM.items():
-        plain = name.removesuffix("_total").removesuffix("_sum")
+        plain = name.removesuffix("_total")
         assert f'name="{plain}"' in source
         assert {labels["source"] for labels in series if "source" in labels} <= set(PromptTokenStats.ALL_SOURCES)
     assert 'labelnames = ["model_name", "engine"]' in source
