@@ -18,13 +18,14 @@ from kvtiers.connector.commands import copy, storage
 from kvtiers.connector.commands.bench import bench
 from kvtiers.connector.commands.check import check
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, make_console, refuse
+from kvtiers.connector.commands.size import size
 from kvtiers.connector.commands.verify import verify
 from kvtiers.tiers.config.deployment import load_config
 from kvtiers.tiers.errors import KVTiersError
 from kvtiers.tiers.registry import SecondaryTierFactory
 
 app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migrate, bench, check):
+for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migrate, bench, check, size):
     app.command()(command)
 
 

@@ -18,7 +18,9 @@ from kvtiers.tiers.config.deployment import (
     RegionConfig,
 )
 from kvtiers.tiers.config.tier_options import TIER_MODELS, ExternalTierConfig, Model, TierConfig
+from kvtiers.tiers.errors import SealReason
 from kvtiers.tiers.metrics import METRICS, MetricDef
+from tests.docs import make_dashboard
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- from the code: {} -->\n", "<!-- end -->\n"
@@ -106,7 +108,11 @@ def identity_table() -> str:
 
 #: Page -> what stands between its markers, by the name in them.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "metrics.md": {"METRICS": lambda: metric_table(METRICS), "STORAGE_METRICS": lambda: metric_table(STORAGE_METRICS)},
+    "metrics.md": {
+        "METRICS": lambda: metric_table(METRICS),
+        "STORAGE_METRICS": lambda: metric_table(STORAGE_METRICS),
+        "SEAL_REASONS": lambda: ", ".join(f"`{reason}`" for reason in SealReason) + "\n",
+    },
     "vllm.md": {"IGNORED": identity_table},
 }
 
@@ -196,6 +202,7 @@ def main() -> None:
     (DOCS / "configuration.md").write_text(configuration())
     for name in TABLES:
         (DOCS / name).write_text(with_tables(name))
+    make_dashboard.DASHBOARD.write_text(make_dashboard.text())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtiers.connector.commands.size import room_of, size_of
+from kvtiers.connector.kv_shape import kv_shape, number_bytes
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.config.deployment import parse_config
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.registry import SecondaryTierFactory
+from tests.connector.commands import model_configs
+from tests.connector.commands.model_configs import ALL, DEEPSEEK_V3, GEMMA3_27B, GPT_OSS_20B, LLAMA_8B, QWEN3_8B
+from tests.connector.commands.test_storage_commands import ok, run
+from tests.identity import FakeSpec, block_key
+
+README = Path(__file__).parents[3] / "README.md"
+KIB, GIB = 1 << 10, 1 << 30
+README_MODELS = {
+    "Llama 3.1 8B": LLAMA_8B,
+    "Qwen3 8B": QWEN3_8B,
+    "Llama 3.1 70B": model_configs.LLAMA_70B,
+}
+
+
+def write(folder: Path, config: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def asked(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(ok("size", write(folder, config), "--json", *options))
+    return result
+
+
+def test_the_readmes_table(tmp_path: Path) -> None:
+    """Each row: name (layers x heads x head size) | per token | 32,000 tokens | tokens in 100 GiB | break-even."""
+    speed = re.search(r"break-even if you prefill ([\d,]+) tokens/s", README.read_text())
+    assert speed is not None
+    rows = re.findall(
+        r"^\| (.+?) \((\d+) × (\d+) × (\d+)\) \| (\d+) KiB \| ([\d.]+) GiB \| ([\d,]+) \| ([\d,]+) MB/s \|$",
+        README.read_text(),
+        re.MULTILINE,
+    )
+    assert {row[0] for row in rows} == README_MODELS.keys()
+    for name, layers, heads, head_size, kib, gib, tokens, megabytes in rows:
+        found = asked(tmp_path, README_MODELS[name], "--prefill", speed[1].replace(",", ""))
+        shape = found["shape"]
+        assert (shape["full_layers"], shape["kv_heads"], shape["head_size"]) == (
+            int(layers),
+            int(heads),
+            int(head_size),
+        )
+        assert found["token_bytes"] == int(kib) * KIB
+        assert gib == f"{32_000 * found['token_bytes'] / GIB:.1f}"
+        assert tokens == f"{100 * GIB // found['token_bytes']:,}"
+        assert megabytes == f"{found['break_even'][0]['bytes_per_s'] / 1e6:,.0f}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_layers_heads_and_head_size(name: str) -> None:
+    config, layers, heads, head_size = ALL[name]
+    shape = kv_shape(config)
+    assert (shape.full_layers, shape.window_layers, shape.state_layers) == layers
+    assert (shape.kv_heads, shape.head_size) == (heads, head_size)
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    out = ok("size", write(tmp_path, LLAMA_8B), "--tp", "2", "--prefill", "5000")
+    assert "bytes per token = 2 x layers x KV heads x head size x bytes per number" in out
+    for line in (
+        "per token         128 KiB, 64 KiB on each of 2 ranks",
+        "per 1,000 tokens  125 MiB",
+        "tokens per GiB    8,192",
+        "stored block      32 MiB of 256 tokens, 16 MiB from each of 2 ranks; 4 KiB more on disk for its seal",
+        "5,000 tokens/s    655 MB/s",
+    ):
+        assert line in out.splitlines()
+
+
+def test_tensor_parallel_ranks_share_heads_or_copy_them(tmp_path: Path) -> None:
+    assert asked(tmp_path, LLAMA_8B, "--tp", "8")["token_bytes"] == 128 * KIB
+    with_copies = asked(tmp_path, LLAMA_8B, "--tp", "16")
+    assert (with_copies["token_rank_bytes"], with_copies["token_bytes"]) == (16 * KIB, 256 * KIB)
+    code, out = run("size", str(tmp_path), "--tp", "3")
+    assert code == 2
+    assert "--tp: is 3, and this model has 8 KV heads" in out
+
+
+def test_fp8_halves(tmp_path: Path) -> None:
+    assert asked(tmp_path, LLAMA_8B, "--kv-cache-dtype", "fp8")["token_bytes"] == 64 * KIB
+    assert asked(tmp_path, LLAMA_8B, "--dtype", "float32")["token_bytes"] == 256 * KIB
+    for option in ("--dtype", "--kv-cache-dtype"):
+        code, out = run("size", str(tmp_path), option, "int3")
+        assert (code, f"{option}: 'int3' is not accepted" in out) == (2, True)
+
+
+def test_a_checkpoint_that_asks_for_a_quantized_cache_is_not_guessed(tmp_path: Path) -> None:
+    model = write(tmp_path, {**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}})
+    code, out = run("size", model)
+    assert code == 2
+    assert "quantization_config.kv_cache_scheme" in out
+    assert json.loads(ok("size", model, "--json", "--kv-cache-dtype", "fp8"))["token_bytes"] == 64 * KIB
+
+
+def test_every_rank_has_all_of_mla(tmp_path: Path) -> None:
+    one, eight = asked(tmp_path, DEEPSEEK_V3), asked(tmp_path, DEEPSEEK_V3, "--tp", "8")
+    assert one["token_bytes"] == 61 * 576 * 2 == eight["token_rank_bytes"]
+    assert eight["token_bytes"] == 8 * one["token_bytes"]
+    assert one["block_bytes"] is None
+    assert "pass --block-size" in ok("size", str(tmp_path))
+    chosen = asked(tmp_path, DEEPSEEK_V3, "--block-size", "64", "--blocks-per-chunk", "4")
+    assert (chosen["chunk_tokens"], chosen["block_rank_bytes"]) == (256, 256 * 61 * 576 * 2)
+
+
+def test_of_windows_and_states_only_bounds_are_given(tmp_path: Path) -> None:
+    windows = asked(tmp_path, GPT_OSS_20B)
+    token_bytes = 2 * 12 * 8 * 64 * 2
+    assert windows["token_bytes"] == token_bytes
+    assert windows["token_bytes_max"] == 2 * token_bytes
+    assert windows["window_bytes"] == 128 * token_bytes
+    assert windows["block_bytes"] is None
+    assert not windows["is_exact"]
+    out = ok("size", str(tmp_path))
+    assert "at least 24 KiB" in out
+    assert "at most 43,690" in out
+    assert "stored block      not computed" in out
+    states = asked(tmp_path, model_configs.QWEN3_NEXT_80B)
+    assert states["token_bytes"] == 2 * 12 * 2 * 256 * 2
+    assert "recurrent states" in states["notes"][0]
+    only_windows = asked(tmp_path, model_configs.MISTRAL_7B_V01)
+    assert (only_windows["token_bytes"], only_windows["tokens_per_gib"]) == (0, None)
+    assert "per token         not computed: no layer keeps every token" in ok("size", str(tmp_path))
+
+
+def test_layer_types_come_before_a_models_pattern() -> None:
+    kinds = ["full_attention"] * 61 + ["sliding_attention"]
+    text = {**GEMMA3_27B["text_config"], "layer_types": kinds}  # type: ignore[dict-item]
+    assert kv_shape({**GEMMA3_27B, "text_config": text}).full_layers == 61
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({**LLAMA_8B, "model_type": "deepseek_v32"}, "model_type: 'deepseek_v32'"),
+        ({**LLAMA_8B, "model_type": None}, "model_type: 'None'"),
+        ({}, "model_type"),
+        ({**LLAMA_8B, "num_hidden_layers": None}, "num_hidden_layers: is missing"),
+        ({**LLAMA_8B, "num_hidden_layers": 10**9}, "num_hidden_layers: is 1000000000"),
+        ({**LLAMA_8B, "num_key_value_heads": "8"}, "num_key_value_heads: is '8'"),
+        ({**LLAMA_8B, "num_key_value_heads": True}, "num_key_value_heads: is True"),
+        ({**LLAMA_8B, "hidden_size": 0}, "hidden_size: is 0"),
+        ({**QWEN3_8B, "head_dim": None}, "head_dim: is missing"),
+        ({**QWEN3_8B, "num_key_value_heads": None}, "num_key_value_heads: is missing"),
+        ({**QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window: is true"),
+        ({**GPT_OSS_20B, "layer_types": None}, "layer_types: is missing"),
+        ({**GPT_OSS_20B, "sliding_window": None}, "sliding_window: is missing"),
+        ({**LLAMA_8B, "model_type": "mistral"}, "sliding_window: is missing"),
+        ({**LLAMA_8B, "model_type": "seed_oss"}, "head_dim: is missing"),
+        ({**GPT_OSS_20B, "layer_types": ["full_attention"]}, "layer_types: must be a list of 24"),
+        ({**GPT_OSS_20B, "layer_types": ["\x1b[2J"] * 24}, r"layer_types: '\x1b[2J' is not known"),
+        ({**DEEPSEEK_V3, "kv_lora_rank": None}, "kv_lora_rank: is missing"),
+        ({**model_configs.JAMBA_MINI, "attn_layer_offset": None}, "attn_layer_offset: is missing"),
+    ],
+)
+def test_a_number_is_never_guessed(config: dict[str, Any], names: str, tmp_path: Path) -> None:
+    code, out = run("size", write(tmp_path, config))
+    assert code == 2
+    assert names in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "[" * 100_000, "\udcff"])
+def test_files_that_are_no_config(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode(errors="surrogateescape"))
+    code, out = run("size", str(tmp_path / "config.json"))
+    assert code == 2
+    assert "MODEL_OR_CONFIG: " in out
+
+
+def test_a_model_that_is_not_here(tmp_path: Path) -> None:
+    for model in (str(tmp_path), "nobody/nothing", "", "a\x00b", "x" * 5000, "~nobody-at-all/x"):
+        code, out = run("size", model)
+        assert code == 2, out
+        assert "MODEL_OR_CONFIG: " in out
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--model"
+    snapshot = folder / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    write(snapshot, LLAMA_8B)
+    assert "org/model (llama): 32 layers" in ok("size", "org/model")
+
+
+@pytest.mark.parametrize("format_", ["sealed-1", "vllm-raw"])
+def test_tokens_that_fit_count_what_a_tier_really_stores(format_: str, tmp_path: Path) -> None:
+    tiny = {**LLAMA_8B, "num_hidden_layers": 1, "num_key_value_heads": 1, "hidden_size": 96, "num_attention_heads": 1}
+    sizing = size_of(kv_shape(tiny), 2, block_tokens=16, blocks_per_chunk=2)
+    block_bytes = sizing.block_bytes
+    assert block_bytes == 12 * KIB  # 2 x 96 x 2 bytes x 32 tokens, in whole pages
+    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "format": "sealed-1"}
+    if format_ == "sealed-1":
+        rows = np.zeros((1, block_bytes), np.int8)
+        tier = SecondaryTierFactory.create_secondary_tier(options, rows.data, FakeSpec())
+        tier.submit_store(JobMetadata(1, [block_key(1)], np.arange(1, dtype=np.int32)))
+        tier.drain_jobs()
+        assert [result.success for result in tier.get_finished()] == [True]
+        tier.shutdown()
+        (stored,) = [path.stat().st_size for path in (tmp_path / "kv").rglob("*.bin")]
+    else:
+        stored = block_bytes  # that format has no trailer
+    deployment = parse_config(
+        {
+            "region": {"size": 3 * block_bytes + 1},
+            "tiers": [
+                {**options, "format": format_, "max_bytes": 101 * stored - 1},
+                {"type": "s3", "bucket": "bucket"},
+            ],
+        }
+    )
+    region, files, bucket = room_of(sizing, deployment)
+    assert region.tokens == 3 * 32
+    assert files.tokens == 100 * 32
+    assert bucket.tokens is bucket.max_bytes is None
+
+
+def test_config_sets_blocks_per_chunk_and_lists_what_fits(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"blocks_per_chunk: 4\nregion: {{size: 1GiB}}\ntiers: [{{type: fs, root_dir: {tmp_path}/kv, max_bytes: 10GiB}}]"
+    )
+    model = write(tmp_path, LLAMA_8B)
+    out = ok("size", model, "--config", str(config))
+    assert "8 MiB of 64 tokens" in out
+    assert re.search(r"region\.size +1 GiB: 8,192 tokens", out)
+    assert re.search(r"tiers\[0\]\.max_bytes \(fs\) +10 GiB: 81,856 tokens", out)  # 1,279 blocks of 8 MiB and 4 KiB
+    write(tmp_path, GPT_OSS_20B)
+    assert re.search(r"region\.size +1 GiB: at most 43,690 tokens", ok("size", model, "--config", str(config)))
+    code, out = run("size", model, "--config", str(tmp_path / "absent.yaml"))
+    assert code == 2
+    assert "absent.yaml" in out
+
+
+def test_dtype_errors_name_the_option() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype: 'nvfp4' is not accepted; write auto or float16"):
+        number_bytes({}, dtype="auto", kv_cache_dtype="nvfp4")
