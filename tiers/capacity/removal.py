@@ -60,7 +60,7 @@ class Blobs:
     on_progress: Callable[[int], None]
     clock: Callable[[], float]
 
-    def list(self) -> Iterator[KeyInfo]:
+    def listing(self) -> Iterator[KeyInfo]:
         """All blobs that count."""
         self.lease.renew()
         self.on_progress(0)
@@ -151,7 +151,7 @@ def measure(blobs: Blobs, report: CollectReport, ages: Ages, *, ttl_s: float, gr
     listed = Listed()
     removal = Removal((lambda infos: infos) if report.dry_run else blobs.remove, report, "ttl", blobs.clock)
     age_of, is_block, histogram = ages.age_s, blobs.is_block, listed.histogram
-    for info in blobs.list():
+    for info in blobs.listing():
         removal.flush_late()
         report.blobs += 1
         report.bytes += info.size
@@ -218,7 +218,7 @@ def shrink(
 
     removal = Removal(remove, report, "capacity", blobs.clock, enough_bytes=excess)
     age_s_min = cut.age_s_min
-    for info in blobs.list():
+    for info in blobs.listing():
         removal.flush_late()
         age_s = ages.age_s(info.mtime)
         if age_s < age_s_min or not grace_s <= abs(age_s) < ttl_s or not blobs.is_block(info.key):

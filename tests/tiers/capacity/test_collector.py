@@ -102,12 +102,6 @@ def test_capacity_removes_the_least_recently_used(store: LocalStore) -> None:
     assert report.removed_blobs["capacity"] == 20 - len(left)
 
 
-def test_blocks_of_one_age_go_only_as_far_as_needed(store: LocalStore) -> None:
-    fill(store, [3600.0] * 50)
-    collect(store, max_bytes=50 * SIZE, low=0.8)
-    assert 39 <= len(blocks(store)) <= 40
-
-
 def test_blocks_of_times_to_come_are_counted_and_go_last(store: LocalStore) -> None:
     """The clock was ahead, and was set back."""
     fill(store, [-30 * 86_400.0] * 6 + [3600.0] * 4)
@@ -507,28 +501,6 @@ def test_what_is_stored_during_a_listing_that_outlasts_its_ttl_stays(tmp_path: P
     assert len(blocks(store)) < 5
 
 
-def test_a_collector_that_finds_nothing_to_remove_rests(store: LocalStore) -> None:
-    fill(store, [0.0])
-    (Path(store.root_dir) / "theirs").write_bytes(bytes(20 * SIZE))
-    now = [0.0]
-    policy = CapacityPolicy(max_bytes=20 * SIZE, grace_s=1e6, every_s=60.0)
-    collector = Collector(store, policy, clock=lambda: 0.0, monotonic=lambda: now[0])
-    waits = []
-    for _ in range(12):
-        assert collector.is_due()
-        collector.run()
-        began = now[0]
-        while not collector.is_due():
-            now[0] += policy.poll_s
-        waits.append(now[0] - began)
-    assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-    (Path(store.root_dir) / "theirs").unlink()
-    collector.run()
-    assert not collector.is_due()
-    Account(store, 40 * SIZE).take(20 * SIZE, "room is wanted again")
-    assert collector.is_due()
-
-
 @pytest.mark.parametrize("step_s", [1000.0, -1000.0])
 def test_a_step_of_the_storages_clock_makes_no_living_writer_dead(step_s: float) -> None:
     clock, now = [1e9], [0.0]
@@ -543,18 +515,6 @@ def test_a_step_of_the_storages_clock_makes_no_living_writer_dead(step_s: float)
         step_s = 0.0
         collector.run()
         assert len(list_keys(store, USAGE_PREFIX)) == living
-
-
-@pytest.mark.parametrize(("age_s", "due_s"), [(0.0, 600.0), (500.0, 100.0), (700.0, 0.0)])
-def test_a_root_that_was_measured_long_ago_is_measured_at_once(store: LocalStore, age_s: float, due_s: float) -> None:
-    passed_s = [0.0]
-    policy = CapacityPolicy(max_bytes=1 << 30, every_s=600.0)
-    Collector(store, policy, clock=lambda: 0.0).run()
-    collector = Collector(store, policy, clock=lambda: age_s, monotonic=lambda: passed_s[0])
-    while not collector.is_due() and passed_s[0] < 1000.0:
-        passed_s[0] += 50.0
-    assert passed_s[0] == due_s
-    assert collector.is_due()  # until somebody has measured
 
 
 # -- others at work ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def test_the_oldest_go_and_no_more_than_needed(blobs: list[tuple[float, int]], s
     wanted = int(share * total)
     cut = histogram.cut(wanted)
     age_s_min = cut.age_s_min
-    taken, left = [], []
+    taken: list[tuple[float, int]] = []
+    left: list[tuple[float, int]] = []
     for age_s, size in blobs:
         (taken if cut.takes(age_s, size) else left).append((age_s, size))
     taken_bytes = sum(size for _, size in taken)
