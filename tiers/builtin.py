@@ -315,7 +315,7 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
     Raises:
         ConfigError: not even one block has room.
     """
-    from kvtiers.tiers.capacity.collector import HELD_SHARE_MAX
+    from kvtiers.tiers.capacity.policy import HELD_SHARE_MAX
 
     if policy.max_bytes is None:
         return
@@ -336,8 +336,7 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
 
 def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
     """Wrap a store to enforce ``max_bytes``, a limit shared by all writers of the same root."""
-    from kvtiers.tiers.capacity.account import Account
-    from kvtiers.tiers.capacity.bound import BoundedStore
+    from kvtiers.tiers.capacity.account import Account, BoundedStore
 
     newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
     return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s, keys=record_keys(config)))

@@ -106,8 +106,8 @@ def show(root: Path, folder: Path, count: int, rounds: int) -> None:
         "kvtiers ls": (*kvtiers, "ls", within),
         "kvtiers ls --json": (*kvtiers, "ls", within, "--json"),
         "kvtiers gc, nothing to remove (lists once)": (*kvtiers, "gc", within, "--dry-run"),
-        "kvtiers gc --dry-run, half to remove (lists twice)": (*kvtiers, "gc", above, "--dry-run"),
-        "kvtiers gc that removes half": (*kvtiers, "gc", above),
+        "kvtiers gc --dry-run, half to remove (lists once)": (*kvtiers, "gc", above, "--dry-run"),
+        "kvtiers gc that removes half (lists twice)": (*kvtiers, "gc", above),
     }
     for name, arguments in rows.items():
         found = measure(*arguments, rounds=1 if arguments[-1] == above else rounds)

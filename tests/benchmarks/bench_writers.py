@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtiers.tiers.capacity import usage
-from kvtiers.tiers.capacity.account import Account
-from kvtiers.tiers.capacity.bound import BoundedStore
+from kvtiers.tiers.capacity.account import Account, BoundedStore
 from kvtiers.tiers.capacity.usage import Measured, publish_measured
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.memory import MemoryStore

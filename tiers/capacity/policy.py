@@ -1,8 +1,10 @@
-"""CapacityPolicy: how much a root may store, and for how long."""
+"""CapacityPolicy: how much a root may store and for how long, and how many bytes are too many."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+HELD_SHARE_MAX = 0.5  # of max_bytes: what writers' records say they hold, or want, counts only up to this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +38,46 @@ class CapacityPolicy:
     quarantine_s: float = 7 * 86_400.0
     lease_s: float = 30.0
     writer_s: float = 900.0
+
+    def is_short(self, used: int, wanted: int) -> bool:
+        """Whether a collector should look for bytes to remove.
+
+        Args:
+            used: upper bound of the bytes stored.
+            wanted: the largest size that a writer was refused last.
+        """
+        limit = self.max_bytes
+        return limit is not None and (
+            used > self.high * limit or used + min(wanted, int(HELD_SHARE_MAX * limit)) > limit
+        )
+
+    def excess_bytes(self, stored: int, *, held: int, wanted: int, foreign: int) -> int:
+        """How many bytes to remove; 0 or less: none.
+
+        If foreign files alone exceed the limit, all blocks are kept: removing them would not allow stores.
+
+        Args:
+            stored: bytes stored, foreign files included.
+            held: bytes that writers reserved and have not stored.
+            wanted: the largest size that a writer was refused last.
+            foreign: bytes of files that are not blocks.
+        """
+        limit = self.max_bytes
+        if limit is None or foreign > limit:
+            return 0
+        used = stored + min(held, int(HELD_SHARE_MAX * limit))
+        if not self.is_short(used, wanted):
+            return 0
+        missing = used + min(wanted, int(HELD_SHARE_MAX * limit)) - limit
+        return max(used - self.low_bytes(limit, self.high * limit, foreign), missing)
+
+    def low_bytes(self, limit: int, high: float, foreign: int) -> int:
+        """Down to how many bytes a run removes if it starts above ``high`` bytes.
+
+        If foreign files take nearly all of the limit, going down to ``low`` would remove every block each time.
+        """
+        return int(max(self.low * limit, (foreign + (high if foreign < high else limit)) / 2))
+
+    def longer_rest_s(self, rest_s: float) -> float:
+        """How long to rest after a run that removed nothing, if the rest before it was ``rest_s``."""
+        return min(self.every_s, max(self.poll_s, 2 * rest_s))

@@ -1,9 +1,13 @@
-"""Room: how much free space the storage itself has, independent of ``max_bytes``."""
+"""Room: how much free space the storage itself has, independent of ``max_bytes``.
+
+``Freed`` compares removals with the free space, ``Patience`` pauses if they make none, ``Trial`` tries a put.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import OWN_PREFIX
@@ -25,6 +29,110 @@ LATE_SHARE = 1 / 16  # of the removed bytes; if less than this is free at once, 
 FUTILE_S, FUTILE_S_MAX = 600.0, 3600.0
 
 
+@dataclass(slots=True)
+class Freed:
+    """Removals, and how much the free space grew since. It may grow late, or others may use it at once.
+
+    Attributes:
+        before_bytes: free before the first removal.
+        removed_bytes: removed since.
+        risen_bytes: largest increase of free space seen since.
+        removed_at: monotonic seconds.
+        comes_late: nearly nothing was free at once.
+    """
+
+    before_bytes: int = 0
+    removed_bytes: int = 0
+    risen_bytes: int = 0
+    removed_at: float = float("-inf")
+    comes_late: bool = False
+
+    def add(self, size: int, free: int, now: float) -> None:
+        """Book a removal."""
+        self.removed_bytes += size
+        self.removed_at = now
+        self.see(free)
+        # Writers that use the freed space at once look nearly the same; they then wait up to LATE_S_MAX.
+        self.comes_late = self.risen_bytes < LATE_SHARE * self.removed_bytes
+
+    def see(self, free: int) -> None:
+        """Note the free space."""
+        self.risen_bytes = max(self.risen_bytes, free - self.before_bytes)
+
+    def late_bytes(self, free: int, now: float) -> int:
+        """Removed bytes that are not free yet but may become free."""
+        if not self.comes_late or now - self.removed_at > LATE_S_MAX:
+            return 0
+        self.see(free)
+        return max(0, self.removed_bytes - self.risen_bytes)
+
+
+class Patience:
+    """Pauses removals if the space of what was removed never becomes free, twice in a row."""
+
+    def __init__(self) -> None:
+        self._was_futile = False
+        self._rest_s = 0.0
+        self._until = float("-inf")
+
+    def is_resting(self, now: float) -> bool:
+        """Whether nothing should be removed to make room. ``now``: monotonic seconds."""
+        return now < self._until
+
+    def judge(self, freed: Freed, *, taken: int, missing: int, now: float) -> None:
+        """Judge removals that had time to show.
+
+        Args:
+            taken: freed bytes that writers have used since.
+            missing: bytes still missing.
+        """
+        # Do not pause because others fill the disk: then more is missing than was removed, or it does not happen twice.
+        is_futile = freed.risen_bytes + taken < LATE_SHARE * freed.removed_bytes and 0 < missing <= freed.removed_bytes
+        if is_futile and self._was_futile:
+            self._rest_s = min(FUTILE_S_MAX, max(FUTILE_S, 2 * self._rest_s))
+            self._until = now + self._rest_s
+            logger.warning(
+                "%d bytes of blocks were removed and their space is not free (does a snapshot keep it?): "
+                "none is removed to make room for %.0f s", freed.removed_bytes, self._rest_s,
+            )  # fmt: skip
+        elif not is_futile:
+            self._rest_s = 0.0
+        self._was_futile = is_futile
+
+
+class Trial:
+    """Tries whether the storage takes a block: free bytes do not show exhausted inodes or a user's quota."""
+
+    def __init__(self, store: Store, monotonic: Callable[[], float]) -> None:
+        self._store = store
+        self._monotonic = monotonic
+        self._tried_at = float("-inf")
+        self._tries_whole = False
+        self.is_full = False
+
+    def is_full_after(self, after_s: float, largest_bytes: int) -> bool:
+        """The last answer, or that of a new trial if the last one is older than ``after_s``."""
+        if self._monotonic() - self._tried_at >= after_s:
+            self.is_full = self._try(max(1, largest_bytes), whole=self._tries_whole or after_s <= 0)
+            self._tries_whole |= self.is_full
+            self._tried_at = self._monotonic()
+        return self.is_full
+
+    def _try(self, size: int, *, whole: bool) -> bool:
+        # Random bytes, because some file systems do not store zeros.
+        piece = memoryview(os.urandom(min(size, TRIAL_BYTES_MAX)))
+        count, rest = divmod(size, len(piece)) if whole else (1, 0)
+        try:
+            self._store.put(TRIAL, [*(count * [piece]), piece[:rest]], overwrite=True)
+            self._store.delete(TRIAL)
+        except StoreFullError as e:
+            logger.info("the storage is full: %s", e)
+            return True
+        except StoreError as e:
+            logger.debug("whether there is room is not known: %s", e)  # the error will show up elsewhere
+        return False
+
+
 class Room:
     """Watches the storage's free space while blocks are removed. For the collector's thread.
 
@@ -41,19 +149,11 @@ class Room:
         self._store = store
         self._min_free_bytes = policy.min_free_bytes
         self._monotonic = monotonic
-        self._tried_at = float("-inf")
-        self._is_full = False
-        self._tries_whole = False
-        self._free_before_bytes = 0  # free before the removals
-        self._removed_bytes = 0
-        self._risen_bytes = 0  # largest increase of free space seen since
-        self._removed_at = float("-inf")
-        self._comes_late = False
-        self._ended: tuple[int, int] | None = None  # previous removals: bytes removed, largest increase of free space
+        self._trial = Trial(store, monotonic)
+        self._patience = Patience()
+        self._freed = Freed()
+        self._ended = Freed()  # earlier removals, not judged yet
         self._left_bytes = 0  # stored at the last measurement, less what was removed since
-        self._was_futile = False
-        self._rest_s = 0.0
-        self._rests_until = float("-inf")
         self.largest_bytes = policy.block_bytes
 
     def begin(self) -> None:
@@ -63,10 +163,9 @@ class Room:
             StoreError: the free space cannot be read.
         """
         free = self._free_bytes()
-        if free is not None and self._late_bytes(free) == 0:
-            self._ended = self._removed_bytes, max(self._risen_bytes, free - self._free_before_bytes)
-            self._free_before_bytes, self._removed_bytes, self._risen_bytes = free, 0, 0
-            self._comes_late = False
+        if free is not None and self._freed.late_bytes(free, self._monotonic()) == 0:
+            self._freed.see(free)
+            self._ended, self._freed = self._freed, Freed(before_bytes=free)
 
     def note_stored(self, size: int) -> None:
         """Check whether the last removal made space, given the bytes stored now (after removing blocks past their ttl).
@@ -74,27 +173,12 @@ class Room:
         Raises:
             StoreError: the free space cannot be read.
         """
-        removed, risen = self._ended or (0, 0)
-        self._ended = None
-        taken = max(0, size - self._left_bytes)  # freed space that writers have used since
+        ended, self._ended = self._ended, Freed()
+        taken = max(0, size - self._left_bytes)
         self._left_bytes = size
-        if not removed:
-            return
-        # Do not pause because others fill the disk: then more is missing than was removed, or it does not happen twice.
-        is_futile = risen + taken < LATE_SHARE * removed and 0 < self.missing_bytes(FREE_HIGH) <= removed
-        if is_futile and self._was_futile:
-            self._rest_s = min(FUTILE_S_MAX, max(FUTILE_S, 2 * self._rest_s))
-            self._rests_until = self._monotonic() + self._rest_s
-            logger.warning(
-                "%d bytes of blocks were removed and their space is not free (does a snapshot keep it?): "
-                "none is removed to make room for %.0f s", removed, self._rest_s,
-            )  # fmt: skip
-        elif not is_futile:
-            self._rest_s = 0.0
-        self._was_futile = is_futile
-
-    def _rests(self) -> bool:
-        return self._monotonic() < self._rests_until
+        if ended.removed_bytes:
+            missing = self.missing_bytes(FREE_HIGH)
+            self._patience.judge(ended, taken=taken, missing=missing, now=self._monotonic())
 
     def missing_bytes(self, share: float) -> int:
         """Bytes missing for ``share`` x the reserve plus one block to be free (or free soon); 0 or less: enough.
@@ -103,9 +187,10 @@ class Room:
             StoreError: the free space cannot be read.
         """
         free = self._free_bytes()
-        if free is None or self._rests():
+        now = self._monotonic()
+        if free is None or self._patience.is_resting(now):
             return 0
-        return int(self._min_free_bytes * share) + self.largest_bytes - free - self._late_bytes(free)
+        return int(self._min_free_bytes * share) + self.largest_bytes - free - self._freed.late_bytes(free, now)
 
     def note_removing(self) -> None:
         """Note the free space before the first removal, so that space used by others during the listing does not count.
@@ -113,8 +198,8 @@ class Room:
         Raises:
             StoreError: the free space cannot be read.
         """
-        if not self._removed_bytes:
-            self._free_before_bytes = self._free_bytes() or 0
+        if not self._freed.removed_bytes:
+            self._freed.before_bytes = self._free_bytes() or 0
 
     def note_removed(self, size: int) -> None:
         """Book removed bytes, and see whether the free space grew.
@@ -122,22 +207,11 @@ class Room:
         Raises:
             StoreError: the free space cannot be read.
         """
-        self._is_full = False
+        self._trial.is_full = False
         self._left_bytes -= size
         free = self._free_bytes()
         if free is not None:
-            self._removed_bytes += size
-            self._removed_at = self._monotonic()
-            self._risen_bytes = max(self._risen_bytes, free - self._free_before_bytes)
-            # Writers that use the freed space at once look nearly the same; they then wait up to LATE_S_MAX.
-            self._comes_late = self._risen_bytes < LATE_SHARE * self._removed_bytes
-
-    def _late_bytes(self, free: int) -> int:
-        """Removed bytes that are not free yet but may become free."""
-        if not self._comes_late or self._monotonic() - self._removed_at > LATE_S_MAX:
-            return 0
-        self._risen_bytes = max(self._risen_bytes, free - self._free_before_bytes)
-        return max(0, self._removed_bytes - self._risen_bytes)
+            self._freed.add(size, free, self._monotonic())
 
     def _free_bytes(self) -> int | None:
         """Free bytes; None: no reserve is configured, or the storage does not report free space."""
@@ -149,28 +223,8 @@ class Room:
         """Whether the storage refuses a block. Makes a trial put if the last answer is older than ``after_s``.
 
         The trial has at most ``TRIAL_BYTES_MAX``, or the size of the largest block if ``after_s`` is 0 or a trial
-        has failed before. Only a trial finds exhausted inodes or a user's quota; free bytes do not show them. Buckets
-        are not tried, because a bucket may keep every version of the trial.
+        has failed before. Buckets are not tried, because a bucket may keep every version of the trial.
         """
-        if not isinstance(self._store, SupportsFreeBytes) or self._rests():
+        if not isinstance(self._store, SupportsFreeBytes) or self._patience.is_resting(self._monotonic()):
             return False
-        if self._monotonic() - self._tried_at >= after_s:
-            self._is_full = self._try(whole=self._tries_whole or after_s <= 0)
-            self._tries_whole |= self._is_full
-            self._tried_at = self._monotonic()
-        return self._is_full
-
-    def _try(self, *, whole: bool) -> bool:
-        size = max(1, self.largest_bytes)
-        # Random bytes, because some file systems do not store zeros.
-        piece = memoryview(os.urandom(min(size, TRIAL_BYTES_MAX)))
-        count, rest = divmod(size, len(piece)) if whole else (1, 0)
-        try:
-            self._store.put(TRIAL, [*(count * [piece]), piece[:rest]], overwrite=True)
-            self._store.delete(TRIAL)
-        except StoreFullError as e:
-            logger.info("the storage is full: %s", e)
-            return True
-        except StoreError as e:
-            logger.debug("whether there is room is not known: %s", e)  # the error will show up elsewhere
-        return False
+        return self._trial.is_full_after(after_s, self.largest_bytes)

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvtiers.tiers.blocks.keyring import KeyRing
-from kvtiers.tiers.capacity.account import GRANT_SHARE, Account
-from kvtiers.tiers.capacity.bound import BoundedStore
+from kvtiers.tiers.capacity.account import GRANT_SHARE, Account, BoundedStore
 from kvtiers.tiers.capacity.records import OWN_PREFIX, RecordKeys, get_record, put_record
 from kvtiers.tiers.capacity.usage import (
     MEASURED,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
 
 from kvtiers.tiers.stores.files.listing import Failures
 from kvtiers.tiers.stores.files.posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
@@ -28,38 +27,79 @@ def remove_blobs(
 ) -> Mapping[str, OSError]:
     """Unlink files, folder by folder, and remove the folders that become empty.
 
+    A blob mostly has a folder of its own, so each parent is opened and tried only once, not for every folder in it.
+
     Args:
-        on_kept: called with a folder and the error if removing it, or an empty folder above it, failed.
+        on_kept: called with a folder and the error if removing it failed, though it may be empty.
 
     Returns:
         key -> error, for the files that still exist.
     """
+    by_parent: dict[str, dict[str, list[str]]] = {}
+    for key in keys:
+        folder = key.rpartition("/")[0]
+        by_parent.setdefault(folder.rpartition("/")[0], {}).setdefault(folder, []).append(key)
     failed: dict[str, OSError] = {}
-    by_folder = sorted((key.rpartition("/")[0], key) for key in keys)
-    for folder, pairs in groupby(by_folder, key=lambda pair: pair[0]):
-        inside = [key for _, key in pairs]
+    for parent, folders in by_parent.items():
         try:
-            dir_fd = root.open(folder or ".", OPEN_FOLDER)
+            parent_fd = root.open(parent or ".", OPEN_FOLDER)
         except OSError as e:
             if not _is_gone(e):
-                failed.update(dict.fromkeys(inside, e))
+                failed.update((key, e) for inside in folders.values() for key in inside)
             continue
         try:
-            for key in inside:
-                try:
-                    os.unlink(key[len(folder) :].lstrip("/"), dir_fd=dir_fd)
-                except IsADirectoryError:
-                    pass
-                except OSError as e:
-                    if not _is_gone(e):
-                        failed[key] = e
+            for folder, inside in folders.items():
+                _remove_files(parent_fd, folder, inside, failed)
+                if parent:
+                    _remove_if_empty(parent_fd, folder, on_kept)
         finally:
-            close_reader(dir_fd)
-        try:
-            _remove_empty(root, folder)
-        except OSError as e:
-            on_kept(folder, e)
+            close_reader(parent_fd)
+        while "/" in parent:
+            folder, parent = parent, parent.rpartition("/")[0]
+            try:
+                parent_fd = root.open(parent, OPEN_FOLDER)
+            except OSError as e:
+                if not _is_gone(e):
+                    on_kept(folder, e)
+                break
+            try:
+                if not _remove_if_empty(parent_fd, folder, on_kept):
+                    break
+            finally:
+                close_reader(parent_fd)
     return failed
+
+
+def _remove_files(parent_fd: int, folder: str, keys: Iterable[str], failed: dict[str, OSError]) -> None:
+    """Unlink files of one folder. Notes the errors of the files that still exist."""
+    try:
+        fd = os.open(folder.rpartition("/")[2] or ".", OPEN_FOLDER, dir_fd=parent_fd)
+    except OSError as e:
+        if not _is_gone(e):
+            failed.update(dict.fromkeys(keys, e))
+        return
+    try:
+        for key in keys:
+            try:
+                os.unlink(key.rpartition("/")[2], dir_fd=fd)
+            except IsADirectoryError:
+                pass
+            except OSError as e:
+                if not _is_gone(e):
+                    failed[key] = e
+    finally:
+        close_reader(fd)
+
+
+def _remove_if_empty(parent_fd: int, folder: str, on_kept: Callable[[str, OSError], None]) -> bool:
+    """Remove a folder; False: it is in use, or it was kept because of an error."""
+    try:
+        os.rmdir(folder.rpartition("/")[2], dir_fd=parent_fd)
+    except OSError as e:
+        if e.errno not in _IN_USE and not _is_gone(e):
+            on_kept(folder, e)
+        return False
+    return True
 
 
 def touch_blob(root: RootFolder, key: str) -> None:
@@ -101,22 +141,6 @@ def free_bytes(root: RootFolder) -> int:
     """Free bytes of the root's file system that this user may use."""
     status = os.fstatvfs(root.fd)
     return status.f_bavail * status.f_frsize
-
-
-def _remove_empty(root: RootFolder, folder: str) -> None:
-    while "/" in folder:
-        parent, _, name = folder.rpartition("/")
-        try:
-            parent_fd = root.open(parent, OPEN_FOLDER)
-            try:
-                os.rmdir(name, dir_fd=parent_fd)
-            finally:
-                close_reader(parent_fd)
-        except OSError as e:
-            if e.errno not in _IN_USE and not _is_gone(e):
-                raise
-            return
-        folder = parent
 
 
 def _for_each(root: RootFolder, folder: str, call: Callable[[int, str], None], failures: Failures) -> None:

@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import botocore.session
 import obstore
+from botocore.credentials import EnvProvider
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
@@ -47,7 +51,6 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.store import Look
 from kvtiers.tiers.stores.s3.direct import DirectReader
-from kvtiers.tiers.stores.s3.environment import hidden_from_obstore
 from kvtiers.tiers.stores.s3.errors import (
     NO_S3,
     connection_error,
@@ -306,3 +309,43 @@ def _scatter(chunk: bytes, parts: Sequence[memoryview], filled: int) -> int:
         source = source[count:]
         start = 0
     return filled + len(chunk)
+
+
+_environment_lock = threading.Lock()  # guards the changes that this module makes to the C library's environment
+
+_READ_BY_BOTO3: Final = frozenset(
+    (
+        EnvProvider.ACCESS_KEY,
+        EnvProvider.SECRET_KEY,
+        *EnvProvider.TOKENS,
+        *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+        *("AWS_CONTAINER_AUTHORIZATION_TOKEN", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
+        *("AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS", "AWS_REGION"),
+        *(
+            name
+            for _, variable, _, _ in botocore.session.Session.SESSION_VARIABLES.values()
+            for name in ([variable] if isinstance(variable, str) else variable or [])
+        ),
+    )
+)
+
+
+@contextmanager
+def hidden_from_obstore() -> Iterator[None]:
+    """Hide ``AWS_…`` variables that boto3 does not read from the C library. ``os.environ`` is unchanged.
+
+    object_store treats every such variable that it knows as an option. Explicit options override most of them, but some
+    (checksum, encryption) have no value for "not set", and the next release may read more variables. Variables that
+    boto3 and its credential programs read stay, because we set every obstore option that they correspond to.
+    """
+    with _environment_lock:
+        names = [name for name in os.environ if name.startswith("AWS_") and name not in _READ_BY_BOTO3]
+        hidden = {name: value for name in names if (value := os.environ.get(name)) is not None}
+        try:
+            for name in hidden:
+                os.unsetenv(name)
+            yield
+        finally:
+            for name, value in hidden.items():
+                os.putenv(name, value)

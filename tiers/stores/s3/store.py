@@ -36,7 +36,6 @@ from kvtiers.tiers.store import (
 )
 from kvtiers.tiers.stores.s3.attempts import Attempts
 from kvtiers.tiers.stores.s3.control import DELETE_KEYS_MAX
-from kvtiers.tiers.stores.s3.delete import delete_each
 from kvtiers.tiers.stores.s3.errors import (
     BareRefusalError,
     CredentialsLateError,
@@ -47,7 +46,7 @@ from kvtiers.tiers.stores.s3.errors import (
     VagueRefusalError,
     deadline_error,
 )
-from kvtiers.tiers.stores.s3.lookup import Answers, Lookups
+from kvtiers.tiers.stores.s3.many_objects import Answers, Lookups, delete_each
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.put_form import REFUSALS, PutForm, describe_refusal, forms_of, may_depend_on_form
 from kvtiers.tiers.stores.s3.trial import try_each_client

@@ -345,7 +345,7 @@ def test_a_collector_makes_room_where_there_are_no_inodes(
                 (small / f"somebody_else's_{n}").touch()
         report = Collector(store, CapacityPolicy(ttl_s=60.0, quarantine_s=3600.0)).run()
         assert report is not None
-        assert report.removed_blobs["ttl"] == len(blocks)
+        assert report.removed_blobs["ttl"] == len(blocks) - 1  # one was touched, to learn the time
         assert report.own_bytes == 100  # its age is not known: it stays, and counts
         store.put(blocks[0], as_parts(b"1"))
     finally:

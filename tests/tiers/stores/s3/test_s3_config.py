@@ -44,12 +44,11 @@ from kvtiers.tiers.errors import (
 from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
 from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S
 from kvtiers.tiers.stores.s3.control import S3Control
-from kvtiers.tiers.stores.s3.credentials import ASK_EVERY_S, ChainCredentials
 from kvtiers.tiers.stores.s3.direct import DirectReader
 from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, CredentialsRefusedError
 from kvtiers.tiers.stores.s3.obstore_client import ObstoreClient
 from kvtiers.tiers.stores.s3.options import S3Options, check_endpoint
-from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.s3.session import ASK_EVERY_S, ChainCredentials, S3Session
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing import http_faults, tiny_s3
 from kvtiers.tiers.testing.contract import as_parts, fetch
@@ -401,7 +400,7 @@ def test_refresh_of_credentials_that_hangs_holds_nobody(
     for call in calls:
         in_time(call)
     with monkeypatch.context() as expired:
-        expired.setattr("kvtiers.tiers.stores.s3.credentials.ChainCredentials._ends_within", lambda *_: True)
+        expired.setattr("kvtiers.tiers.stores.s3.session.ChainCredentials._ends_within", lambda *_: True)
         with pytest.raises(StoreTimeoutError, match=r"^secret: boto3's credential chain did not end within 1 s"):
             fetch(store, "f/a", len(DATA))
     script.write_text(answers)

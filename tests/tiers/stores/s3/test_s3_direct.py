@@ -28,11 +28,10 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.stores.s3.direct import DirectReader
+from kvtiers.tiers.stores.s3.direct import DirectReader, ReadSigner
 from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
 from kvtiers.tiers.stores.s3.options import IDLE_S_MAX, S3Options
 from kvtiers.tiers.stores.s3.session import S3Session
-from kvtiers.tiers.stores.s3.signature import ReadSigner
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import fetch, make_data
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer

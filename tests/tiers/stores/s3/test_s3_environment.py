@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.tiers.stores.s3.environment import hidden_from_obstore
+from kvtiers.tiers.stores.s3.obstore_client import hidden_from_obstore
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import as_parts, fetch

@@ -35,8 +35,8 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.store import Look
 from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S, ProcessClients
-from kvtiers.tiers.stores.s3.delete import DELETERS_MAX
 from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, RequestRefusedError
+from kvtiers.tiers.stores.s3.many_objects import DELETERS_MAX
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.s3.store import S3Store

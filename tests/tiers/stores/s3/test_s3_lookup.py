@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from kvtiers.tiers.errors import StoreTimeoutError
-from kvtiers.tiers.stores.s3.lookup import ASKER_S, ASKERS_MAX, KEYS_PER_ASKER, Answers, Lookups
+from kvtiers.tiers.stores.s3.many_objects import ASKER_S, ASKERS_MAX, KEYS_PER_ASKER, Answers, Lookups
 from tests.clock import Clock
 
 WAIT_S_MAX = 120.0

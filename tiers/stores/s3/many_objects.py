@@ -1,4 +1,4 @@
-"""Checks whether many objects exist, with HEAD requests from several threads.
+"""Checks whether many objects exist, and deletes many, one request an object from several threads.
 
 A LIST is cheaper only in a namespace with few blocks. Names are hashes, so in a large namespace a page of 1,000 names
 holds few of the wanted ones. A LIST is also slow while a request waits: SeaweedFS took 0.2 to 0.7 s for 1,000 blocks.
@@ -17,6 +17,7 @@ from kvtiers.tiers.stores.watchdog import run_in_threads
 KEYS_PER_ASKER: Final = 8
 ASKER_S: Final = 0.004
 ASKERS_MAX: Final = 128
+DELETERS_MAX: Final = 8
 
 Answers = dict[str, int | Exception | None]
 
@@ -76,3 +77,38 @@ class Lookups:
     def _learn(self, num_keys: int, fastest_s: float) -> None:
         if num_keys > 1:  # a single HEAD may have waited for its connection
             self._head_s = fastest_s
+
+
+def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str, StoreError]:
+    """Delete objects one by one, for servers that refuse DeleteObjects. Returns the errors of objects not deleted.
+
+    Several threads do it, which end with this call.
+
+    A retryable error here has outlasted its retries. After such an error, the remaining objects are not tried.
+
+    Args:
+        names: each name once.
+        delete: deletes one object; retries, and raises only StoreErrors.
+    """
+    lasting: list[StoreError] = []
+    outcomes: dict[str, StoreError | None] = {}
+    waiting = iter(names)  # next() on a list iterator is atomic
+
+    def delete_waiting() -> None:
+        for name in waiting:
+            outcomes[name] = try_to(name)
+
+    def try_to(name: str) -> StoreError | None:
+        if lasting:
+            return lasting[0]
+        try:
+            delete(name)
+        except StoreError as e:
+            e = e.with_traceback(None)  # the traceback refers to ``lasting``
+            if e.retryable:
+                lasting.append(e)
+            return e
+        return None
+
+    run_in_threads("kvtiers-s3-delete", min(DELETERS_MAX, len(names)), delete_waiting)
+    return {name: error for name in names if (error := outcomes[name]) is not None}
