@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,6 +13,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_serializer,
     field_validator,
@@ -22,7 +24,17 @@ from pydantic import (
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
 from kvtiers.tiers.blocks.keyring import KEY_BYTES, KEY_VARIABLES
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.config.values import AbsolutePath, Duration, ExpandedPath, Size
+from kvtiers.tiers.config.values import (
+    AbsolutePath,
+    DurationIn,
+    ExpandedPath,
+    Folder,
+    Size,
+    SizeIn,
+    absolute,
+    matching,
+)
+from kvtiers.tiers.config.variables import AS_WRITTEN, escape, expand
 from kvtiers.tiers.errors import HIDDEN, ConfigError, public_url
 from kvtiers.tiers.stores.s3.options import TIMEOUT_S_MAX, S3Options
 
@@ -46,8 +58,10 @@ def _reject_key(value: object) -> object:
 
 
 Threads = Annotated[int, Field(ge=1, le=256)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-RequestSeconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
+Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
+SecondsOrZero = Annotated[float, DurationIn(0, 86_400)]
+RequestSeconds = Annotated[float, DurationIn(0, TIMEOUT_S_MAX, above=True)]
+ScanSeconds = Annotated[float, DurationIn(1, 30 * 86_400)]
 
 
 def default_threads() -> int:
@@ -62,43 +76,57 @@ def default_threads() -> int:
 class Model(BaseModel):
     """Base of the config models: frozen, unknown keys rejected.
 
-    Dumps and reprs hide values that may be secret; ``dict(model)`` has them.
+    ``dict(model)`` and dumps are data that parses to the same model: dollars in texts are doubled. Dumps and reprs hide
+    values that may be secret; ``dict(model)`` has them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _reject_wrong_type(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    def _expand_and_reject_wrong_type(
+        cls, value: object, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> object:
         if isinstance(value, bytes):
             raise ValueError("is not text")  # YAML's !!binary
-        accepted: object = validate(value)
+        accepted: object = validate(value if info.field_name in AS_WRITTEN else expand(value))
         if isinstance(value, bool) and not isinstance(accepted, bool):
             raise ValueError("is not a number")  # YAML's yes, on and true, which pydantic converts to 1
         return accepted
 
+    @model_serializer(mode="wrap")
+    def _dump_to_parse_again(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _as_written(dump(self).items())
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        return iter(_as_written(super().__iter__()).items())
+
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         return self.model_dump().items()
+
+
+def _as_written(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value if name in AS_WRITTEN else escape(value) for name, value in fields}
 
 
 class TierConfig(Model):
     """Options of every built-in tier."""
 
     type: str = Field(description="Tier type.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = Field(
-        None, description="Label in metrics and logs. Default: the type, with a number if the type occurs twice."
+    name: Annotated[str, matching(r"^[A-Za-z0-9._-]{1,64}$", "1 to 64 letters, digits, '.', '_' and '-'")] | None = (
+        Field(None, description="Label in metrics and logs. Default: the type, with a number if the type occurs twice.")
     )
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that do loads first.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that do stores first.")
-    task_bytes: Size = Field(
-        64 << 20, ge=1, description="Largest part of a job per task. At least one block for each thread of the task."
+    task_bytes: Annotated[int, SizeIn(1)] = Field(
+        64 << 20, description="Largest part of a job per task. At least one block for each thread of the task."
     )
     trace: bool = Field(False, description="Emit an OpenTelemetry span per job (`pip install 'kvtiers[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         1024, description="Maximum number of jobs in flight; further stores are dropped and counted."
     )
-    max_bytes_in_flight: Size = Field(
-        8 << 30, ge=1, description="Maximum payload of the jobs in flight; further stores are dropped and counted."
+    max_bytes_in_flight: Annotated[int, SizeIn(1)] = Field(
+        8 << 30, description="Maximum payload of the jobs in flight; further stores are dropped and counted."
     )
     lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks exist.")
     lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
@@ -108,9 +136,7 @@ class TierConfig(Model):
         "the prefix found so far.",
     )
     present_ttl_s: Seconds = Field(60.0, description="How long a lookup's answer 'present' is cached.")
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        1.0, description="How long a lookup's answer 'absent' is cached."
-    )
+    absent_ttl_s: SecondsOrZero = Field(1.0, description="How long a lookup's answer 'absent' is cached.")
     lookup_cache_keys: Annotated[int, Field(ge=1, le=100_000_000)] = Field(
         262_144, description="Maximum number of cached lookup answers."
     )
@@ -126,7 +152,7 @@ class TierConfig(Model):
     circuit_probe_s: Seconds = Field(
         5.0, description="How often a tier that was cut off is probed to see whether it works again."
     )
-    shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
+    shutdown_s: Annotated[float, DurationIn(0, 60)] = Field(
         4.0, description="How long shutdown waits for running jobs. vLLM kills its engine process after 5 s."
     )
     isolation: Literal["auto", "thread", "process"] = Field(
@@ -145,14 +171,22 @@ class TierConfig(Model):
         "none",
         description="aes-gcm: encrypt and authenticate blocks (AES-256-GCM). Costs one more copy per stored block.",
     )
-    keys_file: Annotated[ExpandedPath, BeforeValidator(_reject_key), AfterValidator(_reject_key)] | None = Field(
+    keys_file: (
+        Annotated[ExpandedPath, BeforeValidator(_reject_key), AfterValidator(_reject_key), AfterValidator(absolute)]
+        | None
+    ) = Field(
         None,
         description="File with the keys for auth and encrypt, 64 hex digits each; new blocks use the first. The file "
         "mode must be 0600.",
     )
-    keys_env: Annotated[str, BeforeValidator(_reject_key), Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = (
-        Field(None, description="Environment variable with the keys, instead of keys_file.")
-    )
+    keys_env: (
+        Annotated[
+            str,
+            BeforeValidator(_reject_key),
+            matching(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$", "a variable's name, without a dollar"),
+        ]
+        | None
+    ) = Field(None, description="Environment variable with the keys, instead of keys_file.")
 
     @property
     def protection(self) -> Literal["none", "gmac", "aes-gcm"]:
@@ -195,7 +229,7 @@ class BoundedTierConfig(TierConfig):
         description="Maximum size of the storage, for all writers together. When it is reached, stores are dropped "
         "until the collector has made room. Use the same value for all writers of one root. null: no limit.",
     )
-    ttl: Duration | None = Field(
+    ttl: Annotated[float, DurationIn(1)] | None = Field(
         None,
         description="Remove blocks that were not used for this long, such as 7d or 12h. On s3 and fsspec: blocks that "
         "were written this long ago. null: never.",
@@ -206,7 +240,7 @@ class BoundedTierConfig(TierConfig):
     gc_low: Annotated[float, Field(gt=0, le=1)] = Field(
         0.85, description="Fraction of max_bytes at which the collector stops. It removes least recently used blocks."
     )
-    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+    gc_every_s: ScanSeconds = Field(
         600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
     )
 
@@ -240,9 +274,7 @@ class FsTierConfig(BoundedTierConfig):
     """Blocks as files under a local folder."""
 
     type: Literal["fs"] = "fs"
-    root_dir: AbsolutePath = Field(
-        description="Folder for the blocks; created if missing, unless read_only. ~ and $VARIABLES are expanded."
-    )
+    root_dir: Folder = Field(description="Folder for the blocks; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto",
@@ -283,15 +315,13 @@ class NfsTierConfig(BoundedTierConfig):
     """Blocks as files on an NFS mount shared by several hosts, all with the same UID. Untested on CephFS and Lustre."""
 
     type: Literal["nfs"] = "nfs"
-    root_dir: AbsolutePath = Field(
-        description="Folder on the mount; created if missing, unless read_only. ~ and $VARIABLES are expanded."
-    )
+    root_dir: Folder = Field(description="Folder on the mount; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
         "process", description="thread: only for mounts whose I/O times out by itself (soft, softerr)."
     )
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+    absent_ttl_s: SecondsOrZero = Field(
         5.0,
         description="How long a lookup's answer 'absent' is cached. Without the mount option lookupcache=pos, the NFS "
         "client itself caches it for about 30 s.",
@@ -302,7 +332,7 @@ class MemoryTierConfig(TierConfig):
     """Blocks in the engine process's own memory, for tests and experiments."""
 
     type: Literal["memory"] = "memory"
-    max_bytes: Annotated[Size, Field(ge=1)] | None = Field(
+    max_bytes: Annotated[int, SizeIn(1)] | None = Field(
         None, description="Maximum size; beyond it the least recently used blocks are removed."
     )
 
@@ -322,15 +352,13 @@ class NetworkTierConfig(BoundedTierConfig):
     n_threads_max: Threads = Field(
         64, description="Maximum of concurrent requests of each kind, used when latency is high and more requests help."
     )
-    worker_memory: Annotated[Size, Field(ge=64 << 20)] = Field(
+    worker_memory: Annotated[int, SizeIn(64 << 20)] = Field(
         512 << 20,
         description="Memory limit of a worker process, not counting the memory for its blocks and cores. A worker that "
         "exceeds it (a server's response may be endless) is killed and replaced.",
     )
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        5.0, description="How long a lookup's answer 'absent' is cached."
-    )
-    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+    absent_ttl_s: SecondsOrZero = Field(5.0, description="How long a lookup's answer 'absent' is cached.")
+    gc_every_s: ScanSeconds = Field(
         3600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
     )
 
@@ -398,12 +426,22 @@ class S3TierConfig(NetworkTierConfig):
         self.store_options()
 
 
+def _make_local_absolute(url: str, info: ValidationInfo) -> str:
+    """Make a path on this host absolute. fsspec would start from the folder of its process."""
+    scheme, path = re.fullmatch(r"((?:(?:file|local):(?://)?)?)(.*)", url, re.DOTALL).groups()  # type: ignore[union-attr]
+    if os.path.isabs(path) or path.startswith("~") or "://" in path or "::" in path:
+        return url
+    return scheme + absolute(path, info)
+
+
 class FsspecTierConfig(NetworkTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// (with s3fs), hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
     lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
-    url: ExpandedPath = Field(description="Location, such as gs://bucket/folder. $VARIABLES are expanded.")
+    url: Annotated[ExpandedPath, AfterValidator(_make_local_absolute)] = Field(
+        description="Location, such as gs://bucket/folder."
+    )
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 
     def check(self) -> None:
@@ -426,7 +464,7 @@ class StoreTierConfig(BoundedTierConfig):
     """Blocks in a store of your own, returned by a module's `make_store(options)`."""
 
     type: Literal["store"] = "store"
-    module_path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")] = Field(
+    module_path: Annotated[str, matching(r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$", "a module, or module:function")] = Field(
         description="Module with `make_store(options)`, or `module:function`. Not needed if a package registers the "
         "store in the entry point group `kvtiers.stores`: then write its name as `type`."
     )
