@@ -33,6 +33,7 @@ from kvtiers.tiers.config.values import (
     SizeIn,
     absolute,
     matching,
+    show_duration,
 )
 from kvtiers.tiers.config.variables import AS_WRITTEN, escape, expand
 from kvtiers.tiers.errors import HIDDEN, ConfigError, public_url
@@ -215,6 +216,16 @@ class TierConfig(Model):
             name = "encrypt" if self.encrypt != "none" else "auth"
             raise ConfigError(f"{getattr(self, name)} needs keys; give keys_file or keys_env", field=name)
 
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """Options that have no effect, or not the intended one, because of another: (field, message, fix) each."""
+        if self.lookup_total_s < self.lookup_deadline_s:
+            yield (
+                "lookup_total_s",
+                f"{show_duration(self.lookup_total_s)} is less than lookup_deadline_s = "
+                f"{show_duration(self.lookup_deadline_s)}, which then has no effect",
+                f"write at least {show_duration(self.lookup_deadline_s)}, or lower lookup_deadline_s",
+            )
+
 
 class BoundedTierConfig(TierConfig):
     """Options of every tier whose storage outlives the process: who writes there, and how much."""
@@ -253,6 +264,24 @@ class BoundedTierConfig(TierConfig):
                 f"{self.max_bytes} bytes do not hold a block; write at least {MAX_BYTES_MIN >> 20}MiB, or null for no "
                 "limit",
                 field="max_bytes",
+            )
+
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        yield from super().contradictions()
+        if self.read_only:
+            return
+        if self.ttl is not None and self.ttl < self.gc_every_s:
+            yield (
+                "ttl",
+                f"{show_duration(self.ttl)} is less than gc_every_s = {show_duration(self.gc_every_s)}, so blocks stay "
+                f"for up to {show_duration(self.ttl + self.gc_every_s)}",
+                f"write gc_every_s: {show_duration(self.ttl)}, or a longer ttl",
+            )
+        if self.max_bytes is not None and self.gc_low == self.gc_high:
+            yield (
+                "gc_low",
+                f"{self.gc_low} equals gc_high, so the collector starts again for every few blocks",
+                f"write a lower gc_low, such as {round(self.gc_high * 0.9, 2)}",
             )
 
     def capacity_policy(self) -> CapacityPolicy | None:
@@ -362,6 +391,24 @@ class NetworkTierConfig(BoundedTierConfig):
         3600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
     )
 
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        yield from super().contradictions()
+        at_start = max(self.n_read_threads, self.n_write_threads)
+        if self.n_threads_max < at_start:
+            yield (
+                "n_threads_max",
+                f"{self.n_threads_max} is less than n_read_threads or n_write_threads, and has no effect",
+                f"write at least {at_start}, or fewer threads",
+            )
+
+
+def _reject_bucket_url(value: object) -> object:
+    url = re.fullmatch(r"s3a?://([^/@?]+)/?([^@?]*)", value) if isinstance(value, str) else None
+    if url is not None:
+        prefix = f" and prefix: {url[2].rstrip('/')}" if url[2] else ""
+        raise ValueError(f"is a URL; write bucket: {url[1]}{prefix}")
+    return value
+
 
 class S3TierConfig(NetworkTierConfig):
     """Blocks as objects in an S3 bucket. Credentials come from boto3's credential chain, never from this file."""
@@ -374,7 +421,9 @@ class S3TierConfig(NetworkTierConfig):
     )
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, to leave time for retries.")
     lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
-    bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3.")
+    bucket: Annotated[str, BeforeValidator(_reject_bucket_url)] = Field(
+        description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3."
+    )
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Endpoint of an S3 other than AWS, such as https://minio:9000.")
     region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
@@ -424,6 +473,18 @@ class S3TierConfig(NetworkTierConfig):
     def check(self) -> None:
         super().check()
         self.store_options()
+
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        yield from super().contradictions()
+        for shorter, longer in (("connect_timeout", "request_timeout"), ("request_timeout", "job_deadline_s")):
+            limit = getattr(self, longer)
+            if getattr(self, shorter) > limit:
+                yield (
+                    shorter,
+                    f"{show_duration(getattr(self, shorter))} is more than {longer} = {show_duration(limit)}, which "
+                    "ends the operation first",
+                    f"write at most {show_duration(limit)}, or raise {longer}",
+                )
 
 
 def _make_local_absolute(url: str, info: ValidationInfo) -> str:

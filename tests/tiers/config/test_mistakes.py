@@ -316,6 +316,14 @@ def test_an_export_is_told_to_be_mounted(export: str) -> None:
     assert "is a URL, not a folder" in told_of({"type": "fs", "root_dir": "s3://bucket/kv"})
 
 
+def test_a_buckets_url_is_told_as_options() -> None:
+    assert told_of({"type": "s3", "bucket": "s3://b1/a/b/"}) == (
+        "bucket: 's3://b1/a/b/' is a URL; write bucket: b1 and prefix: a/b"
+    )
+    assert told_of({"type": "s3", "bucket": "s3://b1"}) == "bucket: 's3://b1' is a URL; write bucket: b1"
+    assert CANARY not in told_of({"type": "s3", "bucket": f"s3://me:{CANARY}@b1/a"})
+
+
 # ---- the YAML --------------------------------------------------------------------------------------------------------
 
 
