@@ -37,14 +37,28 @@ _MEANT = {
     **dict.fromkeys(("size", "capacity", "limit", "max_size", "size_limit"), "max_bytes"),
     **dict.fromkeys(("expire", "expiry", "max_age"), "ttl"),
 }
-#: pydantic's errors that say less than what the field accepts, in words.
-_OF_THE_FIELD = {
-    "value_error",
-    "greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "literal_error",
-    "bool_type", "bool_parsing", "int_type", "int_parsing", "int_parsing_size", "int_from_float", "float_type",
-    "float_parsing", "string_type", "string_pattern_mismatch", "string_too_short", "string_too_long", "dict_type",
-    "tuple_type", "model_type",
+_ACCEPTED = "{shown} is not accepted; write {accepted}"
+_TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
+_TOO_LONG = "{shown} is too long; write at most {max_length} characters"
+#: pydantic's error type -> our words. ``accepted`` is what the field accepts; other names are in the error's context.
+_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "bool_parsing", "bool_type", "dict_type", "finite_number", "float_parsing", "float_type", "greater_than",
+            "greater_than_equal", "int_from_float", "int_parsing", "int_parsing_size", "int_type", "less_than",
+            "less_than_equal", "literal_error", "model_type", "string_pattern_mismatch", "string_type", "tuple_type",
+        ),
+        _ACCEPTED,
+    ),
+    "invalid_key": "is not a text; keys are text",
+    "missing": "is required; write {accepted}",
+    "string_too_long": _TOO_LONG,
+    "string_too_short": _TOO_SHORT,
+    "too_long": _TOO_LONG,
+    "too_short": _TOO_SHORT,
+    "value_error": "{shown} {error}",
 }  # fmt: skip
+_OTHERS = "{shown} is not accepted: {plain}"
 
 
 class Mistakes(ConfigError):
@@ -81,20 +95,19 @@ def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object, homes
     loc, kind = item["loc"], item["type"]
     path = ""
     for part in loc:
-        path = f"{path}[{part}]" if isinstance(part, int) else join(path, str(part))
+        is_index = isinstance(part, int) and isinstance(data, list | tuple)
+        path = f"{path}[{part}]" if is_index else join(path, str(part))
         data = _child(data, part)
-    if kind == "missing":
-        return path, "is required"
-    if kind in ("extra_forbidden", "invalid_key"):
+    if kind == "extra_forbidden":
         return path, _unknown_key(str(loc[-1]), _schema_at(schema, loc[:-1]), homes)
     shown = kind_of(data) if _MAY_HOLD_SECRETS.intersection(loc) else show(data)
-    cause = item.get("ctx", {}).get("error")
+    context = item.get("ctx", {})
+    cause = context.get("error")
     if isinstance(data, str) and "$" in data and not (isinstance(cause, VariableError) or AS_WRITTEN & {*loc}):
         shown += ", with its variables replaced,"
-    if kind == "value_error" and not isinstance(cause, OutOfRangeError):
-        return path, f"{shown} {cause}"
-    accepted = in_words(_schema_at(schema, loc)) if kind in _OF_THE_FIELD else ""
-    return path, f"{shown} is not accepted" + (f"; write {accepted}" if accepted else f": {_plain(item['msg'])}")
+    words = _ACCEPTED if isinstance(cause, OutOfRangeError) else _WORDS.get(kind, _OTHERS)
+    plain = f"{item['msg'][:1].lower()}{item['msg'][1:]}"
+    return path, words.format(**context, shown=shown, accepted=in_words(_schema_at(schema, loc)), plain=plain)
 
 
 def did_you_mean(name: str, known: Mapping[str, Any] | list[str]) -> str:
@@ -198,7 +211,3 @@ def _schema_at(schema: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, 
         if "$ref" in found:
             found = schema["$defs"][found["$ref"].rpartition("/")[2]]
     return found
-
-
-def _plain(message: str) -> str:
-    return f"{message[:1].lower()}{message[1:]}"

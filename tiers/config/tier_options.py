@@ -422,7 +422,8 @@ class S3TierConfig(NetworkTierConfig):
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, to leave time for retries.")
     lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
     bucket: Annotated[str, BeforeValidator(_reject_bucket_url)] = Field(
-        description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3."
+        json_schema_extra={"x-accepted": "a bucket's name"},
+        description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3.",
     )
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Endpoint of an S3 other than AWS, such as https://minio:9000.")
@@ -501,7 +502,7 @@ class FsspecTierConfig(NetworkTierConfig):
     type: Literal["fsspec"] = "fsspec"
     lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
     url: Annotated[ExpandedPath, AfterValidator(_make_local_absolute)] = Field(
-        description="Location, such as gs://bucket/folder."
+        json_schema_extra={"x-accepted": "a URL"}, description="Location, such as gs://bucket/folder."
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 

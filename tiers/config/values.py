@@ -188,5 +188,5 @@ def _in_schema(kind: str, units: Iterable[str]) -> dict[str, Any]:
 
 Size = Annotated[int, SizeIn()]
 ExpandedPath = Annotated[str, BeforeValidator(_expand_home), Field(min_length=1, max_length=3072)]
-AbsolutePath = Annotated[ExpandedPath, AfterValidator(absolute)]
+AbsolutePath = Annotated[ExpandedPath, AfterValidator(absolute), Field(json_schema_extra={"x-accepted": "a path"})]
 Folder = Annotated[AbsolutePath, BeforeValidator(_reject_remote)]

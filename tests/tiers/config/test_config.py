@@ -182,7 +182,7 @@ S3 = {"type": "s3", "bucket": "bucket"}
         ({"region": REGION, "tiers": [{"type": "nvme"}]}, "tiers[0].type: 'nvme' is not a tier type; accepted: fs"),
         ({"region": REGION, "tiers": [{"type": "fs"}]}, "tiers[0].root_dir: is required"),
         ({"region": REGION, "tiers": [FS | {"root_dir": 3}]}, "tiers[0].root_dir: 3 is not accepted"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": ""}]}, "tiers[0].root_dir: '' is not accepted"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": ""}]}, "tiers[0].root_dir: '' is too short"),
         (
             {"region": REGION, "tiers": [FS | {"root_dir": "$NOT_SET/kv"}]},
             "names the variable $NOT_SET, which is not set",

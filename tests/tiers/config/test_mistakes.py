@@ -68,7 +68,13 @@ def told_of(tier: dict[str, Any]) -> str:
         ({"region": REGION, "tiers": [{"type": "redis"}]}, "'redis' is not a tier type; accepted: fs, fsspec, "),
         ({"region": REGION, "tiers": {"type": "fs"}}, "tiers: a mapping is not a list of tiers; begin each"),
         ({"region": REGION, "tiers": None}, "tiers: nothing is not a list of tiers; begin each"),
-        ({"region": REGION, 1: 2}, "[1]: is not a known key"),
+        ({"region": REGION, 1: 2}, "1: is not a text; keys are text"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": "a" * 4000}]}, "' is too long; write at most 3072 characters"),
+        (
+            {"region": REGION, "tiers": [S3 | {"ca_bundle": ""}]},
+            "ca_bundle: '' is too short; write at least 1 character(s)",
+        ),
+        ({"region": REGION, "tiers": [{"type": "fsspec"}]}, "tiers[0].url: is required; write a URL"),
     ],
 )
 def test_unknown_keys_and_types_are_told_what_was_meant(data: object, expected: str) -> None:
