@@ -286,7 +286,8 @@ def _tier_in_words(
     if others:
         yield f"  other options: {', '.join(others)}"
     for model, size in sizes.items():
-        yield f"  holds blocks of {model}, {human_bytes(size)} each: the region has room for {region_bytes // size:,}"
+        room = f"the region has room for about {region_bytes // size:,}"
+        yield f"  holds blocks of {model}, {human_bytes(size)} each: {room}"
 
 
 def _where(tier: TierConfig) -> str:

@@ -29,7 +29,7 @@ from kvtiers.tiers.config.tier_options import (
     TierConfig,
 )
 from kvtiers.tiers.config.values import show_size
-from kvtiers.tiers.errors import ConfigError, KVTiersError, StorePermissionError
+from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreError, StoreFullError, StorePermissionError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.files.mounts import file_system_type, missing_mount, mount_findings
 from kvtiers.tiers.stores.fsspec_driver import check_drivers
@@ -115,9 +115,8 @@ def tier_findings(where: str, tier: TierConfig | ExternalTierConfig, *, touch_mo
     for field, message, fix in tier.contradictions():
         yield Finding("warning", where, field, message, fix)
     if isinstance(tier, S3TierConfig):
-        yield from list(_refusals(where, lambda: store_recipe(tier))) or _refusals(
-            where, lambda: _try_bucket(tier), tier
-        )
+        embedded = list(_refusals(where, lambda: store_recipe(tier)))
+        yield from embedded or _refusals(where, lambda: _try_bucket(tier), tier)
     elif isinstance(tier, FsspecTierConfig):
         yield from _refusals(where, lambda: check_drivers(tier.url), tier, "url")
     elif isinstance(tier, StoreTierConfig):
@@ -170,6 +169,10 @@ def of_error(where: str, error: Exception, config: TierConfig | None = None, fie
 
 
 def _fix_of(config: TierConfig | None, error: Exception) -> str:
+    if isinstance(error, StoreError) and error.retryable:
+        return NO_ANSWER
+    if isinstance(error, StoreFullError):
+        return "make room, or lower min_free"
     if isinstance(config, S3TierConfig):
         if isinstance(error, StorePermissionError):
             return "docs/security.md has a policy with the required rights"
@@ -249,7 +252,7 @@ def _space(where: str, tier: FsTierConfig | NfsTierConfig, folder: Path) -> Iter
         yield Finding("problem", where, "min_free", f"{text}: nothing is stored", "make room, or lower min_free")
     elif status.f_files > 0 and status.f_favail < INODES_FREE_MIN:
         yield Finding(
-            "problem", where, "min_free", f"{text}, but only {status.f_favail} inodes are free",
+            "warning", where, "min_free", f"{text}, but only {status.f_favail} inodes are free",
             "raise blocks_per_chunk to make fewer files, or use a file system with more inodes",
         )  # fmt: skip
     else:

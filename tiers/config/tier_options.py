@@ -258,7 +258,7 @@ class BoundedTierConfig(TierConfig):
     def check(self) -> None:
         super().check()
         if self.gc_low > self.gc_high:
-            raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}", field="gc_low")
+            raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}; write a lower one", field="gc_low")
         if self.max_bytes is not None and self.max_bytes < MAX_BYTES_MIN:
             raise ConfigError(
                 f"{self.max_bytes} bytes do not hold a block; write at least {MAX_BYTES_MIN >> 20}MiB, or null for no "

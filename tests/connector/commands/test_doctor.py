@@ -27,7 +27,7 @@ from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.capacity.usage import MEASURED
 from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, TierConfig
-from kvtiers.tiers.errors import StoreConfigError, StorePermissionError
+from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreTimeoutError
 from kvtiers.tiers.exporter import MetricsServer
 from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.store import Capabilities, KeyInfo
@@ -582,8 +582,11 @@ def test_tiers_that_nothing_can_be_asked_of() -> None:
     ]
     found = [f for f in examine(deployment(*tiers)) if f.where.startswith("tiers")]
     assert [(f.level, f.check) for f in found] == [
-        ("note", "storage"), ("problem", "module_path"), ("note", "options"), ("problem", "embedded"),
-    ]  # fmt: skip
+        ("note", "storage"),
+        ("problem", "module_path"),
+        ("note", "options"),
+        ("problem", "embedded"),
+    ]
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -642,7 +645,13 @@ def test_every_error_has_a_fix(tmp_path: Path) -> None:
         {"type": "fsspec", "url": "gs://b"},
         {"type": "store", "module_path": "m"},
     ).tiers
-    errors = [StorePermissionError("denied"), StoreConfigError("no such bucket"), OSError(5, "I/O error")]
+    errors = [
+        StorePermissionError("denied"),
+        StoreConfigError("no such bucket"),
+        StoreTimeoutError("5 s"),
+        StoreFullError("0 B"),
+        OSError(5, "I/O error"),
+    ]
     for tier in tiers:
         for error in errors:
             assert isinstance(tier, TierConfig)
