@@ -18,7 +18,7 @@ from kvtiers.tiers.config.tier_options import (
     TierConfig,
 )
 from kvtiers.tiers.config.values import parse_duration
-from kvtiers.tiers.config.variables import escape
+from kvtiers.tiers.config.variables import escape, expand
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.files.mounts import file_system_type
@@ -124,24 +124,28 @@ def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **setti
     """Return a place that belongs to no tier.
 
     Args:
-        url: a folder, or any fsspec URL. A bucket, ``s3://bucket/folder``, is accessed as by an ``s3`` tier; with
-            ``storage_options``, through s3fs.
+        url: a folder, or any fsspec URL, as it is written in a configuration: variables are replaced. A bucket,
+            ``s3://bucket/folder``, is accessed as by an ``s3`` tier; with ``storage_options``, through s3fs.
         storage_options: passed to the fsspec file system; not for a folder.
         settings: options named in ``SETTINGS``.
 
     Raises:
         ConfigError: names the option that is not accepted.
     """
+    try:
+        url = expand(url)
+    except ValueError as e:
+        raise ConfigError(str(e), field="shared_storage_path") from None
     folder = local_folder(url)
     scheme, _, rest = url.partition("://")
     if folder is not None:
         kind = "nfs" if file_system_type(folder).startswith("nfs") else "fs"
-        options: dict[str, Any] = {"type": kind, "root_dir": folder}
+        options: dict[str, Any] = {"type": kind, "root_dir": escape(folder)}
     elif scheme == "s3" and not storage_options:
         bucket, _, prefix = rest.partition("/")
-        options = {"type": "s3", "bucket": bucket, "prefix": prefix.strip("/")}
+        options = {"type": "s3", "bucket": escape(bucket), "prefix": escape(prefix.strip("/"))}
     else:
-        options = {"type": "fsspec", "url": url, "storage_options": storage_options or {}}
+        options = {"type": "fsspec", "url": escape(url), "storage_options": storage_options or {}}
     try:
         place = parse_tier({**options, **settings})
     except ConfigError as e:

@@ -318,6 +318,11 @@ def test_a_dollar_in_a_path_is_the_same_in_every_way(tmp_path: Path, monkeypatch
         place = shared_place(options)
         assert isinstance(place, FsTierConfig)
         assert Path(place.root_dir).parent == Path(root)
+    monkeypatch.setenv("ROOT", root)
+    by_path = shared_place({"shared_storage_path": "$ROOT/x"})
+    assert dict(by_path)["root_dir"] == f"{root}/x".replace("$", "$$")
+    with pytest.raises(ConfigError, match=r"shared_storage_path: names the variable \$NOT_SET, which is not set"):
+        shared_place({"shared_storage_path": "$NOT_SET/x"})
     inline = {"cpu_bytes_to_use": "${SIZE:-1MiB}", "tiers": [tier]}
     (parsed,) = deployment_from(inline).tiers
     (entry,) = connector_options({"way": "tier", **inline})["secondary_tiers"]

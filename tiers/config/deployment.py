@@ -125,7 +125,7 @@ class DeploymentConfig(Model):
     )
 
 
-#: Known key -> where it belongs. A tier's own keys come last: they are the most.
+#: Known key -> where it belongs, for a key that is written elsewhere. Of a key in several places, the last one counts.
 _HOMES = {
     **{name: "in tiers" for model in TIER_MODELS.values() for name in model.model_fields},
     **{
@@ -287,11 +287,9 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*tier_names, "ExternalTierConfig")]
     }
     definitions.pop("TierConfig", None)
-    for model in (schema, *definitions.values()):
-        for name in (
-            model.get("properties", {}).keys() - AS_WRITTEN if model.get("additionalProperties") is False else ()
-        ):
-            model["properties"][name] = {"anyOf": [model["properties"][name], {"type": "string", "pattern": r"\$"}]}
+    for model in (RegionConfig, HandlerConfig, MetricsConfig, *TIER_MODELS.values()):
+        _accept_variables(definitions[model.__name__]["properties"])
+    _accept_variables(schema["properties"])
     schema["patternProperties"] = {"^x-": {}}
     # ExternalTierConfig allows any key. Without this condition it would also match a built-in tier with a bad key.
     definitions["ExternalTierConfig"]["anyOf"] = [
@@ -302,6 +300,14 @@ def json_schema() -> dict[str, Any]:
         {"properties": {"type": {"not": {"enum": sorted(TIER_MODELS)}}}},
     ]
     return schema
+
+
+def _accept_variables(properties: dict[str, dict[str, Any]]) -> None:
+    """Let an editor accept ``$NAME`` for each value but lists and mappings."""
+    for name in properties.keys() - AS_WRITTEN:
+        accepted = properties[name]
+        if "$ref" not in accepted and accepted.get("type") not in ("array", "object"):
+            properties[name] = {"anyOf": [accepted, {"type": "string", "pattern": r"\$"}]}
 
 
 def _entry_points() -> list[str]:

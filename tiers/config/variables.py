@@ -26,7 +26,8 @@ class VariableError(ValueError):
 def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """Replace the variables in a text, or in the texts of a list; anything else is returned unchanged.
 
-    A variable in a URL's login or query that is not set stays as it is written: a password may hold a dollar.
+    A variable in a URL's login or query that is not set, or is empty, stays as it is written: a password may hold a
+    dollar.
 
     Raises:
         VariableError: a variable is not set or empty and has no default, or "${" begins no variable.
@@ -52,7 +53,7 @@ def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
             return environ.get(name) or default
         if environ.get(name):
             return environ[name]
-        if name not in environ and found[0] not in shown:
+        if found[0] not in shown:
             return found[0]
         state = "is empty" if name in environ else "is not set"
         raise VariableError(f"names the variable {found[0]}, which {state}; set it, or write ${{{name}:-DEFAULT}}")
