@@ -287,8 +287,8 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*tier_names, "ExternalTierConfig")]
     }
     definitions.pop("TierConfig", None)
-    for model in (RegionConfig, HandlerConfig, MetricsConfig, *TIER_MODELS.values()):
-        _accept_variables(definitions[model.__name__]["properties"])
+    for name in ("RegionConfig", "HandlerConfig", "MetricsConfig", *tier_names):
+        _accept_variables(definitions[name]["properties"])
     _accept_variables(schema["properties"])
     schema["patternProperties"] = {"^x-": {}}
     # ExternalTierConfig allows any key. Without this condition it would also match a built-in tier with a bad key.
