@@ -1,49 +1,78 @@
-"""``kvtiers check``: validates a configuration, and finds problems that an engine with it would have here."""
+"""``kvtiers check``: validates a configuration, and finds problems that an engine with it would have here.
+
+The last line is the verdict: usable, usable with warnings, or not usable and which options are at fault.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
+from kvtiers.connector.commands.findings import (
+    NO_ANSWER,
+    Finding,
+    config_findings,
+    counted,
+    shared_memory,
+    tier_findings,
+)
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
-from kvtiers.connector.region.region_file import free_bytes
-from kvtiers.tiers.builtin import make_seal
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
-from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
+from kvtiers.tiers.config.open_store import open_tool_store
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
-    FsspecTierConfig,
     FsTierConfig,
+    MemoryTierConfig,
     NfsTierConfig,
-    S3TierConfig,
     StoreTierConfig,
     TierConfig,
 )
+from kvtiers.tiers.config.values import show_duration, show_size
 from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import KVTiersError, StoreError, printable
+from kvtiers.tiers.errors import KVTiersError, printable
 from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.stores.files.mounts import file_system_type, missing_mount, mount_findings
-from kvtiers.tiers.stores.fsspec_driver import check_drivers
-from kvtiers.tiers.tracing import make_job_tracer
+from kvtiers.tiers.stores.files.mounts import file_system_type
 
 TIERS_AT_ONCE = 16
 TIERS_S_MAX = 10.0  # how long `kvtiers check` waits for storage; a broken bucket reports its error much earlier
+MODELS_MAX = 5  # whose blocks are described
 
-_NO_ANSWER = ": no answer within {:g} s; is the server up, and is the mount not hung?"
+#: Options that the description shows elsewhere, not under "other options".
+_SAID_OTHERWISE = {
+    *TierConfig.model_fields, "read_only", "ttl", "gc_high", "gc_low", "gc_every_s", "root_dir", "url",
+    "bucket", "prefix", "module_path",
+}  # fmt: skip
 
-#: Options that the description shows elsewhere, not in the column "how".
-_SAID_OTHERWISE = {*TierConfig.model_fields, "read_only", "ttl", "gc_high", "gc_low", "gc_every_s"}
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What ``check`` found out about a deployment on this machine.
+
+    Attributes:
+        findings: all findings, in the order of the configuration.
+        blocks: per tier, the models with blocks in its storage, and the size of one block in bytes.
+    """
+
+    findings: list[Finding]
+    blocks: list[dict[str, int]]
+
+    def texts(self, level: str) -> list[str]:
+        """The findings of a level, as lines that begin with the option at fault."""
+        return [_text_of(finding) for finding in self.findings if finding.level == level]
+
+    def verdict(self) -> str:
+        """Whether an engine can use the deployment here, in a few words."""
+        if problems := list(dict.fromkeys(_place_of(f) for f in self.findings if f.level == "problem")):
+            return f"not usable: {', '.join(problems)}"
+        return f"usable, with {counted(self.findings, 'warning')}" if self.texts("warning") else "usable"
 
 
 def check(
@@ -60,165 +89,141 @@ def check(
     try:
         deployment = load_config(config, SecondaryTierFactory.tier_types())
     except KVTiersError as e:
+        errors = str(e).split("\n")
+        verdict = f"not usable: {len(errors)} mistake{'' if len(errors) == 1 else 's'}"
         if as_json:
-            print(json.dumps({"ok": False, "errors": str(e).split("\n")}))
+            print(json.dumps({"ok": False, "verdict": verdict, "errors": errors}))
         else:
-            make_console().print(f"[red]{cell(str(config))} is not accepted:[/red]")
-            for line in str(e).split("\n"):
+            for line in errors:
                 make_console().print(f"  {printable(line)}", markup=False, highlight=False)
+            _tell_verdict(config, verdict)
         raise typer.Exit(EXIT_BAD_INPUT) from e
-    findings = find_problems(deployment)
-    notes = _find_notes(deployment)
+    examined = examine(deployment)
+    verdict, problems, warnings = examined.verdict(), examined.texts("problem"), examined.texts("warning")
     if as_json:
-        result = {"ok": not findings, "config": deployment.model_dump(), "findings": findings, "notes": notes}
+        result = {
+            "ok": not problems,
+            "verdict": verdict,
+            "config": deployment.model_dump(),
+            "findings": problems,
+            "notes": warnings,
+            "blocks": examined.blocks,
+        }
         print(json.dumps(result))
     else:
-        _describe(config, deployment, findings, notes)
-    if findings:
+        _describe(config, deployment, examined.blocks)
+        for label, texts in (("[yellow]warning[/yellow]", warnings), ("[red]problem[/red]", problems)):
+            for text in texts:
+                make_console().print(f"{label} ", end="")
+                make_console().print(printable(text), markup=False, highlight=False)
+        _tell_verdict(config, verdict)
+    if problems:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _tell_verdict(config: Path, verdict: str) -> None:
+    color = "red" if verdict.startswith("not") else "yellow" if "warning" in verdict else "green"
+    make_console().print(f"{cell(str(config))} is [bold {color}]{cell(verdict)}[/bold {color}]", highlight=False)
 
 
 def find_problems(deployment: DeploymentConfig) -> list[str]:
     """Find the problems that a valid configuration would have on this machine, each with its fix."""
-    findings = []
-    size = deployment.region.size
-    try:
-        free = free_bytes("/dev/shm")
-    except OSError:
-        findings.append("region.size: /dev/shm does not exist; a region shared by several processes needs it")
-    else:
-        if free is not None and size > free:
-            findings.append(
-                f"region.size: {human_bytes(size)} is more than /dev/shm has free ({human_bytes(free)}); "
-                "lower region.size, or make /dev/shm larger (in a container: --shm-size)"
-            )
-    if deployment.metrics.port is not None:
-        findings += [problem[1:] for problem in _refusals(lambda: importlib.import_module("kvtiers.tiers.exporter"))]
-    if not deployment.tiers:
-        findings.append("tiers: the list is empty, so blocks are kept only in the region and are lost at exit")
+    return examine(deployment).texts("problem")
+
+
+def examine(deployment: DeploymentConfig) -> Examined:
+    """Examine a valid configuration on this machine. Creates nothing, but a bucket gets a test object for a moment."""
+    found = [shared_memory(deployment.region.size), *config_findings(deployment)]
+    blocks: list[dict[str, int]] = []
     if deployment.tiers:
         # In parallel: a bucket that does not answer takes seconds to fail, and a hanging mount never does.
         pool = DaemonPool(min(TIERS_AT_ONCE, len(deployment.tiers)), "kvtiers-check")
-        asked = [pool.submit(_tier_problems, tier) for tier in deployment.tiers]
+        wheres = [f"tiers[{index}] {tier.type}" for index, tier in enumerate(deployment.tiers)]
+        asked = [pool.submit(_examine_tier, where, tier) for where, tier in zip(wheres, deployment.tiers, strict=True)]
         wait(asked, TIERS_S_MAX)
-        for index, future in enumerate(asked):
-            problems = future.result() if future.done() else [_NO_ANSWER.format(TIERS_S_MAX)]
-            findings += [f"tiers[{index}]{problem}" for problem in problems]
+        for where, future in zip(wheres, asked, strict=True):
+            hung = [Finding("problem", where, "storage", f"no answer within {TIERS_S_MAX:g} s", NO_ANSWER)]
+            of_tier, sizes = future.result() if future.done() else (hung, {})
+            found += of_tier
+            blocks.append(sizes)
         pool.shutdown(0.0)
-    return findings
+    return Examined([*found, *_too_small(deployment, blocks)], blocks)
 
 
-def _find_notes(deployment: DeploymentConfig) -> list[str]:
-    """Find settings that may be intended, and are not a reason to fail."""
-    nfs = [(index, tier.root_dir) for index, tier in enumerate(deployment.tiers) if isinstance(tier, NfsTierConfig)]
-    return [f"tiers[{index}].root_dir: {note}" for index, root_dir in nfs if (note := missing_mount(root_dir))]
+def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[list[Finding], dict[str, int]]:
+    found = list(tier_findings(where, tier, touch_mounts=False))
+    is_mount = isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs")
+    if isinstance(tier, ExternalTierConfig | MemoryTierConfig) or is_mount or any(f.level == "problem" for f in found):
+        return found, {}
+    return found, _block_sizes(tier)
 
 
-def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
-    if isinstance(tier, ExternalTierConfig):
-        return _refusals(lambda: SecondaryTierFactory.find_class(tier.type, tier.module_path))
-    found = _refusals(lambda: make_seal(tier))
-    if tier.trace:
-        found += _refusals(lambda: make_job_tracer(tier.type))
-    if isinstance(tier, S3TierConfig):
-        embedded = _refusals(lambda: store_recipe(tier))
-        found += embedded or [f": {problem}" for problem in _bucket_problems(tier)]
-    elif isinstance(tier, FsspecTierConfig):
-        found += _refusals(lambda: check_drivers(tier.url), "url")
-    elif isinstance(tier, StoreTierConfig):
-        found += _refusals(lambda: _try_store(tier), "options")
-    elif isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs"):
-        # Do not touch anything in the mount: it may hang.
-        found += [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
-    elif isinstance(tier, (FsTierConfig, NfsTierConfig)):
-        found += [f".{problem}" for problem in _folder_problems(tier)]
-    return found
+def _block_sizes(tier: TierConfig) -> dict[str, int]:
+    """The models with blocks in a storage that lists its folders, and the size of one block of each."""
+    from kvtiers.tiers.blocks.neighbors import namespaces_in
+    from kvtiers.tiers.capacity.collector import is_block
+    from kvtiers.tiers.store import SupportsFolders
 
-
-def _refusals(call: Callable[[], object], field: str = "") -> list[str]:
-    """Return the error that would also stop an engine's start, prefixed with its field; an empty list if none."""
+    sizes: dict[str, int] = {}
     try:
-        call()
-    except KVTiersError as e:
-        return [f".{field}: {e}" if field else f".{e}"]
-    return []
+        with closing(open_tool_store(tier, read_only=True)) as store:
+            if not isinstance(store, SupportsFolders):
+                return {}
+            for namespace in namespaces_in(store)[0]:
+                block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
+                if block is not None and len(sizes) < MODELS_MAX:
+                    sizes[namespace.model] = block.size
+    except (KVTiersError, OSError):
+        pass  # such as a root that does not exist yet
+    return sizes
 
 
-def _bucket_problems(tier: S3TierConfig) -> list[str]:
-    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
-
-    try:
-        with closing(S3Store(tier.store_options())) as store:
-            store.try_out(read_only=tier.read_only)
-    except StoreError as e:
-        return [str(e)]
-    return []
-
-
-def _try_store(tier: StoreTierConfig) -> None:
-    with closing(open_tool_store(tier, read_only=True)) as store:
-        store.size("kvtiers-check")
+def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]]) -> Iterator[Finding]:
+    largest, model = max(((size, model) for sizes in blocks for model, size in sizes.items()), default=(0, ""))
+    if largest > deployment.region.size:
+        yield Finding(
+            "warning", "config", "region.size",
+            f"{human_bytes(deployment.region.size)} do not hold one block of {model}, which has {human_bytes(largest)}",
+            f"write at least {show_size(-(-largest >> 20 << 24))} for this model",
+        )  # fmt: skip
 
 
-def _folder_problems(tier: FsTierConfig | NfsTierConfig) -> list[str]:
-    root = Path(tier.root_dir).absolute()
-    try:
-        if root.is_symlink():
-            return [f"root_dir: {root} is a symbolic link; write the folder that it points to"]
-        if root.exists() and not root.is_dir():
-            return [f"root_dir: {root} is not a folder"]
-        if tier.read_only:
-            return _unreadable(root)
-        parent = root
-        while not parent.exists():
-            parent = parent.parent
-        if not parent.is_dir():
-            return [f"root_dir: {parent} is not a folder"]
-        if not os.access(parent, os.W_OK | os.X_OK):
-            return [f"root_dir: {parent} is not writable for uid {os.getuid()}"]
-        free = shutil.disk_usage(parent).free
-    except OSError as e:  # no permission to search a parent folder, or a name that is too long
-        return [f"root_dir: {root} cannot be accessed by uid {os.getuid()}: {e.strerror}"]
-    if free < tier.min_free:
-        reserve = human_bytes(tier.min_free)
-        return [f"min_free: {reserve} must stay free, but only {human_bytes(free)} are free: nothing is stored"]
-    return []
+def _place_of(finding: Finding) -> str:
+    if finding.check == "/dev/shm":
+        return "region.size"
+    if finding.where in ("config", "engine"):
+        return finding.check
+    tier = finding.where.partition(" ")[0]
+    return tier if finding.check in ("storage", "mount options") else f"{tier}.{finding.check}"
 
 
-def _unreadable(root: Path) -> list[str]:
-    if not root.exists():
-        return [f"root_dir: {root} does not exist, and the tier is read_only: nothing can be loaded"]
-    if not os.access(root, os.R_OK | os.X_OK):
-        return [f"root_dir: {root} is not readable for uid {os.getuid()}"]
-    return []
+def _text_of(finding: Finding) -> str:
+    fix = f"; {finding.fix}" if finding.fix else ""
+    return f"{_place_of(finding)}: {finding.message}{fix}"
 
 
-def _describe(path: Path, deployment: DeploymentConfig, findings: list[str], notes: list[str]) -> None:
+def _describe(path: Path, deployment: DeploymentConfig, blocks: list[dict[str, int]]) -> None:
     console = make_console()
     region = deployment.region
-    console.print(f"[bold]{cell(str(path))}[/bold] is valid. An engine that uses it works like this:\n")
+    console.print(f"An engine that uses [bold]{cell(str(path))}[/bold] works like this:\n")
     console.print(
         f"KV blocks pass through a CPU region of [bold]{human_bytes(region.size)}[/bold]; "
         f"when the region is full, {region.eviction_policy.upper()} chooses the blocks to evict. "
         f"{deployment.blocks_per_chunk} engine block(s) make one stored block."
     )
     console.print(
-        f"A block found in a tier waits up to {region.promotion_wait_s} s for room before it counts as a miss.\n"
+        f"A block found in a tier waits up to {show_duration(region.promotion_wait_s)} for room before it counts as a "
+        "miss.\n"
     )
     if deployment.tiers:
         written = "each of these tiers that is not read_only" if _any_read_only(deployment) else "all of these tiers"
-        console.print(f"Every stored block goes to {written}; loads come from the first tier that has the block:")
-        table = Table("", "tier", "where", "how")
-        for index, tier in enumerate(deployment.tiers):
-            table.add_row(*map(cell, (f"tiers[{index}]", tier.type, *_where_and_how(tier))))
-        console.print(table)
-        for index, tier in enumerate(deployment.tiers):
-            if isinstance(tier, BoundedTierConfig):
-                console.print(f"tiers[{index}]: {_bound_in_words(tier)}", markup=False, highlight=False)
-    for label, texts in (("[cyan]note[/cyan]", notes), ("[yellow]problem[/yellow]", findings)):
-        for text in texts:
-            console.print(f"{label} ", end="")
-            console.print(printable(text), markup=False, highlight=False)
+        console.print(f"Every stored block goes to {written}; loads come from the first tier that has the block:\n")
+    for index, tier in enumerate(deployment.tiers):
+        sizes = blocks[index] if index < len(blocks) else {}
+        for line in _tier_in_words(index, tier, sizes, region.size):
+            console.print(printable(line), markup=False, highlight=False)
+    if deployment.tiers:
+        console.print()
 
 
 def _any_read_only(deployment: DeploymentConfig) -> bool:
@@ -227,7 +232,7 @@ def _any_read_only(deployment: DeploymentConfig) -> bool:
 
 def _bound_in_words(tier: BoundedTierConfig) -> str:
     if tier.read_only:
-        return "only loads; the engines that write to its storage enforce the limits"
+        return "only loads (read_only); the engines that write to its storage enforce the limits"
     rules = []
     if tier.max_bytes is not None:
         rules.append(
@@ -249,18 +254,48 @@ def _unused(tier: BoundedTierConfig) -> str:
     return "least recently used" if _notes_uses(tier) else "oldest"
 
 
-def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
+def _tier_in_words(
+    index: int, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], region_bytes: int
+) -> Iterator[str]:
     if isinstance(tier, ExternalTierConfig):
-        return f"{tier.module_path or 'entry point'}", "not a kvtiers tier; its options are not checked here"
-    own: dict[str, Any] = {name: value for name, value in tier.model_dump().items() if name not in _SAID_OTHERWISE}
-    places = ("root_dir", "url", "bucket", "module_path")
-    where = next((str(own.pop(name)) for name in places if name in own), "this process's memory")
-    sizes = {
-        name: human_bytes(value) if isinstance(value, int) and value >= 4096 else value for name, value in own.items()
-    }
-    options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    how = (
-        f"{tier.n_read_threads} load + {tier.n_write_threads} store threads, {human_bytes(tier.task_bytes)} a task, "
-        f"unanswered lookups miss after {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
+        yield f"tiers[{index}] {tier.type}, from {tier.module_path or 'an entry point'}"
+        yield "  not a kvtiers tier; its options are not checked here"
+        return
+    name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
+    yield f"tiers[{index}]{name}: {tier.type}, {_where(tier)}"
+    yield (
+        f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads, isolation "
+        f"{tier.isolation}, {human_bytes(tier.task_bytes)} a task"
     )
-    return where, f"{how}; {options}" if options else how
+    yield (
+        f"  gives up on a job after {show_duration(tier.job_deadline_s)}, on unanswered lookups after "
+        f"{show_duration(tier.lookup_deadline_s)}, and on all lookups of a request after "
+        f"{show_duration(tier.lookup_total_s)}"
+    )
+    keys = f", keys from {tier.keys_file or f'the variable {tier.keys_env}'}" if tier.protection != "none" else ""
+    yield f"  protects blocks with checksum {tier.seal_checksum}, auth {tier.auth}, encrypt {tier.encrypt}{keys}"
+    is_bounded = isinstance(tier, BoundedTierConfig)
+    if isinstance(tier, BoundedTierConfig):
+        yield f"  {_bound_in_words(tier)}"
+    dumped: dict[str, Any] = tier.model_dump()
+    others = [
+        f"{name} {human_bytes(value) if isinstance(value, int) and value >= 4096 else value}"
+        for name, value in dumped.items()
+        if name not in _SAID_OTHERWISE and value is not None and not (name == "max_bytes" and is_bounded)
+    ]
+    if others:
+        yield f"  other options: {', '.join(others)}"
+    for model, size in sizes.items():
+        room = f"the region has room for about {region_bytes // size:,}"
+        yield f"  holds blocks of {model}, {human_bytes(size)} each: {room}"
+
+
+def _where(tier: TierConfig) -> str:
+    if isinstance(tier, FsTierConfig | NfsTierConfig):
+        return tier.root_dir
+    if isinstance(tier, StoreTierConfig):
+        return tier.module_path
+    shown = tier.model_dump()  # without a URL's login
+    if "bucket" in shown:
+        return f"s3://{shown['bucket']}/{shown['prefix']}"
+    return str(shown.get("url", "this process's memory"))

@@ -1,35 +1,36 @@
 """``kvtiers doctor``: tests whether this machine and its storage meet a deployment's needs; each problem has a fix.
 
-``kvtiers check`` validates a configuration, and for S3 tests whether each client can transfer data. This command tests
-everything: it creates the root folders as an engine would, and writes and removes small blobs in each tier.
+It examines all that ``kvtiers check`` does, and goes on: it creates the root folders as an engine would, and writes and
+removes small blobs in each tier.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
-import shutil
 import socket
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 
 from rich.console import Console
 
 from kvtiers.connector.commands.doctor_storage import (
     PROBE_FOLDER,
-    Finding,
     examine_folder,
-    examine_mount,
     examine_namespaces,
     examine_store,
-    need_root,
 )
-from kvtiers.connector.region.region_file import free_bytes
-from kvtiers.tiers.builtin import make_seal
+from kvtiers.connector.commands.findings import (
+    NO_ANSWER,
+    Finding,
+    config_findings,
+    counted,
+    of_error,
+    shared_memory,
+    tier_findings,
+)
 from kvtiers.tiers.config.deployment import DeploymentConfig
 from kvtiers.tiers.config.open_store import open_store
 from kvtiers.tiers.config.tier_options import (
@@ -47,20 +48,21 @@ TIER_S_MAX = 30.0  # storage that hangs longer is reported as a problem
 CGROUP_MEMORY = "/sys/fs/cgroup/memory.max"
 FILES_PER_THREAD = 8
 FILES_BASE = 256
-_MARKS = {"ok": "[green]ok     [/green]", "note": "[cyan]note   [/cyan]", "problem": "[red]problem[/red]"}
+_MARKS = {
+    "ok": "[green]ok     [/green]",
+    "note": "[cyan]note   [/cyan]",
+    "warning": "[yellow]warning[/yellow]",
+    "problem": "[red]problem[/red]",
+}
 
 
 def examine(
     deployment: DeploymentConfig, *, environ: Mapping[str, str] = os.environ, tier_s_max: float = TIER_S_MAX
 ) -> list[Finding]:
     """Run all checks, in the order of the configuration."""
-    findings = [*_host(deployment), *_engine(deployment, environ)]
+    findings = [*_host(deployment), *_engine(deployment, environ), *config_findings(deployment)]
     for index, tier in enumerate(deployment.tiers):
-        where = f"tiers[{index}] {tier.type}"
-        if isinstance(tier, ExternalTierConfig):
-            findings.append(Finding("note", where, "type", "not a kvtiers tier, so it is not checked"))
-        else:
-            findings += _in_time(where, lambda tier=tier, where=where: _tier(where, tier), tier_s_max)  # type: ignore[misc]
+        findings += _in_time(f"tiers[{index}] {tier.type}", tier, tier_s_max)
     return findings
 
 
@@ -72,20 +74,22 @@ def show(findings: list[Finding], console: Console) -> None:
         console.print(printable(text), markup=False, highlight=False)
         if finding.fix:
             console.print(f"        fix: {printable(finding.fix)}", markup=False, highlight=False)
-    problems = sum(finding.level == "problem" for finding in findings)
-    console.print(f"{problems} problem{'' if problems == 1 else 's'} in {len(findings)} findings")
+    counts = [counted(findings, "problem")]
+    if any(finding.level == "warning" for finding in findings):
+        counts.append(counted(findings, "warning"))
+    console.print(f"{', '.join(counts)} in {len(findings)} findings")
 
 
-def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) -> list[Finding]:
-    """Return the findings of ``look`` until it ends or the time is up. Hanging storage keeps its thread."""
+def _in_time(where: str, tier: TierConfig | ExternalTierConfig, seconds: float) -> list[Finding]:
+    """Examine a tier until the time is up. Hanging storage keeps its thread."""
     found: list[Finding] = []
 
     def work() -> None:
         try:
-            for finding in look():
+            for finding in _tier(where, tier):
                 found.append(finding)
         except (KVTiersError, OSError) as e:
-            found.append(Finding("problem", where, "storage", str(e), "see the message"))
+            found.append(of_error(where, e, tier if isinstance(tier, TierConfig) else None))
         except Exception as e:  # noqa: BLE001 - the thread's edge: a lost exception would look like success
             # Without the exception's text, which may contain secrets.
             at = traceback.extract_tb(e.__traceback__)[-1]
@@ -100,7 +104,7 @@ def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) 
     done = list(found)
     if thread.is_alive():
         text = f"no answer within {seconds:g} s"
-        done.append(Finding("problem", where, "storage", text, "is the server up, and is the mount not hung?"))
+        done.append(Finding("problem", where, "storage", text, NO_ANSWER))
     return done
 
 
@@ -109,31 +113,10 @@ def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) 
 
 def _host(deployment: DeploymentConfig) -> Iterator[Finding]:
     region_bytes = deployment.region.size
-    yield _shared_memory(region_bytes)
+    yield shared_memory(region_bytes)
     yield _memory(region_bytes)
     yield _locked_memory(region_bytes)
     yield _open_files(deployment)
-
-
-def _shared_memory(region_bytes: int) -> Finding:
-    gib = 2**30
-    takes = f"the region takes {region_bytes / gib:.1f}"
-    try:
-        free = free_bytes("/dev/shm")
-        if free is None:
-            return Finding("ok", "host", "/dev/shm", f"has no size limit, {takes} GiB")
-        total = shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return Finding(
-            "problem", "host", "/dev/shm", "does not exist: engine processes cannot share a region", "mount it"
-        )
-    text = f"{free / gib:.1f} of {total / gib:.1f} GiB free, {takes}"
-    if free < region_bytes:
-        return Finding(
-            "problem", "host", "/dev/shm", text,
-            "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)",
-        )  # fmt: skip
-    return Finding("ok", "host", "/dev/shm", text)
 
 
 def _memory(region_bytes: int) -> Finding:
@@ -197,12 +180,6 @@ def _engine(deployment: DeploymentConfig, environ: Mapping[str, str]) -> Iterato
 
 
 def _metrics(address: str, port: int) -> Iterator[Finding]:
-    if not _is_installed("prometheus_client"):
-        yield Finding(
-            "problem", "engine", "metrics", "prometheus_client is missing: the engine will not start",
-            "pip install 'kvtiers[metrics]', or leave metrics.port out",
-        )  # fmt: skip
-        return
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -217,25 +194,23 @@ def _metrics(address: str, port: int) -> Iterator[Finding]:
         yield Finding("ok", "engine", "metrics", f"{address}:{port} is free")
 
 
-def _is_installed(module: str) -> bool:
-    return module in sys.modules or importlib.util.find_spec(module) is not None
-
-
 # ---- a tier ----------------------------------------------------------------------------------------------------------
 
 
-def _tier(where: str, tier: TierConfig) -> Iterator[Finding]:
-    yield from _keys(where, tier)
+def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding]:
+    stopped = False
+    for finding in tier_findings(where, tier):
+        yield finding
+        # A store that is short of space can be opened and examined. Others would only repeat the problem.
+        stopped |= finding.level == "problem" and finding.check not in ("min_free", "mount options")
+    if isinstance(tier, ExternalTierConfig):
+        yield Finding("note", where, "options", "not a kvtiers tier, so its options are not checked")
+        return
     if isinstance(tier, MemoryTierConfig):
         yield Finding("note", where, "storage", "in the engine's memory: lost at its exit, not shared with others")
         return
-    if isinstance(tier, S3TierConfig) and tier.embedded:
-        yield Finding("note", where, "storage", "only kvtiers demo can use it, which starts its own S3 server for it")
+    if stopped:
         return
-    if isinstance(tier, NfsTierConfig):
-        yield from examine_mount(where, tier)  # first, because touching a bad mount may hang
-    if isinstance(tier, (FsTierConfig, NfsTierConfig)):
-        need_root(tier)
     with closing(open_store(tier)) as store:
         if isinstance(tier, (FsTierConfig, NfsTierConfig)):
             yield from examine_folder(where, tier)
@@ -255,7 +230,6 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
     from kvtiers.tiers.stores.s3.store import S3Store
 
     with closing(S3Store(tier.store_options())) as store:
-        store.try_out(read_only=tier.read_only)
         try:
             keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
         except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
@@ -284,17 +258,3 @@ def _checksum(where: str, tier: S3TierConfig, *, refused: bool) -> Finding:
             "update the server, or set checksum: none to save one rejected request at each start",
         )  # fmt: skip
     return Finding("ok", where, "checksums", f"the server accepts {tier.checksum}")
-
-
-def _keys(where: str, tier: TierConfig) -> Iterator[Finding]:
-    if tier.protection == "none":
-        return
-    if not _is_installed("cryptography"):
-        yield Finding("problem", where, "keys", "cryptography is missing", "pip install 'kvtiers[crypto]'")
-        return
-    try:
-        make_seal(tier)
-    except KVTiersError as e:
-        yield Finding("problem", where, "keys", str(e), getattr(e, "fix", "openssl rand -hex 32 makes a key"))
-        return
-    yield Finding("ok", where, "keys", f"readable; protection is {tier.protection}")

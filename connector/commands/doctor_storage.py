@@ -17,50 +17,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal
 
+from kvtiers.connector.commands.findings import Finding, Level, of_error
 from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
 from kvtiers.tiers.capacity.collector import is_block
 from kvtiers.tiers.capacity.usage import read_measured
-from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, printable
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
+from kvtiers.tiers.errors import StoreConfigError, StoreError, printable
 from kvtiers.tiers.store import Store, SupportsTail, delete_all
-from kvtiers.tiers.stores.files.mounts import file_system_type, mount_findings
-
-Level = Literal["ok", "note", "problem"]
+from kvtiers.tiers.stores.files.mounts import file_system_type
 
 PROBE_FOLDER = "kvtiers-doctor"
 CLOCK_SKEW_S_MAX = 5.0
 LISTED_MAX = 2000  # a check must not list a bucket of millions
-INODES_FREE_MIN = 100_000
 LOST_AND_FOUND = "lost+found"
 REFUSED_SHOWN_MAX = 5
 READ_BYTES_MAX = 256 << 20  # larger blobs are not blocks
 _WRITERS = "check that an engine with the same location and prefix writes here"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check.
-
-    Attributes:
-        level: a note is worth knowing, a problem is worth fixing.
-        where: ``host``, ``engine`` or ``tiers[0] fs``.
-        check: name of the check, in a word or two.
-        message: the result.
-        fix: what to do; "" if nothing is needed.
-    """
-
-    level: Level
-    where: str
-    check: str
-    message: str
-    fix: str = ""
-
-
 def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator[Finding]:
-    """Check a root folder's permissions, file system and space, and what publishing needs. The folder must exist."""
+    """Check a root folder's permissions and file system, and what publishing needs. The folder must exist."""
     root = config.root_dir
     kind = file_system_type(root)
     status = os.lstat(root)
@@ -91,27 +68,10 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
     if config.read_only:
         yield from _refused_folders(where, root)
         return
-    yield _free_space(where, config)
     yield from _refused_folders(where, root)
     yield _unnamed_files(where, root, expected=isinstance(config, FsTierConfig))
     yield _rename(where, root)
     yield _direct_io(where, root)
-
-
-def examine_mount(where: str, config: NfsTierConfig) -> Iterator[Finding]:
-    """Check a mount's options. Touches nothing in the mount, which may hang."""
-    findings = mount_findings(config.root_dir)
-    recommended = next((f.partition("recommended: ")[2] for f in findings if "recommended: " in f), "")
-    for finding in findings:
-        if "recommended: " not in finding:
-            yield Finding("problem", where, "mount options", finding, recommended)
-    if file_system_type(config.root_dir) not in ("nfs", "nfs4"):
-        yield Finding(
-            "note", where, "mount options", f"{config.root_dir} is not on an NFS mount",
-            "use type: fs, which is faster; or if a mount is missing, mount it before the engine starts",
-        )  # fmt: skip
-    elif not findings:
-        yield Finding("ok", where, "mount options", "as recommended")
 
 
 def examine_store(
@@ -145,9 +105,9 @@ def examine_store(
             yield Finding("problem", where, "delete", "a deleted blob still exists", "check versioning and locks")
         yield Finding("ok", where, "rights", "blobs can be put, read, listed, replaced and deleted")
     except StoreConfigError as e:
-        yield Finding("problem", where, "storage", str(e), "see the message")
+        yield of_error(where, e, config)
     except StoreError as e:
-        yield Finding("problem", where, "rights", str(e), _fix_of(config))
+        yield of_error(where, e, config, "rights")
 
 
 def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
@@ -184,7 +144,7 @@ def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
         store.get_into(info.key, [memoryview(bytearray(info.size))])
         yield Finding("ok", where, "rights", "blobs can be listed and read; read_only needs no other rights")
     except StoreError as e:
-        yield Finding("problem", where, "rights", str(e), _fix_of(config))
+        yield of_error(where, e, config, "rights")
 
 
 def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Finding:
@@ -250,28 +210,6 @@ def _listing(where: str, key: str, store: Store, now: Callable[[], float]) -> It
         )  # fmt: skip
     else:
         yield Finding("ok", where, "clock", f"within {CLOCK_SKEW_S_MAX:.0f} s of the storage's clock")
-
-
-def _fix_of(config: TierConfig) -> str:
-    if isinstance(config, S3TierConfig):
-        return "docs/security.md has a policy with the required rights"
-    root = getattr(config, "root_dir", None)
-    rights = "read" if getattr(config, "read_only", False) else "read and write"
-    return f"give uid {os.getuid()} the right to {rights} {root}" if root else "see the message"
-
-
-def _free_space(where: str, config: FsTierConfig | NfsTierConfig) -> Finding:
-    status = os.statvfs(config.root_dir)
-    free = status.f_bavail * status.f_frsize
-    text = f"{free / 2**30:.1f} GiB free, {config.min_free / 2**30:.1f} GiB must stay free"
-    if free <= config.min_free:
-        return Finding("problem", where, "free space", f"{text}: nothing is stored", "make room, or lower min_free")
-    if status.f_files > 0 and status.f_favail < INODES_FREE_MIN:
-        return Finding(
-            "problem", where, "free space", f"{text}, but only {status.f_favail} inodes are free",
-            "raise blocks_per_chunk to make fewer files, or use a file system with more inodes",
-        )  # fmt: skip
-    return Finding("ok", where, "free space", text)
 
 
 def _refused_folders(where: str, root: str) -> Iterator[Finding]:
@@ -373,16 +311,3 @@ def _direct_io(where: str, root: str) -> Finding:
         except OSError:
             pass
     return Finding("ok", where, "O_DIRECT", "supported, but not used: blocks go through the page cache")
-
-
-def need_root(config: FsTierConfig | NfsTierConfig) -> None:
-    """Check that a store could use or create the root folder.
-
-    Raises:
-        ConfigError: the root is a symbolic link, or is not a folder.
-    """
-    root = config.root_dir
-    if os.path.islink(root):
-        raise ConfigError(f"{root} is a symbolic link; write the folder that it points to", field="root_dir")
-    if os.path.exists(root) and not os.path.isdir(root):
-        raise ConfigError(f"{root} is not a folder", field="root_dir")

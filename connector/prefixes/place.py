@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,8 @@ from kvtiers.tiers.config.tier_options import (
     S3TierConfig,
     TierConfig,
 )
+from kvtiers.tiers.config.values import parse_duration
+from kvtiers.tiers.config.variables import escape, expand
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.files.mounts import file_system_type
@@ -86,12 +87,16 @@ def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> fl
     """Return one of the connector's own options, in seconds.
 
     Raises:
-        ConfigError: the value is not a positive number of seconds.
+        ConfigError: the value is not a duration above 0.
     """
     value = extra_config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{value!r} is not accepted; write seconds, more than 0", field=name)
-    return float(value)
+    try:
+        seconds = parse_duration(value)
+    except ValueError as e:
+        raise ConfigError(f"{value!r} {e}", field=name) from None
+    if not seconds:
+        raise ConfigError(f"{value!r} is not accepted; write a duration above 0s", field=name)
+    return seconds
 
 
 def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
@@ -112,31 +117,35 @@ def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfi
     if isinstance(tier, FsspecTierConfig):
         return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{PREFIXES_FOLDER}"})
     kept = {name: getattr(tier, name) for name in SETTINGS if name in tier.model_fields_set}
-    return place_at(os.path.join(tier.root_dir, PREFIXES_FOLDER), **kept)
+    return place_at(escape(os.path.join(tier.root_dir, PREFIXES_FOLDER)), **kept)  # it is parsed again
 
 
 def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **settings: Any) -> BoundedTierConfig:
     """Return a place that belongs to no tier.
 
     Args:
-        url: a folder, or any fsspec URL. A bucket, ``s3://bucket/folder``, is accessed as by an ``s3`` tier; with
-            ``storage_options``, through s3fs.
+        url: a folder, or any fsspec URL, as it is written in a configuration: variables are replaced. A bucket,
+            ``s3://bucket/folder``, is accessed as by an ``s3`` tier; with ``storage_options``, through s3fs.
         storage_options: passed to the fsspec file system; not for a folder.
         settings: options named in ``SETTINGS``.
 
     Raises:
         ConfigError: names the option that is not accepted.
     """
+    try:
+        url = expand(url)
+    except ValueError as e:
+        raise ConfigError(str(e), field="shared_storage_path") from None
     folder = local_folder(url)
     scheme, _, rest = url.partition("://")
     if folder is not None:
         kind = "nfs" if file_system_type(folder).startswith("nfs") else "fs"
-        options: dict[str, Any] = {"type": kind, "root_dir": folder}
+        options: dict[str, Any] = {"type": kind, "root_dir": escape(folder)}
     elif scheme == "s3" and not storage_options:
         bucket, _, prefix = rest.partition("/")
-        options = {"type": "s3", "bucket": bucket, "prefix": prefix.strip("/")}
+        options = {"type": "s3", "bucket": escape(bucket), "prefix": escape(prefix.strip("/"))}
     else:
-        options = {"type": "fsspec", "url": url, "storage_options": storage_options or {}}
+        options = {"type": "fsspec", "url": escape(url), "storage_options": storage_options or {}}
     try:
         place = parse_tier({**options, **settings})
     except ConfigError as e:

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT
-from kvtiers.connector.prefixes.place import shared_place
+from kvtiers.connector.prefixes.place import seconds_of, shared_place
 from kvtiers.connector.vllm_config import connector_options, deployment_from, keeps_storage, vllm_config
+from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.tier_options import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
 from kvtiers.tiers.errors import ConfigError
 
@@ -303,3 +304,41 @@ def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(("extra", "keeps"), [({}, False), ("off", False), (False, False), ("keep", True)])
 def test_storage_after_a_reset(extra: Any, keeps: bool) -> None:
     assert keeps_storage(extra if extra == {} else {"storage_after_reset": extra}) is keeps
+
+
+def test_a_dollar_in_a_path_is_the_same_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way parses the options again, and must not expand what was a dollar."""
+    monkeypatch.setenv("HOME", "/elsewhere")
+    root = f"{tmp_path}/a$HOME/$$b"
+    tier = {"type": "fs", "root_dir": root.replace("$", "$$"), "min_free": 0}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    shared = json.loads(json.dumps(vllm_config(path)["shared_storage"]["kv_connector_extra_config"]))
+    for options in (shared, {"config_file": str(path)}, {"tier": tier}):
+        place = shared_place(options)
+        assert isinstance(place, FsTierConfig)
+        assert Path(place.root_dir).parent == Path(root)
+    monkeypatch.setenv("ROOT", root)
+    by_path = shared_place({"shared_storage_path": "$ROOT/x"})
+    assert dict(by_path)["root_dir"] == f"{root}/x".replace("$", "$$")
+    with pytest.raises(ConfigError, match=r"shared_storage_path: names the variable \$NOT_SET, which is not set"):
+        shared_place({"shared_storage_path": "$NOT_SET/x"})
+    inline = {"cpu_bytes_to_use": "${SIZE:-1MiB}", "tiers": [tier]}
+    (parsed,) = deployment_from(inline).tiers
+    (entry,) = connector_options({"way": "tier", **inline})["secondary_tiers"]
+    for again in (parsed, parse_tier(entry["tier"])):
+        assert isinstance(again, FsTierConfig)
+        assert again.root_dir == root
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(2, 2.0), ("500ms", 0.5), ("1m", 60.0)])
+def test_the_connectors_own_durations_take_units(value: object, seconds: float) -> None:
+    assert seconds_of({"load_deadline_s": value}, "load_deadline_s", 5.0) == seconds
+    assert seconds_of({}, "load_deadline_s", 5.0) == 5.0
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", None, True, float("nan"), float("inf")])
+def test_the_connectors_own_durations_are_checked(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        seconds_of({"load_deadline_s": value}, "load_deadline_s", 5.0)
+    assert caught.value.field == "load_deadline_s"

@@ -17,15 +17,15 @@ from kvtiers.tiers.config.deployment import (
     MetricsConfig,
     RegionConfig,
 )
+from kvtiers.tiers.config.mistakes import in_words
 from kvtiers.tiers.config.tier_options import TIER_MODELS, ExternalTierConfig, Model, TierConfig
+from kvtiers.tiers.config.values import SIZE_MAX, show_duration, show_size
 from kvtiers.tiers.errors import SealReason
 from kvtiers.tiers.metrics import METRICS, MetricDef
 from tests.docs import make_dashboard
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- from the code: {} -->\n", "<!-- end -->\n"
-UNITS = (("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
-BOUNDS = (("minimum", "≥ {}"), ("exclusiveMinimum", "> {}"), ("maximum", "≤ {}"), ("exclusiveMaximum", "< {}"))
 DEFAULT_THREADS = "half the cores, 1 to 4"
 
 HEAD = """\
@@ -36,9 +36,19 @@ the code accepts. `kvtiers check FILE` names each mistake with its path and what
 `kvtiers check --schema` prints a JSON schema for editors. [configs/](../configs) has a commented file for each shape of
 deployment.
 
-Every key must be known. Sizes are written `10GiB`, `1.5 MiB` or `4096` (KiB, MiB, … are powers of 1024, KB, MB, … of
-1000), durations `30s`, `12h` or `7d`. Paths may hold `~` and `$VARIABLES`. Secrets have no place here: S3 credentials
-come from where every AWS tool looks for them, and keys for `auth` and `encrypt` from a file or an environment variable.
+Every key must be known. Keys at the top level that begin with `x-` are ignored, so that YAML anchors have a place.
+
+- **Sizes** are written `10GiB`, `1.5 MiB` or `4096`. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
+- **Durations** are written `500ms`, `10s`, `30m`, `12h`, `7d` or `2w`. A number without a unit is in seconds.
+- **Paths** may begin with `~`. A relative path is relative to the folder of the YAML file. In options that vLLM gets
+  as JSON, it is relative to the folder in which the engine was started.
+- **Environment variables** are replaced in every text: `$NAME`, `${NAME}`, and `${NAME:-default}` for a variable that
+  may be unset or empty. A variable that is unset or empty and has no default is an error. `$$` is a dollar. Numbers
+  and switches may be written so, too: `n_read_threads: ${THREADS:-4}`. Not replaced: `keys_env`, `options`,
+  `storage_options` and the options of a tier of your own. In a URL's login or query, an unset variable stays as it is
+  written, because a password may hold a dollar.
+- **Secrets** have no place here. S3 credentials come from where every AWS tool looks for them, and keys for `auth`
+  and `encrypt` from a file or an environment variable.
 
 ```yaml
 blocks_per_chunk: 4
@@ -164,18 +174,7 @@ def _accepted(schema: Mapping[str, Any]) -> str:
         return f"`{schema['const']}`"
     if "$ref" in schema:
         return "a mapping, see below"
-    kind = schema.get("type", "anything")
-    if kind == ["integer", "string"]:
-        return "size"
-    if kind == ["number", "string"]:
-        return "duration"
-    if kind == "array":
-        return "a list, see below"
-    if kind == "object":
-        return "a mapping"
-    text = str(kind) if isinstance(kind, str) else " or ".join(kind)
-    bounds = [form.format(schema[name]) for name, form in BOUNDS if name in schema]
-    return f"{text} {', '.join(bounds)}" if bounds else text
+    return in_words(schema).replace(f" from 0 to {show_size(SIZE_MAX)}", "") or "anything"
 
 
 def _default(field: FieldInfo, schema: Mapping[str, Any]) -> str:
@@ -189,7 +188,9 @@ def _default(field: FieldInfo, schema: Mapping[str, Any]) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if schema.get("type") == ["integer", "string"]:
-        value = next((f"{value >> bits}{unit}" for unit, bits in UNITS if not value % (1 << bits)), value)
+        value = show_size(value)
+    if schema.get("type") == ["number", "string"]:
+        value = show_duration(value)
     return f"`{value}`" if value != "" else '`""`'
 
 

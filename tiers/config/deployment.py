@@ -18,33 +18,33 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Collection
-from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError
 
+from kvtiers.tiers.config.mistakes import Mistakes, did_you_mean, explain, join, kind_of, show
 from kvtiers.tiers.config.places import shared_places
 from kvtiers.tiers.config.tier_options import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, TierConfig
-from kvtiers.tiers.config.values import Size
+from kvtiers.tiers.config.values import DurationIn, Size, SizeIn, matching
+from kvtiers.tiers.config.variables import AS_WRITTEN, expand
 from kvtiers.tiers.config.yaml_file import read_yaml
-from kvtiers.tiers.errors import ConfigError, printable, quoted, without_keys
+from kvtiers.tiers.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvtiers.tiers"
 STORE_ENTRY_POINT_GROUP = "kvtiers.stores"
-_MAY_HOLD_SECRETS = {"options", "storage_options", "url", "endpoint_url", "keys_file", "keys_env"}
 
 
 class RegionConfig(Model):
     """The CPU region: the primary tier that every block passes through."""
 
-    size: Size = Field(ge=4096, description="CPU memory for blocks.")
+    size: Annotated[int, SizeIn(4096)] = Field(description="CPU memory for blocks.")
     eviction_policy: Literal["lru", "arc"] = Field("lru", description="Policy that picks the blocks to evict first.")
-    promotion_wait_s: Annotated[float, Field(ge=0, le=60)] = Field(
+    promotion_wait_s: Annotated[float, DurationIn(0, 60)] = Field(
         0.5, description="How long a hit waits for free space in the region before it counts as a miss."
     )
-    instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")] | None = Field(
-        None, description="Name of the region in /dev/shm. Default: the engine's ID."
-    )
+    instance_id: (
+        Annotated[str, matching(r"^[A-Za-z0-9._-]{1,128}$", "1 to 128 letters, digits, '.', '_' and '-'")] | None
+    ) = Field(None, description="Name of the region in /dev/shm. Default: the engine's ID.")
 
 
 def _check_host_name(address: str) -> str:
@@ -125,8 +125,23 @@ class DeploymentConfig(Model):
     )
 
 
+#: Known key -> where it belongs, for a key that is written elsewhere. Of a key in several places, the last one counts.
+_HOMES = {
+    **{name: "in tiers" for model in TIER_MODELS.values() for name in model.model_fields},
+    **{
+        name: f"in {section}"
+        for section, model in (
+            ("region", RegionConfig), ("handler", HandlerConfig),
+            ("metrics", MetricsConfig), ("identity", IdentityConfig),
+        )
+        for name in model.model_fields
+    },
+    **dict.fromkeys(DeploymentConfig.model_fields, "at the top level of the file"),
+}  # fmt: skip
+
+
 def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) -> DeploymentConfig:
-    """Read a deployment's YAML file.
+    """Read a deployment's YAML file. Relative paths in it are relative to the file's folder.
 
     Args:
         registered: tier types registered with ``register_tier``, accepted besides the built-in types.
@@ -134,36 +149,44 @@ def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) 
     Raises:
         ConfigError: lists every mistake with its path, the value and what is accepted.
     """
-    return parse_config(read_yaml(path), registered)
+    data = read_yaml(path)
+    if data is None:
+        raise ConfigError(f"is empty; it must be a mapping with the keys {_names(DeploymentConfig)}", field=str(path))
+    return parse_config(data, registered, folder=os.path.dirname(os.path.abspath(path)))
 
 
-def parse_config(data: object, registered: Collection[str] = ()) -> DeploymentConfig:
-    """Validate a deployment given as plain data.
+def parse_config(data: object, registered: Collection[str] = (), *, folder: str | None = None) -> DeploymentConfig:
+    """Validate a deployment given as plain data. Keys that begin with ``x-`` are ignored (for YAML anchors).
+
+    Args:
+        folder: relative paths are relative to it; None: to the working directory.
 
     Raises:
         ConfigError: lists every mistake with its path, the value and what is accepted.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"must be a mapping with the keys {_names(DeploymentConfig)}, not {_kind(data)}")
-    data = dict(data)
+        raise ConfigError(f"must be a mapping with the keys {_names(DeploymentConfig)}, not {kind_of(data)}")
+    data = {name: value for name, value in data.items() if not (isinstance(name, str) and name.startswith("x-"))}
     mistakes: list[tuple[str, str]] = []
     tiers: dict[int, AnyTierConfig] = {}
     raw_tiers = data.pop("tiers", ())
     if not isinstance(raw_tiers, list | tuple):
-        mistakes.append(("tiers", f"{_show(raw_tiers)} is not a list of tiers"))
+        mistakes.append(
+            ("tiers", f"{show(raw_tiers)} is not a list of tiers; begin each tier with a dash, such as '- type: fs'")
+        )
         raw_tiers = ()
     for index, raw in enumerate(raw_tiers):
         try:
-            tiers[index] = parse_tier(raw, registered)
-        except _Mistakes as e:
-            mistakes += [(_join(f"tiers[{index}]", field), message) for field, message in e.found]
+            tiers[index] = parse_tier(raw, registered, folder=folder)
+        except Mistakes as e:
+            mistakes += [(join(f"tiers[{index}]", field), message) for field, message in e.found]
     mistakes += shared_places(tiers)
     try:
-        config = DeploymentConfig.model_validate(data | {"tiers": ()})
+        config = DeploymentConfig.model_validate(data | {"tiers": ()}, context={"folder": folder})
     except ValidationError as e:
-        mistakes = _explain(e, DeploymentConfig) + mistakes
+        mistakes = explain(e, DeploymentConfig, data, _HOMES) + mistakes
     if mistakes:
-        raise _Mistakes(mistakes)
+        raise Mistakes(mistakes)
     return config.model_copy(update={"tiers": tuple(_with_unique_names(list(tiers.values())))})
 
 
@@ -184,7 +207,7 @@ def _with_unique_names(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:
     return named
 
 
-def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
+def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | None = None) -> AnyTierConfig:
     """Validate one tier's options; its ``type`` chooses the model.
 
     Raises:
@@ -192,11 +215,17 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
     """
     known = sorted({*TIER_MODELS, *registered, *_entry_points(), *_store_entry_points()})
     if not isinstance(data, dict):
-        raise _Mistakes([("", f"{_show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
+        raise Mistakes([("", f"{show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
     tier_type = data.get("type")
     model: type[TierConfig] | type[ExternalTierConfig]
+    try:
+        tier_type = expand(tier_type)
+    except ValueError as e:
+        raise Mistakes([("type", f"{show(tier_type)} {e}")]) from None
     if not isinstance(tier_type, str):
-        raise _Mistakes([("type", f"{_show(tier_type)} is not a tier type; accepted: {', '.join(known)}")])
+        problem = "is required" if tier_type is None else f"{show(tier_type)} is not a tier type"
+        raise Mistakes([("type", f"{problem}; accepted: {', '.join(known)}")])
+    data = data | {"type": tier_type}
     if data.get("module_path") in (None, ""):  # the same as leaving it out
         data = {name: value for name, value in data.items() if name != "module_path"}
     data = as_store_tier(data)
@@ -206,25 +235,31 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
     elif tier_type in TIER_MODELS:
         model = TIER_MODELS[tier_type]
     else:
-        raise _Mistakes(
-            [
-                (
-                    "type",
-                    f"{_show(tier_type)} is not a tier type; accepted: {', '.join(known)}, or a class with module_path",
-                )
-            ]
-        )
+        meant = did_you_mean(tier_type, known)
+        accepted = f"accepted: {', '.join(known)}, or a class with module_path"
+        told = f"did you mean {meant}? ({accepted})" if meant else accepted
+        raise Mistakes([("type", f"{show(tier_type)} is not a tier type; {told}")])
     try:
-        tier = model.model_validate(data)
+        tier = model.model_validate(data, context={"folder": folder})
     except ValidationError as e:
         # "from None": pydantic's exception contains the values, which may be secret.
-        raise _Mistakes(_explain(e, model)) from None
+        raise Mistakes(explain(e, model, data, _homes_of_tier_keys(model))) from None
     if isinstance(tier, TierConfig):
         try:
             tier.check()
         except ConfigError as e:
-            raise _Mistakes([(e.field, e.message)]) from None
+            raise Mistakes([(e.field, e.message)]) from None
     return tier
+
+
+def _homes_of_tier_keys(model: type[BaseModel]) -> dict[str, str]:
+    """Where a key that this tier does not have belongs: to another type, or outside the tiers."""
+    types: dict[str, list[str]] = {}
+    for tier_type, other in TIER_MODELS.items():
+        for name in other.model_fields.keys() - model.model_fields.keys():
+            types.setdefault(name, []).append(tier_type)
+    of_types = {name: f"to type: {' or '.join(names)}" for name, names in types.items()}
+    return {name: home for name, home in _HOMES.items() if home != "in tiers"} | of_types
 
 
 def as_store_tier(data: dict[str, Any]) -> dict[str, Any]:
@@ -252,6 +287,10 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*tier_names, "ExternalTierConfig")]
     }
     definitions.pop("TierConfig", None)
+    for name in ("RegionConfig", "HandlerConfig", "MetricsConfig", *tier_names):
+        _accept_variables(definitions[name]["properties"])
+    _accept_variables(schema["properties"])
+    schema["patternProperties"] = {"^x-": {}}
     # ExternalTierConfig allows any key. Without this condition it would also match a built-in tier with a bad key.
     definitions["ExternalTierConfig"]["anyOf"] = [
         {
@@ -263,76 +302,21 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-class _Mistakes(ConfigError):
-    """ConfigError with one line per mistake; ``found`` holds (field, message) pairs."""
-
-    def __init__(self, found: list[tuple[str, str]]) -> None:
-        found = [(printable(without_keys(field)), printable(without_keys(message))) for field, message in found]
-        self.found = found
-        if len(found) == 1:
-            super().__init__(found[0][1], field=found[0][0])
-        else:
-            super().__init__("\n".join(f"{field}: {message}" for field, message in found))
+def _accept_variables(properties: dict[str, dict[str, Any]]) -> None:
+    """Let an editor accept ``$NAME`` for each value but lists and mappings."""
+    for name in properties.keys() - AS_WRITTEN:
+        accepted = properties[name]
+        if "$ref" not in accepted and accepted.get("type") not in ("array", "object"):
+            properties[name] = {"anyOf": [accepted, {"type": "string", "pattern": r"\$"}]}
 
 
 def _entry_points() -> list[str]:
     return [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
 
 
-def _store_entry_points() -> dict[str, str]:
-    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=STORE_ENTRY_POINT_GROUP)}
-
-
-def _explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:
-    explained = []
-    for item in error.errors(include_url=False):
-        path = ""
-        for part in item["loc"]:
-            path = f"{path}[{part}]" if isinstance(part, int) else _join(path, str(part))
-        message = item["msg"].removeprefix("Value error, ")
-        shown = _kind(item["input"]) if _MAY_HOLD_SECRETS.intersection(item["loc"]) else _show(item["input"])
-        if item["type"] == "missing":
-            text = "is required"
-        elif item["type"] == "extra_forbidden":
-            owner = _model_at(model, item["loc"][:-1])
-            text = f"is not a known key; accepted: {_names(owner)}"
-        elif item["type"] == "value_error":
-            text = f"{shown} {message}"
-        else:
-            text = f"{shown} is not accepted: {message[:1].lower()}{message[1:]}"
-        explained.append((path, text))
-    return explained
-
-
-def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
-    for part in loc:
-        annotation = model.model_fields[str(part)].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        model = annotation
-    return model
-
-
 def _names(model: type[BaseModel]) -> str:
     return ", ".join(sorted(model.model_fields))
 
 
-def _join(parent: str, child: str) -> str:
-    return f"{parent}.{child}" if parent and child else parent or child
-
-
-def _show(value: object) -> str:
-    """A value as an error message may show it: short and printable, otherwise only its kind."""
-    if value and not isinstance(value, (bool, int, float, str, date)):
-        return _kind(value)
-    try:
-        text = quoted(value) if isinstance(value, str) else repr(value)
-    except ValueError:  # an integer with more digits than Python converts to text
-        return _kind(value)
-    return text if len(text) <= 80 else text[:77] + "…'"
-
-
-def _kind(value: object) -> str:
-    """The kind of a value, without its content, which may be secret."""
-    kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", bytes: "binary", type(None): "nothing"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
+def _store_entry_points() -> dict[str, str]:
+    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=STORE_ENTRY_POINT_GROUP)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,6 +13,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_serializer,
     field_validator,
@@ -22,7 +24,18 @@ from pydantic import (
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
 from kvtiers.tiers.blocks.keyring import KEY_BYTES, KEY_VARIABLES
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.config.values import AbsolutePath, Duration, ExpandedPath, Size
+from kvtiers.tiers.config.values import (
+    AbsolutePath,
+    DurationIn,
+    ExpandedPath,
+    Folder,
+    Size,
+    SizeIn,
+    absolute,
+    matching,
+    show_duration,
+)
+from kvtiers.tiers.config.variables import AS_WRITTEN, escape, expand
 from kvtiers.tiers.errors import HIDDEN, ConfigError, public_url
 from kvtiers.tiers.stores.s3.options import TIMEOUT_S_MAX, S3Options
 
@@ -46,8 +59,10 @@ def _reject_key(value: object) -> object:
 
 
 Threads = Annotated[int, Field(ge=1, le=256)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-RequestSeconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
+Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
+SecondsOrZero = Annotated[float, DurationIn(0, 86_400)]
+RequestSeconds = Annotated[float, DurationIn(0, TIMEOUT_S_MAX, above=True)]
+ScanSeconds = Annotated[float, DurationIn(1, 30 * 86_400)]
 
 
 def default_threads() -> int:
@@ -62,43 +77,57 @@ def default_threads() -> int:
 class Model(BaseModel):
     """Base of the config models: frozen, unknown keys rejected.
 
-    Dumps and reprs hide values that may be secret; ``dict(model)`` has them.
+    ``dict(model)`` and dumps are data that parses to the same model: dollars in texts are doubled. Dumps and reprs hide
+    values that may be secret; ``dict(model)`` has them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _reject_wrong_type(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    def _expand_and_reject_wrong_type(
+        cls, value: object, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> object:
         if isinstance(value, bytes):
             raise ValueError("is not text")  # YAML's !!binary
-        accepted: object = validate(value)
+        accepted: object = validate(value if info.field_name in AS_WRITTEN else expand(value))
         if isinstance(value, bool) and not isinstance(accepted, bool):
             raise ValueError("is not a number")  # YAML's yes, on and true, which pydantic converts to 1
         return accepted
 
+    @model_serializer(mode="wrap")
+    def _dump_to_parse_again(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _as_written(dump(self).items())
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        return iter(_as_written(super().__iter__()).items())
+
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         return self.model_dump().items()
+
+
+def _as_written(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value if name in AS_WRITTEN else escape(value) for name, value in fields}
 
 
 class TierConfig(Model):
     """Options of every built-in tier."""
 
     type: str = Field(description="Tier type.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = Field(
-        None, description="Label in metrics and logs. Default: the type, with a number if the type occurs twice."
+    name: Annotated[str, matching(r"^[A-Za-z0-9._-]{1,64}$", "1 to 64 letters, digits, '.', '_' and '-'")] | None = (
+        Field(None, description="Label in metrics and logs. Default: the type, with a number if the type occurs twice.")
     )
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that do loads first.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that do stores first.")
-    task_bytes: Size = Field(
-        64 << 20, ge=1, description="Largest part of a job per task. At least one block for each thread of the task."
+    task_bytes: Annotated[int, SizeIn(1)] = Field(
+        64 << 20, description="Largest part of a job per task. At least one block for each thread of the task."
     )
     trace: bool = Field(False, description="Emit an OpenTelemetry span per job (`pip install 'kvtiers[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         1024, description="Maximum number of jobs in flight; further stores are dropped and counted."
     )
-    max_bytes_in_flight: Size = Field(
-        8 << 30, ge=1, description="Maximum payload of the jobs in flight; further stores are dropped and counted."
+    max_bytes_in_flight: Annotated[int, SizeIn(1)] = Field(
+        8 << 30, description="Maximum payload of the jobs in flight; further stores are dropped and counted."
     )
     lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks exist.")
     lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
@@ -108,9 +137,7 @@ class TierConfig(Model):
         "the prefix found so far.",
     )
     present_ttl_s: Seconds = Field(60.0, description="How long a lookup's answer 'present' is cached.")
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        1.0, description="How long a lookup's answer 'absent' is cached."
-    )
+    absent_ttl_s: SecondsOrZero = Field(1.0, description="How long a lookup's answer 'absent' is cached.")
     lookup_cache_keys: Annotated[int, Field(ge=1, le=100_000_000)] = Field(
         262_144, description="Maximum number of cached lookup answers."
     )
@@ -126,7 +153,7 @@ class TierConfig(Model):
     circuit_probe_s: Seconds = Field(
         5.0, description="How often a tier that was cut off is probed to see whether it works again."
     )
-    shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
+    shutdown_s: Annotated[float, DurationIn(0, 60)] = Field(
         4.0, description="How long shutdown waits for running jobs. vLLM kills its engine process after 5 s."
     )
     isolation: Literal["auto", "thread", "process"] = Field(
@@ -145,14 +172,22 @@ class TierConfig(Model):
         "none",
         description="aes-gcm: encrypt and authenticate blocks (AES-256-GCM). Costs one more copy per stored block.",
     )
-    keys_file: Annotated[ExpandedPath, BeforeValidator(_reject_key), AfterValidator(_reject_key)] | None = Field(
+    keys_file: (
+        Annotated[ExpandedPath, BeforeValidator(_reject_key), AfterValidator(_reject_key), AfterValidator(absolute)]
+        | None
+    ) = Field(
         None,
         description="File with the keys for auth and encrypt, 64 hex digits each; new blocks use the first. The file "
         "mode must be 0600.",
     )
-    keys_env: Annotated[str, BeforeValidator(_reject_key), Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = (
-        Field(None, description="Environment variable with the keys, instead of keys_file.")
-    )
+    keys_env: (
+        Annotated[
+            str,
+            BeforeValidator(_reject_key),
+            matching(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$", "a variable's name, without a dollar"),
+        ]
+        | None
+    ) = Field(None, description="Environment variable with the keys, instead of keys_file.")
 
     @property
     def protection(self) -> Literal["none", "gmac", "aes-gcm"]:
@@ -181,6 +216,16 @@ class TierConfig(Model):
             name = "encrypt" if self.encrypt != "none" else "auth"
             raise ConfigError(f"{getattr(self, name)} needs keys; give keys_file or keys_env", field=name)
 
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """Options that have no effect, or not the intended one, because of another: (field, message, fix) each."""
+        if self.lookup_total_s < self.lookup_deadline_s:
+            yield (
+                "lookup_total_s",
+                f"{show_duration(self.lookup_total_s)} is less than lookup_deadline_s = "
+                f"{show_duration(self.lookup_deadline_s)}, which then has no effect",
+                f"write at least {show_duration(self.lookup_deadline_s)}, or lower lookup_deadline_s",
+            )
+
 
 class BoundedTierConfig(TierConfig):
     """Options of every tier whose storage outlives the process: who writes there, and how much."""
@@ -195,7 +240,7 @@ class BoundedTierConfig(TierConfig):
         description="Maximum size of the storage, for all writers together. When it is reached, stores are dropped "
         "until the collector has made room. Use the same value for all writers of one root. null: no limit.",
     )
-    ttl: Duration | None = Field(
+    ttl: Annotated[float, DurationIn(1)] | None = Field(
         None,
         description="Remove blocks that were not used for this long, such as 7d or 12h. On s3 and fsspec: blocks that "
         "were written this long ago. null: never.",
@@ -206,19 +251,37 @@ class BoundedTierConfig(TierConfig):
     gc_low: Annotated[float, Field(gt=0, le=1)] = Field(
         0.85, description="Fraction of max_bytes at which the collector stops. It removes least recently used blocks."
     )
-    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+    gc_every_s: ScanSeconds = Field(
         600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
     )
 
     def check(self) -> None:
         super().check()
         if self.gc_low > self.gc_high:
-            raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}", field="gc_low")
+            raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}; write a lower one", field="gc_low")
         if self.max_bytes is not None and self.max_bytes < MAX_BYTES_MIN:
             raise ConfigError(
                 f"{self.max_bytes} bytes do not hold a block; write at least {MAX_BYTES_MIN >> 20}MiB, or null for no "
                 "limit",
                 field="max_bytes",
+            )
+
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        yield from super().contradictions()
+        if self.read_only:
+            return
+        if self.ttl is not None and self.ttl < self.gc_every_s:
+            yield (
+                "ttl",
+                f"{show_duration(self.ttl)} is less than gc_every_s = {show_duration(self.gc_every_s)}, so blocks stay "
+                f"for up to {show_duration(self.ttl + self.gc_every_s)}",
+                f"write gc_every_s: {show_duration(self.ttl)}, or a longer ttl",
+            )
+        if self.max_bytes is not None and self.gc_low == self.gc_high:
+            yield (
+                "gc_low",
+                f"{self.gc_low} equals gc_high, so the collector starts again for every few blocks",
+                f"write a lower gc_low, such as {round(self.gc_high * 0.9, 2)}",
             )
 
     def capacity_policy(self) -> CapacityPolicy | None:
@@ -240,9 +303,7 @@ class FsTierConfig(BoundedTierConfig):
     """Blocks as files under a local folder."""
 
     type: Literal["fs"] = "fs"
-    root_dir: AbsolutePath = Field(
-        description="Folder for the blocks; created if missing, unless read_only. ~ and $VARIABLES are expanded."
-    )
+    root_dir: Folder = Field(description="Folder for the blocks; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto",
@@ -283,15 +344,13 @@ class NfsTierConfig(BoundedTierConfig):
     """Blocks as files on an NFS mount shared by several hosts, all with the same UID. Untested on CephFS and Lustre."""
 
     type: Literal["nfs"] = "nfs"
-    root_dir: AbsolutePath = Field(
-        description="Folder on the mount; created if missing, unless read_only. ~ and $VARIABLES are expanded."
-    )
+    root_dir: Folder = Field(description="Folder on the mount; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
         "process", description="thread: only for mounts whose I/O times out by itself (soft, softerr)."
     )
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+    absent_ttl_s: SecondsOrZero = Field(
         5.0,
         description="How long a lookup's answer 'absent' is cached. Without the mount option lookupcache=pos, the NFS "
         "client itself caches it for about 30 s.",
@@ -302,7 +361,7 @@ class MemoryTierConfig(TierConfig):
     """Blocks in the engine process's own memory, for tests and experiments."""
 
     type: Literal["memory"] = "memory"
-    max_bytes: Annotated[Size, Field(ge=1)] | None = Field(
+    max_bytes: Annotated[int, SizeIn(1)] | None = Field(
         None, description="Maximum size; beyond it the least recently used blocks are removed."
     )
 
@@ -322,17 +381,33 @@ class NetworkTierConfig(BoundedTierConfig):
     n_threads_max: Threads = Field(
         64, description="Maximum of concurrent requests of each kind, used when latency is high and more requests help."
     )
-    worker_memory: Annotated[Size, Field(ge=64 << 20)] = Field(
+    worker_memory: Annotated[int, SizeIn(64 << 20)] = Field(
         512 << 20,
         description="Memory limit of a worker process, not counting the memory for its blocks and cores. A worker that "
         "exceeds it (a server's response may be endless) is killed and replaced.",
     )
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        5.0, description="How long a lookup's answer 'absent' is cached."
-    )
-    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+    absent_ttl_s: SecondsOrZero = Field(5.0, description="How long a lookup's answer 'absent' is cached.")
+    gc_every_s: ScanSeconds = Field(
         3600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
     )
+
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        yield from super().contradictions()
+        at_start = max(self.n_read_threads, self.n_write_threads)
+        if self.n_threads_max < at_start:
+            yield (
+                "n_threads_max",
+                f"{self.n_threads_max} is less than n_read_threads or n_write_threads, and has no effect",
+                f"write at least {at_start}, or fewer threads",
+            )
+
+
+def _reject_bucket_url(value: object) -> object:
+    url = re.fullmatch(r"s3a?://([^/@?]+)/?([^@?]*)", value) if isinstance(value, str) else None
+    if url is not None:
+        prefix = f" and prefix: {url[2].rstrip('/')}" if url[2] else ""
+        raise ValueError(f"is a URL; write bucket: {url[1]}{prefix}")
+    return value
 
 
 class S3TierConfig(NetworkTierConfig):
@@ -346,7 +421,10 @@ class S3TierConfig(NetworkTierConfig):
     )
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, to leave time for retries.")
     lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
-    bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3.")
+    bucket: Annotated[str, BeforeValidator(_reject_bucket_url)] = Field(
+        json_schema_extra={"x-accepted": "a bucket's name"},
+        description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3.",
+    )
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Endpoint of an S3 other than AWS, such as https://minio:9000.")
     region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
@@ -397,13 +475,35 @@ class S3TierConfig(NetworkTierConfig):
         super().check()
         self.store_options()
 
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        yield from super().contradictions()
+        for shorter, longer in (("connect_timeout", "request_timeout"), ("request_timeout", "job_deadline_s")):
+            limit = getattr(self, longer)
+            if getattr(self, shorter) > limit:
+                yield (
+                    shorter,
+                    f"{show_duration(getattr(self, shorter))} is more than {longer} = {show_duration(limit)}, which "
+                    "ends the operation first",
+                    f"write at most {show_duration(limit)}, or raise {longer}",
+                )
+
+
+def _make_local_absolute(url: str, info: ValidationInfo) -> str:
+    """Make a path on this host absolute. fsspec would start from the folder of its process."""
+    scheme, path = re.fullmatch(r"((?:(?:file|local):(?://)?)?)(.*)", url, re.DOTALL).groups()  # type: ignore[union-attr]
+    if os.path.isabs(path) or path.startswith("~") or "://" in path or "::" in path:
+        return url
+    return scheme + absolute(path, info)
+
 
 class FsspecTierConfig(NetworkTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// (with s3fs), hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
     lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
-    url: ExpandedPath = Field(description="Location, such as gs://bucket/folder. $VARIABLES are expanded.")
+    url: Annotated[ExpandedPath, AfterValidator(_make_local_absolute)] = Field(
+        json_schema_extra={"x-accepted": "a URL"}, description="Location, such as gs://bucket/folder."
+    )
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 
     def check(self) -> None:
@@ -426,7 +526,7 @@ class StoreTierConfig(BoundedTierConfig):
     """Blocks in a store of your own, returned by a module's `make_store(options)`."""
 
     type: Literal["store"] = "store"
-    module_path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")] = Field(
+    module_path: Annotated[str, matching(r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$", "a module, or module:function")] = Field(
         description="Module with `make_store(options)`, or `module:function`. Not needed if a package registers the "
         "store in the entry point group `kvtiers.stores`: then write its name as `type`."
     )

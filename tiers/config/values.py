@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
-
-from kvtiers.tiers.errors import public_url
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import float_schema, int_schema, no_info_before_validator_function
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGTP", 1)
     for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
 }
-_UNIT_WORDS = ("kilo", "meg", "gig", "tera", "peta")
+_UNIT_WORDS = {word: f"{word[0].upper()}iB" for word in ("kilo", "meg", "gig", "tera", "peta")}
 # At most 40 digits, so that a float cannot overflow.
-_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*")
-_SIZE_MAX = 1 << 60
-_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})", re.ASCII)  # as in os.path.expandvars, which keeps unset ones
+_NUMBER = r"\d{1,40}(?:\.\d{1,40})?"
+_SIZE = re.compile(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*")
+SIZE_MAX = 1 << 60
+
+_SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_SECOND_WORDS = {
+    "msec": "ms",
+    "milli": "ms",
+    "millisecond": "ms",
+    "sec": "s",
+    "second": "s",
+    "minute": "m",
+    "hour": "h",
+    "hr": "h",
+    "day": "d",
+    "week": "w",
+}
+DURATION_S_MAX = 100 * 365 * 86_400
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_EXPORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(/.*)", re.ASCII)
+
+
+class OutOfRangeError(ValueError):
+    """A number that no size or duration may have. A field may accept less."""
 
 
 def parse_size(value: object) -> int:
@@ -34,32 +56,16 @@ def parse_size(value: object) -> int:
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _UNITS:
-            raise ValueError(f"is not a size; write {_suggested_size(value)}")
+            meant = _meant(value, _UNITS, _UNIT_WORDS) or "a number and a unit, such as 10GiB"
+            raise ValueError(f"is not a size; write {meant}")
         size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-    if not 0 <= size <= _SIZE_MAX:
-        raise ValueError("is out of range; accepted is 0 up to 1024PiB")
+    if not 0 <= size <= SIZE_MAX:
+        raise OutOfRangeError("is out of range; accepted is 0 up to 1024PiB")
     return size
 
 
-def _suggested_size(value: object) -> str:
-    """The size that was probably meant, only if all of it is understood (the amount must not change); or an example."""
-    near = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
-    if near is not None:
-        number, unit = near[1], near[2].lower()
-        meant = [each for each in _UNITS if each.lower() == unit]
-        meant += [f"{word[0].upper()}iB" for word in _UNIT_WORDS if unit.rstrip("s") == word]
-        if meant:
-            return f"{number}{meant[0]}"
-    return "a number and a unit, such as 10GiB"
-
-
-_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
-_DURATION_S_MAX = 100 * 365 * 86_400
-
-
 def parse_duration(value: object) -> float:
-    """Parse a duration in seconds: "7d", "12h", "90 min", "30s", "2w" or a number of seconds.
+    """Parse a duration in seconds: "500ms", "10s", "30m", "12h", "7d", "2w" or a number of seconds.
 
     Raises:
         ValueError: says what would be accepted.
@@ -67,53 +73,120 @@ def parse_duration(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = value  # no float() yet: it raises OverflowError for a large int
     else:
-        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _SECONDS:
-            raise ValueError("is not a duration; write 7d, 12h, 30min or a number of seconds")
+            meant = _meant(value, _SECONDS, _SECOND_WORDS) or "a number and a unit, such as 500ms, 10s, 30m, 12h or 7d"
+            raise ValueError(f"is not a duration; write {meant}")
         seconds = float(match[1]) * _SECONDS[match[2]]
-    if not 1 <= seconds <= _DURATION_S_MAX:
-        raise ValueError("is out of range; accepted is 1s up to 100 years")
+    if not 0 <= seconds <= DURATION_S_MAX:
+        raise OutOfRangeError("is out of range; accepted is 0s up to 100 years")
     return float(seconds)
 
 
-def _expand_path(value: object) -> object:
+def _meant(value: object, units: Iterable[str], words: Mapping[str, str]) -> str:
+    """The value that was probably meant, only if all of it is understood: the amount must not change. "": none."""
+    near = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if near is None or len(near[1]) > 25:
+        return ""
+    unit = near[2].lower()
+    found = [each for each in units if each.lower() == unit] or [
+        words[word] for word in (unit, unit.rstrip("s")) if word in words
+    ]
+    return f"{near[1]}{found[0]}" if found else ""
+
+
+def show_size(size: int) -> str:
+    """A size as it may be written, exactly: "64MiB", "4097"."""
+    powers = (power for power in range(5, 0, -1) if size and not size % (1 << 10 * power))
+    return next((f"{size >> 10 * power}{' KMGTP'[power]}iB" for power in powers), str(size))
+
+
+def show_duration(seconds: float) -> str:
+    """A duration as it may be written, exactly to the millisecond: "1d", "90s", "500ms"."""
+    milliseconds = round(seconds * 1000)
+    if not milliseconds:
+        return "0s"
+    units = ((unit, round(1000 * _SECONDS[unit])) for unit in ("d", "h", "m", "s", "ms"))
+    return next(f"{milliseconds // of_unit}{unit}" for unit, of_unit in units if not milliseconds % of_unit)
+
+
+def _expand_home(value: object) -> object:
     if not isinstance(value, str):
         return value
-    for named in _VARIABLE.findall(public_url(value)):
-        if os.environ.get(named.strip("${}")) == "":
-            raise ValueError(f"names the variable {named}, which is empty")
-    path = os.path.expanduser(os.path.expandvars(value))
+    path = os.path.expanduser(value)
     if "\0" in path:
         raise ValueError("contains a NUL character, which a path cannot contain")
-    unset = _VARIABLE.search(public_url(path))  # a password may have a dollar sign
-    if unset is not None:
-        raise ValueError(f"names the variable {unset[0]}, which is not set")
     if path.startswith("~"):
         raise ValueError("begins with the home folder of an unknown user; write ./ before a folder of that name")
     return path
 
 
-def _in_schema(kind: str, number: str, units: Iterable[str]) -> dict[str, Any]:
+def absolute(path: str, info: ValidationInfo) -> str:
+    """Make a path absolute. It is relative to the folder of the file that it is written in, else to the process's.
+
+    Done when the path is parsed, so that a later change of directory or a process started elsewhere finds the same.
+    """
+    return os.path.abspath(os.path.join((info.context or {}).get("folder") or "", path))
+
+
+def _reject_remote(value: object) -> object:
+    """Reject what mounts or clients take, and a folder is not: ``server:/export`` and URLs."""
+    if not isinstance(value, str):
+        return value
+    if _URL.match(value):
+        raise ValueError("is a URL, not a folder; write the folder's path, or use type: s3 or type: fsspec")
+    if (export := _EXPORT.fullmatch(value)) is not None:
+        raise ValueError(
+            f"is an NFS export, not a folder; mount it (mount -t nfs {export[0]} /mnt/kv) and write the mount point, "
+            "such as /mnt/kv"
+        )
+    return value
+
+
+def matching(pattern: str, accepted: str) -> Any:
+    """Restrict a text to a pattern; ``accepted`` says in words what matches."""
+    return Field(pattern=pattern, json_schema_extra={"x-accepted": accepted})
+
+
+@dataclass(frozen=True, slots=True)
+class SizeIn:
+    """The type of a field for a size in bytes, from ``least`` to ``most``."""
+
+    least: int = 0
+    most: int = SIZE_MAX
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return no_info_before_validator_function(parse_size, int_schema(ge=self.least, le=self.most))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return _in_schema("integer", _UNITS) | {"minimum": self.least, "maximum": self.most}
+
+
+@dataclass(frozen=True, slots=True)
+class DurationIn:
+    """The type of a field for a duration in seconds, from ``least`` (or above it) to ``most``."""
+
+    least: float = 0
+    most: float = DURATION_S_MAX
+    above: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        schema = float_schema(gt=self.least) if self.above else float_schema(ge=self.least)
+        schema["le"] = self.most
+        return no_info_before_validator_function(parse_duration, schema)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        lower = "exclusiveMinimum" if self.above else "minimum"
+        return _in_schema("number", _SECONDS) | {lower: self.least, "maximum": self.most}
+
+
+def _in_schema(kind: str, units: Iterable[str]) -> dict[str, Any]:
     """JSON schema of a number that may have a unit. In JSON schema, a pattern applies to strings only."""
     unit = "|".join(filter(None, units))
-    return {"type": [kind, "string"], "pattern": rf"^\s*{number}\s*({unit})?\s*$"}
+    return {"type": [kind, "string"], "pattern": rf"^\s*{_NUMBER}\s*({unit})?\s*$"}
 
 
-Size = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    Field(json_schema_extra=_in_schema("integer", r"\d{1,40}(\.\d{1,40})?", _UNITS)),
-]
-Duration = Annotated[
-    float,
-    BeforeValidator(parse_duration),
-    Field(json_schema_extra=_in_schema("number", r"\d+(\.\d+)?", _SECONDS)),
-]
-#: Made absolute when parsed, so that a later change of directory or a process started elsewhere finds the same folder.
-AbsolutePath = Annotated[
-    str,
-    BeforeValidator(_expand_path),
-    Field(min_length=1, max_length=3072),
-    AfterValidator(os.path.abspath),
-]
-ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
+Size = Annotated[int, SizeIn()]
+ExpandedPath = Annotated[str, BeforeValidator(_expand_home), Field(min_length=1, max_length=3072)]
+AbsolutePath = Annotated[ExpandedPath, AfterValidator(absolute), Field(json_schema_extra={"x-accepted": "a path"})]
+Folder = Annotated[AbsolutePath, BeforeValidator(_reject_remote)]

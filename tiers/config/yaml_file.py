@@ -76,8 +76,11 @@ def _problem(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError):  # the bytes are not valid text
         return str(error).partition("\n")[0]
     mark = error.problem_mark or error.context_mark
+    problem = error.problem or error.context or "a mistake"
+    if "\\t" in problem:
+        problem = "a line is indented with a tab, which YAML does not allow; use spaces"
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-    return f"{_without_quotes(error.problem or error.context or 'a mistake')}{where}"
+    return f"{_without_quotes(problem)}{where}"
 
 
 def _without_quotes(text: str) -> str:

@@ -16,17 +16,18 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvtiers.connector.commands import doctor, doctor_storage
+from kvtiers.connector.commands import check, doctor, doctor_storage, findings
 from kvtiers.connector.commands.check import find_problems
 from kvtiers.connector.commands.cli import app
-from kvtiers.connector.commands.doctor_storage import Finding, examine_namespaces, examine_store
+from kvtiers.connector.commands.doctor_storage import examine_namespaces, examine_store
+from kvtiers.connector.commands.findings import Finding
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.capacity.usage import MEASURED
 from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
-from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig
-from kvtiers.tiers.errors import StorePermissionError
+from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, TierConfig
+from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreTimeoutError
 from kvtiers.tiers.exporter import MetricsServer
 from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.store import Capabilities, KeyInfo
@@ -62,7 +63,7 @@ def test_a_good_folder_has_no_problem_and_is_left_clean(tmp_path: Path) -> None:
     findings = examine(deployment(fs(root)))
     found = levels(findings, "tiers[0] fs")
     assert "problem" not in found.values()
-    assert {"publishing", "atomic rename", "O_DIRECT", "clock", "rights", "free space", "conditional put"} <= set(found)
+    assert {"publishing", "atomic rename", "O_DIRECT", "clock", "rights", "min_free", "conditional put"} <= set(found)
     assert found["atomic rename"] == found["rights"] == found["conditional put"] == found["clock"] == "ok"
     assert not [path for path in root.rglob("*") if path.is_file()]
     assert not (root / doctor_storage.PROBE_FOLDER).exists()
@@ -96,12 +97,12 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
             fs(tmp_path / "full", min_free="900PiB"),
         )
     )
-    assert "is not a folder" in one(findings, "storage", "tiers[0]").message
-    assert "symbolic link" in one(findings, "storage", "tiers[1]").message
+    assert "is not a folder" in one(findings, "root_dir", "tiers[0]").message
+    assert "symbolic link" in one(findings, "root_dir", "tiers[1]").message
     mode = one(findings, "mode", "tiers[2]")
     assert (mode.level, "777" in mode.message) == ("problem", True)
     assert "chmod 700" in mode.fix
-    space = one(findings, "free space", "tiers[3]")
+    space = one(findings, "min_free", "tiers[3]")
     assert space.level == "problem"
     assert "min_free" in space.fix
     assert one(findings, "rights", "tiers[3]").level == "problem"  # a put is refused at the reserve
@@ -137,15 +138,15 @@ def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypa
     keys.write_text("ab" * 32)
     keys.chmod(0o600)
     tier = FsTierConfig(root_dir=str(tmp_path), auth="gmac", keys_file=str(keys))
-    (good,) = doctor._keys("fs", tier)
+    (good,) = findings.keys("fs", tier)
     assert good.level == "ok"
     for mode in (0o620, 0o604):
         keys.chmod(mode)
-        (found,) = doctor._keys("fs", tier)
+        (found,) = findings.keys("fs", tier)
         assert (found.level, f"mode {mode:04o}" in found.message) == ("problem", True)
     keys.chmod(0o600)
     uid = give_to_another(keys, monkeypatch)
-    (found,) = doctor._keys("fs", tier)
+    (found,) = findings.keys("fs", tier)
     assert (found.level, f"belongs to uid {uid}" in found.message) == ("problem", True)
 
 
@@ -534,25 +535,21 @@ def test_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         taken.close()
     assert one(examine(deployment(metrics={"port": 0})), "metrics").level == "ok"
-    monkeypatch.setattr(doctor, "_is_installed", lambda module: False)
-    assert "kvtiers[metrics]" in one(examine(deployment(metrics={"port": 0})), "metrics").fix
     assert "metrics" not in levels(examine(deployment()))
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
     tier = fs(tmp_path / "kv", auth="gmac", keys_file=str(path))
-    assert "cannot be read" in one(examine(deployment(tier)), "keys").message
+    assert "cannot be read" in one(examine(deployment(tier)), "keys_file").message
     path.write_text("ab" * 32)
     path.chmod(0o644)
-    found = one(examine(deployment(tier)), "keys")
+    found = one(examine(deployment(tier)), "keys_file")
     assert (found.level, found.fix) == ("problem", f"chmod 600 {path}")
     path.chmod(0o600)
     found = one(examine(deployment(tier)), "keys")
     assert found.level == "ok"
     assert "abab" not in repr(examine(deployment(tier)))
-    monkeypatch.setattr(doctor, "_is_installed", lambda module: False)
-    assert "kvtiers[crypto]" in one(examine(deployment(tier)), "keys").fix
 
 
 def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,14 +563,15 @@ def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monk
         return call
 
     found = ["/mnt: hard: a call waits for ever", "/mnt: recommended: mount -t nfs -o softerr S:/E /mnt"]
-    monkeypatch.setattr(doctor_storage, "mount_findings", noting("options", found))
-    monkeypatch.setattr(doctor_storage, "file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr(findings, "mount_findings", noting("options", found))
+    monkeypatch.setattr(findings, "_folder", noting("folder", iter(())))
+    for module in (doctor_storage, findings):
+        monkeypatch.setattr(module, "file_system_type", lambda root: "nfs4")
     monkeypatch.setattr(doctor, "open_store", noting("store", MemoryStore()))
     monkeypatch.setattr(doctor, "examine_folder", lambda *_: iter(()))
-    findings = examine(deployment({"type": "nfs", "root_dir": str(tmp_path)}))
-    finding = one(findings, "mount options")
-    assert (finding.level, finding.fix) == ("problem", "mount -t nfs -o softerr S:/E /mnt")
-    assert order == ["options", "store"]
+    finding = one(examine(deployment({"type": "nfs", "root_dir": str(tmp_path)})), "mount options")
+    assert (finding.level, finding.fix) == ("warning", "mount -t nfs -o softerr S:/E /mnt")
+    assert order == ["options", "folder", "store"]
 
 
 def test_tiers_that_nothing_can_be_asked_of() -> None:
@@ -582,8 +580,13 @@ def test_tiers_that_nothing_can_be_asked_of() -> None:
         {"type": "X", "module_path": "m"},
         {"type": "s3", "bucket": "kvb", "embedded": True},
     ]
-    findings = examine(deployment(*tiers))
-    assert [f.level for f in findings if f.where.startswith("tiers")] == ["note"] * 3
+    found = [f for f in examine(deployment(*tiers)) if f.where.startswith("tiers")]
+    assert [(f.level, f.check) for f in found] == [
+        ("note", "storage"),
+        ("problem", "module_path"),
+        ("note", "options"),
+        ("problem", "embedded"),
+    ]
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -603,5 +606,56 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")]).exit_code == EXIT_BAD_INPUT
 
 
-def test_need_root(tmp_path: Path) -> None:
-    doctor_storage.need_root(FsTierConfig(root_dir=str(tmp_path / "absent")))
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [],
+        [{"type": "fs", "root_dir": "HERE/link"}],
+        [{"type": "fs", "root_dir": "HERE/file/x"}],
+        [{"type": "fs", "root_dir": "HERE/kv", "min_free": "900PiB", "ttl": "1s", "max_bytes": "900PiB"}],
+        [
+            {"type": "nfs", "root_dir": "HERE/none", "read_only": True},
+            {"type": "memory", "auth": "gmac", "keys_env": "X"},
+        ],
+        [{"type": "s3", "bucket": "kvb", "embedded": True, "request_timeout": "20s"}],
+        [{"type": "fsspec", "url": "nosuch://x/y"}, {"type": "Tier", "module_path": "no_such_module"}],
+        [{"type": "store", "module_path": "no_such_module"}, {"type": "memory", "lookup_total_s": "1ms"}],
+    ],
+    ids=lambda tiers: ",".join(tier["type"] for tier in tiers),
+)
+def test_doctor_finds_all_that_check_finds(tmp_path: Path, tiers: list[dict[str, Any]]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    here = [
+        {name: str(v).replace("HERE", str(tmp_path)) if name == "root_dir" else v for name, v in t.items()}
+        for t in tiers
+    ]
+    of_check = check.examine(deployment(*here)).findings
+    wanted = [finding for finding in of_check if finding.level in ("warning", "problem")]
+    assert wanted
+    found = examine(deployment(*here))
+    assert [finding for finding in wanted if finding not in found] == []
+    assert [finding for finding in found if finding.level == "problem" and not finding.fix] == []
+
+
+def test_every_error_has_a_fix(tmp_path: Path) -> None:
+    tiers = deployment(
+        fs(tmp_path),
+        {"type": "s3", "bucket": "kvb"},
+        {"type": "fsspec", "url": "gs://b"},
+        {"type": "store", "module_path": "m"},
+    ).tiers
+    errors = [
+        StorePermissionError("denied"),
+        StoreConfigError("no such bucket"),
+        StoreTimeoutError("5 s"),
+        StoreFullError("0 B"),
+        OSError(5, "I/O error"),
+    ]
+    for tier in tiers:
+        for error in errors:
+            assert isinstance(tier, TierConfig)
+            found = findings.of_error("tiers[0]", error, tier)
+            assert found.fix
+            assert "message" not in found.fix
+    assert findings.of_error("tiers[0]", StoreConfigError("it is wrong; write right")).fix == "write right"

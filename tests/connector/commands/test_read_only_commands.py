@@ -62,7 +62,7 @@ def test_what_would_write_is_refused(command: tuple[str, ...], said: str, config
 def test_check_says_so(config: str, root: Path) -> None:
     out = " ".join(ok("check", config).split())
     assert "Every stored block goes to each of these tiers that is not read_only" in out
-    assert "tiers[1]: only loads; the engines that write to its storage enforce the limits" in out
+    assert "only loads (read_only); the engines that write to its storage enforce the limits" in out
     root.rename(root.with_name("elsewhere"))
     code, out = run("check", config)
     assert code == 1

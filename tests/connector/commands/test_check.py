@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtiers.connector.commands import check, findings
+from kvtiers.connector.commands.check import find_problems
+from kvtiers.connector.commands.findings import Finding
+from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.config.deployment import parse_config
+from kvtiers.tiers.config.tier_options import S3TierConfig
+from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
+from tests.connector.commands.test_storage_commands import run
+from tests.identity import CONFIG, FakeSpec, block_key
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer to import a driver."""
+    monkeypatch.setattr(check, "TIERS_S_MAX", 300.0)
+
+
+def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "c.yaml"
+    text = (
+        (CONFIGS / "local-fs.yaml")
+        .read_text()
+        .replace("size: 1GiB", "size: 1MiB")
+        .replace("min_free: 1GiB", "min_free: 1")
+    )
+    config.write_text(text)
+    code, out = run("check", str(config))
+    assert code == 0
+    for part in ("1 MiB", "LRU", "tiers[0]", "fs", "xxh3_64"):
+        assert part in out
+    assert out.splitlines()[-1] == f"{config} is usable"
+    code, out = run("check", str(config), "--json")
+    assert code == 0
+    assert json.loads(out)["config"]["region"]["size"] == 1 << 20
+
+
+EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        f'{{type: fs, root_dir: /x, "{EVIL}": 1}}',
+        f'{{type: "{EVIL}"}}',
+        f'{{type: fs, root_dir: "relative/{EVIL}", max_bytes: "{EVIL}"}}',
+        f'{{type: fs, root_dir: /x, name: "{EVIL}", max_bytes: -1}}',
+    ],
+)
+def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f'region: {{size: 1MiB}}\n"{EVIL}": 1\ntiers:\n- {tier}\n')
+    code, out = run("check", str(config))
+    assert code == EXIT_BAD_INPUT
+    shown = "k\\x1b[2J\\u202e\\x9b1m[red]\\nOK, all is good"
+    assert f"  {shown}: is not a known key" in out
+    assert all(line.isprintable() for line in out.split("\n"))
+    assert not any(line.startswith("OK") for line in out.split("\n"))
+    assert shown in json.loads(run("check", str(config), "--json")[1])["errors"][0]
+
+
+def test_check_shows_what_a_good_file_names_as_it_is(tmp_path: Path) -> None:
+    config = tmp_path / "[red]c.yaml"
+    place = f'"{tmp_path}/{EVIL}"'
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {place}, min_free: 1}}\n")
+    code, out = run("check", str(config))
+    assert (code, "[red]c.yaml is usable" in out.replace("\n", "")) == (0, True)
+    assert all(line.isprintable() for line in out.split("\n"))
+
+
+def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    fs = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d}}"
+    url = f"{{type: fsspec, url: 'file://{tmp_path}/far', ttl: 12h}}"
+    free = f"{{type: fs, name: free, root_dir: {tmp_path}/free, min_free: 1}}"
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {fs}\n- {url}\n- {free}\n")
+    code, out = run("check", str(config))
+    assert code == 0
+    out = " ".join(out.split())
+    assert "all writers together store at most 10 GiB; above 95% of that the least recently used" in out
+    assert "blocks not used for 7d are removed; the storage is scanned every 10min" in out
+    assert "blocks not written for 12h are removed" in out
+    assert "nothing is ever removed; set max_bytes or ttl to bound it" in out
+
+
+def test_check_names_each_mistake(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: memory}\n- {type: memory, max_bytes: 10 Gigs}\n")
+    code, out = run("check", str(config))
+    assert code == EXIT_BAD_INPUT
+    assert "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB" in out
+    code, out = run("check", str(config), "--json")
+    assert code == EXIT_BAD_INPUT
+    assert json.loads(out) == {
+        "ok": False,
+        "verdict": "not usable: 1 mistake",
+        "errors": ["tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB"],
+    }
+
+
+def test_check_of_nothing(tmp_path: Path) -> None:
+    assert run("check")[0] == 2
+    code, out = run("check", str(tmp_path / "none.yaml"))
+    assert code == EXIT_BAD_INPUT
+    assert "cannot be read" in out
+
+
+def test_schema_for_editors() -> None:
+    code, out = run("check", "--schema")
+    assert code == 0
+    assert json.loads(out)["properties"].keys() == {
+        *("region", "blocks_per_chunk", "tiers", "handler", "metrics", "identity")
+    }
+
+
+def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    config = parse_config(
+        {
+            "region": {"size": "900PiB"},
+            "tiers": [
+                {"type": "fs", "root_dir": str(tmp_path / "file")},
+                {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": "900PiB"},
+            ],
+        }
+    )
+    found = find_problems(config)
+    assert [finding.split(":")[0] for finding in found] == ["region.size", "tiers[0].root_dir", "tiers[1].min_free"]
+    assert "--shm-size" in found[0]
+
+
+def test_storage_that_hangs_is_a_problem_and_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = Event()
+
+    def hang(*_: object) -> Iterator[Finding]:
+        assert answered.wait(120)
+        return iter(())
+
+    monkeypatch.setattr(findings, "_folder", hang)
+    # The time is up as soon as the other tier has answered.
+    monkeypatch.setattr(check, "wait", lambda asked, _: asked[1].result(120))
+    tiers = [fs(tmp_path / "kv"), {"type": "none_such", "module_path": "none_such"}]
+    try:
+        hung, absent = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+        assert hung == "tiers[0]: no answer within 300 s; check that the server is up and that the mount does not hang"
+        assert absent.startswith("tiers[1]")
+    finally:
+        answered.set()
+
+
+def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    for root, message in ((tmp_path / "link", "is a symbolic link"), (tmp_path / ("a" * 300), "File name too long")):
+        (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(root)]}))
+        assert found.startswith("tiers[0].root_dir: ")
+        assert message in found
+
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)  # a folder above it that may not be searched
+    (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
+    assert f"{tmp_path}/kv cannot be accessed by uid {os.getuid()}: Permission denied" in found
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        (
+            {"type": "memory", "auth": "gmac", "keys_file": "/nowhere/keys"},
+            ".keys_file: /nowhere/keys cannot be read: No such file or directory",
+        ),
+        (
+            {"type": "memory", "auth": "gmac", "keys_env": "NOT_SET"},
+            ".keys_env: environment variable NOT_SET is not set",
+        ),
+        ({"type": "memory", "encrypt": "aes-gcm", "keys_env": "NO_KEYS"}, ".keys_env: key 1 is not accepted"),
+        ({"type": "s3", "bucket": "kvb", "embedded": True}, ".embedded: only kvtiers demo has such a server"),
+        ({"type": "fsspec", "url": "nosuch://x/y"}, ".url: nosuch://: fsspec has no such driver"),
+        ({"type": "fsspec", "url": "simplecache::abfs://x/y"}, ".url: abfs://: the driver is not installed: pip inst"),
+        ({"type": "Tier", "module_path": "no_such_module"}, ".module_path: tier 'Tier' cannot be imported"),
+        ({"type": "Tier", "module_path": "json"}, ".type: module 'json' has no class 'Tier'"),
+        (
+            {"type": "JSONDecoder", "module_path": "json"},
+            ".type: <class 'json.decoder.JSONDecoder'> is not a Secondary",
+        ),
+        ({"type": "fs", "root_dir": "HERE/file/x"}, ".root_dir: HERE/file is not a folder"),
+        ({"type": "nfs", "root_dir": "HERE/file"}, ".root_dir: HERE/file is not a folder"),
+        ({"type": "nfs", "root_dir": "HERE/link"}, ".root_dir: HERE/link is a symbolic link"),
+    ],
+)
+def test_check_finds_what_an_engine_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setenv("NO_KEYS", "none")
+    given = {
+        name: value.replace("HERE", str(tmp_path)) if name == "root_dir" else value for name, value in tier.items()
+    }
+    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [given]})
+    (found,) = find_problems(deployment)
+    assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
+    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    with pytest.raises((ConfigError, StoreError)):
+        spec.get_manager()
+    spec.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "field"),
+    [
+        ("prometheus_client", {"metrics": {"port": 0}}, "metrics"),
+        ("opentelemetry", {"tiers": [{"type": "memory", "trace": True}]}, "tiers[0].trace"),
+        (
+            "cryptography",
+            {"tiers": [{"type": "memory", "auth": "gmac", "keys_env": "KEYS"}]},
+            "tiers[0].auth or encrypt",
+        ),
+    ],
+)
+def test_check_names_packages_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, module: str, config: dict[str, Any], field: str
+) -> None:
+    monkeypatch.setenv("KEYS", "a1" * 32)
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith((f"{module}.", "kvtiers.tiers.exporter", "kvtiers.tiers.blocks.protected"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}]} | config))
+    assert [(problem.split(": ")[0], "pip install 'kvtiers[" in problem) for problem in found] == [(field, True)]
+
+
+def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (check, findings):
+        monkeypatch.setattr(module, "file_system_type", lambda root: "nfs4")
+    for module, name in ((findings, "_folder"), (check, "_block_sizes")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a dead mount would hang here"))
+    tier = {"type": "nfs", "root_dir": str(tmp_path)}
+    assert find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})) == []
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("ext4", True), ("overlay", True), ("ceph", False), ("nfs4", False)])
+def test_an_nfs_tier_whose_mount_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
+) -> None:
+    for module in (
+        "kvtiers.connector.commands.check",
+        "kvtiers.connector.commands.findings",
+        "kvtiers.tiers.stores.files.mounts",
+    ):
+        monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
+    tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
+    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
+    said = f"root_dir: {tmp_path}/kv is not on an NFS mount ({kind})"
+    config = tmp_path / "c.json"
+    config.write_text(deployment.model_dump_json())
+    code, out = run("check", str(config))
+    assert (code, f"tiers[0].{said}" in out) == (0, is_told)
+    code, out = run("check", str(config), "--json")
+    assert [note.partition(";")[0] for note in json.loads(out)["notes"]] == [f"tiers[0].{said}"] * is_told
+    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    spec.get_manager()
+    spec.shutdown()
+    assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told
+
+
+def fs(root: Path) -> dict[str, Any]:
+    return {"type": "fs", "root_dir": str(root), "min_free": 0}
+
+
+def test_names_that_look_like_markup(tmp_path: Path) -> None:
+    config = tmp_path / "[b].yaml"
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0}}\n")
+    code, out = run("check", str(config))
+    assert code == 0
+    assert "[b].yaml is usable" in out
+
+
+def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that do not answer take seconds each."""
+    all_asked = Barrier(3)
+
+    def ask(tier: S3TierConfig) -> None:
+        all_asked.wait(120)
+        raise StoreUnavailableError(f"endpoint: {tier.name} does not answer; start it")
+
+    monkeypatch.setattr(findings, "_try_bucket", ask)
+    tiers = [{"type": "s3", "bucket": f"kv-{name}", "name": name} for name in ("c", "a", "b")]
+    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+    assert found == [
+        f"tiers[{n}]: endpoint: {name} does not answer; start it" for n, name in enumerate(("c", "a", "b"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "code", "verdict"),
+    [
+        ([{}], 0, "usable"),
+        ([], 0, "usable, with 1 warning"),
+        ([{"ttl": "30s", "lookup_total_s": "100ms"}], 0, "usable, with 2 warnings"),
+        ([{"min_free": "900PiB"}], EXIT_FAILED, "not usable: tiers[0].min_free"),
+        (
+            [{"auth": "gmac", "keys_env": "NOT_SET", "min_free": "900PiB"}, {"min_free": "900PiB", "ttl": "1s"}],
+            EXIT_FAILED,
+            "not usable: tiers[0].keys_env, tiers[0].min_free, tiers[1].min_free",
+        ),
+        ([{"max_bites": 1}, {"ttl": "soon"}], EXIT_BAD_INPUT, "not usable: 2 mistakes"),
+        ([{"root_dir": "server:/export"}], EXIT_BAD_INPUT, "not usable: 1 mistake"),
+    ],
+)
+def test_the_verdict_comes_last(
+    tmp_path: Path, tiers: list[dict[str, Any]], code: int, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "c.yaml"
+    written = [fs(tmp_path / f"kv{n}") | tier for n, tier in enumerate(tiers)]
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": written}))
+    got, out = run("check", str(config))
+    assert (got, out.splitlines()[-1]) == (code, f"{config} is {verdict}")
+    got, out = run("check", str(config), "--json")
+    assert (got, json.loads(out)["ok"], json.loads(out)["verdict"]) == (code, code == 0, verdict)
+
+
+def test_contradicting_options_are_told_with_what_to_write(tmp_path: Path) -> None:
+    same = {"gc_low": 0.5, "gc_high": 0.5, "max_bytes": "1MiB"}
+    s3 = {"type": "s3", "bucket": "kvb", "n_threads_max": 4, "request_timeout": "20s", "connect_timeout": "30s"}
+    tiers = parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path) | same | {"ttl": "1m"}, s3]}).tiers
+    told = [[": ".join(one) for one in tier.contradictions()] for tier in tiers]  # type: ignore[union-attr]
+    assert told == [
+        [
+            "ttl: 1m is less than gc_every_s = 10m, so blocks stay for up to 11m: write gc_every_s: 1m, or a longer "
+            "ttl",
+            "gc_low: 0.5 equals gc_high, so the collector starts again for every few blocks: write a lower gc_low, "
+            "such as 0.45",
+        ],
+        [
+            "n_threads_max: 4 is less than n_read_threads or n_write_threads, and has no effect: write at least 8, or "
+            "fewer threads",
+            "connect_timeout: 30s is more than request_timeout = 20s, which ends the operation first: write at most "
+            "20s, or raise request_timeout",
+            "request_timeout: 20s is more than job_deadline_s = 15s, which ends the operation first: write at most "
+            "15s, or raise job_deadline_s",
+        ],
+    ]
+
+
+def test_defaults_do_not_contradict() -> None:
+    places = [fs(Path("/a")), fs(Path("/b")) | {"type": "nfs"}, {"type": "s3", "bucket": "kvb"}, {"type": "memory"}]
+    places += [{"type": "fsspec", "url": "gs://b"}, {"type": "store", "module_path": "m"}]
+    for place in places:
+        limits = {} if place["type"] == "memory" else {"max_bytes": "1GiB", "ttl": "7d"}
+        tier = parse_config({"region": {"size": "1MiB"}, "tiers": [place | limits]}).tiers[0]
+        assert list(tier.contradictions()) == []  # type: ignore[union-attr]
+
+
+def test_a_limit_beyond_the_disk_is_told_what_to_write(tmp_path: Path) -> None:
+    tier = fs(tmp_path / "kv") | {"max_bytes": "900PiB", "min_free": "1MiB"}
+    examined = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    (warning,) = examined.texts("warning")
+    assert warning.startswith("tiers[0].max_bytes: 921600.0 TiB is more than the file system of ")
+    limit = warning.rpartition("write at most ")[2]
+    assert check.examine(
+        parse_config({"region": {"size": "1MiB"}, "tiers": [tier | {"max_bytes": limit}]})
+    ).verdict() == ("usable")
+
+
+def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "a1" * 32)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "c.yaml"
+    options = {"name": "near", "isolation": "thread", "job_deadline_s": "20s", "auth": "gmac", "keys_env": "KEYS"}
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(Path("kv")) | options]}))
+    code, out = run("check", "c.yaml")
+    assert code == 0
+    for part in (
+        f"tiers[0] near: fs, {tmp_path}/kv", "isolation thread", "on a job after 20s", "lookups after 200ms",
+        "auth gmac, encrypt none, keys from the variable KEYS",
+    ):  # fmt: skip
+        assert part in " ".join(out.split())
+    assert "a1a1" not in out
+
+
+def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Path) -> None:
+    region = memoryview(bytearray(1 << 20)).cast("b", (1, 1 << 20))
+    tier = FileSystemTierManager(FakeSpec(), region, "fs", str(tmp_path / "kv"), min_free=0)
+    tier.store.put(tier.mapper.relative_name(block_key(1)), [region])
+    tier.shutdown()
+    model = str(tier.mapper.get_run_config()["model_name"])
+    config = tmp_path / "c.yaml"
+    for size, room in (("4MiB", 4), ("64KiB", 0)):
+        config.write_text(yaml.safe_dump({"region": {"size": size}, "tiers": [fs(tmp_path / "kv")]}))
+        code, out = run("check", str(config))
+        out = " ".join(out.split())
+        assert (code, f"holds blocks of {model}, 1 MiB each: the region has room for about {room}" in out) == (
+            0,
+            True,
+        ), out
+        assert ("write at least 16MiB for this model" in out) == (room == 0)

@@ -1,0 +1,462 @@
+"""What a configuration's mistakes are told as, variables, units and relative paths."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config, parse_config, parse_tier
+from kvtiers.tiers.config.mistakes import _schema_at, _schema_of
+from kvtiers.tiers.config.tier_options import TIER_MODELS
+from kvtiers.tiers.config.values import parse_duration, parse_size, show_duration, show_size
+from kvtiers.tiers.config.variables import escape, expand
+from kvtiers.tiers.errors import ConfigError
+
+REGION = {"size": "64MiB"}
+FS = {"type": "fs", "root_dir": "/kv"}
+S3 = {"type": "s3", "bucket": "bucket"}
+CANARY = "CANARYCANARY"
+
+
+def told(data: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data)
+    return str(caught.value)
+
+
+def told_of(tier: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_tier(tier)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"region": REGION, "Tiers": []}, "Tiers: is not a known key; did you mean tiers?"),
+        (
+            {"region": REGION, "blocks-per-chunk": 1},
+            "blocks-per-chunk: is not a known key; did you mean blocks_per_chunk?",
+        ),
+        ({"region": {"size": 1 << 20, "evict_policy": "lru"}}, "did you mean eviction_policy?"),
+        ({"region": REGION, "identity": {"ignored": []}}, "identity.ignored: is not a known key; did you mean ignore?"),
+        ({"region": REGION, "metrics": {"adress": "::1"}}, "metrics.adress: is not a known key; did you mean address?"),
+        (
+            {"region": REGION, "handler": {"pinned": True}},
+            "handler.pinned: is not a known key; accepted: kernel_copies_min, ",
+        ),
+        ({"region": REGION, "tiers": [FS | {"max_byte": 1}]}, "tiers[0].max_byte: is not a known key; did you mean"),
+        (
+            {"region": REGION, "tiers": [FS | {"size": "1GiB"}]},
+            "tiers[0].size: is not a known key; did you mean max_bytes?",
+        ),
+        ({"region": REGION, "tiers": [FS | {"zzz": 1}]}, "tiers[0].zzz: is not a known key; accepted: absent_"),
+        ({"region": REGION, "tiers": [FS | {"bucket": "b"}]}, "bucket: is not a known key here; it belongs to"),
+        (
+            {"region": REGION, "eviction_policy": "lru"},
+            "eviction_policy: is not a known key here; it belongs in region",
+        ),
+        ({"region": REGION, "root_dir": "/x"}, "root_dir: is not a known key here; it belongs in tiers"),
+        ({"region": REGION, "tiers": [{"type": "nsf"}]}, "'nsf' is not a tier type; did you mean nfs? (accepted: fs, "),
+        ({"region": REGION, "tiers": [{"type": "redis"}]}, "'redis' is not a tier type; accepted: fs, fsspec, "),
+        ({"region": REGION, "tiers": {"type": "fs"}}, "tiers: a mapping is not a list of tiers; begin each"),
+        ({"region": REGION, "tiers": None}, "tiers: nothing is not a list of tiers; begin each"),
+        ({"region": REGION, 1: 2}, "1: is not a text; keys are text"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": "a" * 4000}]}, "' is too long; write at most 3072 characters"),
+        (
+            {"region": REGION, "tiers": [S3 | {"ca_bundle": ""}]},
+            "ca_bundle: '' is too short; write at least 1 character(s)",
+        ),
+        ({"region": REGION, "tiers": [{"type": "fsspec"}]}, "tiers[0].url: is required; write a URL"),
+    ],
+)
+def test_unknown_keys_and_types_are_told_what_was_meant(data: object, expected: str) -> None:
+    assert expected in told(data)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "access_key_id",
+        "secret_access_key",
+        "aws_secret_access_key",
+        "session_token",
+        "password",
+        "AccessKey",
+        "api_key",
+        "account_key",
+        "sas_token",
+        "connection_string",
+        "client_secret",
+        "credentials",
+    ],
+)
+def test_credentials_are_told_where_they_belong_and_are_not_repeated(name: str) -> None:
+    places: list[tuple[object, str]] = [
+        ({"region": REGION, name: CANARY}, name),
+        ({"region": REGION | {name: CANARY}}, f"region.{name}"),
+        *(({"region": REGION, "tiers": [tier | {name: CANARY}]}, f"tiers[0].{name}") for tier in (FS, S3)),
+    ]
+    for data, path in places:
+        message = told(data)
+        assert message.startswith(f"{path}: is not a known key; credentials do not belong here: ")
+        assert CANARY not in message
+    assert "AWS_SECRET_ACCESS_KEY" in told_of(S3 | {name: CANARY})
+    assert "storage_options" in told_of({"type": "fsspec", "url": "gs://b", name: CANARY})
+
+
+def test_keys_for_anchors_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "x-limits: &limits {max_bytes: 1GiB, ttl: 1d}\n"
+        "region: {size: 1MiB}\ntiers: [{<<: *limits, type: fs, root_dir: /kv}]"
+    )
+    (tier,) = load_config(path).tiers
+    assert (dict(tier)["max_bytes"], dict(tier)["ttl"]) == (1 << 30, 86_400)
+    assert "tiers[0].x-foo: is not a known key" in told({"region": REGION, "tiers": [FS | {"x-foo": 1}]})
+
+
+# ---- sizes and durations ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("10s", 10), ("1.5 s", 1.5), ("2m", 120), ("2min", 120), ("3h", 10_800), (7, 7)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+DURATIONS = [
+    ("promotion_wait_s", "region"),
+    *(
+        (name, tier_type)
+        for tier_type, model in TIER_MODELS.items()
+        for name in model.model_fields
+        if name.endswith(("_s", "_timeout")) or name == "ttl"
+    ),
+]
+PLACES: dict[str, dict[str, Any]] = {
+    "fs": {"root_dir": "/kv"},
+    "nfs": {"root_dir": "/kv"},
+    "s3": {"bucket": "bucket"},
+    "fsspec": {"url": "gs://b/kv"},
+    "memory": {},
+    "store": {"module_path": "my_stores"},
+}
+
+
+@pytest.mark.parametrize(("name", "where"), DURATIONS)
+def test_every_duration_takes_units(name: str, where: str) -> None:
+    for text, seconds in (("3s", 3), ("3", 3), (3, 3), ("3000ms", 3)):
+        if where == "region":
+            assert getattr(parse_config({"region": {**REGION, name: text}}).region, name) == seconds
+        else:
+            assert getattr(parse_tier({"type": where, **PLACES[where], name: text}), name) == seconds
+
+
+def test_a_duration_is_corrected_in_its_own_unit() -> None:
+    for text, better in (
+        ("10 secs", "10s"),
+        ("5 minutes", "5m"),
+        ("2 Hours", "2h"),
+        ("7 days", "7d"),
+        ("50 MS", "50ms"),
+    ):
+        with pytest.raises(ValueError, match=f"is not a duration; write {better}$"):
+            parse_duration(text)
+    wrong: list[Any] = ["much", "", "1,5s", "2 months", "1:30", None, True, [], "-1s", "1e3"]
+    for value in wrong:
+        with pytest.raises(ValueError, match="write a number and a unit, such as 500ms, 10s, 30m, 12h or 7d$"):
+            parse_duration(value)
+    for outside in (-1, float("nan"), float("inf"), 10**400, "200000w"):
+        with pytest.raises(ValueError, match="out of range"):
+            parse_duration(outside)
+
+
+def test_a_value_out_of_range_is_told_the_fields_range() -> None:
+    assert told_of(FS | {"job_deadline_s": "2d"}) == (
+        "job_deadline_s: '2d' is not accepted; write a duration above 0s, up to 1d"
+    )
+    assert told_of(FS | {"ttl": "500ms"}) == "ttl: '500ms' is not accepted; write a duration from 1s to 36500d, or null"
+    assert told_of(FS | {"task_bytes": -1}) == "task_bytes: -1 is not accepted; write a size from 1 to 1024PiB"
+    assert told_of(FS | {"gc_low": 2}) == "gc_low: 2 is not accepted; write a number above 0, up to 1"
+    assert told_of(S3 | {"retries": "x"}) == "retries: 'x' is not accepted; write a whole number from 0 to 20"
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_size_that_is_shown_can_be_written(size: int) -> None:
+    assert parse_size(show_size(size)) == size
+
+
+@given(st.integers(0, 10**12))
+def test_a_duration_that_is_shown_can_be_written(milliseconds: int) -> None:
+    assert parse_duration(show_duration(milliseconds / 1000)) == pytest.approx(milliseconds / 1000)
+
+
+# ---- variables -------------------------------------------------------------------------------------------------------
+
+
+def test_variables_are_expanded_in_every_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SIZE": "2GiB", "TTL": "2d", "NAME": "near", "ROOT": "/mnt/kv", "N": "7", "TYPE": "fs"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NOT_SET", "EMPTY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv("NOT_SET")
+    tier = {
+        "type": "${TYPE}",
+        "root_dir": "${ROOT}/${NOT_SET:-model}/$$x",
+        "max_bytes": "$SIZE",
+        "ttl": "$TTL",
+        "name": "${NAME}-${EMPTY:-1}",
+        "n_read_threads": "$N",
+        "durability": "${NOT_SET:-data}",
+    }
+    config = parse_config({"region": {"size": "${NOT_SET:-64MiB}"}, "identity": {"ignore": ["a_$N"]}, "tiers": [tier]})
+    (got,) = config.tiers
+    names = ("root_dir", "max_bytes", "ttl", "name", "n_read_threads", "durability")
+    assert [getattr(got, name) for name in names] == ["/mnt/kv/model/$x", 2 << 30, 172_800, "near-1", 7, "data"]
+    assert (config.region.size, config.identity.ignore) == (64 << 20, ("a_7",))
+
+
+def test_what_was_expanded_is_not_expanded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier is parsed again by each constructor, and a dump may be loaded again."""
+    monkeypatch.setenv("HOME", "/elsewhere")
+    monkeypatch.setenv("PASSWORD", "a$HOME")
+    tier = parse_tier(FS | {"root_dir": "/$$HOME/a"})
+    url = parse_tier({"type": "fsspec", "url": "sftp://me:$PASSWORD@host/kv"})
+    assert (tier.root_dir, url.url) == ("/$HOME/a", "sftp://me:a$HOME@host/kv")  # type: ignore[union-attr]
+    for again in (dict(tier), tier.model_dump(mode="json")):
+        assert parse_tier(again) == tier
+    assert parse_tier(dict(url)) == url
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        (FS | {"max_bytes": "$NOT_SET"}, "max_bytes: '$NOT_SET' names the variable $NOT_SET, which is not set;"),
+        (FS | {"name": "a${EMPTY}"}, "name: 'a${EMPTY}' names the variable ${EMPTY}, which is empty"),
+        (FS | {"root_dir": "/a/${B"}, "root_dir: '/a/${B' has a '${' that begins no variable"),
+        ({"type": "$NOT_SET"}, "type: '$NOT_SET' names the variable $NOT_SET, which is not set"),
+        (FS | {"max_bytes": "$SECRET"}, "max_bytes: '$SECRET', with its variables replaced, is not a size;"),
+        (FS | {"isolation": "$SECRET"}, "isolation: '$SECRET', with its variables replaced, is not accepted;"),
+        (FS | {"auth": "gmac", "keys_env": "$SECRET"}, "keys_env: a text is not accepted; write a var"),
+    ],
+)
+def test_a_variable_that_does_not_fit_is_named_without_its_value(
+    monkeypatch: pytest.MonkeyPatch, tier: dict[str, Any], expected: str
+) -> None:
+    monkeypatch.setenv("SECRET", CANARY)
+    monkeypatch.setenv("EMPTY", "")
+    message = told_of(tier)
+    assert message.startswith(expected)
+    assert CANARY not in message
+
+
+def test_what_drivers_get_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "b")
+    tier = parse_tier({"type": "fsspec", "url": "gs://$A", "storage_options": {"token": "pa$A$$"}})
+    assert (dict(tier)["url"], dict(tier)["storage_options"]) == ("gs://b", {"token": "pa$A$$"})
+    assert dict(parse_tier({"type": "Mine", "module_path": "m", "x": "$A"}))["x"] == "$A"
+
+
+@given(st.text(alphabet="a$${}:-_@/?"))
+def test_escaped_text_stands_for_itself(text: str) -> None:
+    assert expand(escape(text), {}) == text
+
+
+def test_editors_accept_variables() -> None:
+    import jsonschema
+
+    tier = FS | {"max_bytes": "$SIZE", "n_read_threads": "${N:-4}", "ttl": "$TTL", "name": "kv-$NAME"}
+    jsonschema.validate({"region": {"size": "$S"}, "tiers": [tier], "x-any": 1}, json_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"region": {"size": "$S"}, "tiers": [tier | {"isolation": "nonsense"}]}, json_schema())
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_relative_path_is_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    tiers = [
+        {"type": "fs", "root_dir": "kv", "auth": "gmac", "keys_file": "keys"},
+        {"type": "nfs", "root_dir": "../mnt"},
+        S3 | {"ca_bundle": "./ca.pem"},
+        {"type": "fsspec", "url": "file://far"},
+        {"type": "fsspec", "url": "near"},
+        {"type": "fsspec", "url": "simplecache::gs://b/kv"},
+    ]
+    (tmp_path / "etc" / "c.yaml").write_text(yaml.safe_dump({"region": REGION, "tiers": tiers}))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config("../etc/c.yaml")
+    got = [dict(tier) for tier in config.tiers]
+    etc = f"{tmp_path}/etc"
+    assert (got[0]["root_dir"], got[0]["keys_file"]) == (f"{etc}/kv", f"{etc}/keys")
+    assert (got[1]["root_dir"], got[2]["ca_bundle"]) == (f"{tmp_path}/mnt", f"{etc}/ca.pem")
+    assert [tier["url"] for tier in got[3:]] == [f"file://{etc}/far", f"{etc}/near", "simplecache::gs://b/kv"]
+    assert [parse_tier(tier) for tier in got] == list(config.tiers)
+
+
+def test_a_path_in_options_is_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like every path on a command line: vLLM's options have no file."""
+    monkeypatch.chdir(tmp_path)
+    assert dict(parse_tier({"type": "fs", "root_dir": "kv"}))["root_dir"] == f"{tmp_path}/kv"
+
+
+@pytest.mark.parametrize("export", ["server:/export", "10.0.0.1:/a/b", "[fe80::1]:/e", "kv-1.local:/"])
+def test_an_export_is_told_to_be_mounted(export: str) -> None:
+    message = told_of({"type": "nfs", "root_dir": export})
+    assert message.startswith(f"root_dir: '{export}' is an NFS export, not a folder; mount it (mount -t nfs {export} ")
+    assert dict(parse_tier({"type": "nfs", "root_dir": f"./{export}"}))["root_dir"].endswith(export.rstrip("/"))
+    assert "is a URL, not a folder" in told_of({"type": "fs", "root_dir": "s3://bucket/kv"})
+
+
+def test_a_buckets_url_is_told_as_options() -> None:
+    assert told_of({"type": "s3", "bucket": "s3://b1/a/b/"}) == (
+        "bucket: 's3://b1/a/b/' is a URL; write bucket: b1 and prefix: a/b"
+    )
+    assert told_of({"type": "s3", "bucket": "s3://b1"}) == "bucket: 's3://b1' is a URL; write bucket: b1"
+    assert CANARY not in told_of({"type": "s3", "bucket": f"s3://me:{CANARY}@b1/a"})
+
+
+# ---- the YAML --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ": is empty; it must be a mapping with the keys blocks_per_chunk, handler, "),
+        ("# nothing\n", ": is empty; it must be"),
+        (
+            "region:\n\tsize: 1MiB\n",
+            "a line is indented with a tab, which YAML does not allow; use spaces (line 2, column 1)",
+        ),
+        (
+            "region:\n  size: 1MiB\n\ttiers: []\n",
+            "a line is indented with a tab, which YAML does not allow; use spaces",
+        ),
+        (
+            "region: {size: 1MiB}\ntiers: []\ntiers: []\n",
+            "the key 'tiers' occurs twice, first in line 2 (line 3, column 1)",
+        ),
+    ],
+)
+def test_mistakes_in_the_yaml(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(str(path))
+    assert expected in str(caught.value)
+
+
+# ---- any mistake -----------------------------------------------------------------------------------------------------
+
+GOOD: list[dict[str, Any]] = [
+    {
+        "region": {"size": "64MiB", "eviction_policy": "arc", "promotion_wait_s": 0.5, "instance_id": "a"},
+        "blocks_per_chunk": 4,
+        "handler": {"method": "copy", "store_kernel_bytes_max": "28KiB", "kernel_copies_min": 16, "pin": False},
+        "metrics": {"port": 9400, "address": "127.0.0.1"},
+        "identity": {"ignore": ["VLLM_X"]},
+        "tiers": [
+            FS
+            | {"name": "near", "max_bytes": "10GiB", "ttl": "7d", "gc_high": 0.9, "read_only": False, "auth": "none"},
+            S3 | {"region": "us-east-1", "request_timeout": "5s", "retries": 2, "verify": True, "checksum": "sha256"},
+        ],
+    },
+    {"region": {"size": 4096}, "tiers": [{"type": "nfs", "root_dir": "/mnt/kv", "min_free": "1GiB", "shutdown_s": 3}]},
+    {"region": {"size": "1MiB"}, "tiers": [{"type": "memory", "trace": False, "lookup_deadline_s": "200ms"}]},
+    {
+        "region": {"size": "1GiB"},
+        "tiers": [
+            {"type": "fsspec", "url": "gs://b/kv", "storage_options": {"project": "p"}, "worker_memory": "1GiB"},
+            {"type": "store", "module_path": "my_stores", "options": {"path": "/x"}, "isolation": "auto"},
+        ],
+    },
+]
+
+
+def paths_of(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every key that a model reads."""
+    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    found = []
+    for name, value in children:
+        if isinstance(name, str):
+            found.append((*path, name))
+        if name not in ("options", "storage_options", "ignore"):
+            found += paths_of(value, (*path, name))
+    return found
+
+
+def schema_of(config: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
+    if path[0] == "tiers" and len(path) > 1:
+        return _schema_at(_schema_of(TIER_MODELS[config["tiers"][path[1]]["type"]]), path[2:])
+    return _schema_at(_schema_of(DeploymentConfig), path)
+
+
+def wrong_values(schema: dict[str, Any]) -> list[Any]:
+    options = schema.get("anyOf", [schema])
+    kinds = {
+        kind for each in options for kind in ([each["type"]] if isinstance(each.get("type"), str) else each["type"])
+    }
+    wrong: list[Any] = [b"\xff"]
+    wrong += [] if "array" in kinds else [["x"]]
+    wrong += [] if "object" in kinds else [{"x": "y"}]
+    if not kinds & {"string"} or {"integer", "number"} & kinds:
+        wrong += ["many", "-1 potato"]
+    if {"integer", "number", "object", "array"} & kinds:
+        wrong += [True]
+    for each in options:
+        if "minimum" in each or "exclusiveMinimum" in each:
+            wrong.append(each.get("minimum", each.get("exclusiveMinimum")) - 1)
+        if "maximum" in each:
+            wrong.append(each["maximum"] + 1)
+        if "enum" in each or "const" in each or "pattern" in each:
+            wrong += ["no such/value", 10**30 if "enum" in each else "\n"]
+    return wrong
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_single_mistake_names_its_field(data: st.DataObject) -> None:
+    config = copy.deepcopy(data.draw(st.sampled_from(GOOD)))
+    parse_config(config)
+    path = data.draw(st.sampled_from(paths_of(config)))
+    owner: Any = config
+    for part in path[:-1]:
+        owner = owner[part]
+    name = path[-1]
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(name) - 1))
+        letter = data.draw(st.sampled_from("qxQ _-é\x1b"))
+        wrong_name = data.draw(st.sampled_from([name[:at] + name[at + 1 :], name[:at] + letter + name[at:]]))
+        if not wrong_name or wrong_name in schema_of(config, path[:-1] or ("region",)).get("properties", {}):
+            return
+        if (len(path) == 1 and (wrong_name.startswith("x-") or wrong_name in DeploymentConfig.model_fields)) or (
+            name == "type" and "module_path" in owner
+        ):
+            return
+        owner[wrong_name] = owner.pop(name)
+        expected = {name, wrong_name.encode("unicode_escape").decode(), wrong_name}
+    else:
+        owner[name] = data.draw(st.sampled_from(wrong_values(schema_of(config, path))))
+        if name == "type" and "module_path" in owner and isinstance(owner[name], str):
+            return  # a class in that module
+        expected = {name}
+    message = told(config)  # anything but a ConfigError is a traceback for the user
+    fields = [line.partition(": ")[0] for line in message.splitlines()]
+    assert any(field.rpartition(".")[2] in expected or field in expected for field in fields), (fields, message)
+    assert message.isprintable() or "\n" in message
+    json.dumps(message)
