@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kvtiers.connector.commands.output import answer
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
 from kvtiers.connector.region.region_file import free_bytes
 from kvtiers.tiers.builtin import make_seal
@@ -61,7 +62,7 @@ def check(
         deployment = load_config(config, SecondaryTierFactory.tier_types())
     except KVTiersError as e:
         if as_json:
-            print(json.dumps({"ok": False, "errors": str(e).split("\n")}))
+            answer(None, ok=False, errors=str(e).split("\n"))
         else:
             make_console().print(f"[red]{cell(str(config))} is not accepted:[/red]")
             for line in str(e).split("\n"):
@@ -70,8 +71,7 @@ def check(
     findings = find_problems(deployment)
     notes = _find_notes(deployment)
     if as_json:
-        result = {"ok": not findings, "config": deployment.model_dump(), "findings": findings, "notes": notes}
-        print(json.dumps(result))
+        answer({"config": deployment.model_dump(), "findings": findings, "notes": notes}, ok=not findings)
     else:
         _describe(config, deployment, findings, notes)
     if findings:

@@ -6,11 +6,14 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
+from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.places import human_age, human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.namespace import open_namespace
@@ -32,6 +35,15 @@ NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
 def run(*args: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(args))
     return result.exit_code, result.output
+
+
+def result_of(out: str) -> dict[str, Any]:
+    """The result in the JSON document that a command printed, perhaps between lines of standard error."""
+    (line,) = (line for line in out.splitlines() if line.startswith('{"command"'))
+    document = json.loads(line)
+    jsonschema.validate(document, document_schema(document["command"]))
+    assert isinstance(document["result"], dict)
+    return document["result"]
 
 
 def ok(*args: str) -> str:
@@ -65,7 +77,7 @@ def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -
         os.utime(root / name, (0, 0))
     config = write_config(root)
     assert "of unknown age: 3 blocks" in ok("du", config)
-    (found, *_) = json.loads(ok("du", config, "--json"))["tiers"]
+    (found, *_) = result_of(ok("du", config, "--json"))["tiers"]
     assert (found["ages"]["unknown"]["blobs"], found["ages"]["older"]["blobs"]) == (3, 0)
 
 
@@ -111,7 +123,7 @@ def test_du(root: Path) -> None:
     out = ok("du", write_config(root, "max_bytes: 1MiB"))
     assert "10 blocks, 40 KiB, not measured yet of max_bytes 1 MiB" in out
     assert NAMESPACE[:20] in out
-    (tier,) = json.loads(ok("du", write_config(root), "--json"))["tiers"]
+    (tier,) = result_of(ok("du", write_config(root), "--json"))["tiers"]
     assert tier["blocks"] == {"blobs": 10, "bytes": 10 * SIZE}
     assert [(group["namespace"], group["rank"], group["group"], group["blobs"]) for group in tier["groups"]] == [
         (NAMESPACE, 0, 0, 5),
@@ -128,7 +140,7 @@ def test_gc(root: Path) -> None:
     assert len(list(root.rglob("*.bin"))) == 10
     assert "removed by ttl: 4 blocks, 16 KiB" in ok("gc", config)
     assert {str(path.relative_to(root)) for path in root.rglob("*.bin")} == set(NAMES[:6])
-    (tier,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    (tier,) = result_of(ok("gc", config, "--json"))["tiers"]
     assert tier["removed_blobs"] == {"ttl": 0, "capacity": 0}
     assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
 
@@ -165,7 +177,7 @@ def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("kvtiers.connector.commands.storage._run", lambda collector, dry_run, lease_s: collector.run())
     assert Lease(LocalStore(root), "another").try_acquire()
     assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
-    (result,) = json.loads(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
+    (result,) = result_of(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
     assert result["skipped"] == "another collector is at work"
     assert len(list(root.rglob("*.bin"))) == 10
 
@@ -174,7 +186,7 @@ def test_gc_that_gives_up_to_another_collector_says_so(root: Path, monkeypatch: 
     monkeypatch.setattr("kvtiers.tiers.capacity.collector.publish_measured", lambda *_: False)
     config = write_config(root, "ttl: 5.5h")
     assert "another collector has measured meanwhile" in ok("gc", config)
-    (result,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    (result,) = result_of(ok("gc", config, "--json"))["tiers"]
     assert result["gave_up"]
 
 
@@ -299,8 +311,7 @@ def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
     assert "is not there; an engine makes it" in out.replace("\n", " ")
     assert (NAMES[0] if command == "ls" else "far at ") in out
     if command != "ls":
-        shown = run(command, str(path), "--json")[1]
-        near_result, far_result = json.loads(shown[shown.index('{"tiers"') :])["tiers"]
+        near_result, far_result = result_of(run(command, str(path), "--json")[1])["tiers"]
         assert "is not there" in near_result["error"]
         assert "error" not in far_result
 

@@ -34,7 +34,7 @@ from kvtiers.tiers.tools.block_reader import BlockReader
 from kvtiers.tiers.tools.inventory import parse_block_name
 from kvtiers.tiers.tools.verify import UnitResult, Verifier, find_units
 from kvtiers.tiers.tools.verify_processes import verify_units
-from tests.connector.commands.test_storage_commands import ok
+from tests.connector.commands.test_storage_commands import ok, result_of
 from tests.connector.commands.test_storage_commands import run as run_command
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
@@ -72,7 +72,7 @@ run = partial(run_command, "verify")
 
 def run_json(*args: str) -> dict[str, Any]:
     _, out = run(*args, "--json")
-    (tier,) = json.loads(out)["tiers"]
+    (tier,) = result_of(out)["tiers"]
     assert isinstance(tier, dict)
     return tier
 
