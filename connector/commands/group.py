@@ -120,7 +120,7 @@ class LazyCommand(TyperCommand):
         super().__init__(name, short_help=summary, help=summary)
 
     @property
-    def params(self) -> list[Any]:  # type: ignore[override]
+    def params(self) -> list[Any]:
         """The command's parameters. Loads the command."""
         return list(self.load().params)
 

@@ -55,6 +55,7 @@ class Ticker:
             TimeElapsedColumn(),
             *([TextColumn("left:"), TimeRemainingColumn()] if is_known else []),
             console=console,
+            get_time=time.monotonic,
             transient=True,
             disable=not console.is_terminal or not session().shows_progress,
         )

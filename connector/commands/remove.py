@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -21,9 +24,17 @@ from kvtiers.connector.commands.output import (
 )
 from kvtiers.connector.commands.places import Place, open_places
 from kvtiers.connector.commands.session import EXIT_FAILED, session
+from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.tools.inventory import Share
-from kvtiers.tiers.tools.namespaces import NamespaceRemoval, blocks_of, is_of_model, namespace_names
+from kvtiers.tiers.tools.namespaces import (
+    NamespaceRemoval,
+    blocks_of,
+    identity_files,
+    is_of_model,
+    namespace_names,
+    rank_folders,
+)
 
 MAY_WRITE = "an engine that runs with this namespace may write to it again"
 
@@ -92,7 +103,7 @@ class _Plan:
 def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         chosen = [name for name in namespace_names(store) if name in names or _is_of(store, name, models)]
-        blocks = {}
+        blocks: dict[str, Share] = {}
         seen = 0
         for name in chosen:
             share = blocks[name] = Share()
@@ -101,6 +112,8 @@ def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
                 seen += 1
                 if seen % 1000 == 0:
                     ticker.count(seen)
+            if not share.blobs and not identity_files(store, name):
+                del blocks[name]  # only a foreign file or an empty folder
     return _Plan(place, blocks)
 
 
@@ -126,7 +139,17 @@ def _remove(plan: _Plan) -> list[NamespaceRemoval]:
         for name in plan.blocks:
             done.append(NamespaceRemoval.of(store, name))
             done[-1].run(tell)
+        folders = [folder for folder in rank_folders(store) if folder.rpartition("_r")[0] in plan.blocks]
+    _remove_empty(plan.place, [*folders, *plan.blocks])
     return done
+
+
+def _remove_empty(place: Place, folders: list[str]) -> None:
+    """Remove the folders that are empty now. A put that needs one of them makes it again."""
+    if isinstance(place.config, FsTierConfig | NfsTierConfig):
+        for folder in folders:
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(os.path.join(place.config.root_dir, folder))
 
 
 def _result(plan: _Plan, removals: list[NamespaceRemoval], *, dry_run: bool) -> dict[str, Any]:
@@ -169,7 +192,7 @@ def _show_result(result: dict[str, Any]) -> None:
         note(f"{MAY_WRITE}; max_bytes counts the removed bytes until the next collection (kvtiers gc)")
 
 
-def _sum(shares: Any) -> Share:
+def _sum(shares: Iterable[Share]) -> Share:
     total = Share()
     for share in shares:
         total.blobs += share.blobs

@@ -9,11 +9,9 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
 
 from kvtiers.connector.commands.options import AsJson, TierName
-from kvtiers.connector.commands.output import Results, cell, complain, human_age, human_bytes, refuse, say
-from kvtiers.connector.commands.output import show as print_table
+from kvtiers.connector.commands.output import Results, complain, human_age, human_bytes, refuse, say
 from kvtiers.connector.commands.places import Place, open_places
 from kvtiers.connector.commands.session import CONFIG_VARIABLE
 from kvtiers.connector.commands.storage import utc
@@ -129,13 +127,15 @@ def _describe_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> dict
 
 def _describe_namespace(store: Store, name: str) -> list[dict[str, Any]]:
     identities = list(read_identities(store, name).values())
-    blocks, ranks, times = Share(), set(), []
+    blocks = Share()
+    ranks = set()
+    times: list[float] = []  # the first and the last, once there are blocks
     for info in blocks_of(store, name):
         blocks.add(info.size)
         block = parse_block_name(info.key)
         assert block is not None
         ranks.add(block.rank)
-        times = [min([*times[:1], info.mtime]), max([*times[1:], info.mtime])]
+        times = [min([info.mtime, *times]), max([info.mtime, *times])]
     if not identities and not blocks.blobs:
         return []
     own = [Namespace.of(name, fields) for fields in identities]
@@ -166,12 +166,9 @@ def _siblings(store: Store, own: Namespace) -> list[dict[str, Any]]:
 
 
 def _show(place: Place, found: dict[str, Any]) -> None:
-    table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
-    rows = _block_rows(found) if found["kind"] == "block" else _namespace_rows(found)
-    for label, value in rows:
-        table.add_row(label, cell(value if len(value) <= VALUE_CHARS_MAX else f"{value[:VALUE_CHARS_MAX]}…"))
     say(f"{found['kind']} in {place.name} at {place.where}")
-    print_table(table)
+    for label, value in _block_rows(found) if found["kind"] == "block" else _namespace_rows(found):
+        say(f"  {label:16} {value if len(value) <= VALUE_CHARS_MAX else f'{value[:VALUE_CHARS_MAX]}…'}")
 
 
 def _block_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -179,37 +176,37 @@ def _block_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     age = f"{human_age(time.time() - mtime)} ago, {utc(mtime)}" if mtime else "unknown"
     verdict = f"{found['verdict']}{f' ({reason})' if (reason := found['reason']) else ''}"
     rows = [
-        ("  name", found["key"]),
-        ("  namespace", f"{found['namespace']}, rank {found['rank']}, group {found['group']}"),
-        ("  hash", found["hash"]),
-        ("  size", f"{human_bytes(found['size'])} ({found['size']:,} bytes)"),
-        ("  used or written", age),
-        ("  verdict", verdict),
+        ("name", found["key"]),
+        ("namespace", f"{found['namespace']}, rank {found['rank']}, group {found['group']}"),
+        ("hash", found["hash"]),
+        ("size", f"{human_bytes(found['size'])} ({found['size']:,} bytes)"),
+        ("used or written", age),
+        ("verdict", verdict),
     ]
     if seal is None:
-        return [*rows, ("  seal", "none that can be read")]
+        return [*rows, ("seal", "none that can be read")]
     protection = "" if seal["authentication"] == "none" else f", {seal['authentication']} with key {seal['key_id']}"
     return [
         *rows,
-        ("  seal", f"version {seal['version']}, {seal['checksum']}{protection}"),
-        ("  payload", f"{human_bytes(seal['payload_bytes'])} ({seal['payload_bytes']:,} bytes)"),
-        ("  sealed", f"{utc(seal['written_at'])} by writer {seal['writer_id']}"),
-        ("  fingerprint", seal["fingerprint"]),
+        ("seal", f"version {seal['version']}, {seal['checksum']}{protection}"),
+        ("payload", f"{human_bytes(seal['payload_bytes'])} ({seal['payload_bytes']:,} bytes)"),
+        ("sealed", f"{utc(seal['written_at'])} by writer {seal['writer_id']}"),
+        ("fingerprint", seal["fingerprint"]),
     ]
 
 
 def _namespace_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("  name", found["namespace"]),
-        ("  blocks", f"{found['blocks']:,}, {human_bytes(found['bytes'])}, ranks {found['ranks']}"),
+        ("name", found["namespace"]),
+        ("blocks", f"{found['blocks']:,}, {human_bytes(found['bytes'])}, ranks {found['ranks']}"),
     ]
     if found["oldest"]:
-        rows.append(("  used or written", f"{utc(found['oldest'])} to {utc(found['newest'])}"))
+        rows.append(("used or written", f"{utc(found['oldest'])} to {utc(found['newest'])}"))
     if not found["identities"]:
-        rows.append(("  identity", "missing or damaged; an engine that uses the namespace writes it again"))
+        rows.append(("identity", "missing or damaged; an engine that uses the namespace writes it again"))
     for fields in found["identities"]:
-        rows += [(f"  {field}", json.dumps(value, sort_keys=True)) for field, value in fields.items()]
+        rows += [(field, json.dumps(value, sort_keys=True)) for field, value in fields.items()]
     for sibling in found["siblings"]:
-        rows.append(("  sibling", sibling["namespace"]))
+        rows.append(("sibling", sibling["namespace"]))
         rows += [(f"    {field}", f"{here} here, {there} there") for field, (here, there) in sibling["differs"].items()]
     return rows

@@ -197,7 +197,7 @@ def gc(
             result = {"tier": place.name, "where": place.where, **_collect(place, dry_run=dry_run)}
             results.add(result)
             if not as_json:
-                _show_gc(result, "chunks" if prefixes else "blocks")
+                _show_gc(result, "chunk" if prefixes else "block")
             if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
                 rules = _set_lifecycle(place, place.config.ttl)
                 result.update(rules)
@@ -345,7 +345,7 @@ def _show_du(result: dict[str, Any]) -> None:
     for age, share in result["ages"].items():
         label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")
         if share["blobs"]:
-            say(f"  {label}: {share['blobs']:,} blocks, {human_bytes(share['bytes'])}")
+            say(f"  {label}: {blocks_in_words(share['blobs'])}, {human_bytes(share['bytes'])}")
         lower = age
     other = result["other"]
     if other["blobs"]:
@@ -372,10 +372,10 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
     say(f"{place}: {blocks_in_words(result['blobs'], 'blob')}, {human_bytes(result['bytes'])}, listed in {took}")
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
-        say(f"  {verb} by {reason}: {count:,} {unit}, {size}")
+        say(f"  {verb} by {reason}: {blocks_in_words(count, unit)}, {size}")
     if result["gave_up"]:
         say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:
-        say(f"  could not be removed: {result['kept_by_error']:,} {unit}")
+        say(f"  could not be removed: {blocks_in_words(result['kept_by_error'], unit)}")
     if result["own_bytes"]:
         say(f"  quarantined and partly written: {human_bytes(result['own_bytes'])}")

@@ -88,6 +88,18 @@ def blocks_of(store: Store, namespace: str) -> Iterator[KeyInfo]:
             yield info
 
 
+def identity_files(store: Store, namespace: str) -> list[str]:
+    """The files that kvtiers wrote to identify a namespace.
+
+    Raises:
+        StoreError: the storage cannot be read.
+    """
+    if store.shares_folders:  # vLLM named the folder, so config.json is vLLM's own
+        return [info.key for info in store.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}")]
+    name = f"{namespace}/{CONFIG_FILE_NAME}"
+    return [] if store.size(name) is None else [name]
+
+
 @dataclass(slots=True)
 class NamespaceRemoval:
     """Removes the blocks of one namespace and then the files that identify it. Nothing else is touched.
@@ -136,11 +148,7 @@ class NamespaceRemoval:
             self._remove_identity()
 
     def _remove_identity(self) -> None:
-        if self.store.shares_folders:  # vLLM named the folder, so config.json is vLLM's own
-            names = [info.key for info in self.store.keys(f"{self.namespace}/{IDENTITY_FILE_PREFIX}")]
-        else:
-            names = [f"{self.namespace}/{CONFIG_FILE_NAME}"]
-        for error in delete_all(self.store, names):
+        for error in delete_all(self.store, identity_files(self.store, self.namespace)):
             if error is not None:
                 self.failed += 1
                 self.error = str(error)

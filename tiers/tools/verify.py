@@ -62,7 +62,7 @@ class Subset:
 
     def has(self, name: BlockName) -> bool:
         """Whether the block belongs to the subset."""
-        return self.share >= 1 or xxhash.xxh3_64_intdigest(name.digits, self.seed) < self.share * 2**64
+        return self.share >= 1 or xxhash.xxh3_64_intdigest(name.digits.encode(), self.seed) < self.share * 2**64
 
 
 ALL = Subset(1.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtiers import __version__
 from kvtiers.connector.commands import check
 from kvtiers.connector.commands.check import find_problems
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
@@ -18,7 +19,7 @@ from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig, S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError
-from tests.connector.commands.test_storage_commands import run
+from tests.connector.commands.test_storage_commands import result_of, run
 from tests.identity import CONFIG
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -46,7 +47,7 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert part in out
     code, out = run("check", str(config), "--json")
     assert code == 0
-    assert json.loads(out)["config"]["region"]["size"] == 1 << 20
+    assert result_of(out)["config"]["region"]["size"] == 1 << 20
 
 
 EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
@@ -106,7 +107,10 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
     code, out = run("check", str(config), "--json")
     assert code == EXIT_BAD_INPUT
     assert json.loads(out) == {
+        "command": "check",
+        "version": __version__,
         "ok": False,
+        "result": None,
         "errors": ["tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB"],
     }
 
@@ -274,7 +278,7 @@ def test_an_nfs_tier_whose_mount_may_be_missing(
     code, out = run("check", str(config))
     assert (code, f"tiers[0].{said}" in out) == (0, is_told)
     code, out = run("check", str(config), "--json")
-    assert [note.partition(";")[0] for note in json.loads(out)["notes"]] == [f"tiers[0].{said}"] * is_told
+    assert [note.partition(";")[0] for note in result_of(out)["notes"]] == [f"tiers[0].{said}"] * is_told
     spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
     spec.get_manager()
     spec.shutdown()
@@ -333,7 +337,7 @@ def test_demo_refuses_bad_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("check",), ("check", "--json"), ("gc",), ("verify", "--json"), ("ls",), ("--help",)]
+    "arguments", [("check",), ("check", "--json"), ("gc",), ("verify", "--json"), ("ls", "-q"), ("--help",)]
 )
 def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "kv").mkdir()
