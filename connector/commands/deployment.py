@@ -48,8 +48,7 @@ def demo(
         root_dir=root,
         another_replica=another_replica,
     )
-    kept = "its temporary files were removed" if root is None else f"blocks that were stored stay in {root}"
-    session().if_interrupted = lambda: f"{kept}; run it again to start over"
+    session().if_interrupted = lambda: "run it again to start over"
     raise typer.Exit(run_demo(options))
 
 
@@ -91,8 +90,9 @@ def doctor(config: YamlFile, as_json: AsJson = False) -> None:
     Creates the root folders as an engine would, and writes and removes small blobs in each tier.
     """
     from kvtiers.connector.commands.doctor import examine, show
+    from kvtiers.connector.commands.doctor_storage import PROBE_FOLDER
 
-    session().if_interrupted = lambda: "test blobs may be left in the tiers; the next run removes them"
+    session().if_interrupted = lambda: f"a test blob of 4 KiB may be left below {PROBE_FOLDER} in a tier; run it again"
     findings = examine(load_config(config, SecondaryTierFactory.tier_types()))
     failed = any(finding.level == "problem" for finding in findings)
     if as_json:

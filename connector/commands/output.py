@@ -6,9 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from kvtiers.tiers.errors import ConfigError, StoreError, printable, printable_l
 
 QUIET_S = 2.0  # faster work shows no progress
 TICK_S = 0.2
+COUNT_EVERY = 1000  # blobs: looking at the clock for each would slow a listing down
+
+T = TypeVar("T")
 
 
 class _Console(Console):
@@ -73,6 +76,13 @@ class Ticker:
     def count(self, done: int) -> None:
         """Show that ``done`` units are done."""
         self.tell(done, human_bytes(done) if self._unit == "bytes" else f"{done:,} {self._unit}")
+
+    def each(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, and count them."""
+        for count, item in enumerate(items, 1):
+            yield item
+            if count % COUNT_EVERY == 0:
+                self.count(count)
 
     def tell(self, done: float, text: str) -> None:
         """Show ``text`` as the progress. Cheap enough to call for every thousandth blob."""

@@ -88,6 +88,8 @@ def rm(
             results.add(_result(plan, removals, dry_run=dry_run))
             if not as_json and not dry_run:
                 _show_result(results.last)
+            if not dry_run and getattr(plan.place.config, "max_bytes", None) is not None:
+                note(f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc)")
     failed = any(one["failed"] or one["written"] for result in results.all for one in result.get("namespaces", ()))
     results.end(as_json=as_json, failed=failed)
 
@@ -104,14 +106,10 @@ def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         chosen = [name for name in namespace_names(store) if name in names or _is_of(store, name, models)]
         blocks: dict[str, Share] = {}
-        seen = 0
         for name in chosen:
             share = blocks[name] = Share()
-            for info in blocks_of(store, name):
+            for info in ticker.each(blocks_of(store, name)):
                 share.add(info.size)
-                seen += 1
-                if seen % 1000 == 0:
-                    ticker.count(seen)
             if not share.blobs and not identity_files(store, name):
                 del blocks[name]  # only a foreign file or an empty folder
     return _Plan(place, blocks)
@@ -188,8 +186,8 @@ def _show_result(result: dict[str, Any]) -> None:
                 f"  {one['namespace']}: {blocks_in_words(one['written'])} written meanwhile stay: an engine uses this "
                 "namespace; stop it, and run the same command again"
             )
-    if any(not one["written"] for one in result["namespaces"]):
-        note(f"{MAY_WRITE}; max_bytes counts the removed bytes until the next collection (kvtiers gc)")
+    if not all(one["written"] for one in result["namespaces"]):
+        note(MAY_WRITE)
 
 
 def _sum(shares: Iterable[Share]) -> Share:

@@ -33,11 +33,11 @@ class ExitCode(IntEnum):
 EXIT_CODES: Mapping[ExitCode, str] = {
     ExitCode.OK: "success",
     ExitCode.FAILED: "the command ran and found something wrong: bad blocks, a problem, or storage that failed",
-    ExitCode.BAD_INPUT: "bad usage or configuration, or the output could not be written; the command changed nothing",
-    ExitCode.INTERNAL: "a bug in kvtiers; the option -v shows where",
+    ExitCode.BAD_INPUT: "bad usage or configuration, or the output could not be written",
+    ExitCode.INTERNAL: "a bug in kvtiers; the option `-v` shows where",
     ExitCode.HUNG_UP: "the terminal was closed (SIGHUP)",
     ExitCode.INTERRUPTED: "Ctrl-C; the last line says what was done and how to continue",
-    ExitCode.BROKEN_PIPE: "the program that read the output has ended, as in `kvtiers ls | head`",
+    ExitCode.BROKEN_PIPE: "the program that read the output has ended, such as `head`",
     ExitCode.TERMINATED: "ended by SIGTERM",
 }
 EXIT_FAILED, EXIT_BAD_INPUT = ExitCode.FAILED, ExitCode.BAD_INPUT

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtiers.connector.commands.options import AsJson, TierName
-from kvtiers.connector.commands.output import Results, complain, human_age, human_bytes, refuse, say
+from kvtiers.connector.commands.output import Results, Ticker, complain, human_age, human_bytes, refuse, say
 from kvtiers.connector.commands.places import Place, open_places
 from kvtiers.connector.commands.session import CONFIG_VARIABLE
 from kvtiers.connector.commands.storage import utc
@@ -130,12 +130,13 @@ def _describe_namespace(store: Store, name: str) -> list[dict[str, Any]]:
     blocks = Share()
     ranks = set()
     times: list[float] = []  # the first and the last, once there are blocks
-    for info in blocks_of(store, name):
-        blocks.add(info.size)
-        block = parse_block_name(info.key)
-        assert block is not None
-        ranks.add(block.rank)
-        times = [min([info.mtime, *times]), max([info.mtime, *times])]
+    with Ticker(f"listing {name}", unit="blocks") as ticker:
+        for info in ticker.each(blocks_of(store, name)):
+            blocks.add(info.size)
+            block = parse_block_name(info.key)
+            assert block is not None
+            ranks.add(block.rank)
+            times = [min([info.mtime, *times]), max([info.mtime, *times])]
     if not identities and not blocks.blobs:
         return []
     own = [Namespace.of(name, fields) for fields in identities]
@@ -168,7 +169,7 @@ def _siblings(store: Store, own: Namespace) -> list[dict[str, Any]]:
 def _show(place: Place, found: dict[str, Any]) -> None:
     say(f"{found['kind']} in {place.name} at {place.where}")
     for label, value in _block_rows(found) if found["kind"] == "block" else _namespace_rows(found):
-        say(f"  {label:16} {value if len(value) <= VALUE_CHARS_MAX else f'{value[:VALUE_CHARS_MAX]}…'}")
+        say(f"  {label:19} {value if len(value) <= VALUE_CHARS_MAX else f'{value[:VALUE_CHARS_MAX]}…'}")
 
 
 def _block_rows(found: dict[str, Any]) -> list[tuple[str, str]]:

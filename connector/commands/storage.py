@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import time
@@ -50,7 +51,6 @@ from kvtiers.tiers.store import KeyInfo, Store
 from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, block_beginnings, list_blocks
 from kvtiers.tiers.tools.namespaces import differences, differences_in_words
 
-TELL_EVERY_BLOBS = 1000
 DAY_S = 86_400
 YEAR_MAX = 9999  # of ISO 8601
 DRY_RUN_GC = "Only show what would be removed."
@@ -105,7 +105,7 @@ def ls(
     for place in open_places("ls", config, tier):
         total = Share()
         with results.of(place.name, place.where), place.open() as store:
-            for info, name in _in_order(list_blocks(store, prefix), sort, limit):
+            for info, name in _in_order(place, list_blocks(store, prefix), sort, limit):
                 total.add(info.size)
                 if as_json:
                     line = {"tier": place.name, "key": info.key, "size": info.size, "mtime": info.mtime}
@@ -120,16 +120,16 @@ def ls(
 
 
 def _in_order(
-    blocks: Iterator[tuple[KeyInfo, BlockName]], sort: SortKey | None, limit: int | None
+    place: Place, blocks: Iterator[tuple[KeyInfo, BlockName]], sort: SortKey | None, limit: int | None
 ) -> Iterator[tuple[KeyInfo, BlockName]]:
-    if sort is not None:
-        order = _ORDERS[sort]
-        yield from sorted(blocks, key=order) if limit is None else heapq.nsmallest(limit, blocks, key=order)
+    if sort is None:
+        yield from itertools.islice(blocks, limit)
         return
-    for count, block in enumerate(blocks, 1):
-        yield block
-        if count == limit:
-            return
+    order = _ORDERS[sort]
+    with Ticker(f"listing {place.name}", unit="blocks") as ticker:
+        counted = ticker.each(blocks)
+        found = sorted(counted, key=order) if limit is None else heapq.nsmallest(limit, counted, key=order)
+    yield from found
 
 
 def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
@@ -144,10 +144,8 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
         now = time.time()
         with results.of(place.name, place.where):
             with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
-                for count, info in enumerate(store.keys()):
+                for info in ticker.each(store.keys()):
                     inventory.add(info, now)
-                    if count % TELL_EVERY_BLOBS == 0:
-                        ticker.count(count)
                 used = used_bytes(store)
                 namespaces, _ = namespaces_in(store)
             limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
@@ -218,10 +216,7 @@ def _with_bounds(config: str, places: list[Place], max_bytes: str | None, ttl: s
             raise ConfigError(f"{config} sets its own limits; change {name} there", field=f"--{name.replace('_', '-')}")
         return places
     if max_bytes is None and ttl is None:
-        raise ConfigError(
-            "is a place without a configuration, so no limit is known; give --max-bytes, --ttl or both",
-            field=places[0].where,
-        )
+        raise ConfigError(f"{places[0].where} has no YAML file, so no limit is known; give --max-bytes, --ttl or both")
     limits: dict[str, Any] = {}
     for name, parse in (("max_bytes", parse_size), ("ttl", parse_duration)):
         if (value := given[name]) is not None:
@@ -235,15 +230,14 @@ def _with_bounds(config: str, places: list[Place], max_bytes: str | None, ttl: s
         limited.check()
     except ConfigError as e:
         raise ConfigError(e.message, field=f"--{e.field.replace('_', '-')}") from None
-    with place.open() as store:
-        _refuse_protected(store, place)
+    if not isinstance(place, PrefixPlace):  # prefixes are never protected
+        with place.open() as store:
+            _refuse_protected(store, place)
     return [type(place)(place.name, limited, place.where)]
 
 
 def _refuse_protected(store: Store, place: Place) -> None:
     """A collector without the keys of ``auth`` or ``encrypt`` would leave records that no engine accepts."""
-    if isinstance(place, PrefixPlace):
-        return  # prefixes are never protected
     for namespace in namespaces_in(store)[0]:
         if namespace.fields.get("protection"):
             raise ConfigError(

@@ -48,7 +48,7 @@ On a folder, on a bucket (SeaweedFS) and on a memory tier, 160 blocks of 64 KiB 
 
 - `CONFIG` is the deployment's YAML file, or only the storage: a folder (a tier of type `fs`, on an NFS mount `nfs`),
   `s3://bucket/prefix` (type `s3`) or another URL (type `fsspec`). Without the argument, `$KVTIERS_CONFIG` is used.
-  `check`, `doctor` and `vllm-config` need a YAML file.
+  `check`, `doctor` and `vllm-config` need a YAML file, and `demo` has an option `--config` instead.
 - A folder or URL has no limits, keys or options. `gc` therefore needs `--max-bytes` or `--ttl`. `verify --repair`,
   `rm` and `migrate` work as with a file; `migrate` leaves 1 GiB of the disk free. For blocks that `auth` or `encrypt`
   protects, give the YAML file.
@@ -233,8 +233,8 @@ def main() -> None:
             if name != "memory":
                 block = page.key_of_a_block(config)
                 page.run(f"show {config} {block}", f"show {config} {block.partition('_r0/')[0]}")
-            page.run(f"verify {config}", f"verify {config} --repair --dry-run", f"verify {config} --repair")
-            page.run(f"verify {config}", f"verify {config} --subset 5%")
+                page.run(f"verify {config}", f"verify {config} --repair --dry-run", f"verify {config} --repair")
+                page.run(f"verify {config}", f"verify {config} --subset 5%")
             page.run(f"gc {config} --dry-run", f"gc {config}", f"du {config} --json")
             if name == "memory":
                 page.run(f"bench {config} --total 32MiB")

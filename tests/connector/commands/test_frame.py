@@ -18,7 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvtiers import __version__
-from kvtiers.connector.commands import places, storage
+from kvtiers.connector.commands import storage
 from kvtiers.connector.commands.cli import COMMANDS, app
 from kvtiers.connector.commands.json_schemas import RESULTS, document_schema
 from kvtiers.connector.commands.output import Ticker
@@ -316,6 +316,12 @@ def test_gc_of_a_folder_needs_a_limit(root: Path) -> None:
     assert (code, "sets its own limits; change ttl there" in out) == (2, True)
 
 
+def test_gc_of_the_prefixes_in_a_folder(root: Path) -> None:
+    assert "no prefixes are stored here yet" in ok("gc", str(root), "--prefixes", "--ttl", "1h")
+    (root / "prefixes").mkdir()
+    assert f"fs at {root}/prefixes: 0 blobs" in ok("gc", str(root), "--prefixes", "--ttl", "1h", "--dry-run")
+
+
 def test_gc_of_a_folder_with_protected_blocks_needs_the_keys(root: Path) -> None:
     (path,) = root.glob("*/config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "gmac"}))
@@ -461,7 +467,3 @@ def test_a_rate_is_handed_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run("migrate", str(root), str(root.parent))
     assert given[0]._bytes_per_s == 50 << 20
     assert given[1] is None
-
-
-def test_other_modules_find_the_shared_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(hasattr(places, name) for name in places.__all__)

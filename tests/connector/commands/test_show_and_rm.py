@@ -252,15 +252,15 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         use_credentials(monkeypatch, server)
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
         client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
-        client.create_bucket(Bucket="bucket")
+        client.create_bucket(Bucket="of-rm")
         source = LocalStore(tmp_path / "kv")
         put_blocks(source)
         source.close()
         for name in ("other/results", "p/notes.txt", f"p/{NAMESPACE}_r0/notes.txt"):
-            client.put_object(Bucket="bucket", Key=name, Body=b"precious")
-        assert f"copied: {COUNT} blocks" in ok("migrate", str(tmp_path / "kv"), "s3://bucket/p")
-        assert f"s3 at s3://bucket/p: {COUNT} blocks" in ok("du", "s3://bucket/p")
-        assert "good" in ok("show", "s3://bucket/p", NAMES[0])
-        assert f"removed {COUNT} blocks, 480 KiB" in ok("rm", "s3://bucket/p", "--model", MODEL, "--yes")
-        left = [found["Key"] for found in client.list_objects_v2(Bucket="bucket")["Contents"]]
+            client.put_object(Bucket="of-rm", Key=name, Body=b"precious")
+        assert f"copied: {COUNT} blocks" in ok("migrate", str(tmp_path / "kv"), "s3://of-rm/p")
+        assert f"s3 at s3://of-rm/p: {COUNT} blocks" in ok("du", "s3://of-rm/p")
+        assert "good" in ok("show", "s3://of-rm/p", NAMES[0])
+        assert f"removed {COUNT} blocks, 480 KiB" in ok("rm", "s3://of-rm/p", "--model", MODEL, "--yes")
+        left = [found["Key"] for found in client.list_objects_v2(Bucket="of-rm")["Contents"]]
         assert left == ["other/results", f"p/{NAMESPACE}_r0/notes.txt", "p/notes.txt"]
