@@ -259,8 +259,8 @@ def main() -> None:
         page.add("", "## Without a YAML file")
         bucket = f"s3://{BUCKET}/two"
         near = str(WORK / "near")
-        endpoint = {"AWS_ENDPOINT_URL": server.s3.endpoint_url}
-        page.run(f"du {bucket}", f"ls {bucket} --sort age --limit 2", **endpoint)
+        listing = (f"du {bucket}", f"ls {bucket} --sort age --limit 2")
+        page.run(*listing, AWS_ENDPOINT_URL=str(server.s3.endpoint_url))
         page.run(f"gc {near}", f"gc {near} --max-bytes 4MiB")
         page.run(
             f"rm {near} --model {MODEL} --dry-run", f"rm {near} --model {MODEL}", f"rm {near} --model {MODEL} --yes"

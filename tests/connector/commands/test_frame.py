@@ -206,8 +206,35 @@ def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
     process.stderr.close()
 
 
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("typer", -signal.SIGINT),
+        ("kvtiers.connector.commands.group", -signal.SIGINT),
+        ("kvtiers.connector.commands.storage", ExitCode.INTERRUPTED),
+        ("pydantic", ExitCode.INTERRUPTED),
+        ("kvtiers.tiers.stores.files.local", ExitCode.INTERRUPTED),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(root: Path, module: str, code: int) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"sys.argv = ['kvtiers', 'ls', {str(root)!r}]\n"
+        "from kvtiers.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr in ("", "kvtiers ls: interrupted: nothing was changed\n")
+
+
 def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
-    """At any moment, also while modules are imported; and with what was done and how to continue."""
+    """With what was done and how to continue."""
     (tmp_path / "target").mkdir()
     process = start("migrate", str(root), str(tmp_path / "target"), "--limit-rate", "1KiB", "--json")
     wait_for(lambda: any((tmp_path / "target").rglob("config.json")))
