@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share. ``group`` adds those of every command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from kvtiers.connector.commands.session import CONFIG_VARIABLE
 from kvtiers.tiers.config.values import parse_size
 from kvtiers.tiers.errors import ConfigError
 
@@ -15,7 +14,6 @@ Config = Annotated[
     typer.Argument(
         help="YAML file of the deployment. Or only the storage: a folder, s3://bucket/prefix, or another URL (fsspec).",
         show_default=False,
-        envvar=CONFIG_VARIABLE,
     ),
 ]
 TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.prompt import Confirm
 
 from kvtiers import __version__
 from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED, session
@@ -199,7 +200,7 @@ def confirm(command: str, question: str) -> bool:
     """Ask on the terminal. Without a terminal nobody can answer, so the command is refused."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise refuse(command, "nobody can be asked, because standard input is not a terminal; give --yes")
-    return typer.confirm(question, err=True)
+    return Confirm.ask(cell(question), console=Console(stderr=True), default=False)
 
 
 def human_bytes(size: float) -> str:

@@ -75,7 +75,8 @@ def rm(
         results.end(as_json=as_json, failed=True)
     if not as_json:
         for plan in plans:
-            _show_plan(plan, dry_run=dry_run)
+            if plan.blocks:
+                _show_plan(plan, dry_run=dry_run)
     total = _sum([share for plan in plans for share in plan.blocks.values()])
     if not dry_run and not yes:
         question = f"Remove {blocks_in_words(len(found), 'namespace')} with {_in_words(total)}?"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import shutil
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -164,6 +169,41 @@ def test_it_asks_unless_yes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ok("rm", str(root), "--model", MODEL)
     assert asked == [f"Remove 1 namespace with {COUNT} blocks, 480 KiB?"] * 2
     assert tree(root) == set()
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (b"y\n", 0, "removed 40 blocks"),
+        (b"\n", 1, "not confirmed: "),
+        (b"\x03", 130, "interrupted: nothing was changed"),
+        (b"\x04", 1, "not confirmed: nothing was changed"),
+    ],
+)
+def test_the_question_on_a_terminal(root: Path, typed: bytes, code: int, said: str) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtiers", "rm", str(root), "--model", MODEL],
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        assert process.stdout is not None
+        shown = ""
+        while "[y/n]" not in shown:
+            char = process.stdout.read(1)
+            assert char, shown
+            shown += char
+        os.write(ours, typed)
+        rest, _ = process.communicate(timeout=120)
+        assert (process.returncode, said in rest, "Traceback" in rest) == (code, True, False), rest
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_it_survives_an_engine_that_writes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
