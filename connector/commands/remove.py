@@ -73,6 +73,8 @@ def rm(
     if not found:
         complain("rm", "no tier has such a namespace or model; du shows the namespaces, and show their models")
         results.end(as_json=as_json, failed=True)
+    for name in set(names) - set(found):
+        note(f"no tier has the namespace {name}")
     if not as_json:
         for plan in plans:
             if plan.blocks:

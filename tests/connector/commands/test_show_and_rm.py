@@ -128,7 +128,8 @@ def test_a_namespace_is_removed_and_nothing_else(root: Path) -> None:
     out = ok("rm", str(root), "--namespace", sibling, "--dry-run")
     assert f"would be removed: 1 namespace\n  {sibling}: {COUNT} blocks, 480 KiB" in out
     assert tree(root) == before
-    out = ok("rm", str(root), "--namespace", sibling, "--yes")
+    out = ok("rm", str(root), "--namespace", sibling, "--namespace", "mistyped", "--yes")
+    assert "no tier has the namespace mistyped" in out
     assert f"removed {COUNT} blocks, 480 KiB" in out
     assert remove.MAY_WRITE in out
     gone = {name.replace(NAMESPACE, sibling) for name in NAMES} | {f"{sibling}/config.json"}
