@@ -74,7 +74,7 @@ def printable(text: str) -> str:
 
     These are control characters (ESC starts a terminal command) and characters that reverse or hide the rest of a line.
     All text for a terminal or a log goes through this function: ``KVTiersError``, ``tiers.plain_logs`` and
-    ``connector.commands.places`` call it.
+    ``connector.commands.output`` call it.
     """
     if text.isprintable():
         return text

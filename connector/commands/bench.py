@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -18,24 +17,24 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from kvtiers.connector.commands.places import EXIT_FAILED, Ticker, complain, human_bytes, refuse
+from kvtiers.connector.commands.options import AsJson, Config, TierName, size_option
+from kvtiers.connector.commands.output import Ticker, answer, human_bytes, note, say, show
+from kvtiers.connector.commands.places import load_deployment
+from kvtiers.connector.commands.session import session
 from kvtiers.connector.commands.signals import exit_on_signals
-from kvtiers.connector.commands.storage import AsJson, Config, TierName
 from kvtiers.connector.region.region_header import row_stride
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import make_offload_key
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
 from kvtiers.tiers.capacity.collector import listed_bytes
-from kvtiers.tiers.config.deployment import DeploymentConfig, load_config
+from kvtiers.tiers.config.deployment import DeploymentConfig
 from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
 from kvtiers.tiers.config.tier_options import BoundedTierConfig, TierConfig
-from kvtiers.tiers.config.values import parse_size
-from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreError
+from kvtiers.tiers.errors import ConfigError, StoreError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, PrivateNames
 from kvtiers.tiers.stores.vectored_io import transfer
@@ -69,17 +68,12 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure the speed of each hop of this deployment on this machine. Removes its test blocks at the end."""
-    try:
-        deployment = load_config(config, SecondaryTierFactory.tier_types())
-        with exit_on_signals():
-            hops = _Bench(deployment, _size("--block-size", block_size), _size("--total", total)).run(tier)
-    except StoreError as e:
-        complain("bench", str(e))
-        raise typer.Exit(EXIT_FAILED) from e
-    except KVTiersError as e:
-        raise refuse("bench", str(e)) from e
+    session().if_interrupted = lambda: "the test blocks were removed; run it again to start over"
+    deployment = load_deployment(config)
+    with exit_on_signals():
+        hops = _Bench(deployment, size_option("--block-size", block_size), size_option("--total", total)).run(tier)
     if as_json:
-        print(json.dumps({"cores": len(os.sched_getaffinity(0)), "hops": [asdict(hop) for hop in hops]}))
+        answer({"cores": len(os.sched_getaffinity(0)), "hops": [asdict(hop) for hop in hops]})
     else:
         _show(hops)
 
@@ -88,9 +82,19 @@ class _Bench:
     """A region of random blocks in a namespace of its own, so that no engine has or finds them."""
 
     def __init__(self, deployment: DeploymentConfig, block_bytes: int, total_bytes: int) -> None:
-        total_bytes = min(total_bytes, deployment.region.size)
-        if not 1 <= block_bytes <= total_bytes:
-            raise ConfigError(f"{block_bytes} bytes; accepted is 1 up to {total_bytes}", field="--block-size")
+        region_bytes = deployment.region.size
+        if not 1 <= block_bytes <= region_bytes:
+            raise ConfigError(
+                f"{human_bytes(block_bytes)}; accepted is 1 B up to the region's size, {human_bytes(region_bytes)}",
+                field="--block-size",
+            )
+        total_bytes = min(total_bytes, region_bytes)
+        if total_bytes < block_bytes:
+            raise ConfigError(
+                f"{human_bytes(total_bytes)} is less than one block; write at least the value of --block-size, "
+                f"{human_bytes(block_bytes)}",
+                field="--total",
+            )
         self._deployment = deployment
         groups = (KVCacheGroup(16, ("bench",)),)
         identity = OffloadingConfig(
@@ -113,7 +117,7 @@ class _Bench:
             raise ConfigError(f"no tier {tier_name!r}; accepted: {', '.join(names)}", field="--tier")
         others = [tier.type for tier in self._deployment.tiers if not isinstance(tier, TierConfig)]
         if others and tier_name is None:
-            complain("bench", f"skipped: {', '.join(others)}, which is not a tier type of kvtiers")
+            note(f"kvtiers bench: skipped: {', '.join(others)}, which is not a tier type of kvtiers")
         for tier, name in zip(tiers, names, strict=True):
             if tier_name in (None, name) and isinstance(tier, BoundedTierConfig) and tier.read_only:
                 raise ConfigError(f"is true for {name}, but a measurement stores blocks", field="read_only")
@@ -282,15 +286,7 @@ class _StoreCeiling:
             self._store.delete(f"{self._prefix}/bench/{index}")
 
 
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as e:
-        raise ConfigError(str(e), field=option) from e
-
-
 def _show(hops: list[Hop]) -> None:
-    console = Console(soft_wrap=True)
     table = Table(Column("hop", no_wrap=True), "GB/s", "", "ceiling", "GB/s", "ratio")
     fastest = max(hop.bytes_per_s for hop in hops)
     for hop in hops:
@@ -299,5 +295,5 @@ def _show(hops: list[Hop]) -> None:
         if hop.ceiling is not None:
             ceiling = hop.ceiling_is, f"{hop.ceiling / 1e9:.2f}", f"{hop.bytes_per_s / hop.ceiling:.2f}"
         table.add_row(hop.name, f"{hop.bytes_per_s / 1e9:.2f}", bar, *ceiling)
-    console.print(table)
-    console.print(f"Medians of {ROUNDS} rounds. Loads read blocks that were just stored: files are in the page cache.")
+    show(table)
+    say(f"Medians of {ROUNDS} rounds. Loads read blocks that were just stored: files are in the page cache.")

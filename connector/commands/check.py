@@ -23,6 +23,7 @@ from kvtiers.connector.commands.findings import (
     shared_memory,
     tier_findings,
 )
+from kvtiers.connector.commands.output import answer
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
 from kvtiers.tiers.config.open_store import open_tool_store
@@ -92,7 +93,7 @@ def check(
         errors = str(e).split("\n")
         verdict = f"not usable: {len(errors)} mistake{'' if len(errors) == 1 else 's'}"
         if as_json:
-            print(json.dumps({"ok": False, "verdict": verdict, "errors": errors}))
+            answer({"verdict": verdict}, ok=False, errors=errors)
         else:
             for line in errors:
                 make_console().print(f"  {printable(line)}", markup=False, highlight=False)
@@ -102,14 +103,13 @@ def check(
     verdict, problems, warnings = examined.verdict(), examined.texts("problem"), examined.texts("warning")
     if as_json:
         result = {
-            "ok": not problems,
             "verdict": verdict,
             "config": deployment.model_dump(),
             "findings": problems,
             "notes": warnings,
             "blocks": examined.blocks,
         }
-        print(json.dumps(result))
+        answer(result, ok=not problems)
     else:
         _describe(config, deployment, examined.blocks)
         for label, texts in (("[yellow]warning[/yellow]", warnings), ("[red]problem[/red]", problems)):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse, say
-from kvtiers.connector.commands.storage import AsJson, Config, open_places
+from kvtiers.connector.commands.options import AsJson, Config, size_option
+from kvtiers.connector.commands.output import Ticker, answer, blocks_in_words, complain, human_bytes, refuse, say
+from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.session import EXIT_FAILED, session
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
 from kvtiers.tiers.builtin import bound_store, record_keys
 from kvtiers.tiers.capacity.collector import listed_bytes
@@ -27,10 +28,14 @@ from kvtiers.tiers.store import Store, SupportsFreeBytes
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.tools.conversion import Converter
 from kvtiers.tiers.tools.copying import Copier, CopyReport, find_blocks
+from kvtiers.tiers.tools.rate import RateLimit
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied; write nothing.")]
+LimitRate = Annotated[
+    str | None, typer.Option(help="Copy at most this many bytes per second, such as 50MiB or 50MiB/s.")
+]
 
 
 def warm(
@@ -42,28 +47,34 @@ def warm(
         Path | None,
         typer.Option(help="Copy only blocks whose names start with one of the lines of this file; - reads stdin."),
     ] = None,
+    limit_rate: LimitRate = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy blocks from a far tier (default: the last) to a near tier (default: the first) until that tier is full."""
     places = open_places("warm", config, None, tells=from_tier is None or to_tier is None)
     source, target = _choose("warm", places, from_tier, -1), _choose("warm", places, to_tier, 0)
+    if len(places) == 1:
+        raise refuse(
+            "warm",
+            f"{config} has only one tier that outlives its process, {source.name}; add a second tier to the file, or "
+            f"copy from another place with kvtiers migrate SOURCE {config}",
+        )
     if namespace is not None and names is not None:
         raise refuse("warm", "--namespace and --names are mutually exclusive")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
-    report = _copy("warm", source, target, prefixes, as_json=as_json, dry_run=dry_run)
-    if report.found_none and prefixes != [""]:
-        complain("warm", f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
-        raise typer.Exit(EXIT_FAILED)
+    how = _How("warm", as_json, dry_run, _rate(limit_rate))
+    _copy(source, target, prefixes, how)
 
 
 def migrate(
     config: Config,
     target_config: Annotated[
-        Path | None, typer.Argument(help="The target's YAML file; default: the same file.")
+        str | None, typer.Argument(help="The target's YAML file, folder or URL; default: the same file.")
     ] = None,
     from_tier: From = None,
     to_tier: To = None,
+    limit_rate: LimitRate = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +87,24 @@ def migrate(
     source = _choose("migrate", places, from_tier, 0)
     targets = places if target_config is None else open_places("migrate", target_config, None, tells=to_tier is None)
     target = _choose("migrate", targets, to_tier, -1)
-    _copy("migrate", source, target, [""], as_json=as_json, dry_run=dry_run)
+    _copy(source, target, [""], _How("migrate", as_json, dry_run, _rate(limit_rate)))
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    command: str
+    as_json: bool
+    dry_run: bool
+    rate: RateLimit | None
+
+
+def _rate(text: str | None) -> RateLimit | None:
+    if text is None:
+        return None
+    bytes_per_s = size_option("--limit-rate", text.removesuffix("/s"))
+    if not bytes_per_s:
+        raise ConfigError("0 bytes per second would copy nothing; write 1MiB or more", field="--limit-rate")
+    return RateLimit(bytes_per_s)
 
 
 def _choose(command: str, places: list[Place], name: str | None, default: int) -> Place:
@@ -101,9 +129,8 @@ def _read_names(path: Path) -> list[str]:
     return names
 
 
-def _copy(
-    command: str, source: Place, target: Place, prefixes: Iterable[str], *, as_json: bool, dry_run: bool
-) -> CopyReport:
+def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> None:
+    command, dry_run = how.command, how.dry_run
     if _is_one_place(source, target):
         raise refuse(command, f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
     if target.read_only:
@@ -119,7 +146,8 @@ def _copy(
         with source.open() as from_store:
             to_store, room = _look_into_target(target) if dry_run else _open_target(target)
             try:
-                with Ticker(f"{source.name} to {target.name}") as ticker:
+                total = _estimated_bytes(from_store) if prefixes == [""] else None
+                with Ticker(f"{source.name} to {target.name}", total, unit="bytes") as ticker:
                     copier = Copier(
                         from_store,
                         to_store,
@@ -127,8 +155,10 @@ def _copy(
                         converter=_make_converter(source, target, from_store, to_store, dry_run=dry_run),
                         takes_unverified=source.config.takes_unverified,
                         dry_run=dry_run,
+                        rate=how.rate,
                         on_progress=lambda r: _tell(ticker, r),
                     )
+                    session().if_interrupted = lambda: _how_to_continue(copier.report)
                     report = copier.copy(find_blocks(from_store, prefixes))
             finally:
                 to_store.close()
@@ -137,19 +167,37 @@ def _copy(
         raise typer.Exit(EXIT_FAILED) from e
     result = {"from": source.where, "to": target.where, **asdict(report)}
     result["seconds"] = round(time.monotonic() - started_at, 3)
-    if as_json:
-        print(json.dumps(result))
-    else:
+    if not how.as_json:
         _show(result)
     for left_out, why in report.left_out.items():
         complain(command, f"{left_out} is skipped: {why}")
-    if damaged := getattr(from_store, "damaged", 0):
+    damaged = getattr(from_store, "damaged", 0)
+    if damaged:
         complain(command, f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
-        raise typer.Exit(EXIT_FAILED)
+    found_none = report.found_none and prefixes != [""]
+    if found_none and not damaged:
+        complain(command, f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
     # A full target is success for warm, which filled it, but a failure for migrate, which is incomplete.
-    if report.bad or report.errors or (report.no_room and command == "migrate"):
+    failed = damaged or found_none or report.bad or report.errors or (report.no_room and command == "migrate")
+    if how.as_json:
+        answer(result, ok=not failed)
+    if failed:
         raise typer.Exit(EXIT_FAILED)
-    return report
+
+
+def _estimated_bytes(store: Store) -> int | None:
+    """What the store's account says, for the time left; a listing would be exact, but may take minutes."""
+    try:
+        return used_bytes(store)
+    except StoreError:
+        return None
+
+
+def _how_to_continue(report: CopyReport) -> str:
+    if report.dry_run:
+        return "nothing was changed"
+    done = f"{blocks_in_words(report.copied)}, {human_bytes(report.copied_bytes)} copied"
+    return f"{done}; run the same command again to continue: it skips blocks that the target has"
 
 
 def _format(place: Place) -> str:
@@ -220,23 +268,23 @@ def _is_one_place(one: Place, other: Place) -> bool:
 
 
 def _tell(ticker: Ticker, report: CopyReport) -> None:
-    ticker.tell(report.copied, f"{report.copied:,} blocks, {human_bytes(report.copied_bytes)}")
+    ticker.tell(report.seen_bytes, f"{blocks_in_words(report.copied)}, {human_bytes(report.copied_bytes)} copied")
 
 
 def _show(result: dict[str, Any]) -> None:
     speed = human_bytes(result["copied_bytes"] / max(1e-9, result["seconds"]))
     say(f"{result['from']} to {result['to']}:")
     if result["dry_run"]:
-        say(f"  would be copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])}")
+        say(f"  would be copied: {blocks_in_words(result['copied'])}, {human_bytes(result['copied_bytes'])}")
     else:
-        say(f"  copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])} at {speed}/s")
+        say(f"  copied: {blocks_in_words(result['copied'])}, {human_bytes(result['copied_bytes'])} at {speed}/s")
     for name, text in (
         ("present", "already present"),
         ("bad", "not copied, because the seal is bad, missing or from a newer version (see kvtiers verify)"),
         ("errors", "could not be read or written, or another engine's or a newer version's block has the name"),
     ):
         if result[name]:
-            say(f"  {text}: {result[name]:,} blocks")
+            say(f"  {text}: {blocks_in_words(result[name])}")
     if result["no_room"]:
         would = "would stop" if result["dry_run"] else "stopped"
         say(f"  {would}: the target is full (max_bytes, or its reserve of free space)")

@@ -1,25 +1,33 @@
-"""Shared parts of the commands: opening a configuration's tiers as stores, output, progress, and exit codes."""
+"""Where a command works: the tiers of a YAML file, or a bare folder or URL, opened as stores."""
 
 from __future__ import annotations
 
 import os
-import time
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
+from kvtiers.connector.commands.output import (
+    Ticker,
+    cell,
+    complain,
+    human_age,
+    human_bytes,
+    make_console,
+    note,
+    refuse,
+    say,
+)
+from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED
 from kvtiers.connector.prefixes.chunks import ChunkStore
 from kvtiers.connector.prefixes.limits import PrefixLimits
-from kvtiers.connector.prefixes.place import place_of_prefixes
+from kvtiers.connector.prefixes.place import place_at, place_of_prefixes
+from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, IDENTITY_FILE_PREFIX
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.config.deployment import load_config
+from kvtiers.tiers.config.deployment import DeploymentConfig, load_config, parse_config
 from kvtiers.tiers.config.open_store import open_tool_store, tool_recipe
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
@@ -28,15 +36,26 @@ from kvtiers.tiers.config.tier_options import (
     NfsTierConfig,
     TierConfig,
 )
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, printable, printable_lines
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, public_url
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.posix import store_error
+from kvtiers.tiers.tools.inventory import NAMESPACE
 
-EXIT_FAILED = 1  # the command ran and found something wrong
-EXIT_BAD_INPUT = 2
-QUIET_S = 2.0  # faster work shows no progress
-TICK_S = 0.2
+#: The names that other command modules import from here, besides those defined below.
+__all__ = [
+    "EXIT_BAD_INPUT", "EXIT_FAILED", "Place", "PrefixPlace", "Ticker", "cell", "complain", "find_places",
+    "find_prefixes", "human_age", "human_bytes", "is_bare", "load_deployment", "make_console", "open_places", "refuse",
+    "say",
+]  # fmt: skip
+
+BARE_REGION_BYTES = 1 << 30  # of a bare folder or URL, for bench
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+_YAML_ENDINGS = (".yaml", ".yml", ".json")
+
+
+class FolderMissingError(StoreConfigError):
+    """A tier's folder does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +108,11 @@ class PrefixPlace(Place):
         with super().open(writes=writes) as store:
             yield ChunkStore(store)
 
+    def is_beside_a_root(self) -> bool:
+        """Whether the folder beside which the prefixes would lie exists."""
+        root_dir = getattr(self.config, "root_dir", None)
+        return root_dir is not None and os.path.isdir(os.path.dirname(root_dir))
+
     @property
     def policy(self) -> CapacityPolicy | None:
         assert isinstance(self.config, BoundedTierConfig)
@@ -100,12 +124,12 @@ def _check_is_there(folder: str, name: str) -> None:
     try:
         os.lstat(folder)
     except FileNotFoundError:
-        raise StoreConfigError(f"{name} {folder!r} is not there; an engine makes it when it starts") from None
+        raise FolderMissingError(f"{name} {folder!r} is not there; an engine makes it when it starts") from None
     except OSError as e:
         raise store_error(e, "") from e
 
 
-def find_prefixes(config: Path, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
+def find_prefixes(config: str, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
     """Find the prefixes of SharedStorageConnector beside the blocks of ``find_places``.
 
     Raises:
@@ -121,12 +145,12 @@ def find_prefixes(config: Path, tier: str | None, tell: Callable[[str], None]) -
             continue
         found.append(PrefixPlace(place.name, prefixes, _where(prefixes)))
     if not found:
-        raise ConfigError(f"{config} has no place for prefixes: {'; '.join(reasons)}", field="--prefixes")
+        raise ConfigError(f"{_shown(config)} has no place for prefixes: {'; '.join(reasons)}", field="--prefixes")
     return found
 
 
-def find_places(config: Path, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
-    """Find the tiers of a YAML file whose storage outlives a process.
+def find_places(config: str, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
+    """Find the tiers of a YAML file whose storage outlives a process, or the tier that a bare folder or URL stands for.
 
     Args:
         tier: name of the only tier to return; None: all tiers.
@@ -137,7 +161,7 @@ def find_places(config: Path, tier: str | None, tell: Callable[[str], None]) -> 
     """
     found = []
     others = []
-    for one in load_config(config, SecondaryTierFactory.tier_types()).tiers:
+    for one in load_deployment(config).tiers:
         if not isinstance(one, TierConfig):
             others.append(one.type)
         elif not isinstance(one, MemoryTierConfig):
@@ -146,17 +170,93 @@ def find_places(config: Path, tier: str | None, tell: Callable[[str], None]) -> 
         what = "whose storage outlives its process"
         if others:
             what = f"that commands can read: {', '.join(others)} is not a tier type of kvtiers"
-        raise ConfigError(f"{config} has no tier {what}", field="tiers")
+        raise ConfigError(f"{_shown(config)} has no tier {what}", field="tiers")
     if others and tier is None:
         tell(f"skipped: {', '.join(others)}, which is not a tier type of kvtiers")
     if tier is not None:
         names = ", ".join(place.name for place in found)
         found = [place for place in found if place.name == tier]
         if not found:
-            raise ConfigError(f"no tier {tier!r} in {config}; accepted: {names}", field="--tier")
+            raise ConfigError(f"no tier {tier!r} in {_shown(config)}; accepted: {names}", field="--tier")
     for place in found:
         tool_recipe(place.config)  # fail now, not in the middle of the command, if tools cannot open this store
     return found
+
+
+def open_places(
+    command: str,
+    config: str,
+    tier: str | None,
+    find: Callable[[str, str | None, Callable[[str], None]], list[Place]] = find_places,
+    *,
+    tells: bool = True,
+) -> list[Place]:
+    """Call ``find``.
+
+    Args:
+        tells: print a message that names the skipped tiers.
+
+    Raises:
+        ConfigError: see ``find``.
+    """
+    return find(config, tier, partial(_tell, command) if tells else lambda _: None)
+
+
+def _tell(command: str, text: str) -> None:
+    note(f"kvtiers {command}: {text}")
+
+
+def is_bare(config: str) -> bool:
+    """Whether a config argument is a folder or a URL instead of a YAML file."""
+    return _URL.match(config) is not None or os.path.isdir(config)
+
+
+def load_deployment(config: str) -> DeploymentConfig:
+    """Load a YAML file, or describe the deployment that a bare folder or URL stands for: one tier without limits.
+
+    A folder is a tier of type ``fs`` (``nfs`` on an NFS mount), s3:// of type ``s3``, another URL of type ``fsspec``.
+    Credentials, keys and the endpoint come from the environment only.
+
+    Raises:
+        ConfigError: the file or URL is not accepted.
+    """
+    if is_bare(config):
+        deployment = parse_config({"region": {"size": BARE_REGION_BYTES}})
+        return deployment.model_copy(update={"tiers": (_bare_tier(config),)})
+    try:
+        return load_config(config, SecondaryTierFactory.tier_types())
+    except ConfigError as e:
+        if config.endswith(_YAML_ENDINGS) or os.path.lexists(config):
+            raise
+        text = f"{e.message}; accepted is a YAML file, an existing folder, or a URL such as s3://bucket/prefix"
+        raise ConfigError(text, field=e.field) from e
+
+
+def _bare_tier(config: str) -> TierConfig:
+    try:
+        tier = place_at(config)
+    except ConfigError as e:
+        raise ConfigError(e.message, field=public_url(config)) from None
+    if isinstance(tier, FsTierConfig) and _is_vllm_raw(tier.root_dir):
+        return tier.model_copy(update={"format": FORMAT_VLLM_RAW})
+    return tier
+
+
+def _is_vllm_raw(root: str) -> bool:
+    """Whether a folder holds blocks in vLLM's own layout, by the files that kvtiers puts beside vLLM's config.json.
+
+    In the other format these blocks would look bad, and ``verify --repair`` would remove them.
+    """
+    try:
+        folders = [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+        namespaces = [folder.path for folder in folders if re.fullmatch(NAMESPACE, folder.name)]
+        return any(entry.name.startswith(IDENTITY_FILE_PREFIX) for path in namespaces for entry in os.scandir(path))
+    except OSError as e:
+        raise store_error(e, "") from e
+
+
+def _shown(config: str) -> str:
+    return public_url(config) if _URL.match(config) else config
 
 
 def _where(config: TierConfig) -> str:
@@ -164,97 +264,3 @@ def _where(config: TierConfig) -> str:
     if "bucket" in options:
         return f"s3://{options['bucket']}/{options['prefix']}".rstrip("/")
     return str(options.get("root_dir") or options.get("url") or options["module_path"])
-
-
-class Ticker:
-    """Shows progress on standard error once the work has taken ``QUIET_S``. Silent if stderr is not a terminal.
-
-    Args:
-        what: the work, in a few words.
-        total: total amount of work; None: not known.
-        unit: the unit of ``count``.
-    """
-
-    def __init__(self, what: str, total: float | None = None, *, unit: str = "") -> None:
-        self._unit = unit
-        console = Console(stderr=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            *([BarColumn()] if total is not None else []),
-            TextColumn("{task.fields[done]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task(cell(what), total=total, done="")
-        self._started_at = self._told_at = time.monotonic()
-        self._shown = False
-
-    def __enter__(self) -> Ticker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._progress.stop()
-
-    def count(self, done: int) -> None:
-        """Show that ``done`` units are done."""
-        self.tell(done, f"{done:,} {self._unit}")
-
-    def tell(self, done: float, text: str) -> None:
-        """Show ``text`` as the progress. Cheap enough to call for every thousandth blob."""
-        now = time.monotonic()
-        if now - self._started_at < QUIET_S or now - self._told_at < TICK_S:
-            return
-        self._told_at = now
-        if not self._shown:
-            self._progress.start()
-            self._shown = True
-        self._progress.update(self._task, completed=done, done=cell(text))
-
-
-def make_console() -> Console:
-    """Create a console for standard output. In a pipe, lines are not wrapped, so each finding is one line."""
-    return Console(soft_wrap=not os.isatty(1))
-
-
-def say(text: str) -> None:
-    """Print to standard output, on one line even if the terminal is narrow."""
-    Console(soft_wrap=True).print(printable(text), markup=False, highlight=False)
-
-
-def cell(text: str) -> str:
-    """Escape a text for rich, which would read text in brackets as markup."""
-    return escape(printable(text))
-
-
-def complain(command: str, text: str) -> None:
-    """Print to standard error, on one line even if the terminal is narrow."""
-    Console(stderr=True, soft_wrap=True).print(
-        f"kvtiers {command}: {printable_lines(text)}", markup=False, highlight=False
-    )
-
-
-def refuse(command: str, text: str) -> typer.Exit:
-    """Print an error for bad input, and return the exception for the caller to raise."""
-    complain(command, text)
-    return typer.Exit(EXIT_BAD_INPUT)
-
-
-def human_bytes(size: float) -> str:
-    """Format bytes, such as "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def human_age(seconds: float) -> str:
-    """Format a duration, such as "3d"."""
-    for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{max(0.0, seconds) / unit_s:.0f}{unit}"
-    return f"{seconds / 86_400:.0f}d"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.places import human_bytes, refuse, say
+from kvtiers.connector.commands.options import AsJson
+from kvtiers.connector.commands.output import answer, human_bytes, say
 from kvtiers.connector.kv_shape import KVShape, kv_shape, number_bytes, read_model_config
 from kvtiers.connector.region.region_header import row_stride
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.config.deployment import DeploymentConfig, load_config
-from kvtiers.tiers.errors import ConfigError, KVTiersError
+from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 
 PREFILL_SPEEDS = (1_000.0, 5_000.0, 20_000.0)
@@ -130,7 +130,7 @@ def size(
     config: Annotated[
         Path | None, typer.Option(help="A deployment's YAML file: how many tokens fit in its region and its tiers.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compute how much storage a model's KV cache takes, from its config.json. Uses no network.
 
@@ -143,25 +143,22 @@ def size(
 
     Draft models for speculative decoding are not counted. Models that this command does not know are refused.
     """
-    try:
-        deployment = None if config is None else load_config(config, SecondaryTierFactory.tier_types())
-        contents = read_model_config(model)
-        shape = kv_shape(contents)
-        sizing = size_of(
-            shape,
-            number_bytes(contents, dtype=dtype, kv_cache_dtype=kv_cache_dtype),
-            tp_size=tp,
-            # The backends of MLA models choose 16, 32, 64 or 128 by the GPU.
-            block_tokens=block_size or (None if shape.is_mla else BLOCK_TOKENS),
-            blocks_per_chunk=blocks_per_chunk or (deployment.blocks_per_chunk if deployment else BLOCKS_PER_CHUNK),
-        )
-        if sizing.block_rank_bytes is not None and sizing.block_rank_bytes * tp > 1 << 62:
-            raise ConfigError("the model's numbers are too large", field="MODEL_OR_CONFIG")
-    except KVTiersError as e:
-        raise refuse("size", str(e)) from e
+    deployment = None if config is None else load_config(config, SecondaryTierFactory.tier_types())
+    contents = read_model_config(model)
+    shape = kv_shape(contents)
+    sizing = size_of(
+        shape,
+        number_bytes(contents, dtype=dtype, kv_cache_dtype=kv_cache_dtype),
+        tp_size=tp,
+        # The backends of MLA models choose 16, 32, 64 or 128 by the GPU.
+        block_tokens=block_size or (None if shape.is_mla else BLOCK_TOKENS),
+        blocks_per_chunk=blocks_per_chunk or (deployment.blocks_per_chunk if deployment else BLOCKS_PER_CHUNK),
+    )
+    if sizing.block_rank_bytes is not None and sizing.block_rank_bytes * tp > 1 << 62:
+        raise ConfigError("the model's numbers are too large", field="MODEL_OR_CONFIG")
     room = [] if deployment is None else room_of(sizing, deployment)
     if as_json:
-        print(json.dumps(_as_json(model, sizing, prefill or PREFILL_SPEEDS, room), indent=2))
+        answer(_as_json(model, sizing, prefill or PREFILL_SPEEDS, room))
     else:
         for line in describe(model, sizing, prefill or PREFILL_SPEEDS, room):
             say(line)

@@ -2,48 +2,74 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from enum import StrEnum
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
-from kvtiers.connector.commands.places import (
-    EXIT_FAILED,
-    Place,
+from kvtiers.connector.commands.options import AsJson, Config, TierName
+from kvtiers.connector.commands.output import (
+    Results,
     Ticker,
+    blocks_in_words,
     cell,
-    complain,
-    find_places,
-    find_prefixes,
     human_age,
     human_bytes,
+    note,
     refuse,
     say,
+    show,
 )
+from kvtiers.connector.commands.places import (
+    FolderMissingError,
+    Place,
+    PrefixPlace,
+    find_places,
+    find_prefixes,
+    is_bare,
+    open_places,
+)
+from kvtiers.connector.commands.session import session
+from kvtiers.tiers.blocks.neighbors import namespaces_in
 from kvtiers.tiers.builtin import record_keys
 from kvtiers.tiers.capacity.collector import Collector
+from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.removal import CollectReport
 from kvtiers.tiers.capacity.usage import used_bytes
-from kvtiers.tiers.config.tier_options import BoundedTierConfig, S3TierConfig
-from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreError, printable
-from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
+from kvtiers.tiers.config.deployment import parse_tier
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, S3TierConfig, TierConfig
+from kvtiers.tiers.errors import ConfigError, printable
+from kvtiers.tiers.store import KeyInfo, Store
+from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, block_beginnings, list_blocks
+from kvtiers.tiers.tools.namespaces import differences, differences_in_words
 
-TELL_EVERY_BLOBS = 1000
 DAY_S = 86_400
 YEAR_MAX = 9999  # of ISO 8601
+DRY_RUN_GC = "Only show what would be removed."
 
-Config = Annotated[Path, typer.Argument(help="The YAML file of the deployment.")]
-TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+class SortKey(StrEnum):
+    """What ``ls`` sorts by."""
+
+    NAME = "name"
+    SIZE = "size"
+    AGE = "age"
+
+
+#: Ascending, as ``ls`` shows them: names from a to z, the largest first, the most recently used first.
+_ORDERS: dict[SortKey, Callable[[tuple[KeyInfo, BlockName]], Any]] = {
+    SortKey.NAME: lambda block: block[0].key,
+    SortKey.SIZE: lambda block: (-block[0].size, block[0].key),
+    SortKey.AGE: lambda block: (-block[0].mtime, block[0].key),
+}
 
 
 @runtime_checkable
@@ -60,49 +86,91 @@ def ls(
     tier: TierName = None,
     prefix: Annotated[str, typer.Option(help="List only names that start with this text.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of blocks per tier.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    sort: Annotated[
+        SortKey | None,
+        typer.Option(
+            help="Sort each tier's blocks: name from a to z, size from the largest, age from the last used. "
+            "Holds all blocks in memory, or as many as --limit says; without --sort the list streams."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per block and line; the last line has the totals.")
+    ] = False,
 ) -> None:
-    """List the stored blocks: size, time of last use or write, name. Streams any number of blocks."""
+    """List the stored blocks: size, time of last use or write, tier, name. Totals go to standard error.
+
+    Without --sort, any number of blocks is listed as a stream: memory does not grow.
+    """
     results = Results("ls")
     for place in open_places("ls", config, tier):
-        with results.of(place), place.open() as store:
-            for count, (info, name) in enumerate(list_blocks(store, prefix)):
-                if limit is not None and count >= limit:
-                    break
+        total = Share()
+        with results.of(place.name, place.where), place.open() as store:
+            for info, name in _in_order(place, list_blocks(store, prefix), sort, limit):
+                total.add(info.size)
                 if as_json:
                     line = {"tier": place.name, "key": info.key, "size": info.size, "mtime": info.mtime}
                     line |= {"rank": name.rank, "group": name.group}
                     print(json.dumps(line))
                 else:
-                    print(f"{info.size:>12} {_time(info.mtime)} {printable(info.key)}")
-    results.end()
+                    print(f"{info.size:>12} {utc(info.mtime)} {place.name} {printable(info.key)}")
+            results.add({"tier": place.name, "where": place.where, **asdict(total)})
+            if not as_json:
+                note(f"{place.name} at {place.where}: {blocks_in_words(total.blobs)}, {human_bytes(total.bytes)}")
+    results.end(as_json=as_json)
+
+
+def _in_order(
+    place: Place, blocks: Iterator[tuple[KeyInfo, BlockName]], sort: SortKey | None, limit: int | None
+) -> Iterator[tuple[KeyInfo, BlockName]]:
+    if sort is None:
+        yield from itertools.islice(blocks, limit)
+        return
+    order = _ORDERS[sort]
+    with Ticker(f"listing {place.name}", unit="blocks") as ticker:
+        counted = ticker.each(blocks)
+        found = sorted(counted, key=order) if limit is None else heapq.nsmallest(limit, counted, key=order)
+    yield from found
 
 
 def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
-    """Show the number and size of stored blocks: by namespace, rank and group, and by age."""
+    """Show the number and size of stored blocks: by namespace, rank and group, and by age.
+
+    Namespaces of one model are told apart by the options in which they differ.
+    """
     results = Results("du")
     for place in open_places("du", config, tier):
         inventory = Inventory()
         started_at = time.monotonic()
         now = time.time()
-        with results.of(place):
+        with results.of(place.name, place.where):
             with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
-                for count, info in enumerate(store.keys()):
+                for info in ticker.each(store.keys()):
                     inventory.add(info, now)
-                    if count % TELL_EVERY_BLOBS == 0:
-                        ticker.count(count)
                 used = used_bytes(store)
+                namespaces, _ = namespaces_in(store)
             limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
-            results.add(_du_result(place, inventory, used, limit, time.monotonic() - started_at))
+            result = _du_result(place, inventory, used, limit, time.monotonic() - started_at)
+            result["namespaces"] = differences(namespaces)
+            results.add(result)
             if not as_json:
-                _show_du(results.last)
+                _show_du(result)
+    done = [result for result in results.all if "error" not in result]
+    if not as_json and len(done) > 1:
+        blobs, size = (sum(result["blocks"][name] for result in done) for name in ("blobs", "bytes"))
+        say(f"total of {len(done)} tiers: {blocks_in_words(blobs)}, {human_bytes(size)}")
     results.end(as_json=as_json)
 
 
 def gc(
     config: Config,
     tier: TierName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_GC)] = False,
+    max_bytes: Annotated[
+        str | None, typer.Option(help="The limit of a bare folder or URL, such as 200GiB. A YAML file has its own.")
+    ] = None,
+    ttl: Annotated[
+        str | None, typer.Option(help="The maximum age of blocks in a bare folder or URL, such as 7d.")
+    ] = None,
     lifecycle: Annotated[
         bool,
         typer.Option("--lifecycle", help="S3: also set a bucket rule that removes blocks one ttl after their write."),
@@ -116,15 +184,18 @@ def gc(
     if prefixes and lifecycle:
         raise typer.BadParameter("applies only to blocks and excludes --prefixes", param_hint="--lifecycle")
     places = open_places("gc", config, tier, find_prefixes if prefixes else find_places)
+    places = _with_bounds(config, places, max_bytes, ttl)
     if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
         raise refuse("gc", "--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
+    if not dry_run:
+        session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
     results = Results("gc")
     for place in places:
-        with results.of(place):
+        with results.of(place.name, place.where):
             result = {"tier": place.name, "where": place.where, **_collect(place, dry_run=dry_run)}
             results.add(result)
             if not as_json:
-                _show_gc(result, "chunks" if prefixes else "blocks")
+                _show_gc(result, "chunk" if prefixes else "block")
             if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
                 rules = _set_lifecycle(place, place.config.ttl)
                 result.update(rules)
@@ -133,14 +204,62 @@ def gc(
     results.end(as_json=as_json, failed=any(result.get("kept_by_error") for result in results.all))
 
 
+def _with_bounds(config: str, places: list[Place], max_bytes: str | None, ttl: str | None) -> list[Place]:
+    """Give a bare folder or URL the limits of the command line.
+
+    Raises:
+        ConfigError: a bare place has no limit, or a YAML file would have two.
+    """
+    given = {"max_bytes": max_bytes, "ttl": ttl}
+    if not is_bare(config):
+        for name in (name for name, value in given.items() if value is not None):
+            raise ConfigError(f"{config} sets its own limits; change {name} there", field=f"--{name.replace('_', '-')}")
+        return places
+    if max_bytes is None and ttl is None:
+        raise ConfigError(f"{places[0].where} has no YAML file, so no limit is known; give --max-bytes, --ttl or both")
+    (place,) = places
+    options = place.config.model_dump(exclude_unset=True) | {
+        k: value for k, value in given.items() if value is not None
+    }
+    try:
+        limited = parse_tier(options)
+    except ConfigError as e:
+        option, _, mistake = str(e).partition(": ")
+        raise ConfigError(mistake, field=f"--{option.replace('_', '-')}") from None
+    assert isinstance(limited, TierConfig)
+    if not isinstance(place, PrefixPlace):  # prefixes are never protected
+        with place.open() as store:
+            _refuse_protected(store, place)
+    return [type(place)(place.name, limited, place.where)]
+
+
+def _refuse_protected(store: Store, place: Place) -> None:
+    """A collector without the keys of ``auth`` or ``encrypt`` would leave records that no engine accepts."""
+    for namespace in namespaces_in(store)[0]:
+        if namespace.fields.get("protection"):
+            raise ConfigError(
+                f"{namespace.name} has protected blocks; give the YAML file of a tier with their keys",
+                field=place.where,
+            )
+
+
 def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
     policy = place.policy
     if policy is None:
         return {"skipped": "is read_only" if place.read_only else "has neither max_bytes nor ttl"}
-    with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
-        keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
-        report = _run(Collector(store, policy, on_progress=ticker.count, keys=keys), dry_run, policy.lease_s)
+    try:
+        report = _collect_within(place, policy, dry_run=dry_run)
+    except FolderMissingError:
+        if not isinstance(place, PrefixPlace) or not place.is_beside_a_root():
+            raise
+        return {"skipped": "no prefixes are stored here yet"}
     return {"skipped": "another collector is at work"} if report is None else asdict(report)
+
+
+def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> CollectReport | None:
+    with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="blobs") as ticker:
+        keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
+        return _run(Collector(store, policy, on_progress=ticker.count, keys=keys), dry_run, policy.lease_s)
 
 
 def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
@@ -155,7 +274,8 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
     return {"expire_after_days": days, "expire_versions": versions}
 
 
-def _time(mtime: float) -> str:
+def utc(mtime: float) -> str:
+    """Format Unix seconds as UTC, or as a number if no calendar has the time."""
     try:
         at = time.gmtime(mtime)
     except (ValueError, OverflowError, OSError):  # written by a machine whose clock was far ahead
@@ -169,58 +289,6 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
     while (report := collector.run(dry_run=dry_run)) is None and time.monotonic() < deadline:
         time.sleep(min(1.0, collector.lease.seconds_to_wait + 0.05))
     return report
-
-
-def open_places(
-    command: str,
-    config: Path,
-    tier: str | None,
-    find: Callable[[Path, str | None, Callable[[str], None]], list[Place]] = find_places,
-    *,
-    tells: bool = True,
-) -> list[Place]:
-    """Call ``find``. Bad input ends the command.
-
-    Args:
-        tells: print a message that names the skipped tiers.
-    """
-    try:
-        return find(config, tier, partial(complain, command) if tells else lambda _: None)
-    except KVTiersError as e:
-        raise refuse(command, str(e)) from e
-
-
-class Results:
-    """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers."""
-
-    def __init__(self, command: str) -> None:
-        self._command = command
-        self.all: list[dict[str, Any]] = []
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """The last result."""
-        return self.all[-1]
-
-    def add(self, result: dict[str, Any]) -> None:
-        """Add a result."""
-        self.all.append(result)
-
-    @contextmanager
-    def of(self, place: Place) -> Iterator[None]:
-        """Context for work on a place: a storage error becomes the place's result."""
-        try:
-            yield
-        except (StoreError, ConfigError) as e:
-            complain(self._command, f"tier {place.name} at {place.where}: {e}")
-            self.add({"tier": place.name, "where": place.where, "error": str(e)})
-
-    def end(self, *, as_json: bool = False, failed: bool = False) -> None:
-        """Print all results as JSON if asked; exit with ``EXIT_FAILED`` if the command or a storage failed."""
-        if as_json:
-            print(json.dumps({"tiers": self.all}))
-        if failed or any("error" in result for result in self.all):
-            raise typer.Exit(EXIT_FAILED)
 
 
 def _du_result(
@@ -244,23 +312,31 @@ def _du_result(
 
 
 def _show_du(result: dict[str, Any]) -> None:
-    blocks = result["blocks"]
+    blocks, limit = result["blocks"], result["max_bytes"]
     bound = ""
-    if result["max_bytes"] is not None:
-        known = "not measured yet" if result["used_bytes"] is None else f"{human_bytes(result['used_bytes'])} accounted"
-        bound = f", {known} of max_bytes {human_bytes(result['max_bytes'])}"
-    say(f"{result['tier']} at {result['where']}: {blocks['blobs']:,} blocks, {human_bytes(blocks['bytes'])}{bound}")
+    if limit is not None:
+        used = result["used_bytes"]
+        known = "not accounted yet" if used is None else f"{human_bytes(used)} accounted"
+        stored = blocks["bytes"] + result["other"]["bytes"]
+        bound = f", {stored / limit:.0%} of max_bytes {human_bytes(limit)} ({known})"
+    what = blocks_in_words(blocks["blobs"])
+    say(f"{result['tier']} at {result['where']}: {what}, {human_bytes(blocks['bytes'])}{bound}")
+    apart = result["namespaces"]
+    differs = any(apart.get(group["namespace"]) for group in result["groups"])
     table = Table(Column("namespace", overflow="fold"), "rank", "group", "blocks", "size")
+    if differs:
+        table.add_column("differs from its siblings by", overflow="fold")
     for group in result["groups"]:
         numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
-        table.add_row(cell(group["namespace"]), *numbers)
+        by = (cell(differences_in_words(apart.get(group["namespace"], {}))),) if differs else ()
+        table.add_row(cell(group["namespace"]), *numbers, *by)
     if result["groups"]:
-        Console(soft_wrap=True).print(table)
+        show(table)
     lower = "0"
     for age, share in result["ages"].items():
         label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")
         if share["blobs"]:
-            say(f"  {label}: {share['blobs']:,} blocks, {human_bytes(share['bytes'])}")
+            say(f"  {label}: {blocks_in_words(share['blobs'])}, {human_bytes(share['bytes'])}")
         lower = age
     other = result["other"]
     if other["blobs"]:
@@ -284,13 +360,13 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
         return
     verb = "would be removed" if result["dry_run"] else "removed"
     took = human_age(result["seconds"]) if result["seconds"] >= 1 else "less than 1s"
-    say(f"{place}: {result['blobs']:,} blobs, {human_bytes(result['bytes'])}, listed in {took}")
+    say(f"{place}: {blocks_in_words(result['blobs'], 'blob')}, {human_bytes(result['bytes'])}, listed in {took}")
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
-        say(f"  {verb} by {reason}: {count:,} {unit}, {size}")
+        say(f"  {verb} by {reason}: {blocks_in_words(count, unit)}, {size}")
     if result["gave_up"]:
         say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:
-        say(f"  could not be removed: {result['kept_by_error']:,} {unit}")
+        say(f"  could not be removed: {blocks_in_words(result['kept_by_error'], unit)}")
     if result["own_bytes"]:
         say(f"  quarantined and partly written: {human_bytes(result['own_bytes'])}")

@@ -8,20 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.places import Place, Ticker, human_bytes, refuse, say
-from kvtiers.connector.commands.storage import AsJson, Config, Results, TierName, open_places
+from kvtiers.connector.commands.options import AsJson, Config, TierName
+from kvtiers.connector.commands.output import Results, Ticker, blocks_in_words, human_bytes, refuse, say
+from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.session import session
 from kvtiers.tiers.config.open_store import tool_recipe
-from kvtiers.tiers.errors import public_url
+from kvtiers.tiers.errors import ConfigError, public_url
 from kvtiers.tiers.isolation.process import StoreRecipe
 from kvtiers.tiers.store import SupportsQuarantine
-from kvtiers.tiers.tools.verify import UnitResult, damaged_count, decode_result, find_units, total_of
+from kvtiers.tiers.tools.verify import ALL, Subset, UnitResult, damaged_count, decode_result, find_units, total_of
 from kvtiers.tiers.tools.verify_processes import verify_units
 
 BAD_SHOWN_MAX = 20
@@ -31,12 +33,23 @@ STATE_BEGINS = '{"place": '
 def verify(
     config: Config,
     tier: TierName = None,
+    subset: Annotated[
+        str | None,
+        typer.Option(
+            help="Check only this share of the blocks, such as 5%. A block's hash decides, so each run and each tier "
+            "checks the same blocks."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63, help="Choose another subset, such as this week's number.")] = 0,
     repair: Annotated[
         bool,
         typer.Option(
             "--repair",
             help="Move bad blocks aside (on S3 and fsspec: delete them). Engines then store them again when needed.",
         ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --repair: only show which blocks would be moved aside.")
     ] = False,
     state: Annotated[
         Path | None, typer.Option(help="Save progress in this file, and resume from it after an interruption.")
@@ -45,16 +58,20 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check the seals of all stored blocks: that each block matches its name, and is complete and unchanged."""
-    n_workers = workers or len(os.sched_getaffinity(0))
+    chosen = _parse_subset(subset, seed)
     places = open_places("verify", config, tier)
     kept = [place.name for place in places if place.read_only]
-    if repair and kept:
+    if repair and not dry_run and kept:
         raise refuse("verify", f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
+    if dry_run and not repair:
+        raise refuse("verify", "--dry-run: without --repair nothing is changed; give both, or neither")
     ours = state is not None and _check_state(state)
+    work = _Work(chosen, repair and not dry_run, state, workers or len(os.sched_getaffinity(0)))
+    session().if_interrupted = lambda: _how_to_continue(work)
     results = Results("verify")
     for place in places:
-        with results.of(place):
-            results.add(_verify_place(place, repair, state, n_workers))
+        with results.of(place.name, place.where):
+            results.add({**_verify_place(place, work), "dry_run": dry_run})
             if not as_json:
                 _show(results.last)
     checked = [result for result in results.all if "error" not in result]
@@ -62,6 +79,49 @@ def verify(
         state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
     bad = any(result["bad_count"] > result["quarantined"] or result["errors"] for result in checked)
     results.end(as_json=as_json, failed=bad)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is checked, and how.
+
+    Attributes:
+        n_blocks: blocks checked so far, earlier runs included.
+    """
+
+    subset: Subset
+    repair: bool
+    state: Path | None
+    n_workers: int
+    n_blocks: int = 0
+
+
+def _parse_subset(text: str | None, seed: int) -> Subset:
+    """Parse a share of the blocks: "5%" or "0.05%".
+
+    Raises:
+        ConfigError: it is not a share; or a seed is given without one.
+    """
+    if text is None:
+        if seed:
+            raise ConfigError("applies to --subset; give both", field="--seed")
+        return ALL
+    try:
+        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else 0.0
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"{text!r} is not accepted; write a share of the blocks, such as 5%", field="--subset")
+    return Subset(share, seed)
+
+
+def _how_to_continue(work: _Work) -> str:
+    done = f"{blocks_in_words(work.n_blocks)} checked"
+    if work.repair:
+        done += ", bad blocks among them moved aside"
+    if work.state is None:
+        return f"{done}; run it again to start over (with --state FILE, an interrupted run can be resumed)"
+    return f"{done}; run the same command again to resume from {work.state}"
 
 
 def _check_state(path: Path) -> bool:
@@ -86,10 +146,11 @@ def _check_state(path: Path) -> bool:
     return not was_there or text.startswith(STATE_BEGINS)
 
 
-def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int) -> dict[str, Any]:
+def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
+    repair, subset = work.repair, work.subset
     started_at = time.monotonic()
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
-        units = find_units(store, ticker.count)
+        units = find_units(store, ticker.count, subset)
         damaged = damaged_count(store)
         moves_aside = isinstance(store, SupportsQuarantine)
     make_store, options = tool_recipe(place.config, read_only=not repair)
@@ -97,16 +158,20 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
     # A bucket of the same name at another server is another place.
     server = getattr(place.config, "endpoint_url", None)
     where = place.where if server is None else f"{place.where} at {public_url(server)}"
-    with _state_file(state, f"{place.name} {where} {'repair' if repair else 'check'}") as (done, remember):
+    task = f"{'repair' if repair else 'check'}{'' if subset == ALL else f' {subset.share} {subset.seed}'}"
+    with _state_file(work.state, f"{place.name} {where} {task}") as (done, remember):
+        work.n_blocks += sum(result.blocks for result in done.values())
         results = dict(done)
         left = [unit for unit in units if unit not in done]
         total_bytes = sum(share.bytes for share in units.values())
         checked_at = time.monotonic()
-        with Ticker(f"verifying {place.name}", total_bytes, unit="bytes") as ticker:
-            for result in verify_units(recipe, left, n_workers=n_workers, repair=repair):
+        checked = sum(result.bytes for result in done.values())
+        with Ticker(f"verifying {place.name}", total_bytes, unit="bytes", done=checked) as ticker:
+            for result in verify_units(recipe, left, n_workers=work.n_workers, repair=repair, subset=subset):
                 results[result.unit] = result
                 remember(result)
-                checked = sum(r.bytes for r in results.values())
+                work.n_blocks += result.blocks
+                checked += result.bytes
                 ticker.tell(checked, f"{human_bytes(checked)} of {human_bytes(total_bytes)}")
     total = total_of(iter(results.values()))
     total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
@@ -115,6 +180,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
         "tier": place.name,
         "where": place.where,
         **{name: value for name, value in asdict(total).items() if name != "unit"},
+        "subset": subset.share,
         "moves_aside": moves_aside,
         "resumed_units": len(done),
         "seconds": round(time.monotonic() - started_at, 3),
@@ -173,19 +239,24 @@ def _show(result: dict[str, Any]) -> None:
     resumed = f", {result['resumed_units']} parts in an earlier run" if result["resumed_units"] else ""
     speed = f"{human_bytes(result['bytes_per_s'])}/s"
     size = human_bytes(result["bytes"])
-    say(f"{result['tier']} at {result['where']}: {result['blocks']:,} blocks, {size} checked at {speed}{resumed}")
+    what = blocks_in_words(result["blocks"])
+    part = "" if result["subset"] == 1 else f" (a subset of {result['subset'] * 100:.4g}%)"
+    say(f"{result['tier']} at {result['where']}: {what}, {size} checked{part} at {speed}{resumed}")
     for reason, count in Counter(reason for _, reason in result["bad"]).items():
-        say(f"  bad ({reason}): {count:,} blocks")
+        say(f"  bad ({reason}): {blocks_in_words(count)}")
     for key, reason in result["bad"][:BAD_SHOWN_MAX]:
         say(f"    {key} ({reason})")
     if result["bad_count"] > BAD_SHOWN_MAX:
         say(f"    … and {result['bad_count'] - BAD_SHOWN_MAX:,} more; --json names them")
+    moved = "moved aside" if result["moves_aside"] else "deleted"
     if result["quarantined"]:
-        say(f"  {'moved aside' if result['moves_aside'] else 'deleted'}: {result['quarantined']:,} blocks")
+        say(f"  {moved}: {blocks_in_words(result['quarantined'])}")
+    if result["dry_run"] and (would := result["bad_count"] - result["kept"]):
+        say(f"  would be {moved}: {blocks_in_words(would)}")
     if result["foreign"]:
-        say(f"  from a newer version or without a seal, not verified: {result['foreign']:,} blocks")
+        say(f"  from a newer version or without a seal, not verified: {blocks_in_words(result['foreign'])}")
     if result["errors"]:
-        say(f"  could not be read: {result['errors']:,} blocks")
+        say(f"  could not be read: {blocks_in_words(result['errors'])}")
     if not result["bad_count"] and not result["errors"]:
         if not result["foreign"]:
             say("  all blocks are intact")

@@ -7,6 +7,7 @@ The blocks are made up; everything else is as it happened. Needs the program ``w
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from kvtiers.connector.commands.json_schemas import RESULTS
+from kvtiers.connector.commands.session import EXIT_CODES
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import SeaweedServer, free_ports, seaweed_server
@@ -31,6 +34,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 KVTIERS = str(Path(sys.executable).with_name("kvtiers"))
 WORK = Path("/tmp/kvtiers-commands")
 BUCKET = "kvtiers"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ROWS, ROW_BYTES = 160, 64 << 10
 METRICS_SHOWN = ("kvtiers_storage_up", "kvtiers_storage_bytes", "kvtiers_storage_blocks")
 
@@ -38,7 +42,42 @@ HEAD = """\
 # Every command, run
 
 On a folder, on a bucket (SeaweedFS) and on a memory tier, 160 blocks of 64 KiB in each of the first two. Written by
-`python -m tests.docs.run_commands`, with 2 cores. The [README](../README.md#two-commands) describes `demo`."""
+`python -m tests.docs.run_commands`, with 2 cores. The [README](../README.md#two-commands) describes `demo`.
+
+## What all commands share
+
+- `CONFIG` is the deployment's YAML file, or only the storage: a folder (a tier of type `fs`, on an NFS mount `nfs`),
+  `s3://bucket/prefix` (type `s3`) or another URL (type `fsspec`). Without the argument, `$KVTIERS_CONFIG` is used.
+  `check`, `doctor` and `vllm-config` need a YAML file, and `demo` has an option `--config` instead.
+- A folder or URL has no limits, keys or options. `gc` therefore needs `--max-bytes` or `--ttl`. `verify --repair`,
+  `rm` and `migrate` work as with a file; `migrate` leaves 1 GiB of the disk free. For blocks that `auth` or `encrypt`
+  protects, give the YAML file.
+- `-h` shows help; `-v` shows log lines and `-vv` more, as does `--log-level`; `-q` shows only results and errors.
+- Work that takes longer than 2 s shows its progress on standard error, if that is a terminal: amount, rate, and time
+  left where the total is known. `--no-progress` turns it off.
+- After Ctrl-C, one line says what was done and how to continue.
+- `kvtiers --install-completion` installs the completion of commands and options for bash, zsh, fish or PowerShell;
+  `--show-completion` only prints it.
+
+### Exit codes
+
+{exit_codes}
+
+### JSON
+
+With `--json`, each command prints one document on one line, also after an error:
+
+| field | content |
+|---|---|
+| `command`, `version` | the command's name, and the version of kvtiers |
+| `ok` | whether the exit code is 0 |
+| `result` | as below; null if the command ended before it had a result |
+| `errors` | the lines that were also printed to standard error |
+
+`kvtiers COMMAND --json-schema` prints the document's JSON schema. `ls` prints one line for each block (`tier`, `key`,
+`size`, `mtime`, `rank`, `group`) before its document. `demo --json FILE` is another option: it writes measurements.
+
+{results}"""
 
 
 def tiers_of(server: SeaweedServer) -> dict[str, dict[str, Any]]:
@@ -81,12 +120,30 @@ def _flipped(data: bytes) -> bytes:
     return bytes([data[0] ^ 1]) + data[1:]
 
 
+def head() -> str:
+    """The page's beginning, with the tables that come from the code."""
+    codes = [f"| {code.value} | {text} |" for code, text in EXIT_CODES.items()]
+    rows = []
+    for command, schema in RESULTS.items():
+        fields = schema["properties"]
+        tiers = fields.get("tiers", {}).get("items", {}).get("anyOf")
+        text = ", ".join(f"`{name}`" for name in fields)
+        if tiers:
+            names = ", ".join(f"`{name}`" for name in tiers[0]["properties"])
+            text = f"`tiers`, a list: {names}; or `tier`, `where` and `error`"
+        rows.append(f"| `{command}` | {text} |")
+    return HEAD.format(
+        exit_codes="\n".join(["| code | meaning |", "|---:|---|", *codes]),
+        results="\n".join(["| command | `result` |", "|---|---|", *rows]),
+    )
+
+
 class Page:
     """What was said."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = {**os.environ, **environment, "COLUMNS": "118", "NO_COLOR": "1"}
-        self.lines = [HEAD]
+        self.lines = [head()]
 
     def add(self, *lines: str) -> None:
         """Text of the page's own."""
@@ -111,6 +168,13 @@ class Page:
                 "",
             )
         self.lines[-1] = "```"
+
+    def key_of_a_block(self, config: str) -> str:
+        """The name of a block in a deployment, which is not shown."""
+        command = [KVTIERS, "ls", config, "--sort", "name", "--limit", "1", "--json"]
+        done = subprocess.run(command, cwd=WORK, env=self._environment, capture_output=True, text=True, check=True)
+        key: str = json.loads(done.stdout.splitlines()[0])["key"]
+        return key
 
     def scrape(self, config: str) -> None:
         """Run ``serve-metrics`` and show a part of what it serves."""
@@ -166,7 +230,11 @@ def main() -> None:
             page.run(f"check {config}")
             page.run(f"doctor {config}")
             page.run(f"du {config}", f"ls {config} --limit 2", f"ls {config} --limit 1 --json")
-            page.run(f"verify {config}", f"verify {config} --repair", f"verify {config}")
+            if name != "memory":
+                block = page.key_of_a_block(config)
+                page.run(f"show {config} {block}", f"show {config} {block.partition('_r0/')[0]}")
+                page.run(f"verify {config}", f"verify {config} --repair --dry-run", f"verify {config} --repair")
+                page.run(f"verify {config}", f"verify {config} --subset 5%")
             page.run(f"gc {config} --dry-run", f"gc {config}", f"du {config} --json")
             if name == "memory":
                 page.run(f"bench {config} --total 32MiB")
@@ -184,9 +252,21 @@ def main() -> None:
             page.run(f"check {name}.yaml", timed=True)
         page.run("check s3.yaml", timed=True, AWS_SECRET_ACCESS_KEY="not-the-secret")
         page.add("", "## Between tiers", "", "```yaml", (WORK / "two.yaml").read_text().rstrip(), "```")
-        page.run("migrate fs.yaml two.yaml --to far", "warm two.yaml", "warm two.yaml")
+        page.run("migrate fs.yaml two.yaml --to far --dry-run", "migrate fs.yaml two.yaml --to far")
+        page.run("warm two.yaml --limit-rate 4MiB", "warm two.yaml", "warm fs.yaml")
         page.run("bench two.yaml --total 32MiB")
         page.run("warm memory.yaml", "migrate two.yaml memory.yaml --from far")
+        page.add("", "## Without a YAML file")
+        bucket = f"s3://{BUCKET}/two"
+        near = str(WORK / "near")
+        listing = (f"du {bucket}", f"ls {bucket} --sort age --limit 2")
+        page.run(*listing, AWS_ENDPOINT_URL=str(server.s3.endpoint_url))
+        page.run(f"gc {near}", f"gc {near} --max-bytes 4MiB")
+        page.run(
+            f"rm {near} --model {MODEL} --dry-run", f"rm {near} --model {MODEL}", f"rm {near} --model {MODEL} --yes"
+        )
+        page.run(f"show {near} no-such-name --json", f"du {near}")
+        page.run("--version", "bench two.yaml --total 10")
     PAGE.write_text("\n".join(page.lines) + "\n")
 
 

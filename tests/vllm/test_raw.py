@@ -118,7 +118,7 @@ def test_a_root_of_vllms_moves_to_sealed_blocks_and_back(engines: Any, tmp_path:
     def migrate(*tiers: str) -> tuple[int, dict[str, Any]]:
         config.write_text("region: {size: 1MiB}\ntiers:\n" + "".join(f"- {{type: fs, {tier}}}\n" for tier in tiers))
         result = CliRunner().invoke(app, ["migrate", str(config), "--json"])
-        return result.exit_code, json.loads(result.output) if result.exit_code == 0 else {}
+        return result.exit_code, json.loads(result.output)["result"] if result.exit_code == 0 else {}
 
     code, _ = migrate(f"root_dir: {raw}, format: vllm-raw", f"root_dir: {sealed}")
     assert code == 1  # nothing proves them

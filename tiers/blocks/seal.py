@@ -363,3 +363,34 @@ class Seal:
 
 def _digest(algorithm: int, payload: memoryview, seen: RunningChecksum | None) -> bytes:
     return DIGESTS[algorithm](payload) if seen is None else seen.digest(algorithm, payload)
+
+
+def describe_trailer(trailer: bytes | bytearray | memoryview) -> dict[str, Any] | None:
+    """A trailer's fields, for people; None if it is not a trailer that this version can read. Checks nothing else.
+
+    Returns:
+        version, checksum and authentication (names, or numbers if unknown), key_id, payload_bytes, fingerprint, group,
+        rank, block_hash, writer_id (hexadecimal), written_at (Unix seconds).
+    """
+    trailer = bytes(trailer)
+    if len(trailer) != TRAILER_BYTES or not trailer.startswith(MAGIC):
+        return None
+    if _CHECK.unpack_from(trailer, CHECK_AT)[0] != xxhash.xxh3_64_intdigest(trailer[:CHECK_AT]):
+        return None
+    (_, version, _, checksum, authentication, length, fingerprint, group, rank, hash_length,
+     block_hash, _, writer_id, written_at_ns, key_id, _, _) = _HEAD.unpack_from(trailer)  # fmt: skip
+    return {
+        "version": version,
+        "checksum": Checksum(checksum).name.lower() if checksum in list(Checksum) else checksum,
+        "authentication": Authentication(authentication).name.lower()
+        if authentication in list(Authentication)
+        else authentication,
+        "key_id": key_id,
+        "payload_bytes": length,
+        "fingerprint": fingerprint.hex(),
+        "group": group,
+        "rank": rank,
+        "block_hash": block_hash[:hash_length].hex(),
+        "writer_id": writer_id.hex(),
+        "written_at": written_at_ns / 1e9,
+    }

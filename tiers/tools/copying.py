@@ -9,11 +9,12 @@ A block keeps its age (``SupportsAges``), so the target's collector considers it
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import islice, repeat
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, identity_file_name
@@ -30,9 +31,11 @@ from kvtiers.tiers.store import KeyInfo, Store, SupportsAges, SupportsTail, size
 from kvtiers.tiers.tools.block_reader import BlockReader, read_identities, read_small
 from kvtiers.tiers.tools.conversion import Converter
 from kvtiers.tiers.tools.inventory import BlockName, list_blocks
+from kvtiers.tiers.tools.rate import RateLimit
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once
+PROGRESS_EVERY_S = 0.5
 
 Block = tuple[KeyInfo, BlockName]
 
@@ -65,6 +68,7 @@ class CopyReport:
             of a newer version.
         left_out: namespaces whose blocks are not copied, and why; the blocks also count as ``errors``.
         no_room: the target is full or reached its limit; the remaining blocks were not checked.
+        seen_bytes: bytes of all blocks that were looked at, as listed: copied, present, bad and others.
     """
 
     dry_run: bool = False
@@ -75,6 +79,7 @@ class CopyReport:
     errors: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     no_room: bool = False
+    seen_bytes: int = 0
 
     @property
     def found_none(self) -> bool:
@@ -96,7 +101,8 @@ class Copier:
         converter: given if the target's format differs from the source's.
         takes_unverified: also copy blocks without a seal.
         dry_run: only find out what would be copied; the target is only read.
-        on_progress: called with the report after each batch.
+        rate: bounds how fast blocks are copied; None: no bound.
+        on_progress: called with the report after each batch, and every ``PROGRESS_EVERY_S``.
         now: Unix seconds.
     """
 
@@ -109,6 +115,7 @@ class Copier:
         converter: Converter | None = None,
         takes_unverified: bool = False,
         dry_run: bool = False,
+        rate: RateLimit | None = None,
         on_progress: Callable[[CopyReport], None] = lambda _: None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -118,6 +125,8 @@ class Copier:
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._converter = converter
+        self._rate = rate
+        self._stopped = threading.Event()  # set if the copy ends early: threads then stop between two blocks
         # Without its key, a protected block cannot get a new seal.
         as_stored = converter is None
         self._readers = [
@@ -138,15 +147,35 @@ class Copier:
             while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
                 moves = [move for block in batch if (move := self._plan(*block)) is not None]
                 wanted = self._take_wanted(moves, self._look(moves, pool))
+                wanted_bytes = sum(move.info.size for move in wanted)
+                self.report.seen_bytes += sum(info.size for info, _ in batch) - wanted_bytes
                 if self.report.dry_run:
                     self.report.copied += len(wanted)
-                    self.report.copied_bytes += sum(move.info.size for move in wanted)
-                    wanted = []
-                parts = [wanted[seat::THREADS] for seat in range(THREADS)]
-                for report in pool.map(self._copy_some, parts, self._readers):
-                    self._add(report)
+                    self.report.copied_bytes += wanted_bytes
+                    self.report.seen_bytes += wanted_bytes
+                else:
+                    self._copy_batch(wanted, pool)
                 self._on_progress(self.report)
         return self.report
+
+    def _copy_batch(self, moves: list[_Move], pool: ThreadPoolExecutor) -> None:
+        """Copy in several threads. If the copy ends early, such as on Ctrl-C, they stop after their current blocks."""
+        parts = [moves[seat::THREADS] for seat in range(THREADS)]
+        reports = [CopyReport() for _ in parts]
+        futures = list(map(pool.submit, repeat(self._copy_some), parts, self._readers, reports))
+        before = self.report
+        try:
+            while wait(futures, PROGRESS_EVERY_S).not_done:
+                self.report = _sum(before, reports)
+                self._on_progress(self.report)
+        except BaseException:
+            self._stopped.set()
+            wait(futures)
+            raise
+        finally:
+            self.report = _sum(before, reports)
+        for future in futures:
+            future.result()
 
     def _look(self, moves: list[_Move], pool: ThreadPoolExecutor) -> list[Any]:
         """(size, trailer) of the target's blob for each move; None if there is none; an exception if a call failed."""
@@ -261,9 +290,11 @@ class Copier:
             raise _Unusable(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or belongs to another namespace")
         self._namespaces.add(namespace)
 
-    def _copy_some(self, moves: list[_Move], reader: BlockReader) -> CopyReport:
-        report = CopyReport()
+    def _copy_some(self, moves: list[_Move], reader: BlockReader, report: CopyReport) -> None:
         for move in moves:
+            if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(move.info.size)):
+                break
+            report.seen_bytes += move.info.size
             try:
                 try:
                     reason, _ = reader.read(move.info, move.name)
@@ -292,7 +323,6 @@ class Copier:
                 continue
             report.copied += 1
             report.copied_bytes += move.info.size
-        return report
 
     def _put(self, move: _Move, parts: list[memoryview]) -> None:
         """Write the block; an existing blob is not a good block of this namespace and is replaced."""
@@ -302,11 +332,14 @@ class Copier:
         else:
             self._target.put(move.target, parts, overwrite=True)
 
-    def _add(self, part: CopyReport) -> None:
-        total = self.report
-        for name in ("copied", "copied_bytes", "present", "bad", "errors"):
+
+def _sum(total: CopyReport, parts: Iterable[CopyReport]) -> CopyReport:
+    total = replace(total)
+    for part in parts:
+        for name in ("copied", "copied_bytes", "present", "bad", "errors", "seen_bytes"):
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.no_room |= part.no_room
+    return total
 
 
 def _is_refused(e: Any) -> bool:

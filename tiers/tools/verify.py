@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 
+import xxhash
+
 from kvtiers.tiers.errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.store import KeyInfo, Store, put_aside
 from kvtiers.tiers.stores.files.listing import DAMAGED_MAX
@@ -28,7 +30,8 @@ class UnitResult:
     """Result of checking a unit.
 
     Attributes:
-        bad: name and reason of each bad block.
+        bad: name and reason of each bad block, up to ``BAD_KEYS_MAX``.
+        kept: bad blocks that a repair leaves alone, because the namespace's identity is missing.
         foreign: blocks that only a newer version can judge, or that have no seal to check; they are left alone.
         errors: blocks that could not be read or moved aside, and files and folders that may not be read or that the
             disk cannot read.
@@ -42,14 +45,38 @@ class UnitResult:
     foreign: int = 0
     errors: int = 0
     quarantined: int = 0
+    kept: int = 0
 
 
-def find_units(store: Store, on_progress: Callable[[int], None] = lambda _: None) -> dict[str, Share]:
-    """Find the units that have blocks: prefix of the blocks' names -> total of the unit."""
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """A share of all blocks, chosen by their hashes: a block that was stored again, or to another tier, stays in it.
+
+    Attributes:
+        share: more than 0, up to 1.
+        seed: chooses another subset of the same size.
+    """
+
+    share: float
+    seed: int = 0
+
+    def has(self, name: BlockName) -> bool:
+        """Whether the block belongs to the subset."""
+        return self.share >= 1 or xxhash.xxh3_64_intdigest(name.digits.encode(), self.seed) < self.share * 2**64
+
+
+ALL = Subset(1.0)
+
+
+def find_units(
+    store: Store, on_progress: Callable[[int], None] = lambda _: None, subset: Subset = ALL
+) -> dict[str, Share]:
+    """Find the units that have blocks of the subset: prefix of the blocks' names -> total of the unit's part of it."""
     units: dict[str, Share] = {}
     for count, (info, name) in enumerate(list_blocks(store)):
-        prefix = f"{name.namespace}_r{name.rank}/{name.digits[:UNIT_DIGITS]}"
-        units.setdefault(prefix, Share()).add(info.size)
+        if subset.has(name):
+            prefix = f"{name.namespace}_r{name.rank}/{name.digits[:UNIT_DIGITS]}"
+            units.setdefault(prefix, Share()).add(info.size)
         if count % 1000 == 0:
             on_progress(count)
     return units
@@ -61,11 +88,13 @@ class Verifier:
     Args:
         repair: move bad blocks aside (delete them if the store has no quarantine), so that the next store job writes
             good ones.
+        subset: the blocks to check.
     """
 
-    def __init__(self, store: Store, *, repair: bool = False) -> None:
+    def __init__(self, store: Store, *, repair: bool = False, subset: Subset = ALL) -> None:
         self._store = store
         self._repair = repair
+        self._subset = subset
         self._threads = NETWORK_THREADS if store.capabilities.latency_bound else 1
         self._readers = [BlockReader(store) for _ in range(self._threads)]
         self._damaged_folders = 0
@@ -79,7 +108,7 @@ class Verifier:
         result = UnitResult(unit)
         damaged = damaged_count(self._store)
         with ThreadPoolExecutor(self._threads) as pool:
-            blocks = self._list(unit, result)
+            blocks = (block for block in self._list(unit, result) if self._subset.has(block[1]))
             while batch := list(islice(blocks, BATCH_BLOCKS)):
                 if self._threads == 1:
                     self._check_some(batch, self._readers[0], result)
@@ -127,7 +156,9 @@ class Verifier:
             result.foreign += 1
             return
         _note_bad(result, info.key, reason)
-        if self._repair and reason != NO_IDENTITY:
+        if reason == NO_IDENTITY:
+            result.kept += 1
+        elif self._repair:
             put_aside(self._store, info.key)
             result.quarantined += 1
 
@@ -145,7 +176,7 @@ def _note_bad(result: UnitResult, key: str, reason: str) -> None:
 
 
 def _add(total: UnitResult, part: UnitResult) -> None:
-    for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "quarantined"):
+    for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "quarantined", "kept"):
         setattr(total, name, getattr(total, name) + getattr(part, name))
     total.bad += part.bad[: BAD_KEYS_MAX - len(total.bad)]
 

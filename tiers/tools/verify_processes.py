@@ -20,7 +20,7 @@ from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
 from kvtiers.tiers.errors import StoreError, StoreUnavailableError
 from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, python_command
 from kvtiers.tiers.isolation.worker import make_store, own_output
-from kvtiers.tiers.tools.verify import UnitResult, Verifier, decode_result
+from kvtiers.tiers.tools.verify import ALL, Subset, UnitResult, Verifier, decode_result
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         answer: dict[str, Any]
         try:
             if verifier is None:
-                verifier = Verifier(make_store(config), repair=config["repair"])
+                verifier = Verifier(make_store(config), repair=config["repair"], subset=Subset(**config["subset"]))
             answer = {"result": asdict(verifier.check(json.loads(line)))}
         except StoreError as e:
             answer = {"error": str(e)}
@@ -41,7 +41,9 @@ def main() -> None:
         output.flush()
 
 
-def verify_units(recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, repair: bool) -> Iterator[UnitResult]:
+def verify_units(
+    recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, repair: bool, subset: Subset = ALL
+) -> Iterator[UnitResult]:
     """Check units in worker processes; yields results as they arrive, in no particular order.
 
     Raises:
@@ -51,7 +53,7 @@ def verify_units(recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, r
     for unit in units:
         waiting.put(unit)
     answers: SimpleQueue[UnitResult | StoreError | None] = SimpleQueue()
-    config = json.dumps({**recipe.encode(), "repair": repair})
+    config = json.dumps({**recipe.encode(), "repair": repair, "subset": asdict(subset)})
     processes = [
         subprocess.Popen(
             python_command("kvtiers.tiers.tools.verify_processes"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from kvtiers.connector.commands.bench import _FileCeiling
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER
-from tests.connector.commands.test_storage_commands import NAMES, root
+from tests.connector.commands.test_storage_commands import NAMES, result_of, root
 from tests.connector.commands.test_storage_commands import run as run_command
 
 __all__ = ["root"]  # a fixture
@@ -44,7 +43,7 @@ run = partial(run_command, "bench")
 def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) -> None:
     code, out = run(config, "--block-size", "128KiB", "--json")
     assert code == 0, out
-    hops = json.loads(out)["hops"]
+    hops = result_of(out)["hops"]
     assert [hop["name"] for hop in hops] == [
         "copy of the region",
         "checksums",

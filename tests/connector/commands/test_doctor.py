@@ -33,7 +33,7 @@ from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.store import Capabilities, KeyInfo
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import S3Server, moto_server
-from tests.connector.commands.test_storage_commands import ok
+from tests.connector.commands.test_storage_commands import ok, result_of
 from tests.connector.commands.test_verify_command import put_blocks
 from tests.identity import FakeSpec
 from tests.s3_clients import use_credentials
@@ -596,7 +596,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code in (0, EXIT_FAILED)  # the machine's own limits may be a problem
     assert "atomic rename" in result.output
     result = CliRunner().invoke(app, ["doctor", str(config), "--json"])
-    findings = json.loads(result.output)
+    findings = result_of(result.output)["findings"]
     assert set(findings[0]) == {"level", "where", "check", "message", "fix"}
     assert (result.exit_code == EXIT_FAILED) == any(f["level"] == "problem" for f in findings)
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv", min_free="900PiB")]}))

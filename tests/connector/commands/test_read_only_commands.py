@@ -29,7 +29,7 @@ def config(root: Path, tmp_path: Path) -> str:
 
 def test_it_is_looked_into_and_copied_from(config: str, root: Path) -> None:
     before = tree(root)
-    assert len(ok("ls", config, "--tier", "shared").splitlines()) == len(NAMES)
+    assert len(ok("ls", config, "--tier", "shared", "-q").splitlines()) == len(NAMES)
     assert "all blocks are intact" in ok("verify", config, "--tier", "shared")
     assert f"copied: {len(NAMES)} blocks" in ok("warm", config)
     assert tree(root) == before

@@ -16,7 +16,7 @@ from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from tests.connector.commands import model_configs
 from tests.connector.commands.model_configs import ALL, DEEPSEEK_V3, GEMMA3_27B, GPT_OSS_20B, LLAMA_8B, QWEN3_8B
-from tests.connector.commands.test_storage_commands import ok, run
+from tests.connector.commands.test_storage_commands import ok, result_of, run
 from tests.identity import FakeSpec, block_key
 
 README = Path(__file__).parents[3] / "README.md"
@@ -34,7 +34,7 @@ def write(folder: Path, config: dict[str, Any]) -> str:
 
 
 def asked(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(ok("size", write(folder, config), "--json", *options))
+    result: dict[str, Any] = result_of(ok("size", write(folder, config), "--json", *options))
     return result
 
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_asks_for_a_quantized_cache_is_not_guessed(tmp_path: P
     code, out = run("size", model)
     assert code == 2
     assert "quantization_config.kv_cache_scheme" in out
-    assert json.loads(ok("size", model, "--json", "--kv-cache-dtype", "fp8"))["token_bytes"] == 64 * KIB
+    assert result_of(ok("size", model, "--json", "--kv-cache-dtype", "fp8"))["token_bytes"] == 64 * KIB
 
 
 def test_every_rank_has_all_of_mla(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
+from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.places import human_age, human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.namespace import open_namespace
@@ -32,6 +35,15 @@ NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
 def run(*args: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(args))
     return result.exit_code, result.output
+
+
+def result_of(out: str) -> dict[str, Any]:
+    """The result in the JSON document that a command printed, perhaps between lines of standard error."""
+    (line,) = (line for line in out.splitlines() if line.startswith('{"command"'))
+    document = json.loads(line)
+    jsonschema.validate(document, document_schema(document["command"]))
+    assert isinstance(document["result"], dict)
+    return document["result"]
 
 
 def ok(*args: str) -> str:
@@ -65,7 +77,7 @@ def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -
         os.utime(root / name, (0, 0))
     config = write_config(root)
     assert "of unknown age: 3 blocks" in ok("du", config)
-    (found, *_) = json.loads(ok("du", config, "--json"))["tiers"]
+    (found, *_) = result_of(ok("du", config, "--json"))["tiers"]
     assert (found["ages"]["unknown"]["blobs"], found["ages"]["older"]["blobs"]) == (3, 0)
 
 
@@ -95,23 +107,29 @@ def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tupl
 
 def test_ls(root: Path) -> None:
     config = write_config(root)
-    lines = ok("ls", config).splitlines()
-    assert sorted(line.split()[2] for line in lines) == sorted(NAMES)
-    assert all(line.split()[0] == str(SIZE) for line in lines)
-    found = [json.loads(line) for line in ok("ls", config, "--json").splitlines()]
+    result = CliRunner().invoke(app, ["ls", config])
+    lines = result.stdout.splitlines()
+    assert sorted(line.split()[3] for line in lines) == sorted(NAMES)
+    assert all(line.split()[::2] == [str(SIZE), "fs"] for line in lines)
+    assert result.stderr == f"fs at {root}: 10 blocks, 40 KiB\n"
+    out = ok("ls", config, "--json")
+    *found, _ = [json.loads(line) for line in out.splitlines()]
     assert {(item["key"], item["group"], item["tier"]) for item in found} == {
         (name, number % 2, "fs") for number, name in enumerate(NAMES)
     }
-    assert len(ok("ls", config, "--limit", "3").splitlines()) == 3
-    assert ok("ls", config, "--prefix", NAMES[4]).split()[2:] == [NAMES[4]]
-    assert ok("ls", config, "--prefix", "nobody") == ""
+    for item in found:
+        jsonschema.validate(item, document_schema("ls"))
+    assert result_of(out)["tiers"] == [{"tier": "fs", "where": str(root), "blobs": 10, "bytes": 10 * SIZE}]
+    assert len(ok("ls", config, "--limit", "3", "-q").splitlines()) == 3
+    assert ok("ls", config, "--prefix", NAMES[4], "-q").split()[3:] == [NAMES[4]]
+    assert ok("ls", config, "--prefix", "nobody", "-q") == ""
 
 
 def test_du(root: Path) -> None:
     out = ok("du", write_config(root, "max_bytes: 1MiB"))
-    assert "10 blocks, 40 KiB, not measured yet of max_bytes 1 MiB" in out
+    assert "10 blocks, 40 KiB, 4% of max_bytes 1 MiB (not accounted yet)" in out
     assert NAMESPACE[:20] in out
-    (tier,) = json.loads(ok("du", write_config(root), "--json"))["tiers"]
+    (tier,) = result_of(ok("du", write_config(root), "--json"))["tiers"]
     assert tier["blocks"] == {"blobs": 10, "bytes": 10 * SIZE}
     assert [(group["namespace"], group["rank"], group["group"], group["blobs"]) for group in tier["groups"]] == [
         (NAMESPACE, 0, 0, 5),
@@ -128,7 +146,7 @@ def test_gc(root: Path) -> None:
     assert len(list(root.rglob("*.bin"))) == 10
     assert "removed by ttl: 4 blocks, 16 KiB" in ok("gc", config)
     assert {str(path.relative_to(root)) for path in root.rglob("*.bin")} == set(NAMES[:6])
-    (tier,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    (tier,) = result_of(ok("gc", config, "--json"))["tiers"]
     assert tier["removed_blobs"] == {"ttl": 0, "capacity": 0}
     assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
 
@@ -165,7 +183,7 @@ def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("kvtiers.connector.commands.storage._run", lambda collector, dry_run, lease_s: collector.run())
     assert Lease(LocalStore(root), "another").try_acquire()
     assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
-    (result,) = json.loads(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
+    (result,) = result_of(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
     assert result["skipped"] == "another collector is at work"
     assert len(list(root.rglob("*.bin"))) == 10
 
@@ -174,7 +192,7 @@ def test_gc_that_gives_up_to_another_collector_says_so(root: Path, monkeypatch: 
     monkeypatch.setattr("kvtiers.tiers.capacity.books.publish_measured", lambda *_: False)
     config = write_config(root, "ttl: 5.5h")
     assert "another collector has measured meanwhile" in ok("gc", config)
-    (result,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    (result,) = result_of(ok("gc", config, "--json"))["tiers"]
     assert result["gave_up"]
 
 
@@ -226,8 +244,12 @@ def test_gc_of_prefixes(root: Path) -> None:
 
     config = write_config(root, "ttl: 1h")
     code, out = run("gc", config, "--prefixes")
+    assert code == 0
+    assert "no prefixes are stored here yet" in out
+    code, out = run("gc", write_config(root.parent / "elsewhere", "ttl: 1h"), "--prefixes")
     assert code == 1
     assert "is not there; an engine makes it when it starts" in out
+    config = write_config(root, "ttl: 1h")
     folder = root / "prefixes"
     assert not folder.exists()
     store = store_at(str(folder))
@@ -236,8 +258,8 @@ def test_gc_of_prefixes(root: Path) -> None:
     age(folder / store.match(hashes_of(1))[0].path, 7200)
     said = f"fs at {folder}: 3 blobs"
     assert said in (dry := ok("gc", config, "--prefixes", "--dry-run"))
-    assert "would be removed by ttl: 1 chunks" in dry
-    assert "removed by ttl: 1 chunks" in ok("gc", config, "--prefixes")
+    assert "would be removed by ttl: 1 chunk" in dry
+    assert "removed by ttl: 1 chunk" in ok("gc", config, "--prefixes")
     assert [bool(store.match(hashes_of(number))) for number in range(3)] == [True, False, True]
     assert len(list(root.rglob("*.bin"))) == 10  # the tier's own
     ok("gc", config)
@@ -272,7 +294,7 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names = [found["Key"] for found in client.list_objects_v2(Bucket="bucket")["Contents"]]
         expiring = {name for name in names if name.startswith(rule["Filter"]["Prefix"])}
         assert expiring == {f"p/{name}" for name in NAMES}  # nobody else's object, and no config.json
-        assert len(ok("ls", str(config)).splitlines()) == 10
+        assert len(ok("ls", str(config), "-q").splitlines()) == 10
         config.write_text(config.read_text().replace(", ttl: 10d", ""))
         out = ok("gc", str(config), "--lifecycle")
         assert "the bucket has no kvtiers rule that removes blocks" in out
@@ -299,8 +321,7 @@ def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
     assert "is not there; an engine makes it" in out.replace("\n", " ")
     assert (NAMES[0] if command == "ls" else "far at ") in out
     if command != "ls":
-        shown = run(command, str(path), "--json")[1]
-        near_result, far_result = json.loads(shown[shown.index('{"tiers"') :])["tiers"]
+        near_result, far_result = result_of(run(command, str(path), "--json")[1])["tiers"]
         assert "is not there" in near_result["error"]
         assert "error" not in far_result
 
@@ -310,7 +331,7 @@ def test_a_time_that_no_calendar_has_is_shown(root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         LocalStore, "keys", lambda self, prefix="": (KeyInfo(i.key, i.size, 1e15) for i in keys(self, prefix))
     )
-    lines = ok("ls", write_config(root)).splitlines()
+    lines = ok("ls", write_config(root), "-q").splitlines()
     assert [line.split()[1] for line in lines] == 10 * ["1000000000000000"]
 
 
@@ -326,7 +347,7 @@ def test_a_time_that_no_calendar_has_is_shown(root: Path, monkeypatch: pytest.Mo
 )
 def test_times_are_shown_in_utc(root: Path, monkeypatch: pytest.MonkeyPatch, at: float, text: str) -> None:
     monkeypatch.setattr(LocalStore, "keys", lambda *_: iter([KeyInfo(NAMES[0], SIZE, at)]))
-    assert ok("ls", write_config(root)).split() == [str(SIZE), text, NAMES[0]]
+    assert ok("ls", write_config(root), "-q").split() == [str(SIZE), text, "fs", NAMES[0]]
 
 
 OTHERS = "m_0123456789ab"

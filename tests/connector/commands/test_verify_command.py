@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
 from kvtiers.tiers.testing.servers import moto_server
 from kvtiers.tiers.tools.block_reader import BlockReader
-from kvtiers.tiers.tools.inventory import parse_block_name
-from kvtiers.tiers.tools.verify import UnitResult, Verifier, find_units
+from kvtiers.tiers.tools.inventory import BlockName, parse_block_name
+from kvtiers.tiers.tools.verify import Subset, UnitResult, Verifier, find_units
 from kvtiers.tiers.tools.verify_processes import verify_units
-from tests.connector.commands.test_storage_commands import ok
+from tests.connector.commands.test_storage_commands import ok, result_of
 from tests.connector.commands.test_storage_commands import run as run_command
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
@@ -72,7 +73,7 @@ run = partial(run_command, "verify")
 
 def run_json(*args: str) -> dict[str, Any]:
     _, out = run(*args, "--json")
-    (tier,) = json.loads(out)["tiers"]
+    (tier,) = result_of(out)["tiers"]
     assert isinstance(tier, dict)
     return tier
 
@@ -111,7 +112,7 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
     flip(root / NAMES[7], SIZE + 9)  # version
     code, out = run(config)
     assert code == 1
-    assert "from a newer version or without a seal, not verified: 1 blocks" in out
+    assert "from a newer version or without a seal, not verified: 1 block" in out
     assert "intact" not in out
     found = run_json(config)
     assert dict(map(tuple, found["bad"])) == {
@@ -140,7 +141,7 @@ def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> 
     make_newer(root / NAMES[6])
     code, out = run(config, "--repair")
     assert code == 0
-    assert "moved aside: 1 blocks" in out
+    assert "moved aside: 1 block" in out
     assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
     assert len(list((root / ".quarantine").iterdir())) == 1
     assert run(config)[0] == 0
@@ -159,7 +160,7 @@ def test_repair_of_a_storage_without_quarantine_deletes(config: str, root: Path)
     flip(root / NAMES[0], 100)
     code, out = run(config, "--repair")
     assert code == 0
-    assert "deleted: 1 blocks" in out
+    assert "deleted: 1 block" in out
     assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
     assert not (root / ".quarantine").exists()
 
@@ -231,7 +232,7 @@ def test_a_damaged_file_is_an_error(root: Path, config: str, monkeypatch: pytest
     result = Verifier(LocalStore(root)).check(unit_of(NAMES[0]))
     assert result.errors == 1
     code, out = run(config)  # its workers are processes that can read it: the command's own listing could not
-    assert (code, "could not be read: 1 blocks" in out) == (1, True)
+    assert (code, "could not be read: 1 block" in out) == (1, True)
 
 
 def test_a_damaged_folder_keeps_no_other_from_being_checked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +274,6 @@ def test_it_goes_on_where_it_was(config: str, root: Path, tmp_path: Path) -> Non
     store = LocalStore(root)
     units = sorted(find_units(store))
     verifier = Verifier(store)
-    from dataclasses import asdict
-
     lines = [json.dumps({"place": f"fs {root} check", "result": asdict(verifier.check(unit))}) for unit in units[:3]]
     other = json.dumps({"place": "s3 s3://b check", "result": asdict(verifier.check(units[3]))})
     state.write_text("\n".join([*lines, other, lines[0][:20]]))
@@ -508,3 +507,56 @@ def test_its_processes_have_no_keys(root: Path, config: str, monkeypatch: pytest
     assert run(config)[0] == 0
     assert environments
     assert all("KVTIERS_SECRETS" not in environment for environment in environments)
+
+
+def test_a_subset_is_chosen_by_the_blocks_hashes(config: str, root: Path) -> None:
+    parts = [run_json(config, "--subset", "30%", "--seed", str(seed)) for seed in range(8)]
+    assert all(0 < part["blocks"] < COUNT for part in parts)
+    assert len({part["blocks"] for part in parts}) > 1
+    assert run_json(config, "--subset", "30%", "--seed", "3")["blocks"] == parts[3]["blocks"]
+    assert run_json(config, "--subset", "100%")["blocks"] == COUNT
+    out = run(config, "--subset", "30%")[1]
+    assert f"{parts[0]['blocks']} blocks, {parts[0]['blocks'] * 12} KiB checked (a subset of 30%) at" in out
+    has = [Subset(0.3, 5).has(BlockName(NAMES[0], 0, 0, f"{n:064x}")) for n in range(10_000)]
+    assert 2_800 < sum(has) < 3_200
+
+
+def test_a_bad_block_is_found_by_the_subsets_that_have_it(config: str, root: Path) -> None:
+    flip(root / NAMES[7], 5)
+    name = parse_block_name(NAMES[7])
+    assert name is not None
+    having = [seed for seed in range(12) if Subset(0.25, seed).has(name)]
+    found = [seed for seed in range(12) if run(config, "--subset", "25%", "--seed", str(seed))[0] == 1]
+    assert found == having
+    assert 0 < len(having) < 12
+
+
+@pytest.mark.parametrize("options", [("--subset", "5"), ("--subset", "0%"), ("--subset", "x%"), ("--seed", "1")])
+def test_what_is_no_subset(config: str, options: tuple[str, ...]) -> None:
+    code, out = run(config, *options)
+    assert (code, f"{options[0]}: " in out) == (2, True)
+
+
+def test_a_state_file_of_another_subset_is_not_used(config: str, root: Path, tmp_path: Path) -> None:
+    flip(root / NAMES[0], 5)
+    state = str(tmp_path / "state")
+    verifier = Verifier(LocalStore(root))
+    lines = [
+        json.dumps({"place": f"fs {root} check", "result": asdict(verifier.check(unit))})
+        for unit in sorted({unit_of(name) for name in NAMES})
+    ]
+    Path(state).write_text("\n".join([*lines, ""]))
+    assert run_json(config, "--state", state, "--subset", "99%")["resumed_units"] == 0
+
+
+def test_a_dry_run_of_a_repair_moves_nothing(config: str, root: Path) -> None:
+    flip(root / NAMES[0], 100)
+    before = sorted(path for path in root.rglob("*"))
+    code, out = run(config, "--repair", "--dry-run")
+    assert code == 1
+    assert "would be moved aside: 1 block" in out
+    assert sorted(path for path in root.rglob("*")) == before
+    next(root.glob("*/config.json")).unlink()
+    assert "would be moved aside" not in run(config, "--repair", "--dry-run")[1]  # no_identity is left alone
+    code, out = run(config, "--dry-run")
+    assert (code, "give both, or neither" in out) == (2, True)

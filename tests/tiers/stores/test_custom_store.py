@@ -204,7 +204,7 @@ def test_its_bound_its_keys_and_every_command(
         done = runner.invoke(app, [command, str(config), "--json"])
         assert done.exit_code == 0, done.output
         if command == "du":
-            (of_tier,) = json.loads(done.stdout)["tiers"]
+            (of_tier,) = json.loads(done.stdout)["result"]["tiers"]
             assert of_tier["tier"] == "lite"
             assert of_tier["where"] == MODULE
             assert of_tier["blocks"]["blobs"] > 0

@@ -318,7 +318,7 @@ def test_verify_finds_blocks_that_were_written_without_a_key(
     tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **options}]
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
     result = CliRunner().invoke(app, ["verify", str(config), "--json"])
-    (report,) = json.loads(result.output)["tiers"]
+    (report,) = json.loads(result.output)["result"]["tiers"]
     assert result.exit_code == 1
     assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
 
@@ -344,7 +344,7 @@ def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Benc
     tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **GMAC}]
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
     result = CliRunner().invoke(app, ["verify", str(config), "--json"])
-    (report,) = json.loads(result.output)["tiers"]
+    (report,) = json.loads(result.output)["result"]["tiers"]
     assert [reason for _, reason in report["bad"]] == ["authentication"]
     assert (report["blocks"], report["foreign"]) == (4, 1)
 
@@ -377,7 +377,7 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
         configs[-1].write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
     result = CliRunner().invoke(app, [command, *map(str, configs[: 1 + (command == "migrate")]), "--json"])
     assert result.exit_code == 1
-    report = json.loads(result.stdout)
+    report = json.loads(result.stdout)["result"]
     if command == "migrate":
         assert report["copied"] == 4 * keeps_config
         assert not (tmp_path / "target" / planted).exists()

@@ -342,7 +342,7 @@ def verify(root: Path, *options: str) -> tuple[int, dict[str, Any]]:
         f"region: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: {root}, format: vllm-raw, min_free: 0}}]\n"
     )
     result = CliRunner().invoke(app, ["verify", str(config), "--json", *options])
-    (tier,) = json.loads(result.output)["tiers"]
+    (tier,) = json.loads(result.output)["result"]["tiers"]
     return result.exit_code, tier
 
 
@@ -421,7 +421,7 @@ def test_migrate_to_sealed_blocks_and_back(
     tier.run("store")
     tier.tier.shutdown()
     sealed, back = tmp_path / "sealed", tmp_path / "back"
-    assert json.loads(migrate(root, sealed, to_raw=False)[1])["copied"] == ROWS
+    assert json.loads(migrate(root, sealed, to_raw=False)[1])["result"]["copied"] == ROWS
     reader = Tier(sealed, format="sealed-1", isolation="thread")
     assert reader.run("load").success
     reader.tier.shutdown()
@@ -430,8 +430,8 @@ def test_migrate_to_sealed_blocks_and_back(
     assert code == 1
     assert "start that engine once" in text
     started(back)
-    assert json.loads(migrate(sealed, back, to_raw=True)[1])["copied"] == ROWS
-    assert json.loads(migrate(sealed, back, to_raw=True)[1])["present"] == ROWS
+    assert json.loads(migrate(sealed, back, to_raw=True)[1])["result"]["copied"] == ROWS
+    assert json.loads(migrate(sealed, back, to_raw=True)[1])["result"]["present"] == ROWS
     assert [path.read_bytes() for path in blocks(back)] == [path.read_bytes() for path in blocks(root)]
     reader = Tier(back, isolation="thread")
     assert reader.run("load").success
@@ -447,13 +447,13 @@ def test_what_nobody_can_prove_is_not_migrated(root: Path, tmp_path: Path) -> No
     with blocks(root)[1].open("r+b") as file:
         file.truncate(100)
     code, text = migrate(root, tmp_path / "a", to_raw=False)
-    assert (code, json.loads(text)["bad"], json.loads(text)["copied"]) == (1, ROWS, 0)
-    copied = json.loads(migrate(root, tmp_path / "b", to_raw=False, allow=True)[1])
+    assert (code, json.loads(text)["result"]["bad"], json.loads(text)["result"]["copied"]) == (1, ROWS, 0)
+    copied = json.loads(migrate(root, tmp_path / "b", to_raw=False, allow=True)[1])["result"]
     assert (copied["copied"], copied["bad"]) == (ROWS - 1, 1)
     (identity,) = (root / LAYOUT.namespace).glob("kvtiers-*.json")
     identity.rename(tmp_path / "gone")
     code, text = migrate(root, tmp_path / "c", to_raw=False, allow=True)
-    assert (code, json.loads(text)["bad"]) == (1, ROWS)
+    assert (code, json.loads(text)["result"]["bad"]) == (1, ROWS)
 
 
 OTHERS = VllmSpec(FakeSpec().changed("model", revision="other").config)
@@ -532,7 +532,7 @@ def test_migrate_leaves_another_engines_blocks_and_says_so(root: Path, tmp_path:
     with others_tier(root, row_bytes) as run:
         assert run("store") == ROWS
         code, text = migrate(sealed, root, to_raw=True)
-        assert (code, json.loads(text)["errors"], json.loads(text)["copied"]) == (1, ROWS, 0)
+        assert (code, json.loads(text)["result"]["errors"], json.loads(text)["result"]["copied"]) == (1, ROWS, 0)
         assert run("load") == ROWS
 
 

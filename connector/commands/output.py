@@ -1,0 +1,225 @@
+"""What commands print: results, errors, progress, and the JSON envelope."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.prompt import Confirm
+
+from kvtiers import __version__
+from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED, session
+from kvtiers.tiers.errors import ConfigError, StoreError, printable, printable_lines
+
+QUIET_S = 2.0  # faster work shows no progress
+TICK_S = 0.2
+COUNT_EVERY = 1000  # blobs: looking at the clock for each would slow a listing down
+
+T = TypeVar("T")
+
+
+class _Console(Console):
+    """A console that leaves it to the command line to end quietly when the reader of the output is gone."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
+
+class Ticker:
+    """Shows progress on standard error once the work has taken ``QUIET_S``: amount, rate, and time left if known.
+
+    Silent if standard error is not a terminal, or with ``--no-progress``.
+
+    Args:
+        what: the work, in a few words.
+        total: total amount of work, in the same unit; None: not known.
+        unit: what is counted, such as "blocks"; "bytes" is shown as KiB, MiB, …
+        done: work that is done already, which says nothing about the rate.
+    """
+
+    def __init__(self, what: str, total: float | None = None, *, unit: str = "", done: float = 0) -> None:
+        self._unit = unit
+        self._done_before = done
+        console = Console(stderr=True)
+        is_known = total is not None
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            *([BarColumn()] if is_known else []),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            *([TextColumn("left:"), TimeRemainingColumn()] if is_known else []),
+            console=console,
+            get_time=time.monotonic,
+            transient=True,
+            disable=not console.is_terminal or not session().shows_progress,
+        )
+        self._task = self._progress.add_task(cell(what), total=total, completed=int(done), done="")
+        self._started_at = self._told_at = time.monotonic()
+        self._shown = False
+
+    def __enter__(self) -> Ticker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._progress.stop()
+
+    def count(self, done: int) -> None:
+        """Show that ``done`` units are done."""
+        self.tell(done, human_bytes(done) if self._unit == "bytes" else f"{done:,} {self._unit}")
+
+    def each(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, and count them."""
+        for count, item in enumerate(items, 1):
+            yield item
+            if count % COUNT_EVERY == 0:
+                self.count(count)
+
+    def tell(self, done: float, text: str) -> None:
+        """Show ``text`` as the progress. Cheap enough to call for every thousandth blob."""
+        now = time.monotonic()
+        if now - self._told_at < TICK_S:
+            return
+        self._told_at = now
+        took_s = now - self._started_at
+        if self._unit:
+            rate = (done - self._done_before) / took_s
+            text += f", {human_bytes(rate)}/s" if self._unit == "bytes" else f", {rate:,.0f} {self._unit}/s"
+        self._progress.update(self._task, completed=done, done=cell(text))  # also before it is shown, for the rate
+        if not self._shown and took_s >= QUIET_S:
+            self._progress.start()
+            self._shown = True
+
+
+def make_console() -> Console:
+    """Create a console for standard output. In a pipe, lines are not wrapped, so each finding is one line."""
+    return _Console(soft_wrap=not os.isatty(1))
+
+
+def say(text: str) -> None:
+    """Print to standard output, on one line even if the terminal is narrow."""
+    _Console(soft_wrap=True).print(printable(text), markup=False, highlight=False)
+
+
+def show(table: Any) -> None:
+    """Print a table to standard output."""
+    _Console(soft_wrap=True).print(table)
+
+
+def cell(text: str) -> str:
+    """Escape a text for rich, which would read text in brackets as markup."""
+    return escape(printable(text))
+
+
+def note(text: str) -> None:
+    """Print a remark to standard error, unless ``--quiet``. It is not an error."""
+    if not session().is_quiet:
+        _to_stderr(text)
+
+
+def complain(command: str, text: str) -> None:
+    """Print an error to standard error, on one line even if the terminal is narrow. It also appears in the JSON."""
+    session().errors.append(printable_lines(text))
+    _to_stderr(f"kvtiers {command}: {printable_lines(text)}" if command else f"kvtiers: {printable_lines(text)}")
+
+
+def _to_stderr(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(printable_lines(text), markup=False, highlight=False)
+
+
+def refuse(command: str, text: str) -> typer.Exit:
+    """Print an error for bad input, and return the exception for the caller to raise."""
+    complain(command, text)
+    return typer.Exit(EXIT_BAD_INPUT)
+
+
+def answer(result: Mapping[str, Any] | None, *, ok: bool = True, errors: Sequence[str] = ()) -> None:
+    """Print a command's JSON document: one line, in the same shape for each command.
+
+    Args:
+        result: see ``json_schemas``; None: the command ended before it had a result.
+        errors: errors besides those that ``complain`` has shown.
+    """
+    current = session()
+    document = {
+        "command": current.command,
+        "version": __version__,
+        "ok": ok,
+        "result": result,
+        "errors": [*current.errors, *errors],
+    }
+    print(json.dumps(document))
+    current.has_answered = True
+
+
+class Results:
+    """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self.all: list[dict[str, Any]] = []
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last result."""
+        return self.all[-1]
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Add a result."""
+        self.all.append(result)
+
+    @contextmanager
+    def of(self, name: str, where: str) -> Iterator[None]:
+        """Context for work on a tier: a storage error becomes the tier's result."""
+        try:
+            yield
+        except (StoreError, ConfigError) as e:
+            complain(self._command, f"tier {name} at {where}: {e}")
+            self.add({"tier": name, "where": where, "error": str(e)})
+
+    def end(self, *, as_json: bool = False, failed: bool = False) -> None:
+        """Print all results as JSON if asked; exit with ``EXIT_FAILED`` if the command or a storage failed."""
+        failed = failed or any("error" in result for result in self.all)
+        if as_json:
+            answer({"tiers": self.all}, ok=not failed)
+        if failed:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def confirm(command: str, question: str) -> bool:
+    """Ask on the terminal. Without a terminal nobody can answer, so the command is refused."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise refuse(command, "nobody can be asked, because standard input is not a terminal; give --yes")
+    return Confirm.ask(cell(question), console=Console(stderr=True), default=False)
+
+
+def human_bytes(size: float) -> str:
+    """Format bytes, such as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def human_age(seconds: float) -> str:
+    """Format a duration, such as "3d"."""
+    for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / unit_s:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"
+
+
+def blocks_in_words(count: int, unit: str = "block") -> str:
+    """Format a number of blocks, such as "1 block" or "2,000 blocks"."""
+    return f"{count:,} {unit}{'' if count == 1 else 's'}"

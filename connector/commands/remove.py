@@ -1,0 +1,205 @@
+"""``kvtiers rm``: removes namespaces that no engine uses any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from kvtiers.connector.commands.options import AsJson, Config, TierName
+from kvtiers.connector.commands.output import (
+    Results,
+    Ticker,
+    blocks_in_words,
+    complain,
+    confirm,
+    human_bytes,
+    note,
+    refuse,
+    say,
+)
+from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.session import EXIT_FAILED, session
+from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.tools.inventory import Share
+from kvtiers.tiers.tools.namespaces import (
+    NamespaceRemoval,
+    blocks_of,
+    identity_files,
+    is_of_model,
+    namespace_names,
+    rank_folders,
+)
+
+MAY_WRITE = "an engine that runs with this namespace may write to it again"
+
+
+def rm(
+    config: Config,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Remove this namespace (the first column of du). May be repeated.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Remove all namespaces of this model, such as org/name. May be repeated.")
+    ] = None,
+    tier: TierName = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove all blocks of a namespace or model, and the files that identify it. Asks first, unless --yes.
+
+    Removes nothing else: no other namespace, and no foreign file. Engines may run: they miss the removed blocks, and
+    may store them again. Blocks that are written during the removal stay, and the command says so.
+    """
+    names, models = namespace or [], model or []
+    if not names and not models:
+        raise refuse("rm", "nothing to remove: give --namespace or --model")
+    places = open_places("rm", config, tier)
+    kept = [place.name for place in places if place.read_only]
+    if kept and not dry_run:
+        raise refuse("rm", f"{', '.join(kept)} is read_only; choose another tier with --tier")
+    results = Results("rm")
+    plans = []
+    for place in places:
+        with results.of(place.name, place.where):
+            plans.append(_plan(place, names, models))
+    found = [name for plan in plans for name in plan.blocks]
+    if not found:
+        complain("rm", "no tier has such a namespace or model; du shows the namespaces, and show their models")
+        results.end(as_json=as_json, failed=True)
+    for name in set(names) - set(found):
+        note(f"no tier has the namespace {name}")
+    if not as_json:
+        for plan in plans:
+            if plan.blocks:
+                _show_plan(plan, dry_run=dry_run)
+    total = _sum([share for plan in plans for share in plan.blocks.values()])
+    if not dry_run and not yes:
+        question = f"Remove {blocks_in_words(len(found), 'namespace')} with {_in_words(total)}?"
+        if not confirm("rm", question):
+            complain("rm", "not confirmed: nothing was removed")
+            raise typer.Exit(EXIT_FAILED)
+    for plan in plans:
+        with results.of(plan.place.name, plan.place.where):
+            removals = [] if dry_run else _remove(plan)
+            results.add(_result(plan, removals, dry_run=dry_run))
+            if not as_json and not dry_run:
+                _show_result(results.last)
+            if not dry_run and getattr(plan.place.config, "max_bytes", None) is not None:
+                note(f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc)")
+    failed = any(one["failed"] or one["written"] for result in results.all for one in result.get("namespaces", ()))
+    results.end(as_json=as_json, failed=failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The namespaces to remove from a tier, with their blocks."""
+
+    place: Place
+    blocks: dict[str, Share]
+
+
+def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
+    with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
+        chosen = [name for name in namespace_names(store) if name in names or _is_of(store, name, models)]
+        blocks: dict[str, Share] = {}
+        for name in chosen:
+            share = blocks[name] = Share()
+            for info in ticker.each(blocks_of(store, name)):
+                share.add(info.size)
+            if not share.blobs and not identity_files(store, name):
+                del blocks[name]  # only a foreign file or an empty folder
+    return _Plan(place, blocks)
+
+
+def _is_of(store: Store, namespace: str, models: list[str]) -> bool:
+    return any(is_of_model(store, namespace, model) for model in models)
+
+
+def _remove(plan: _Plan) -> list[NamespaceRemoval]:
+    total = _sum(plan.blocks.values())
+    done: list[NamespaceRemoval] = []
+
+    def tell(_: Share) -> None:
+        gone = _sum(removal.removed for removal in done)
+        ticker.tell(gone.blobs, f"{gone.blobs:,} of {total.blobs:,} blocks, {human_bytes(gone.bytes)}")
+
+    session().if_interrupted = lambda: (
+        f"{_in_words(_sum(removal.removed for removal in done))} removed; run the same command again to continue"
+    )
+    with (
+        plan.place.open(writes=True) as store,
+        Ticker(f"removing from {plan.place.name}", total.blobs, unit="blocks") as ticker,
+    ):
+        for name in plan.blocks:
+            done.append(NamespaceRemoval.of(store, name))
+            done[-1].run(tell)
+        folders = [folder for folder in rank_folders(store) if folder.rpartition("_r")[0] in plan.blocks]
+    _remove_empty(plan.place, [*folders, *plan.blocks])
+    return done
+
+
+def _remove_empty(place: Place, folders: list[str]) -> None:
+    """Remove the folders that are empty now. A put that needs one of them makes it again."""
+    if isinstance(place.config, FsTierConfig | NfsTierConfig):
+        for folder in folders:
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(os.path.join(place.config.root_dir, folder))
+
+
+def _result(plan: _Plan, removals: list[NamespaceRemoval], *, dry_run: bool) -> dict[str, Any]:
+    by_name = {removal.namespace: removal for removal in removals}
+    namespaces = []
+    for name, share in plan.blocks.items():
+        removal = by_name.get(name)
+        namespaces.append(
+            {
+                "namespace": name,
+                "found": asdict(share),
+                "removed": asdict(Share() if removal is None else removal.removed),
+                "failed": 0 if removal is None else removal.failed,
+                "written": 0 if removal is None else removal.written,
+                "reason": "" if removal is None else removal.error,
+            }
+        )
+    return {"tier": plan.place.name, "where": plan.place.where, "dry_run": dry_run, "namespaces": namespaces}
+
+
+def _show_plan(plan: _Plan, *, dry_run: bool) -> None:
+    would = "would be removed" if dry_run else "to be removed"
+    say(f"{plan.place.name} at {plan.place.where}: {would}: {blocks_in_words(len(plan.blocks), 'namespace')}")
+    for name, share in plan.blocks.items():
+        say(f"  {name}: {_in_words(share)}")
+
+
+def _show_result(result: dict[str, Any]) -> None:
+    gone = Share(*(sum(one["removed"][name] for one in result["namespaces"]) for name in ("blobs", "bytes")))
+    say(f"{result['tier']} at {result['where']}: removed {_in_words(gone)}")
+    for one in result["namespaces"]:
+        if one["failed"]:
+            say(f"  {one['namespace']}: could not be removed: {blocks_in_words(one['failed'])} ({one['reason']})")
+        if one["written"]:
+            say(
+                f"  {one['namespace']}: {blocks_in_words(one['written'])} written meanwhile stay: an engine uses this "
+                "namespace; stop it, and run the same command again"
+            )
+    if not all(one["written"] for one in result["namespaces"]):
+        note(MAY_WRITE)
+
+
+def _sum(shares: Iterable[Share]) -> Share:
+    total = Share()
+    for share in shares:
+        total.blobs += share.blobs
+        total.bytes += share.bytes
+    return total
+
+
+def _in_words(share: Share) -> str:
+    return f"{blocks_in_words(share.blobs)}, {human_bytes(share.bytes)}"

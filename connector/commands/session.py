@@ -1,0 +1,122 @@
+"""One run of the command line: its common options, its exit code, and what it says if it ends early.
+
+Imports only the standard library, so that ``kvtiers --version`` and ``--help`` start quickly.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+CONFIG_VARIABLE = "KVTIERS_CONFIG"  # the default of every command's config argument; engines read it as well
+
+
+class ExitCode(IntEnum):
+    """How a command ended; ``EXIT_CODES`` explains each."""
+
+    OK = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    INTERNAL = 70
+    HUNG_UP = 129
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+EXIT_CODES: Mapping[ExitCode, str] = {
+    ExitCode.OK: "success",
+    ExitCode.FAILED: "the command ran and found something wrong: bad blocks, a problem, or storage that failed",
+    ExitCode.BAD_INPUT: "bad usage or configuration, or the output could not be written",
+    ExitCode.INTERNAL: "a bug in kvtiers; the option `-v` shows where",
+    ExitCode.HUNG_UP: "the terminal was closed (SIGHUP)",
+    ExitCode.INTERRUPTED: "Ctrl-C; the last line says what was done and how to continue",
+    ExitCode.BROKEN_PIPE: "the program that read the output has ended, such as `head`",
+    ExitCode.TERMINATED: "ended by SIGTERM",
+}
+EXIT_FAILED, EXIT_BAD_INPUT = ExitCode.FAILED, ExitCode.BAD_INPUT
+
+_LEVELS = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
+
+
+@dataclass(slots=True)
+class Session:
+    """State of one run of the command line. Used by the main thread only.
+
+    Attributes:
+        command: name of the running command.
+        verbosity: number of ``-v`` minus number of ``-q``.
+        shows_progress: whether progress may be shown.
+        as_json: the command was asked for JSON, so errors are printed as JSON too.
+        has_answered: the command has printed its JSON document.
+        errors: the errors shown so far.
+        if_interrupted: returns what was done and how to continue, for Ctrl-C.
+    """
+
+    command: str = ""
+    verbosity: int = 0
+    log_level: str | None = None
+    shows_progress: bool = True
+    as_json: bool = False
+    has_answered: bool = False
+    errors: list[str] = field(default_factory=list)
+    if_interrupted: Callable[[], str] = lambda: "nothing was changed"
+
+    def apply(self, options: Mapping[str, Any]) -> None:
+        """Take over the common options, which may come before the command's name and after it."""
+        self.verbosity += options["verbose"] - options["quiet"]
+        self.shows_progress = self.shows_progress and not options["no_progress"] and self.verbosity >= 0
+        self.log_level = options["log_level"] or self.log_level
+        if self.log_level is not None or self.verbosity:
+            _LOGGER.setLevel(self._level())
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether notes and totals are left out."""
+        return self.verbosity < 0
+
+    def _level(self) -> int:
+        if self.log_level is not None:
+            return logging.getLevelNamesMapping()[self.log_level.upper()]
+        return _LEVELS[min(2, max(-1, self.verbosity))]
+
+
+_LOGGER = logging.getLogger("kvtiers")
+_CURRENT: ContextVar[Session | None] = ContextVar("kvtiers_session", default=None)
+
+
+def session() -> Session:
+    """The running session. Outside a run, such as in a test of one function, a new one."""
+    return _CURRENT.get() or Session()
+
+
+@contextmanager
+def new_session() -> Iterator[Session]:
+    """Make a session current, and show the log lines of kvtiers on standard error until its end."""
+    current = Session()
+    token = _CURRENT.set(current)
+    level = _LOGGER.level
+    handler = _LogLines()
+    _LOGGER.addHandler(handler)
+    try:
+        yield current
+    finally:
+        _LOGGER.removeHandler(handler)
+        _LOGGER.setLevel(level)
+        _CURRENT.reset(token)
+
+
+class _LogLines(logging.Handler):
+    """Writes log lines to standard error. Any thread may log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(f"kvtiers: {record.levelname.lower()}: {self.format(record)}", file=sys.stderr)
+        except (OSError, ValueError):  # standard error is closed
+            pass

@@ -1,0 +1,496 @@
+"""What all commands share: options, exit codes, errors, JSON, bare folders and URLs, and what a start imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from kvtiers import __version__
+from kvtiers.connector.commands import storage
+from kvtiers.connector.commands.cli import COMMANDS, app
+from kvtiers.connector.commands.json_schemas import RESULTS, document_schema
+from kvtiers.connector.commands.output import Ticker
+from kvtiers.connector.commands.places import is_bare, load_deployment
+from kvtiers.connector.commands.session import EXIT_CODES, ExitCode, new_session, session
+from kvtiers.tiers.config.tier_options import FsspecTierConfig, FsTierConfig, S3TierConfig
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.tools.copying import Copier
+from tests.connector.commands.test_storage_commands import NAMES, SIZE, ok, result_of, root, run, write_config
+from tests.waiting import wait_for
+
+__all__ = ["root"]  # a fixture
+
+CLI = [sys.executable, "-m", "kvtiers.connector.commands.cli"]
+WITH_JSON = sorted(RESULTS)
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([*CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+# ---- options and start-up --------------------------------------------------------------------------------------------
+
+
+def test_the_version() -> None:
+    assert ok("--version") == f"kvtiers {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", ["['--version']", "['--help']", "['-h']"])
+def test_a_start_imports_no_client_and_no_models(arguments: str) -> None:
+    heavy = ("boto3", "botocore", "obstore", "fsspec", "numpy", "pydantic", "yaml", "xxhash", "torch", "vllm")
+    code = (
+        "import sys\n"
+        "from kvtiers.connector.commands.cli import main\n"
+        f"sys.argv = ['kvtiers', *{arguments}]\n"
+        "try:\n    main()\nexcept SystemExit as e:\n    assert not e.code\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_a_text_for_each_option(command: str) -> None:
+    assert ok(command, "-h") == ok(command, "--help")
+    params = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    assert [param.name for param in params if not param.help] == []
+    assert {"verbose", "quiet", "log_level", "no_progress"} <= {param.name for param in params}
+
+
+def test_every_command_but_the_demo_prints_json() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    with_json = {name for name, each in commands.items() if any(param.name == "as_json" for param in each.params)}
+    assert with_json == set(RESULTS) == set(COMMANDS) - {"demo"}
+
+
+def test_a_mistyped_command_is_guessed() -> None:
+    code, out = run("verfy")
+    assert (code, "Did you mean 'verify'?" in out) == (2, True)
+
+
+def test_completion_knows_the_commands_and_their_options() -> None:
+    for words, expected in (("kvtiers ve", "verify"), ("kvtiers verify --sub", "--subset")):
+        environ = {
+            **os.environ, "_KVTIERS_COMPLETE": "complete_bash", "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        }  # fmt: skip
+        code = "from kvtiers.connector.commands.cli import app; app(prog_name='kvtiers')"
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+        assert expected in done.stdout.split()
+
+
+def test_the_verbosity_counts_options_before_and_after_the_command(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(*_: object, **__: object) -> list[Any]:
+        seen.append((session().verbosity, session().shows_progress))
+        storage_logger.debug("a debug line")
+        storage_logger.info("an info line")
+        storage_logger.warning("a warning")
+        return []
+
+    import logging
+
+    storage_logger = logging.getLogger("kvtiers.test")
+    monkeypatch.setattr(storage, "open_places", look)
+    shown = {}
+    for options in ("", "-v", "-q", "-v ls -v", "--log-level error", "-q --log-level debug"):
+        before, _, after = options.partition("ls")
+        result = CliRunner().invoke(app, [*before.split(), "ls", str(root), *after.split()])
+        shown[options] = result.stderr.splitlines()
+    assert seen == [(0, True), (1, True), (-1, False), (2, True), (0, True), (-1, False)]
+    lines = ["kvtiers: debug: a debug line", "kvtiers: info: an info line", "kvtiers: warning: a warning"]
+    assert shown == {
+        "": lines[2:], "-v": lines[1:], "-q": [], "-v ls -v": lines, "--log-level error": [],
+        "-q --log-level debug": lines,
+    }  # fmt: skip
+
+
+def test_the_environment_names_the_configuration(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(root)
+    monkeypatch.setenv("KVTIERS_CONFIG", config)
+    assert "10 blocks" in ok("du")
+    for command in ("check", "vllm-config", "gc", "ls"):
+        ok(command)
+    assert "verdict" in run("show", NAMES[0])[1]
+    monkeypatch.setenv("KVTIERS_CONFIG", str(root / "absent.yaml"))
+    assert "10 blocks" in ok("du", config)
+
+
+# ---- exit codes and errors -------------------------------------------------------------------------------------------
+
+
+def test_every_exit_code_is_explained() -> None:
+    assert set(EXIT_CODES) == set(ExitCode)
+
+
+def test_an_unexpected_exception_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(storage, "open_places", fail)
+    result = CliRunner().invoke(app, ["du", str(root)])
+    assert result.exit_code == ExitCode.INTERNAL
+    assert re.fullmatch(
+        r"kvtiers du: internal error: RuntimeError in test_frame.py:\d+; this is a bug in kvtiers, and -v shows the "
+        r"traceback\n",
+        result.output,
+    )
+    result = CliRunner().invoke(app, ["du", str(root), "-v"])
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "RuntimeError: secret" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("du", "/absent/c.yaml", "--json"), ExitCode.BAD_INPUT, "/absent/c.yaml: cannot be read"),
+        (("du", "/absent", "--json", "--tier"), ExitCode.BAD_INPUT, "--tier"),
+        (("gc", "/absent", "--no-such-option", "--json"), ExitCode.BAD_INPUT, "--no-such-option"),
+        (("warm", "HERE", "--json"), ExitCode.BAD_INPUT, "only one tier"),
+        (("bench", "HERE", "--total", "10", "--json"), ExitCode.BAD_INPUT, "--total"),
+        (("rm", "HERE", "--json"), ExitCode.BAD_INPUT, "--namespace"),
+        (("show", "HERE", "m_0123456789ab", "--json"), ExitCode.FAILED, "no tier has"),
+        (("vllm-config", "/absent", "--json"), ExitCode.BAD_INPUT, "cannot be read"),
+        (("doctor", "/absent", "--json"), ExitCode.BAD_INPUT, "cannot be read"),
+        (("serve-metrics", "/absent", "--json"), ExitCode.BAD_INPUT, "cannot be read"),
+        (("verify", "HERE", "--dry-run", "--json"), ExitCode.BAD_INPUT, "--repair"),
+    ],
+)
+def test_errors_are_json_too(root: Path, arguments: tuple[str, ...], code: ExitCode, said: str) -> None:
+    given = [str(root) if word == "HERE" else word for word in arguments]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == code
+    document = json.loads(result.stdout)
+    jsonschema.validate(document, document_schema(arguments[0]))
+    assert (document["command"], document["version"], document["ok"]) == (arguments[0], __version__, False)
+    assert said in " ".join(document["errors"])
+    assert said in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", WITH_JSON)
+def test_each_schema_is_valid_and_can_be_printed(command: str) -> None:
+    schema = json.loads(ok(command, "--json-schema"))
+    assert schema == document_schema(command)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert not validator.is_valid({"command": command, "version": "1", "ok": True, "result": {}, "errors": []})
+    assert not validator.is_valid({"command": "other", "version": "1", "ok": True, "result": None, "errors": []})
+
+
+def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
+    for _ in range(3):
+        for number in range(2000):  # more lines than a pipe holds
+            name = NAMES[0].replace(NAMES[0].rpartition("/")[2], "")
+            (root / f"{name}{NAMES[0].rpartition('/')[2][:5]}{number:059x}.bin").touch()
+    process = start("ls", write_config(root))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == ExitCode.BROKEN_PIPE
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("typer", -signal.SIGINT),
+        ("kvtiers.connector.commands.group", -signal.SIGINT),
+        ("kvtiers.connector.commands.storage", ExitCode.INTERRUPTED),
+        ("pydantic", ExitCode.INTERRUPTED),
+        ("kvtiers.tiers.stores.files.local", ExitCode.INTERRUPTED),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(root: Path, module: str, code: int) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"sys.argv = ['kvtiers', 'ls', {str(root)!r}]\n"
+        "from kvtiers.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr in ("", "kvtiers ls: interrupted: nothing was changed\n")
+
+
+def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
+    """With what was done and how to continue."""
+    (tmp_path / "target").mkdir()
+    process = start("migrate", str(root), str(tmp_path / "target"), "--limit-rate", "1KiB", "--json")
+    wait_for(lambda: any((tmp_path / "target").rglob("config.json")))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.INTERRUPTED
+    (line,) = err.splitlines()
+    assert re.fullmatch(
+        r"kvtiers migrate: interrupted: \d blocks?, .* copied; run the same command again to continue: it skips blocks "
+        r"that the target has",
+        line,
+    )
+    assert json.loads(out)["errors"] == [line.removeprefix("kvtiers migrate: ")]
+
+
+def test_what_ctrl_c_says_without_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStore, "keys", interrupt)
+    config = write_config(root, "ttl: 1h")
+    said = {
+        ("ls",): "nothing was changed",
+        ("gc", "--dry-run"): "nothing was changed",
+        ("gc",): "what was removed stays removed; run the same command again to continue",
+        (
+            "verify",
+        ): "0 blocks checked; run it again to start over (with --state FILE, an interrupted run can be resumed)",
+    }
+    for (command, *options), text in said.items():
+        assert run(command, config, *options) == (
+            ExitCode.INTERRUPTED, f"kvtiers {command}: interrupted: {text}\n",
+        )  # fmt: skip
+
+
+def test_a_session_ends_with_its_run() -> None:
+    with new_session() as current:
+        assert session() is current
+        current.command = "x"
+    assert session().command == ""
+
+
+# ---- folders and URLs instead of a file ------------------------------------------------------------------------------
+
+
+def test_a_folder_stands_for_a_tier(root: Path) -> None:
+    assert f"fs at {root}: 10 blocks, 40 KiB" in ok("du", str(root))
+    assert len(ok("ls", str(root), "-q").splitlines()) == 10
+    target = root.parent / "target"
+    target.mkdir()
+    code, out = run("migrate", str(root), str(target))
+    assert (code, "not copied" in out) == (1, True)  # the ten blocks are zeros
+    (tier,) = load_deployment(str(root)).tiers
+    assert isinstance(tier, FsTierConfig)
+    assert (tier.root_dir, tier.max_bytes, tier.ttl, tier.min_free) == (str(root), None, None, 1 << 30)
+
+
+def test_a_folder_in_vllms_layout_is_recognized(root: Path) -> None:
+    """As sealed-1, its blocks would look bad, and a repair would move them aside."""
+    namespace = root / "m_0123456789ab"
+    namespace.mkdir()
+    (namespace / "kvtiers-0123456789ab.json").write_text("{}")
+    (tier,) = load_deployment(str(root)).tiers
+    assert isinstance(tier, FsTierConfig)
+    assert tier.format == "vllm-raw"
+
+
+def test_urls_stand_for_tiers(tmp_path: Path) -> None:
+    (tier,) = load_deployment("s3://bucket/some/prefix/").tiers
+    assert isinstance(tier, S3TierConfig)
+    assert (tier.bucket, tier.prefix) == ("bucket", "some/prefix")
+    (tier,) = load_deployment("gs://bucket/prefix").tiers
+    assert isinstance(tier, FsspecTierConfig)
+    assert tier.url == "gs://bucket/prefix"
+    (tier,) = load_deployment("simplecache::abfs://x/y").tiers
+    assert isinstance(tier, FsspecTierConfig)
+    assert is_bare(str(tmp_path))
+    assert not is_bare(str(tmp_path / "c.yaml"))
+
+
+def test_what_is_neither_a_file_nor_a_folder_is_told(tmp_path: Path) -> None:
+    code, out = run("du", str(tmp_path / "kv"))
+    assert code == 2
+    assert "accepted is a YAML file, an existing folder, or a URL such as s3://bucket/prefix" in out
+    with pytest.raises(ConfigError) as told:
+        load_deployment("s3://user:secret@/")
+    assert "secret" not in str(told.value)
+
+
+def test_gc_of_a_folder_needs_a_limit(root: Path) -> None:
+    code, out = run("gc", str(root))
+    assert code == 2
+    assert "no limit is known; give --max-bytes, --ttl or both" in out
+    assert len(list(root.rglob("*.bin"))) == 10
+    assert "would be removed by ttl: 4 blocks" in ok("gc", str(root), "--ttl", "5.5h", "--dry-run")
+    assert "removed by ttl: 4 blocks" in ok("gc", str(root), "--ttl", "5.5h")
+    assert len(list(root.rglob("*.bin"))) == 6
+    for options, said in (
+        (("--max-bytes", "much"), "--max-bytes: 'much' is not a size"),
+        (("--max-bytes", "10"), "--max-bytes: 10 bytes do not hold a block"),
+        (("--ttl", "0"), "--ttl: '0' is not accepted; write a duration from 1s"),
+    ):
+        code, out = run("gc", str(root), *options)
+        assert (code, said in out) == (2, True), out
+    code, out = run("gc", write_config(root, "ttl: 1h"), "--ttl", "1h")
+    assert (code, "sets its own limits; change ttl there" in out) == (2, True)
+
+
+def test_gc_of_the_prefixes_in_a_folder(root: Path) -> None:
+    assert "no prefixes are stored here yet" in ok("gc", str(root), "--prefixes", "--ttl", "1h")
+    (root / "prefixes").mkdir()
+    assert f"fs at {root}/prefixes: 0 blobs" in ok("gc", str(root), "--prefixes", "--ttl", "1h", "--dry-run")
+
+
+def test_gc_of_a_folder_with_protected_blocks_needs_the_keys(root: Path) -> None:
+    (path,) = root.glob("*/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "gmac"}))
+    code, out = run("gc", str(root), "--ttl", "1h")
+    assert (code, "give the YAML file of a tier with their keys" in out) == (2, True)
+
+
+# ---- ls, du and progress ---------------------------------------------------------------------------------------------
+
+
+def test_ls_sorts(root: Path) -> None:
+    (root / NAMES[3]).write_bytes(bytes(2 * SIZE))
+    os.utime(root / NAMES[3], (1e9, 1e9))
+
+    def names(*options: str) -> list[str]:
+        return [line.split()[3] for line in ok("ls", str(root), "-q", *options).splitlines()]
+
+    assert names("--sort", "name") == sorted(NAMES)
+    assert names("--sort", "size") == [NAMES[3], *sorted(set(NAMES) - {NAMES[3]})]
+    assert names("--sort", "age") == [name for name in NAMES if name != NAMES[3]] + [NAMES[3]]
+    assert names("--sort", "age", "--limit", "2") == NAMES[:2]
+
+
+def test_ls_streams(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed blocks are printed before the listing ends, and no more of them are listed than are wanted."""
+    printed: list[int] = []
+    keys = LocalStore.keys
+
+    def listed(self: LocalStore, prefix: str = "") -> Any:
+        for count, info in enumerate(info for info in keys(self, prefix) if info.key in NAMES):
+            assert printed == list(range(count))
+            yield info
+
+    monkeypatch.setattr(LocalStore, "keys", listed)
+
+    def utc(_: float) -> str:
+        printed.append(len(printed))
+        return ""
+
+    monkeypatch.setattr(storage, "utc", utc)
+    ok("ls", str(root))
+    assert len(printed) == 10
+    printed.clear()
+    ok("ls", str(root), "--limit", "3")
+    assert len(printed) == 3
+
+
+def test_du_tells_namespaces_of_a_model_apart_and_adds_tiers_up(root: Path) -> None:
+    (path,) = root.glob("*/config.json")
+    fields = json.loads(path.read_text())
+    sibling = "_".join([path.parent.name.rpartition("_")[0], "0123456789ab"])
+    (root / sibling).mkdir()
+    (root / sibling / "config.json").write_text(json.dumps(fields | {"dtype": "fp8"}))
+    block = root / NAMES[0].replace(path.parent.name, sibling)
+    block.parent.mkdir(parents=True)
+    block.write_bytes(bytes(SIZE))
+    out = " ".join(ok("du", str(root)).split())
+    assert 'dtype="fp8"' in out
+    assert f'dtype="{fields["dtype"]}"' in out
+    (tier,) = result_of(ok("du", str(root), "--json"))["tiers"]
+    assert tier["namespaces"] == {
+        path.parent.name: {"dtype": f'"{fields["dtype"]}"'}, sibling: {"dtype": '"fp8"'}
+    }  # fmt: skip
+    config = root.parent / "two.yaml"
+    LocalStore(root.parent / "far").close()
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, name: near, root_dir: {root}}}\n"
+        f"- {{type: fs, name: far, root_dir: {root.parent}/far}}\n"
+    )
+    assert "total of 2 tiers: 11 blocks, 44 KiB" in ok("du", str(config))
+
+
+def test_progress_shows_the_amount_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any output for a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def shown(**options: bool) -> str:
+        with new_session() as current:
+            current.shows_progress = options.get("shows_progress", True)
+            with Ticker("copying", 100 << 20, unit="bytes") as ticker:
+                for _ in range(5):
+                    now[0] += 1
+                    ticker.count(int((now[0] - started) * 10) << 20)
+                task = ticker._progress.tasks[0]
+                assert task.time_remaining == 5
+                return str(task.fields["done"]) if ticker._shown and not ticker._progress.disable else ""
+
+    started = now[0]
+    assert shown() == "50 MiB, 10 MiB/s"
+    started = now[0]
+    assert shown(shows_progress=False) == ""
+
+
+# ---- small faults ----------------------------------------------------------------------------------------------------
+
+
+def test_bench_blames_the_option_that_is_wrong(root: Path) -> None:
+    config = write_config(root)
+    for options, said in (
+        (("--total", "10"), "--total: 10 B is less than one block; write at least the value of --block-size, 1 MiB"),
+        (("--block-size", "2MiB"), "--block-size: 2 MiB; accepted is 1 B up to the region's size, 1 MiB"),
+        (("--total", "x"), "--total: 'x' is not a size"),
+    ):
+        code, out = run("bench", config, *options)
+        assert (code, said in out) == (2, True), out
+
+
+def test_vllm_config_refuses_what_only_the_demo_can_run(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: s3, bucket: kvb, embedded: true}\n")
+    code, out = run("vllm-config", str(config))
+    assert code == 2
+    assert "tiers[0].embedded: starts a server that only kvtiers demo has; give an endpoint_url instead" in out
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {tmp_path}}}\n")
+    assert set(result_of(ok("vllm-config", str(config), "--json", "--way", "tier"))["ways"]) == {"tier"}
+
+
+def test_warm_with_one_tier_says_what_to_write(root: Path) -> None:
+    config = write_config(root)
+    code, out = run("warm", config)
+    assert code == 2
+    assert f"{config} has only one tier that outlives its process, fs; add a second tier to the file" in out
+
+
+@pytest.mark.parametrize("rate", ["0", "fast", "1MiB/h"])
+def test_a_rate_that_is_none(root: Path, rate: str) -> None:
+    code, out = run("migrate", str(root), str(root.parent), "--limit-rate", rate)
+    assert (code, "--limit-rate" in out) == (2, True)
+
+
+def test_a_rate_is_handed_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    make = Copier.__init__
+
+    def look(self: Copier, *arguments: Any, **options: Any) -> None:
+        given.append(options["rate"])
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(Copier, "__init__", look)
+    run("migrate", str(root), str(root.parent), "--limit-rate", "50MiB/s")
+    run("migrate", str(root), str(root.parent))
+    assert given[0]._bytes_per_s == 50 << 20
+    assert given[1] is None

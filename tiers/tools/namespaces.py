@@ -1,0 +1,154 @@
+"""The namespaces of a root: which there are, what tells those of one model apart, and how one is removed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
+from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, shown_values
+from kvtiers.tiers.store import KeyInfo, Store, SupportsFolders, delete_all
+from kvtiers.tiers.tools.block_reader import read_identities
+from kvtiers.tiers.tools.inventory import NAMESPACE, Share, list_blocks
+
+FIELDS_SHOWN_MAX = 3
+DELETE_BATCH_KEYS = 512
+_FOLDER = re.compile(rf"({NAMESPACE})(_r[0-9]+)?")
+
+
+def differences(namespaces: Iterable[Namespace]) -> dict[str, dict[str, str]]:
+    """For each namespace that has siblings: the fields in which the namespaces of its model differ, and its values.
+
+    Siblings are namespaces with the same model name. Values are JSON, shortened; "not set" if the field is missing.
+    """
+    by_model: dict[str, list[Namespace]] = {}
+    for namespace in namespaces:
+        by_model.setdefault(namespace.model, []).append(namespace)
+    return {
+        namespace.name: {field: shown_values([namespace], field)[0] for field in fields}
+        for siblings in by_model.values()
+        if (fields := differing_fields(siblings))
+        for namespace in siblings
+    }
+
+
+def differences_in_words(fields: Mapping[str, str]) -> str:
+    """The first ``FIELDS_SHOWN_MAX`` differences on one line."""
+    shown = [f"{name}={value}" for name, value in list(fields.items())[:FIELDS_SHOWN_MAX]]
+    left = len(fields) - len(shown)
+    return ", ".join(shown) + (f" and {left} more" if left > 0 else "")
+
+
+def namespace_names(store: Store) -> list[str]:
+    """The names of all namespaces that have an identity file or blocks.
+
+    Raises:
+        StoreError: the storage cannot be listed.
+    """
+    return sorted({found[1] for folder in _folders(store) if (found := _FOLDER.fullmatch(folder))})
+
+
+def rank_folders(store: Store) -> list[str]:
+    """The folders that hold blocks: ``<namespace>_r<rank>``.
+
+    Raises:
+        StoreError: the storage cannot be listed.
+    """
+    return sorted({folder for folder in _folders(store) if (found := _FOLDER.fullmatch(folder)) and found[2]})
+
+
+def _folders(store: Store) -> Iterable[str]:
+    if isinstance(store, SupportsFolders):
+        return store.folders()
+    return (info.key.partition("/")[0] for info in store.keys() if "/" in info.key)  # noqa: SIM118 - not a dict
+
+
+def is_of_model(store: Store, namespace: str, model: str) -> bool:
+    """Whether a namespace holds a model's blocks. Without a readable identity, its name decides.
+
+    Raises:
+        StoreError: the identity cannot be read.
+    """
+    identities = read_identities(store, namespace).values()
+    if identities:
+        return any(fields.get("model_name") == model for fields in identities)
+    return namespace.rpartition("_")[0] == model.replace("/", "_")
+
+
+def blocks_of(store: Store, namespace: str) -> Iterator[KeyInfo]:
+    """The blocks of one namespace, of all ranks.
+
+    Raises:
+        StoreError: the storage cannot be listed.
+    """
+    for info, name in list_blocks(store, f"{namespace}_r"):
+        if name.namespace == namespace:  # another namespace's name may begin like this one's
+            yield info
+
+
+def identity_files(store: Store, namespace: str) -> list[str]:
+    """The files that kvtiers wrote to identify a namespace.
+
+    Raises:
+        StoreError: the storage cannot be read.
+    """
+    if store.shares_folders:  # vLLM named the folder, so config.json is vLLM's own
+        return [info.key for info in store.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}")]
+    name = f"{namespace}/{CONFIG_FILE_NAME}"
+    return [] if store.size(name) is None else [name]
+
+
+@dataclass(slots=True)
+class NamespaceRemoval:
+    """Removes the blocks of one namespace and then the files that identify it. Nothing else is touched.
+
+    An engine may be writing there. Blocks that appear during the removal stay, and so do the files that identify them.
+
+    Attributes:
+        removed: the blocks that are gone.
+        failed: the blocks that could not be removed.
+        written: blocks that were written since the removal listed them.
+        error: why a block could not be removed; "" if all could.
+    """
+
+    store: Store
+    namespace: str
+    removed: Share
+    failed: int = 0
+    written: int = 0
+    error: str = ""
+
+    @classmethod
+    def of(cls, store: Store, namespace: str) -> NamespaceRemoval:
+        """Prepare a removal."""
+        return cls(store, namespace, Share())
+
+    def run(self, on_progress: Callable[[Share], None] = lambda _: None) -> None:
+        """Remove the namespace.
+
+        Args:
+            on_progress: called after each batch with the blocks that are gone.
+
+        Raises:
+            StoreError: the storage cannot be listed. What was removed stays removed.
+        """
+        blocks = blocks_of(self.store, self.namespace)
+        while batch := list(islice(blocks, DELETE_BATCH_KEYS)):
+            for info, error in zip(batch, delete_all(self.store, [info.key for info in batch]), strict=True):
+                if error is None:
+                    self.removed.add(info.size)
+                else:
+                    self.failed += 1
+                    self.error = str(error)
+            on_progress(self.removed)
+        self.written = max(0, sum(1 for _ in blocks_of(self.store, self.namespace)) - self.failed)
+        if not self.written and not self.failed:
+            self._remove_identity()
+
+    def _remove_identity(self) -> None:
+        for error in delete_all(self.store, identity_files(self.store, self.namespace)):
+            if error is not None:
+                self.failed += 1
+                self.error = str(error)
