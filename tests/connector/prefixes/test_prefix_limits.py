@@ -424,9 +424,11 @@ def test_the_collectors_process_keeps_a_root_in_its_bound(tmp_path: Path) -> Non
     with pytest.raises(StoreFullError, match="not measured yet"):
         store.publish(hashes_of(1), layers_of(1))
 
+    layers = layers_of(1, columns=16 << 10)  # 512 KiB
+
     def stored(hashes: list[bytes]) -> bool:
         try:
-            return store.publish(hashes, layers_of(1, columns=16 << 10))  # 512 KiB
+            return store.publish(hashes, layers)
         except StoreFullError:
             return False
 

@@ -95,6 +95,7 @@ class TestObstoreS3Store(S3Contract):
         return S3Store(self.options)
 
 
+@pytest.mark.full  # test_s3_direct.py and test_s3_faults.py read this way in every run
 class TestDirectS3Store(S3Contract):
     """Objects of any size received straight into the slot."""
 
