@@ -51,7 +51,7 @@ from kvtiers.tiers.stores.s3.obstore_client import ObstoreClient
 from kvtiers.tiers.stores.s3.options import S3Options, check_endpoint
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.s3.store import S3Store
-from kvtiers.tiers.testing import http_faults, tiny_s3
+from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import as_parts, fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.tiny_s3 import Answer, Request
@@ -218,7 +218,7 @@ def test_directory_buckets_are_boto3s(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- who ---------------------------------------------------------------------------------------------------------------
 
 
-def test_profile(options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile(options: S3Options, server: HttpFaultServer, tmp_path: Path) -> None:
     (tmp_path / "credentials").write_text("[team]\naws_access_key_id = AKIATEAM\naws_secret_access_key = s\n")
     (tmp_path / "config").write_text("[profile team]\nregion = eu-south-2\n")
     assert "Credential=AKIATEAM/" in put(replace(options, profile="team"), server).headers["authorization"]
@@ -228,9 +228,7 @@ def test_profile(options: S3Options, server: HttpFaultServer, tmp_path: Path, mo
         S3Store(replace(options, profile="no-such")).size("a")
 
 
-def test_credential_process(
-    options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credential_process(options: S3Options, server: HttpFaultServer, tmp_path: Path) -> None:
     answer = {"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}
     script = make_program(tmp_path, f"#!{sys.executable}\nprint('''{json.dumps(answer)}''')\n")
     assert "Credential=AKIAPROCESS/" in put(replace(options, profile="p"), server).headers["authorization"]
@@ -638,8 +636,8 @@ def test_what_sso_says_is_about_credentials_and_no_object(
     cached = tmp_path / f"{hashlib.sha1(start.encode(), usedforsecurity=False).hexdigest()}.json"
     cached.write_text(json.dumps({"startUrl": start, "accessToken": TOKEN, "expiresAt": "2999-01-01T00:00:00Z"}))
     answer = Answer(status, json.dumps({"__type": code}).encode(), {"x-amzn-ErrorType": code})
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.HTML_WITH_200, answer)
     with HttpFaultServer() as sso:
+        sso.answers[Fault.HTML_WITH_200] = answer
         sso.inject(Fault.HTML_WITH_200)
         monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", sso.endpoint_url)
         store = S3Store(options)
@@ -962,13 +960,12 @@ def test_checksum_that_a_clone_refuses_is_left_out_from_then_on(
 def test_unsigned_payloads_that_are_refused_are_signed_from_then_on(
     options: S3Options,
     server: HttpFaultServer,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     status: int,
     code: str,
 ) -> None:
     """By a bucket's policy, or a server that cannot verify them."""
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.REFUSE_UNSIGNED, tiny_s3.error(status, code))
+    server.answers[Fault.REFUSE_UNSIGNED] = tiny_s3.error(status, code)
     server.inject(Fault.REFUSE_UNSIGNED)
     store = S3Store(options)
     for key in ("a", "b", "c"):
@@ -1278,7 +1275,7 @@ def test_secrets_are_shown_nowhere(
 
 
 def test_what_a_credential_process_prints_is_not_logged(
-    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    options: S3Options, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At a refresh: botocore warns with the exception, whose text is the process' own."""
     script = answers_for_a_while(tmp_path)
