@@ -93,7 +93,7 @@ DIFFERENT = {
     "test_invalid_path_raises_at_construction": "StoreConfigError, which is no OSError",
     "test_batched_load_first_block_fails_marks_whole_batch": "the blocks behind a bad one are loaded too",
     "test_transient_load_failure_leaves_file": "a link in a block's place is no passing error: it is moved aside",
-    "test_invalid_locality_raises_at_construction": "there is no option locality: a tier's type says where its storage is",
+    "test_invalid_locality_raises_at_construction": "a tier's type says where its storage is",
     "test_store_event_uses_configured_locality[None-None]": "a tier's type says where its storage is",
     "test_failed_load_after_abort_does_not_break_newer_probe": (
         "a block that is known to be there is a hit for every request until a load of it fails, and then a miss for all"
