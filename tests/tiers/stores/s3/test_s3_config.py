@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,6 @@ import pytest
 from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import ClientError, EndpointConnectionError
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
-from obstore.exceptions import UnauthenticatedError
 
 from kvtiers.tiers.errors import (
     ConfigError,
@@ -47,7 +46,6 @@ from kvtiers.tiers.stores.s3.control import S3Control
 from kvtiers.tiers.stores.s3.credentials import ASK_EVERY_S, ChainCredentials
 from kvtiers.tiers.stores.s3.direct import DirectReader
 from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, CredentialsRefusedError
-from kvtiers.tiers.stores.s3.obstore_client import ObstoreClient
 from kvtiers.tiers.stores.s3.options import S3Options, check_endpoint
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.s3.store import S3Store
@@ -484,43 +482,6 @@ def test_credentials_that_are_good_for_minutes_are_not_asked_for_with_each_reque
     now[0] = 541.0
     with pytest.raises(StorePermissionError, match="translated"):
         credentials.get_frozen_credentials()
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [
-        {"AWS_CONDITIONAL_PUT": "disabled"},
-        {"AWS_SKIP_SIGNATURE": "true"},
-        {"AWS_REQUEST_PAYER": "true"},
-        {"AWS_S3_EXPRESS": "true"},
-    ],
-    ids=str,
-)
-def test_variables_of_obstores_own_change_nothing(
-    options: S3Options, monkeypatch: pytest.MonkeyPatch, variable: dict[str, str]
-) -> None:
-    for name, value in variable.items():
-        monkeypatch.setenv(name, value)
-    with HttpFaultServer() as server:
-        store = S3Store(replace(options, bucket="bucket", endpoint_url=server.endpoint_url, client="obstore"))
-        assert store.put("f/a", as_parts(DATA)) is True
-        assert store.put("f/a", as_parts(DATA)) is False
-        headers = server.requests("PUT")[0].headers
-        assert headers["authorization"].startswith("AWS4-HMAC-SHA256")
-        assert not any("payer" in name or "express" in name for name in headers)
-        store.close()
-
-
-def test_refresh_that_succeeds_while_anothers_failure_is_told(
-    options: S3Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = [StorePermissionError("why")]
-    session = S3Session(options)
-    client = ObstoreClient(session)
-    of_the_moment = property(lambda _: told.pop() if told else None)
-    monkeypatch.setattr(S3Session, "credentials_error", of_the_moment, raising=False)
-    assert str(client._translate(UnauthenticatedError("no"), 0.0)) == "why"
-    session.close()
 
 
 def test_web_identity_without_its_token(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1023,18 +984,6 @@ def test_missing_awscrt_is_named(options: S3Options, monkeypatch: pytest.MonkeyP
     store = S3Store(replace(options, client="boto3"))
     with pytest.raises(StoreConfigError, match=r"^checksum: crc64nvme with client: boto3 needs awscrt: pip install"):
         store.size("a")
-
-
-def test_every_key_has_a_test() -> None:
-    here = Path(__file__).read_text()
-    for field in fields(S3Options):
-        name = {
-            "ca_bundle": "ca_bundle_and_verify",
-            "verify": "ca_bundle_and_verify",
-            "sse_kms_key_id": "sse",
-            "request_timeout_s": "request_timeout",
-        }.get(field.name, field.name.removesuffix("_s"))
-        assert f"def test_{name}(" in here, f"no test shows what {field.name} changes"
 
 
 # -- bad values --------------------------------------------------------------------------------------------------------
