@@ -71,7 +71,7 @@ class Fault(StrEnum):
     SLOW_LORIS = "slow_loris"
 
 
-_INSTEAD: Mapping[Fault, Answer] = {
+_INSTEAD: Mapping[Fault | Hostile, Answer] = {
     Fault.SLOW_DOWN: error(503, "SlowDown"),
     Fault.INTERNAL_ERROR: error(500, "InternalError"),
     Fault.TOO_MANY_REQUESTS: error(429, "TooManyRequests"),

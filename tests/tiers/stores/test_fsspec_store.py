@@ -119,6 +119,7 @@ class TestLocal(FolderContract):
         return FsspecStore(f"file://{self.root}")
 
 
+@pytest.mark.full  # moto and s3fs take half a minute of CPU for it; what s3fs does otherwise is tested below
 class TestS3(StoreContract):
     no_fork = "the server is this process; an object is put by one request"
 
@@ -140,14 +141,6 @@ class TestS3(StoreContract):
     def peek(self, store: Store, key: str) -> bytes | None:
         found = backend().get_object(self.bucket, f"pre/fix/{key}")
         return None if found is None else bytes(found.value)
-
-    # s3fs asks a second time, by a listing, where an object is absent: 20 s.
-    test_size_many_of_more_keys_than_a_request_takes = pytest.mark.full(
-        StoreContract.test_size_many_of_more_keys_than_a_request_takes
-    )
-    test_delete_many_of_more_keys_than_a_request_takes = pytest.mark.full(  # likewise
-        StoreContract.test_delete_many_of_more_keys_than_a_request_takes
-    )
 
 
 @pytest.fixture

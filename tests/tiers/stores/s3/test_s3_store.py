@@ -111,6 +111,11 @@ class TestBoto3S3Store(S3Contract):
     def make_store(self) -> S3Store:
         return S3Store(replace(self.options, client="boto3"))
 
+    # A thousand HEADs by boto3 to moto: 7 s of CPU.
+    test_size_many_of_more_keys_than_a_request_takes = pytest.mark.full(
+        StoreContract.test_size_many_of_more_keys_than_a_request_takes
+    )
+
 
 def test_protocols_and_repr(store: S3Store) -> None:
     assert isinstance(store, SupportsTail)
