@@ -35,17 +35,18 @@ plot: setup
 	$(BIN)/kvtiers demo --json docs/demo.json
 	$(BIN)/python -m tests.docs.plot_demo docs/demo.json docs/demo.svg
 
-# A file's tests stay together, in one of three processes: many of them mostly wait.
+# A file's tests stay together, in one of three processes: many of them mostly wait. tests/conftest.py says which files
+# begin; xdist by itself begins with those of the most tests, and a long file of few tests then ends alone.
 test: setup
-	@echo "Running some 7,800 tests in three processes: about 12 minutes on two cores, longer on a busy machine."
-	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile
+	@echo "Running some 6,000 tests in three processes: about 12 minutes on two cores, longer on a busy machine."
+	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-full: setup
 	$(BIN)/python -m pytest
 
 # What test-full runs and test does not.
 test-rest: setup
-	$(BIN)/python -m pytest -m full -n 3 --dist loadfile $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -m full -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
@@ -90,7 +91,7 @@ bench-s3: setup
 bench-liveness: setup
 	$(BIN)/python -m tests.benchmarks.bench_liveness $(if $(HANG_S),--hang-s $(HANG_S))
 
-# Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 20.
+# Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 10.
 soak: setup
 	$(BIN)/python -m tests.soak $(if $(SOAK_S),--seconds $(SOAK_S))
 

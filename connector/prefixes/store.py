@@ -101,6 +101,7 @@ class PrefixStore:
         limits: the place's limits; chunks reserve their room from its account. None: no limits.
 
     Attributes:
+        files: the place's files, manifests and layers alike.
         use_noted_s: seconds for which a use need not be noted again.
 
     Raises:
@@ -116,7 +117,7 @@ class PrefixStore:
         rank: int = 0,
         limits: PrefixLimits | None = None,
     ) -> None:
-        self._files = files_for(place)
+        self.files = files_for(place)
         self._base = f"{namespace}_r{rank}"
         self._identity = f"{fingerprint.hex()}:{rank}"
         self._read_only = place.read_only
@@ -127,7 +128,7 @@ class PrefixStore:
 
     def prepare(self) -> None:
         """Create the clients of the first load, so that no request waits for them. Asks no storage, raises nothing."""
-        self._files.prepare()
+        self.files.prepare()
 
     def check(self) -> None:
         """Check that the storage can be used, if it supports such a check.
@@ -135,11 +136,11 @@ class PrefixStore:
         Raises:
             StoreError: one line that says what is wrong and what to do about it.
         """
-        self._files.check()
+        self.files.check()
 
     def close(self) -> None:
         """Release connections. Calls under way may fail."""
-        self._files.close()
+        self.files.close()
 
     def match(self, hashes: Sequence[bytes]) -> list[Chunk]:
         """Return the chunks of the longest stored prefix of these blocks. A storage error ends the prefix there."""
@@ -171,7 +172,7 @@ class PrefixStore:
             raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
         path = self._path(hashes)
         try:
-            if path not in self._stuck and self._files.exists(path):
+            if path not in self._stuck and self.files.exists(path):
                 return False
         except StoreError:
             self.counts.errors += 1
@@ -210,12 +211,12 @@ class PrefixStore:
                 entries[layer] = [len(data), xxhash.xxh3_128_hexdigest(data)]
                 total += len(data)
                 if len(files) == FILES_AT_ONCE:
-                    self._files.write_all(files)
+                    self.files.write_all(files)
                     files = {}
-            self._files.write_all(files)
+            self.files.write_all(files)
             # Another writer was faster. Replacing its manifest would leave its layers without a manifest.
-            if path not in self._stuck and self._files.exists(path):
-                self._files.delete_folder(f"{folder}/{attempt}")
+            if path not in self._stuck and self.files.exists(path):
+                self.files.delete_folder(f"{folder}/{attempt}")
                 return False
             body = {
                 "format": FORMAT,
@@ -224,11 +225,11 @@ class PrefixStore:
                 "attempt": attempt,
                 "layers": entries,
             }
-            self._files.write(path, seal(body))
+            self.files.write(path, seal(body))
             self._stuck.pop(path, None)
         except BaseException:
             with contextlib.suppress(StoreError):
-                self._files.delete_folder(f"{folder}/{attempt}")
+                self.files.delete_folder(f"{folder}/{attempt}")
             self.counts.errors += 1
             raise
         self.counts.chunks_stored += 1
@@ -237,7 +238,7 @@ class PrefixStore:
 
     def manifests(self, chunks: Sequence[Chunk]) -> list[Callable[[], bytes]]:
         """Begin to read the manifests of several chunks, for ``load``. Remote storage reads them in parallel."""
-        return self._files.reading([chunk.path for chunk in chunks], MANIFEST_BYTES_MAX)
+        return self.files.reading([chunk.path for chunk in chunks], MANIFEST_BYTES_MAX)
 
     def load(
         self, chunk: Chunk, hashes: Sequence[bytes], manifest: Callable[[], bytes] | None = None
@@ -264,7 +265,7 @@ class PrefixStore:
                 layer: (f"{folder}/{body['attempt']}/{file_name(layer)}", size)
                 for layer, (size, _) in body["layers"].items()
             }
-            for layer, data in self._files.read_all(files):
+            for layer, data in self.files.read_all(files):
                 size, checksum = body["layers"][layer]
                 if len(data) != size:
                     raise SealError(SealReason.SIZE, f"{layer} of {chunk.path} has {len(data)} bytes, not {size}")
@@ -298,7 +299,7 @@ class PrefixStore:
     @property
     def notes_uses(self) -> bool:
         """Whether ``note_uses`` does anything."""
-        return self._files.has_uses and not self._read_only
+        return self.files.has_uses and not self._read_only
 
     def note_uses(self, chunks: Sequence[Chunk]) -> bool:
         """Touch the files of chunks that were not touched for ``use_noted_s``, so that only unused chunks look old.
@@ -310,12 +311,12 @@ class PrefixStore:
         # The first chunk is touched last, so that it is removed last: without it the others are useless.
         for chunk in reversed(chunks) if self.notes_uses else ():
             try:
-                if self._files.unused_s(chunk.path) < self.use_noted_s:
+                if self.files.unused_s(chunk.path) < self.use_noted_s:
                     continue
                 body = self._manifest(chunk.path)
                 folder = f"{chunk.path.rsplit('/', 1)[0]}/{body['attempt']}"
                 for path in (*(f"{folder}/{file_name(layer)}" for layer in body["layers"]), chunk.path):
-                    self._files.touch(path)
+                    self.files.touch(path)
             except (SealError, StoreError) as e:  # the next load of this chunk will report it
                 logger.debug("a use of %s is not noted: %s", chunk.path, e)
                 all_noted = False
@@ -342,7 +343,7 @@ class PrefixStore:
             return best
         # Chunks that diverge from the prompt partway may still share more of it than the best whole chunk does.
         candidates = [f"{folder}/{name}" for name in others[:CANDIDATES_MAX]]
-        for path, read in zip(candidates, self._files.reading(candidates, MANIFEST_BYTES_MAX), strict=True):
+        for path, read in zip(candidates, self.files.reading(candidates, MANIFEST_BYTES_MAX), strict=True):
             try:
                 stored = self._manifest(path, read)["hashes"]
             except SealError as e:  # may be the chunk of this very prompt, of which a caller may omit the last block
@@ -382,7 +383,7 @@ class PrefixStore:
 
     def _present(self, runs: Sequence[Sequence[str]]) -> list[int]:
         try:
-            return self._files.present(runs)
+            return self.files.present(runs)
         except StoreError as e:
             self.counts.errors += 1
             logger.debug("asking for manifests: %s", e)
@@ -398,18 +399,18 @@ class PrefixStore:
             return
         try:
             if self._is_bad(path, body):
-                self._files.delete(path)
+                self.files.delete(path)
         except StoreError as e:
             logger.warning("prefix chunk %s could not be removed; the next store overwrites it: %s", path, str(e))
             if len(self._stuck) < STUCK_MAX:
                 self._stuck[path] = None
         if body is not None:
             with contextlib.suppress(StoreError):
-                self._files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")
+                self.files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")
 
     def _is_gone(self, path: str) -> bool:
         try:
-            return not self._files.exists(path)
+            return not self.files.exists(path)
         except StoreError:
             return False
 
@@ -423,14 +424,14 @@ class PrefixStore:
 
     def _list(self, folder: str) -> list[str]:
         try:
-            return self._files.names(folder)
+            return self.files.names(folder)
         except StoreError as e:
             self.counts.errors += 1
             logger.debug("listing %s: %s", folder, e)
             return []
 
     def _manifest(self, path: str, read: Callable[[], bytes] | None = None) -> dict[str, Any]:
-        body = unseal(self._files.read(path, MANIFEST_BYTES_MAX) if read is None else read(), path)
+        body = unseal(self.files.read(path, MANIFEST_BYTES_MAX) if read is None else read(), path)
         if body["identity"] != self._identity:
             raise SealError(SealReason.FINGERPRINT, f"{path} belongs to another namespace or rank")
         return body

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
-import botocore.session
 import pytest
 
 from kvtiers.tiers.testing.servers import S3Server, SeaweedServer, find_weed, moto_server, seaweed_server
+from tests.s3_clients import use_light_sessions
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def boto_models_once() -> Iterator[None]:
-    """boto3 parses a megabyte of service models for each session, 0.1 s: a session of tests pays once."""
+    """See ``use_light_sessions``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        use_light_sessions(patch)
         yield
 
 

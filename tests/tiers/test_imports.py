@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for package in ("tiers", "connector", "kvtiers") for path in (ROOT / package).rglob("*.py"))
 
@@ -22,18 +20,19 @@ def test_importing_tiers_pulls_in_no_client_and_no_engine() -> None:
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_stored_can_run(path: Path) -> None:
+def test_nothing_stored_can_run() -> None:
     """X1: no pickle, marshal, shelve, eval, exec or torch.load anywhere in what we ship."""
     forbidden_modules = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     forbidden_calls = {"eval", "exec", "compile", "__import__"}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            assert not {name.name.split(".")[0] for name in node.names} & forbidden_modules
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.module.split(".")[0] not in forbidden_modules
-        elif isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name):
-                assert node.func.id not in forbidden_calls
-            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-                assert (node.func.value.id, node.func.attr) not in {("torch", "load"), ("yaml", "load")}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                assert not {name.name.split(".")[0] for name in node.names} & forbidden_modules, where
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                assert node.module.split(".")[0] not in forbidden_modules, where
+            elif isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Name):
+                    assert node.func.id not in forbidden_calls, where
+                elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                    assert (node.func.value.id, node.func.attr) not in {("torch", "load"), ("yaml", "load")}, where

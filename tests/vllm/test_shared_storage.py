@@ -1056,7 +1056,7 @@ def hanging(*connectors: SharedStorageConnector) -> Iterator[threading.Event]:
     let_go = threading.Event()
     for each in connectors:
         for store in each._stores:
-            store._files = Hung(store._files, let_go)  # type: ignore[assignment]
+            store.files = Hung(store.files, let_go)  # type: ignore[assignment]
     yield let_go
     let_go.set()
 
@@ -1265,7 +1265,7 @@ def test_errors_of_the_storage_are_counted_in_loads(rigs: Any, monkeypatch: pyte
     def refuse(*_: Any) -> Any:
         raise StoreUnavailableError("connection refused")
 
-    monkeypatch.setattr(rig.worker._stores[0]._files, call, refuse)
+    monkeypatch.setattr(rig.worker._stores[0].files, call, refuse)
     assert load(rig, request, [2, 4, 6, 8, 10], 16) == ({"r"}, {2, 4, 6, 8})
     counted = rig.worker.get_kv_connector_stats().data
     assert (counted["errors"], counted["loads_failed"]) == (1, 1)

@@ -31,8 +31,16 @@ from tests.tiny_model import make_model_dir
 from tests.vllm.engines import VllmConfig, keys, offloading_config, request
 
 
-@pytest.mark.parametrize("module", ["connector", "spec", "tier", "prefixes.connector", "translate"])
-@pytest.mark.parametrize("version", ["'dev'", "'0.27.0'", "None", "'0'"])
+@pytest.mark.parametrize(
+    ("module", "version"),
+    [
+        ("connector", "'dev'"),
+        ("spec", "'0.27.0'"),
+        ("tier", "None"),
+        ("prefixes.connector", "'0'"),
+        ("translate", "'0.27.0'"),
+    ],
+)
 def test_each_door_says_which_releases_were_tested_before_it_needs_anything_of_vllm(module: str, version: str) -> None:
     """In place of vLLM is a package that has a version and nothing else."""
     script = f"""
@@ -87,9 +95,10 @@ def test_vllms_cpu_kernels_apply_adapters_to_rows_without_one_in_the_releases_th
     assert bool(output.any()) == translate._LEAKS_ADAPTERS_ON_CPU
 
 
-@pytest.mark.parametrize("has_adapters", [True, False])
-@pytest.mark.parametrize("is_cpu", [True, False])
-@pytest.mark.parametrize("leaks", [True, False])
+@pytest.mark.parametrize(
+    ("has_adapters", "is_cpu", "leaks"),
+    [(True, True, True), (False, True, True), (True, False, True), (True, True, False)],
+)
 def test_adapters_are_refused_where_vllm_applies_them_to_requests_without_one(
     has_adapters: bool, is_cpu: bool, leaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,7 +71,7 @@ class Fault(StrEnum):
     SLOW_LORIS = "slow_loris"
 
 
-_INSTEAD: Mapping[Fault, Answer] = {
+_INSTEAD: Mapping[Fault | Hostile, Answer] = {
     Fault.SLOW_DOWN: error(503, "SlowDown"),
     Fault.INTERNAL_ERROR: error(500, "InternalError"),
     Fault.TOO_MANY_REQUESTS: error(429, "TooManyRequests"),
@@ -139,6 +139,8 @@ class HttpFaultServer:
         most_under_way: maximum number of requests that waited for their responses at the same time.
         struck: fault -> number of requests that it affected.
         answer_after_s: delay of each response, to simulate a distant server.
+        answers: fault -> the response that is sent for it, for faults that replace the response; tests may change it.
+        change_headers: called with the method and the headers of each response; returns the headers to send.
     """
 
     def __init__(
@@ -154,6 +156,8 @@ class HttpFaultServer:
         self.answer_after_s = 0.0
         self.most_under_way = 0
         self.struck: Counter[Fault | Hostile] = Counter()
+        self.answers: dict[Fault | Hostile, Answer] = {**_INSTEAD}
+        self.change_headers: Callable[[str, dict[str, str]], dict[str, str]] = lambda _method, headers: headers
         self._random = random.Random(0)
         self._under_way = 0
         self._lock = threading.Lock()
@@ -303,8 +307,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             send_hostile(fault, self.wfile.write, self.server.owner.stopping)
             return
-        if fault is not None and fault in _INSTEAD:
-            self._send(_INSTEAD[fault])
+        if fault is not None and fault in self.server.owner.answers:
+            self._send(self.server.owner.answers[fault])
             return
         if fault is Fault.RESET_BEFORE:
             self._reset()
@@ -362,7 +366,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_head(self, answer: Answer, framing: Mapping[str, str]) -> None:
         self._end()  # before the client can send its next request
         self.send_response(answer.status)
-        for name, value in {**answer.headers, **framing}.items():
+        headers = self.server.owner.change_headers(self.command, {**answer.headers, **framing})
+        if "Content-Length" in framing and "Content-Length" not in headers:
+            self.close_connection = True  # without a length, only the end of the connection ends the body
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
 

@@ -174,6 +174,7 @@ def test_a_place_that_cannot_be_used_is_an_error(options: DemoOptions, tmp_path:
         run_demo(options, quiet())
 
 
+@pytest.mark.full
 def test_a_short_prompt_is_refused(options: DemoOptions, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Too short.")
     with pytest.raises(ConfigError, match=r"--prompt: \d+ tokens are too few.* the demo needs 2 blocks of 16 tokens"):

@@ -101,7 +101,7 @@ def test_a_far_bucket_is_asked_for_many_chunks_and_for_all_ranks_at_once(server:
     stores = [PrefixStore(place, NAMESPACE, FINGERPRINT, rank=rank) for rank in range(4)]
     for store in stores:
         for start in range(0, 24, 2):
-            assert store.publish(hashes[start : start + 2], layers_of(2))
+            assert store.publish(hashes[start : start + 2], {"layer": torch.ones(2 * BLOCK, 6)})
     server.answer_after_s, server.most_under_way = 1.0, 0
     before = len(server.requests())
     assert blocks_in_all(stores, hashes) == 24
@@ -129,8 +129,10 @@ def test_reads_that_a_close_has_cancelled_say_so(server: HttpFaultServer) -> Non
         store.manifests([chunk] * 2)[1]()
 
 
-@pytest.mark.parametrize("fault", [Fault.ACCESS_DENIED, Fault.QUOTA, Fault.RESET_BEFORE])
-@pytest.mark.parametrize("which", [LAYERS[0], LAYERS[20], ".json"])
+@pytest.mark.parametrize(
+    ("fault", "which"),
+    [(Fault.ACCESS_DENIED, LAYERS[0]), (Fault.QUOTA, LAYERS[20]), (Fault.RESET_BEFORE, ".json")],
+)
 def test_a_publication_that_fails_leaves_nothing(server: HttpFaultServer, fault: Fault, which: str) -> None:
     store, hashes = store_at(server, retries=0), hashes_of(1, 2)
     times = 2 if fault is Fault.ACCESS_DENIED else 1  # a put that is denied is made again with a signed payload
@@ -145,8 +147,9 @@ def test_a_publication_that_fails_leaves_nothing(server: HttpFaultServer, fault:
     store.close()
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "empty", "delete"])
-@pytest.mark.parametrize("which", [0, 20, -1])
+@pytest.mark.parametrize(
+    ("damage", "which"), [("flip", 0), ("truncate", 20), ("delete", 20), ("flip", -1), ("delete", -1)]
+)
 def test_damage_is_a_miss_and_the_next_store_heals_it(server: HttpFaultServer, damage: str, which: int) -> None:
     store, hashes, layers = store_at(server), hashes_of(1, 2), layers_of(2)
     assert store.publish(hashes, layers)
@@ -158,8 +161,7 @@ def test_damage_is_a_miss_and_the_next_store_heals_it(server: HttpFaultServer, d
     else:
         flip = bytearray(data)
         flip[len(flip) // 2] ^= 4
-        bad = {"flip": bytes(flip), "truncate": data[:-1], "extend": data + b"x", "empty": b""}[damage]
-        server.put_object("bucket", name, bad)
+        server.put_object("bucket", name, bytes(flip) if damage == "flip" else data[:-1])
     for chunk in store.match(hashes):
         with pytest.raises((StoreError, SealError)):
             list(store.load(chunk, hashes))
@@ -195,7 +197,7 @@ def test_who_stops_reading_leaves_no_read_behind(server: HttpFaultServer) -> Non
     reading = store.load(chunk, hashes)
     next(reading)
     reading.close()  # type: ignore[attr-defined]  # a generator
-    files: Any = store._files
+    files: Any = store.files
     assert wait_for(lambda: not files._side_by_side._pool._began)
     assert len(server.requests("GET")) - before <= 1 + 8  # the manifest, and s3's n_read_threads
     store.close()

@@ -401,11 +401,11 @@ def test_nothing_is_taken_for_what_is_there_and_a_failure_leaves_room(
     collect(chunks, ttl_s=60.0, max_bytes=2 << 20)
     time.sleep(0.05)
     with monkeypatch.context() as patch:
-        patch.setattr(type(store._files), "write", lambda *_: (_ for _ in ()).throw(StoreFullError("no")))
+        patch.setattr(type(store.files), "write", lambda *_: (_ for _ in ()).throw(StoreFullError("no")))
         for _ in range(3):  # what the storage refused is not there, and takes no room
             with pytest.raises(StoreFullError, match="^no"):
                 store.publish(hashes_of(2), big)
-        patch.setattr(type(store._files), "write", lambda *_: (_ for _ in ()).throw(StoreUnavailableError("no")))
+        patch.setattr(type(store.files), "write", lambda *_: (_ for _ in ()).throw(StoreUnavailableError("no")))
         with pytest.raises(StoreUnavailableError):
             store.publish(hashes_of(2), big)
     assert store.counts.errors == 4
@@ -424,9 +424,11 @@ def test_the_collectors_process_keeps_a_root_in_its_bound(tmp_path: Path) -> Non
     with pytest.raises(StoreFullError, match="not measured yet"):
         store.publish(hashes_of(1), layers_of(1))
 
+    layers = layers_of(1, columns=16 << 10)  # 512 KiB
+
     def stored(hashes: list[bytes]) -> bool:
         try:
-            return store.publish(hashes, layers_of(1, columns=16 << 10))  # 512 KiB
+            return store.publish(hashes, layers)
         except StoreFullError:
             return False
 

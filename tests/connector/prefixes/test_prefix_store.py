@@ -152,7 +152,7 @@ def test_blocks_count_where_all_ranks_have_them(url: str) -> None:
     for start, end in ((0, 4), (4, 7), (7, 9)):
         other.publish(hashes[start:end], layers_of(end - start))
     assert blocks_in_all([*stores, other], hashes) == 9
-    stores[1]._files.delete(stores[1].match(hashes)[2].path)
+    stores[1].files.delete(stores[1].match(hashes)[2].path)
     assert blocks_in_all(stores, hashes) == 6
     assert blocks_in_all([*stores, other], hashes) == 6
 
@@ -348,13 +348,13 @@ def test_a_bad_chunk_that_cannot_be_removed_is_overwritten_by_the_next_store(
     store = store_at(url)
     store.publish(hashes_of(1, 2), layers_of(2))
     (chunk,) = store.match(hashes_of(1, 2))
-    manifest = store._files.read(chunk.path, 1 << 20)
-    store._files.write(chunk.path, manifest[:-2] + b"x\n")
+    manifest = store.files.read(chunk.path, 1 << 20)
+    store.files.write(chunk.path, manifest[:-2] + b"x\n")
 
     def refuse(path: str) -> None:
         raise StorePermissionError("cannot be deleted", key=path)
 
-    monkeypatch.setattr(store._files, "delete", refuse)
+    monkeypatch.setattr(store.files, "delete", refuse)
     with pytest.raises(SealError):
         load(store, chunk, hashes_of(1, 2))
     assert store.publish(hashes_of(1, 2), layers_of(2))
@@ -406,7 +406,7 @@ def test_a_manifest_that_another_healed_while_it_was_judged_stays(
     (chunk,) = store.match(hashes)
     manifest = tmp_path / chunk.path
     manifest.write_bytes(b"damaged")
-    read = store._files.read
+    read = store.files.read
 
     def heal_after_reading(path: str, bytes_max: int) -> bytes:
         data = read(path, bytes_max)
@@ -415,7 +415,7 @@ def test_a_manifest_that_another_healed_while_it_was_judged_stays(
             store_at(str(tmp_path)).publish(hashes, layers_of(2, 7.0))
         return data
 
-    monkeypatch.setattr(store._files, "read", heal_after_reading)
+    monkeypatch.setattr(store.files, "read", heal_after_reading)
     with pytest.raises(SealError):
         load(store, chunk, hashes)
     assert torch.equal(load(store, chunk, hashes)[LAYERS[0]], layers_of(2, 7.0)[LAYERS[0]])
@@ -425,9 +425,9 @@ def test_a_chunk_that_is_gone_is_a_miss_and_nothing_is_removed(url: str, monkeyp
     store, hashes = store_at(url), hashes_of(1, 2)
     store.publish(hashes, layers_of(2))
     (chunk,) = store.match(hashes)
-    store._files.delete(chunk.path)
+    store.files.delete(chunk.path)
     removed: list[str] = []
-    monkeypatch.setattr(store._files, "delete", removed.append)
+    monkeypatch.setattr(store.files, "delete", removed.append)
     with pytest.raises(BlobNotFoundError):
         load(store, chunk, hashes)
     assert removed == []
@@ -443,13 +443,13 @@ def test_the_layers_of_a_damaged_chunk_go_though_another_has_removed_its_manifes
 
 def test_of_two_writers_of_one_chunk_the_slower_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast, hashes = store_at(str(tmp_path)), store_at(str(tmp_path)), hashes_of(1, 2)
-    write_all = slow._files.write_all
+    write_all = slow.files.write_all
 
     def be_overtaken(files: Mapping[str, bytes]) -> None:
         write_all(files)
         assert fast.publish(hashes, layers_of(2))
 
-    monkeypatch.setattr(slow._files, "write_all", be_overtaken)
+    monkeypatch.setattr(slow.files, "write_all", be_overtaken)
     assert not slow.publish(hashes, layers_of(2))
     assert slow.counts.chunks_stored == 0
     assert len(every_file(tmp_path)) == 1 + len(LAYERS)
@@ -572,7 +572,7 @@ def test_a_store_that_is_not_even_asked_for_is_an_error(tmp_path: Path, monkeypa
     def refuse(_: str) -> bool:
         raise StoreUnavailableError("connection refused")
 
-    monkeypatch.setattr(store._files, "exists", refuse)
+    monkeypatch.setattr(store.files, "exists", refuse)
     with pytest.raises(StoreUnavailableError):
         store.publish(hashes_of(1), layers_of(1))
     assert store.counts.errors == 1
@@ -624,7 +624,7 @@ def test_a_damaged_manifest_that_is_a_candidate_only_is_healed(url: str) -> None
     store = store_at(url)
     assert store.publish(hashes, layers_of(3))
     (chunk,) = store.match(hashes[:2])
-    store._files.write(chunk.path, b"{")
+    store.files.write(chunk.path, b"{")
     assert store.match(hashes[:2]) == []
     assert store.counts.verify_failures == 1
     assert store.publish(hashes, layers_of(3))
@@ -636,10 +636,10 @@ def test_what_a_collector_took_during_a_long_load_is_no_damage(url: str) -> None
     store = store_at(url)
     store.publish(hashes, layers_of(2))
     (chunk,) = store.match(hashes)
-    manifest = store._files.read(chunk.path, 1 << 20)
+    manifest = store.files.read(chunk.path, 1 << 20)
     folder = f"{chunk.path.rpartition('/')[0]}/{store._manifest(chunk.path)['attempt']}"
-    store._files.delete(chunk.path)
-    store._files.delete_folder(folder)
+    store.files.delete(chunk.path)
+    store.files.delete_folder(folder)
     with pytest.raises(BlobNotFoundError):
         list(store.load(chunk, hashes, lambda: manifest))
     assert store.counts.verify_failures == 0

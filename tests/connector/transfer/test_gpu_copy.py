@@ -29,7 +29,6 @@ from kvtiers.connector.transfer.gpu_handler import Copier, CopyHandler, HandlerO
 from kvtiers.connector.transfer.host_copy import HostCopier
 from kvtiers.connector.transfer.pinning import PinnedMemory
 from kvtiers.connector.transfer.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbours
-from tests.connector.transfer import test_gpu_handler_cuda as gpu_tests
 from tests.connector.transfer.test_cuda_driver import NO_VERSION, FakeCuda
 from tests.connector.transfer.transfer_cases import POISON, Job, World, finish, make_job, make_world, pages_of
 
@@ -449,51 +448,6 @@ def test_why_there_is_no_kernel_is_said(
     assert [record.levelno for record in caplog.records if "no copy kernel" in record.message] == [level]
     with pytest.raises(ValueError, match=f"method 'kernel' needs triton .*({cause})"):
         made(world, method="kernel")
-    assert cuda.registered == {}
-
-
-@pytest.fixture
-def on_fake_cuda(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
-    """The GPU's tests take tensors of the CPU for CUDA ones."""
-
-    def create(caches: CanonicalKVCaches, views: list[torch.Tensor], factor: int, **options: Any) -> Any:
-        layout, allocations = lay_out(caches, views, factor)
-        copiers = _gpu_copiers(torch.device("cuda"), allocations, views, HandlerOptions(**options))
-        return tuple(
-            CopyHandler(direction, layout, copier, jobs_max=9)
-            for direction, copier in zip(Direction, copiers, strict=True)
-        )
-
-    monkeypatch.setattr(gpu_tests, "create_handlers", create)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_the_gpus_tests_see_that_another_way_copied(
-    rng: np.random.Generator, world: World, cuda: FakeCuda, on_fake_cuda: None, direction: Direction
-) -> None:
-    with gpu_tests.Handlers(world, method="batch") as handlers:
-        gpu_tests.check_transfer(handlers, make_job(rng, world, [9]), direction)
-    cuda.fail_at = 0
-    with (
-        pytest.raises(AssertionError, match=f"a {direction} went by copy, not by batch"),
-        gpu_tests.Handlers(world, method="batch") as handlers,
-    ):
-        gpu_tests.check_transfer(handlers, make_job(rng, world, [9]), direction)
-    with (
-        pytest.warns(UserWarning, match=f"unpinned: a {direction} went by copy, not by batch"),
-        gpu_tests.Handlers(world, method="batch", pin=False) as handlers,
-    ):
-        gpu_tests.check_transfer(handlers, make_job(rng, world, [9]), direction)
-
-
-def test_one_failed_test_of_the_gpus_leaves_no_memory_registered(
-    world: World, cuda: FakeCuda, on_fake_cuda: None
-) -> None:
-    handlers = gpu_tests.Handlers(world, method="batch")
-    assert cuda.registered
-    with pytest.raises(AssertionError, match="one wrong byte"), handlers:
-        raise AssertionError("one wrong byte")
     assert cuda.registered == {}
 
 

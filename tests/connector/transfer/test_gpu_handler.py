@@ -100,7 +100,7 @@ def check_transfer(handlers: Handlers, job: Job, direction: Direction) -> None:
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("thresholds", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
-@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+@pytest.mark.parametrize("factor", [1, 4])  # the property below draws others
 class TestAgainstReference:
     def test_random_ids(
         self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
@@ -223,7 +223,7 @@ def transfers(draw: st.DrawFn) -> tuple[World, Job]:
     return world, make_job(rng, world, sizes, [draw(st.integers(0, 20)) for _ in groups])
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(transfers(), st.sampled_from(list(Direction)), st.sampled_from([{}, ONE_PASS, TWO_PASSES]))
 def test_any_transfer_is_the_references(
     transfer: tuple[World, Job], direction: Direction, thresholds: dict[str, int]

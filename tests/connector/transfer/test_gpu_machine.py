@@ -28,8 +28,8 @@ UNUSABLE = f"has an NVIDIA GPU that torch {torch.__version__} cannot use"
     ("listed", "wanted", "status", "said"),
     [
         ("GPU 0: NVIDIA H100", "1", 1, UNUSABLE),
-        ("GPU 0: NVIDIA H100", "", 0, UNUSABLE),
-        ("No devices were found", "1", 0, "no CUDA device here"),
+        pytest.param("GPU 0: NVIDIA H100", "", 0, UNUSABLE, marks=pytest.mark.full),
+        pytest.param("No devices were found", "1", 0, "no CUDA device here", marks=pytest.mark.full),
     ],
     ids=["a GPU", "a GPU, make test", "none"],
 )
@@ -75,6 +75,7 @@ def test_the_drivers_device_is_a_gpu_whatever_torch_says(monkeypatch: pytest.Mon
         gpu_machine.why_no_cuda()
 
 
+@pytest.mark.full
 def test_what_runs_on_a_gpu_needs_torch_numpy_pytest_and_rich_alone() -> None:
     code = f"""
 import sys

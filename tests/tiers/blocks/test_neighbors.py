@@ -146,8 +146,9 @@ def test_a_storage_that_hangs_or_fails_holds_nobody_up_and_says_nothing(caplog: 
     assert not caplog.records
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-@pytest.mark.parametrize("limits", [{}, {"max_bytes": "1GiB"}], ids=["unbounded", "bounded"])
+@pytest.mark.parametrize(
+    ("isolation", "limits"), [("thread", {}), ("process", {"max_bytes": "1GiB"})], ids=["unbounded", "bounded"]
+)
 def test_a_tier_says_it_at_its_start(
     isolation: str, limits: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,15 +36,15 @@ class ListingRules(StorePlace):
 
     # ---- keys of the map -----------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("key", GOOD_KEYS)
-    def test_good_keys(self, store: Store, key: str) -> None:
-        store.put(key, as_parts(b"1234"))
-        assert self.peek(store, key) == b"1234"
-        assert fetch(store, key, 4) == b"1234"
-        assert store.size(key) == 4
-        assert [(info.key, info.size) for info in store.keys()] == [(key, 4)]  # noqa: SIM118 - not a dict
-        store.delete(key)
-        assert self.peek(store, key) is None
+    def test_good_keys(self, store: Store) -> None:
+        for key in GOOD_KEYS:
+            store.put(key, as_parts(b"1234"))
+            assert self.peek(store, key) == b"1234", key
+            assert fetch(store, key, 4) == b"1234"
+            assert store.size(key) == 4
+            assert [(info.key, info.size) for info in store.keys()] == [(key, 4)]  # noqa: SIM118 - not a dict
+            store.delete(key)
+            assert self.peek(store, key) is None
 
     def test_alike_keys_are_different_keys(self, store: Store) -> None:
         keys = ["a", "A", "a ", "aa", "a.", "%61", "b/a", "b/A", "é", "e\u0301"]
@@ -52,27 +52,32 @@ class ListingRules(StorePlace):
             store.put(key, as_parts(key.encode()))
         assert [self.peek(store, key) for key in keys] == [key.encode() for key in keys]
 
-    @pytest.mark.parametrize("key", BAD_KEYS)
-    def test_bad_keys_are_refused_everywhere(self, store: Store, key: str) -> None:
-        calls: list[Callable[[], object]] = [
-            lambda: store.put(key, as_parts(b"1")),
-            lambda: store.put(key, as_parts(b"1"), overwrite=True),
-            lambda: fetch(store, key, 1),
-            lambda: store.size(key),
-            lambda: store.delete(key),
-        ]
+    def test_bad_keys_are_refused_everywhere(self, store: Store) -> None:
+        calls: dict[str, Callable[[str], object]] = {
+            "put": lambda key: store.put(key, as_parts(b"1")),
+            "put with overwrite": lambda key: store.put(key, as_parts(b"1"), overwrite=True),
+            "get_into": lambda key: fetch(store, key, 1),
+            "size": store.size,
+            "delete": store.delete,
+        }
         if isinstance(store, SupportsTail):
-            calls.append(lambda: store.get_tail(key, 1))
+            calls["get_tail"] = lambda key: store.get_tail(key, 1)
         if isinstance(store, SupportsQuarantine):
-            calls.append(lambda: store.quarantine(key))
+            calls["quarantine"] = store.quarantine
         if isinstance(store, SupportsTouch):
-            calls.append(lambda: store.touch(key))
+            calls["touch"] = store.touch
         if isinstance(store, SupportsPieces):
-            calls.append(lambda: store.put_pieces(key, as_parts(b"1"), lambda *_: None))
-            calls.append(lambda: store.get_pieces_into(key, [memoryview(bytearray(1))], lambda *_: None))
-        for call in calls:
-            with pytest.raises(InvalidKeyError):
-                call()
+            calls["put_pieces"] = lambda key: store.put_pieces(key, as_parts(b"1"), lambda *_: None)
+            calls["get_pieces_into"] = lambda key: store.get_pieces_into(
+                key, [memoryview(bytearray(1))], lambda *_: None
+            )
+        for key in BAD_KEYS:
+            for name, call in calls.items():
+                try:
+                    call(key)
+                except InvalidKeyError:
+                    continue
+                pytest.fail(f"{name} accepts the key {key!r}; expected InvalidKeyError")
         assert list(store.keys()) == []
 
     def test_blob_under_a_blob(self, store: Store) -> None:
@@ -101,30 +106,13 @@ class ListingRules(StorePlace):
         assert all(abs(info.mtime - time.time()) < CLOCKS_APART_S_MAX for info in listed)
         assert all(check_key(info.key) for info in listed)
 
-    @pytest.mark.parametrize(
-        ("prefix", "expected"),
-        [
-            ("", {"a", "ab", "b/a", "b/c/d", "b/cd"}),
-            ("a", {"a", "ab"}),
-            ("ab", {"ab"}),
-            ("abc", set()),
-            ("b", {"b/a", "b/c/d", "b/cd"}),
-            ("b/", {"b/a", "b/c/d", "b/cd"}),
-            ("b/c", {"b/c/d", "b/cd"}),
-            ("b/c/", {"b/c/d"}),
-            ("b/c/d", {"b/c/d"}),
-            ("b/c/d/", set()),
-            ("c", set()),
-            ("/", set()),
-            ("../", set()),
-            ("b//", set()),
-            (".", set()),
-        ],
-    )
-    def test_keys_prefix_is_a_string_prefix(self, store: Store, prefix: str, expected: set[str]) -> None:
-        for key in ("a", "ab", "b/a", "b/c/d", "b/cd"):
+    def test_keys_prefix_is_a_string_prefix(self, store: Store) -> None:
+        keys = ("a", "ab", "b/a", "b/c/d", "b/cd")
+        for key in keys:
             store.put(key, as_parts(b"1"))
-        assert list_keys(store, prefix) == sorted(expected)
+        below_b = ("b", "b/", "b/c", "b/c/", "b/c/d", "b/c/d/", "b//")
+        for prefix in ("", "a", "ab", "abc", *below_b, "c", "/", "../", "."):
+            assert list_keys(store, prefix) == [key for key in keys if key.startswith(prefix)], prefix
 
     def test_keys_lists_more_than_one_page(self, store: Store) -> None:
         expected = {f"f{i % 7}/{i:04d}" for i in range(KEYS_COUNT_LARGE)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtiers.tiers.store import Store
+from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.testing.contract import StoreContract
 
 
@@ -27,3 +28,9 @@ class FolderContract(StoreContract):
     def peek(self, store: Store, key: str) -> bytes | None:
         path = self.root / key
         return path.read_bytes() if path.is_file() else None
+
+
+def use_private_names(store: LocalStore, private: bool = True) -> LocalStore:
+    """Have the store do what it does once the file system has refused O_TMPFILE."""
+    store._publisher._unnamed_files = not private
+    return store

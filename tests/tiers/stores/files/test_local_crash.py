@@ -22,6 +22,7 @@ from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
 from tests.files import files_below
 from tests.promises import Record
+from tests.tiers.stores.files.root_folder import use_private_names
 
 BLOB_BYTES = 40_000
 
@@ -45,9 +46,7 @@ def open_store(
         monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
 
     def open_store() -> LocalStore:
-        store = LocalStore(tmp_path / "root")
-        store._publisher._unnamed_files = request.param != "private names"
-        return store
+        return use_private_names(LocalStore(tmp_path / "root"), request.param == "private names")
 
     return open_store
 

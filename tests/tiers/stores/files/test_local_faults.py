@@ -46,6 +46,7 @@ from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
+from tests.tiers.stores.files.root_folder import use_private_names
 
 OLD = make_data(5000, seed=1)
 NEW = make_data(9000, seed=2)
@@ -129,9 +130,7 @@ class Place:
             (self.root / "f" / name).write_bytes(OLD)
         if self._way == "durable, with a reserve":
             return LocalStore(self.root, durability="data", min_free_bytes=1)
-        store = LocalStore(self.root)
-        store._publisher._unnamed_files = self._way != "private names"
-        return store
+        return use_private_names(LocalStore(self.root), self._way == "private names")
 
     def content(self, key: str) -> bytes | None:
         path = self.root / key
@@ -266,7 +265,7 @@ def free_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("private", [False, True])
 def test_no_space(small: Path, private: bool) -> None:
     with LocalStoreOn(small) as store:
-        store._publisher._unnamed_files = not private
+        use_private_names(store, private)
         data = make_data(100_000)
         fill(store, data, "ENOSPC")
         stored = list_keys(store)
@@ -412,8 +411,7 @@ class LocalStoreOn:
 def test_file_size_limit(tmp_path: Path, private: bool) -> None:
     def use() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-        store = LocalStore(tmp_path / "root")
-        store._publisher._unnamed_files = not private
+        store = use_private_names(LocalStore(tmp_path / "root"), private)
         with pytest.raises(StoreConfigError, match="EFBIG"):
             store.put("f/a", as_parts(make_data(20_000)))
         assert store.size("f/a") is None

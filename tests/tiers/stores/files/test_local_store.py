@@ -37,7 +37,7 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
 from tests.leaks import open_fds
-from tests.tiers.stores.files.root_folder import FolderContract
+from tests.tiers.stores.files.root_folder import FolderContract, use_private_names
 
 
 class TestLocalStore(FolderContract):
@@ -63,12 +63,6 @@ class TestPrivateNames(TestLocalStore):
 class TestDurableWithReserve(TestLocalStore):
     def make_store(self) -> Store:
         return LocalStore(self.tmp_path / "root", durability="data", min_free_bytes=1)
-
-
-def use_private_names(store: LocalStore) -> LocalStore:
-    """What the store does once the file system has refused O_TMPFILE."""
-    store._publisher._unnamed_files = False
-    return store
 
 
 @pytest.fixture(params=["openat2", "stepwise", "private names"])
@@ -708,7 +702,7 @@ def test_durable_blobs_are_synced_before_and_their_folder_after_they_are_publish
     tmp_path: Path, private: bool
 ) -> None:
     def syncs(store: LocalStore, *, overwrite: bool) -> list[str]:
-        store._publisher._unnamed_files = not private
+        use_private_names(store, private)
         with SyscallFaults() as calls:
             store.put(f"f/{overwrite}", as_parts(b"1"), overwrite=overwrite)
         return [name for name in calls.calls if name in ("pwritev", "fdatasync", "link", "linkat", "rename", "fsync")]

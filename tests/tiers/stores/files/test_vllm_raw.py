@@ -31,7 +31,7 @@ from kvtiers.tiers.tools.conversion import Converter
 from kvtiers.tiers.tools.copying import Copier, find_blocks
 from kvtiers.tiers.tools.inventory import parse_block_name
 from tests.identity import FakeSpec, block_key
-from tests.tiers.stores.files.test_local_store import TestLocalStore
+from tests.tiers.stores.files import test_local_store
 from tests.waiting import PATIENT, wait_for
 
 ROWS, ROW_BYTES = 8, 8192
@@ -54,7 +54,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-class TestPlainFiles(TestLocalStore):
+class TestPlainFiles(test_local_store.TestLocalStore):
     """The contract, for what is no block."""
 
     def make_store(self) -> Store:
@@ -218,7 +218,7 @@ class Tier:
         return {sample.labels["reason"]: sample.value for sample in found}
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread"])
 def tiers(request: pytest.FixtureRequest, root: Path) -> Iterator[Any]:
     made: list[Tier] = []
 
@@ -240,6 +240,7 @@ def unseal(root: Path) -> None:
         os.removexattr(path, ATTRIBUTE)
 
 
+@pytest.mark.parametrize("tiers", ["thread", "process"], indirect=True)
 def test_blocks_come_back_and_a_flipped_one_does_not(tiers: Any, root: Path) -> None:
     original = tiers().fill(1)
     writer = tiers()

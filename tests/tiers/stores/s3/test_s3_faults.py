@@ -10,7 +10,7 @@ import gc
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -165,20 +165,15 @@ def test_lasting_fault_of_the_other_calls(
 
 
 @pytest.mark.parametrize("code", [f"Denied for {tiny_s3.SECRET_ECHO}", "Denied\nforged line", "A" * 65])
-def test_code_that_is_none_is_not_repeated(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.ACCESS_DENIED, tiny_s3.error(403, code))
+def test_code_that_is_none_is_not_repeated(stored: S3Store, server: HttpFaultServer, code: str) -> None:
+    server.answers[Fault.ACCESS_DENIED] = tiny_s3.error(403, code)
     server.inject(Fault.ACCESS_DENIED)
     calls: list[Callable[[], object]] = [lambda: fetch(stored, "f/a", 1), lambda: list(stored.keys()), stored.check]
     for call in calls:
         with pytest.raises(StorePermissionError, match=r"^secret: [ -~]* \(HTTP 403\)( \(key 'f/a'\))?\Z"):
             call()
-    monkeypatch.setitem(
-        http_faults._INSTEAD,
-        Fault.ACCESS_DENIED,
-        Answer(200, f"<DeleteResult><Error><Key>f/a</Key><Code>{code}</Code></Error></DeleteResult>".encode()),
-    )
+    page = f"<DeleteResult><Error><Key>f/a</Key><Code>{code}</Code></Error></DeleteResult>"
+    server.answers[Fault.ACCESS_DENIED] = Answer(200, page.encode())
     (outcome,) = stored.delete_many(["f/a"])
     assert str(outcome).endswith("something else answers there (HTTP 500) (key 'f/a')")
 
@@ -236,17 +231,15 @@ def calls_of(store: S3Store) -> list[Callable[[], object]]:
     ]
 
 
-@pytest.mark.parametrize("code", ["<Code/>", "<Code><x/></Code>", "<Code>A</Code><Code>B</Code>", ""])
 @pytest.mark.parametrize("status", [200, 403, 503])
-def test_error_documents_whose_code_is_none(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, status: int, code: str
-) -> None:
-    document = Answer(status, f"<Error>{code}<Message>m</Message></Error>".encode())
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, document)
+def test_error_documents_whose_code_is_none(stored: S3Store, server: HttpFaultServer, status: int) -> None:
     server.inject(Fault.INTERNAL_ERROR)
-    for call in calls_of(stored):
-        with suppress(StoreError):
-            call()
+    for code in ("<Code/>", "<Code><x/></Code>", "<Code>A</Code><Code>B</Code>", ""):
+        document = Answer(status, f"<Error>{code}<Message>m</Message></Error>".encode())
+        server.answers[Fault.INTERNAL_ERROR] = document
+        for call in calls_of(stored):
+            with suppress(StoreError):
+                call()
 
 
 @pytest.mark.parametrize("store", ["obstore"], indirect=True)
@@ -258,37 +251,36 @@ def test_error_documents_whose_code_is_none(
         "<CommonPrefixes></CommonPrefixes>",
     ],
 )
-def test_listing_with_entries_that_say_too_little(
-    stored: S3Store, monkeypatch: pytest.MonkeyPatch, entries: str
-) -> None:
-    page = tiny_s3._xml("ListBucketResult", f"<Name>bucket</Name>{entries}")
-    monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page)
+def test_listing_with_entries_that_say_too_little(stored: S3Store, server: HttpFaultServer, entries: str) -> None:
+    answer_listings(server, entries)
     listing = stored.folders if "Prefix" in entries else lambda: list(stored.keys())
     with pytest.raises(StoreConfigError, match="answers, but not as S3 does"):
         listing()
 
 
+def answer_listings(server: HttpFaultServer, content: str) -> None:
+    page = f"<ListBucketResult><Name>bucket</Name>{content}</ListBucketResult>"
+    server.answers[Fault.HTML_WITH_200] = Answer(200, page.encode())
+    server.inject(Fault.HTML_WITH_200, methods=("GET",))
+
+
 @pytest.mark.parametrize("store", ["obstore"], indirect=True)
-def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    token = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
-    page = tiny_s3._xml("ListBucketResult", f"<Name>bucket</Name>{token}")
-    asked = iter(range(3))  # an endless one ends with StopIteration
-    monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page if next(asked) < 2 else b"")
-    with pytest.raises(StoreConfigError, match="cuts a listing off"):
-        list(stored.keys())
-    asked = iter(range(3))
-    with pytest.raises(StoreConfigError, match="cuts a listing off"):
-        stored.folders()
+def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, server: HttpFaultServer) -> None:
+    answer_listings(server, "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>")
+    for listing in (lambda: list(stored.keys()), stored.folders):
+        before = len(server.requests("GET"))
+        with pytest.raises(StoreConfigError, match="cuts a listing off"):
+            listing()
+        assert len(server.requests("GET")) - before == 2
 
 
 @pytest.mark.parametrize("store", ["obstore"], indirect=True)
 @pytest.mark.parametrize("token", ["", "<NextContinuationToken/>"])
 def test_listing_that_is_cut_off_without_a_token_is_an_error(
-    stored: S3Store, monkeypatch: pytest.MonkeyPatch, token: str
+    stored: S3Store, server: HttpFaultServer, token: str
 ) -> None:
     """A collector and ``migrate`` would take it for all that there is."""
-    page = tiny_s3._xml("ListBucketResult", f"<Name>bucket</Name><IsTruncated>true</IsTruncated>{token}")
-    monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page)
+    answer_listings(server, f"<IsTruncated>true</IsTruncated>{token}")
     for listing in (lambda: list(stored.keys()), stored.folders, lambda: stored.names_in("f")):
         with pytest.raises(StoreConfigError, match="cuts a listing off"):
             listing()
@@ -601,27 +593,15 @@ def test_tail_without_ranges_is_one_operation(
     store.close()
 
 
-def test_head_that_does_not_say_how_large(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    send_head = http_faults._Handler._send_head
-
-    def send(handler: http_faults._Handler, answer: Answer, framing: Mapping[str, str]) -> None:
-        send_head(handler, answer, {} if handler.command == "HEAD" else framing)
-
-    monkeypatch.setattr(http_faults._Handler, "_send_head", send)
+def test_head_that_does_not_say_how_large(stored: S3Store, server: HttpFaultServer) -> None:
+    leave_out(server, "Content-Length", "HEAD")
     with pytest.raises(StoreUnavailableError):
         stored.size("f/a")
 
 
-def test_region_beside_an_error_is_no_redirect(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_region_beside_an_error_is_no_redirect(stored: S3Store, server: HttpFaultServer) -> None:
     """MinIO with a region of its own names it in every answer."""
-    send_head = http_faults._Handler._send_head
-
-    def send(handler: http_faults._Handler, answer: Answer, framing: Mapping[str, str]) -> None:
-        send_head(handler, answer, {**framing, "x-amz-bucket-region": "eu-west-1"})
-
-    monkeypatch.setattr(http_faults._Handler, "_send_head", send)
+    server.change_headers = lambda _, headers: {**headers, "x-amz-bucket-region": "eu-west-1"}
     assert stored.size("f/a") == len(DATA)
     assert stored.size("f/absent") is None
     assert stored.size_many([f"f/{i}" for i in range(20)]) == [None] * 20
@@ -734,7 +714,7 @@ def test_renewed_credentials_are_found(
 def test_rotated_keys_are_found(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.SIGNATURE, tiny_s3.error(403, code))
+    server.answers[Fault.SIGNATURE] = tiny_s3.error(403, code)
     server.inject(Fault.SIGNATURE, times=1)
     with pytest.raises(StorePermissionError, match=rf"^secret: .*\({code}, HTTP 403\)"):
         fetch(stored, "f/a", len(DATA))
@@ -785,12 +765,11 @@ def test_a_server_that_refuses_conditions_is_asked_first(
 def test_refusals_that_do_not_say_of_what_are_not_remembered(
     store: S3Store,
     server: HttpFaultServer,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     code: str,
 ) -> None:
     """A load balancer's, while its backends restart: each put gets around them by itself."""
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, tiny_s3.error(400, code))
+    server.answers[Fault.INTERNAL_ERROR] = tiny_s3.error(400, code)
     for times in (1, 2):  # the checksum is left out, then the condition
         server.inject(Fault.INTERNAL_ERROR, methods=("PUT",), times=times)
         assert store.put(f"f/{times}", as_parts(DATA)) is True
@@ -812,9 +791,9 @@ def test_refusals_that_do_not_say_of_what_are_not_remembered(
     ],
 )
 def test_passing_fault_with_status_400_is_retried(
-    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, code: str, error: type[StoreError]
+    store: S3Store, server: HttpFaultServer, code: str, error: type[StoreError]
 ) -> None:
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, tiny_s3.error(400, code))
+    server.answers[Fault.INTERNAL_ERROR] = tiny_s3.error(400, code)
     server.inject(Fault.INTERNAL_ERROR, times=3)
     assert store.put("f/a", as_parts(DATA)) is True
     assert not store.checksum_refused
@@ -823,11 +802,9 @@ def test_passing_fault_with_status_400_is_retried(
         store.put("f/b", as_parts(DATA))
 
 
-def test_blob_that_is_too_large_is_sent_once(
-    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blob_that_is_too_large_is_sent_once(store: S3Store, server: HttpFaultServer) -> None:
     page = Answer(413, b"<html>413 Request Entity Too Large</html>", {"Content-Type": "text/html"})
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, page)
+    server.answers[Fault.INTERNAL_ERROR] = page
     server.inject(Fault.INTERNAL_ERROR)
     with pytest.raises(StoreConfigError, match=r"^the blob is larger than the server, or a proxy in front of it"):
         store.put("f/a", as_parts(DATA))
@@ -877,6 +854,7 @@ def test_renewed_credentials_are_found_by_questions_alone(
     store.close()
 
 
+@pytest.mark.parametrize("store", ["obstore"], indirect=True)
 def test_lasting_refusal_makes_clients_anew_ever_more_seldom(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -982,7 +960,7 @@ def test_servers_that_answer_deletions_in_other_ways_delete(stored: S3Store, mon
     def otherwise(self: tiny_s3.TinyS3, request: tiny_s3.Request) -> tiny_s3.Answer:
         made = answer(self, request)
         if request.method == "POST":
-            return tiny_s3.Answer(200, tiny_s3._xml("DeleteResult", ""))
+            return tiny_s3.Answer(200, b"<DeleteResult></DeleteResult>")
         if request.method == "DELETE":
             return tiny_s3.Answer(200, headers={"x-amz-request-id": "1"})
         return made
@@ -1055,29 +1033,27 @@ def test_redirect_is_told_by_its_target_after_two_requests(store: S3Store, serve
 PAGES = {"html": b"<html><body><h1>Sorry</h1></body></html>", "json": b'{"detail": "Not Found"}', "none": b""}
 
 
-@pytest.mark.parametrize("status", [200, 400, 401, 403, 404])
 @pytest.mark.parametrize("page", PAGES)
-def test_check_of_an_address_where_something_else_answers(
-    store: S3Store, server: HttpFaultServer, status: int, page: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.HTML_WITH_200, Answer(status, PAGES[page]))
+def test_check_of_an_address_where_something_else_answers(store: S3Store, server: HttpFaultServer, page: str) -> None:
     server.inject(Fault.HTML_WITH_200)
-    with pytest.raises(
-        StoreError, match=r"^endpoint: http://127\.0\.0\.1:\d+ (answers, but not as S3|.* something else)"
-    ):
-        store.check()
+    for status in (200, 400, 401, 403, 404):
+        server.answers[Fault.HTML_WITH_200] = Answer(status, PAGES[page])
+        with pytest.raises(
+            StoreError, match=r"^endpoint: http://127\.0\.0\.1:\d+ (answers, but not as S3|.* something else)"
+        ):
+            store.check()
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_about_no_object_is_never_told_that_one_is_absent(
-    store: S3Store, server: HttpFaultServer, page: str, monkeypatch: pytest.MonkeyPatch
+    store: S3Store, server: HttpFaultServer, page: str
 ) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.put("f/a", as_parts(DATA)),
         lambda: store.put("f/a", as_parts(DATA), overwrite=True),
         lambda: store.expire_after(1, ["m_r"]),
     ]
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.HTML_WITH_200, Answer(404, PAGES[page]))
+    server.answers[Fault.HTML_WITH_200] = Answer(404, PAGES[page])
     for fault, says in (
         (Fault.HTML_WITH_200, r"^endpoint: http://127\.0\.0\.1:\d+ answers, but not as S3 does.*\(HTTP 404\)"),
         (Fault.BUCKET_GONE, r"^bucket: bucket does not exist at .*\(NoSuchBucket, HTTP 404\)"),
@@ -1223,25 +1199,18 @@ def test_block_whose_puts_meet_other_operations_is_not_stored(tier: Tier, server
 # -- answers without a header ------------------------------------------------------------------------------------------
 
 
-def leave_out(monkeypatch: pytest.MonkeyPatch, header: str, *methods: str) -> None:
+def leave_out(server: HttpFaultServer, header: str, *methods: str) -> None:
     """Have the server answer these methods without a header, as some proxies do."""
-    send_head = http_faults._Handler._send_head
 
-    def send(handler: http_faults._Handler, answer: Answer, framing: Mapping[str, str]) -> None:
-        if handler.command in methods:
-            answer = replace(answer, headers={n: v for n, v in answer.headers.items() if n != header})
-            framing = {n: v for n, v in framing.items() if n != header}
-        handler.close_connection = True  # else the client would wait for the end of a body without a length
-        send_head(handler, answer, framing)
+    def change(method: str, headers: dict[str, str]) -> dict[str, str]:
+        return {n: v for n, v in headers.items() if method not in methods or n != header}
 
-    monkeypatch.setattr(http_faults._Handler, "_send_head", send)
+    server.change_headers = change
 
 
 @by_all_readers
-def test_header_that_is_missing_is_named_and_asked_for_once(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave_out(monkeypatch, "Content-Length", "GET", "HEAD")
+def test_header_that_is_missing_is_named_and_asked_for_once(stored: S3Store, server: HttpFaultServer) -> None:
+    leave_out(server, "Content-Length", "GET", "HEAD")
     calls: dict[str, Callable[[], object]] = {
         "GET": lambda: fetch(stored, "f/a", len(DATA)),
         "HEAD": lambda: stored.size("f/a"),
@@ -1255,17 +1224,17 @@ def test_header_that_is_missing_is_named_and_asked_for_once(
         assert len(server.requests(method)) == before + 1
 
 
-def test_head_without_etag_is_told(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_out(monkeypatch, "ETag", "HEAD")
+def test_head_without_etag_is_told(stored: S3Store, server: HttpFaultServer) -> None:
+    leave_out(server, "ETag", "HEAD")
     with pytest.raises(StoreError, match="without the header ETag"):
         stored.size("f/a")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_put_that_is_answered_without_etag_is_looked_up(
-    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+    store: S3Store, server: HttpFaultServer, overwrite: bool
 ) -> None:
-    leave_out(monkeypatch, "ETag", "PUT", "HEAD")
+    leave_out(server, "ETag", "PUT", "HEAD")
     assert store.put("f/a", as_parts(DATA), overwrite=overwrite) is True
     assert server.get_object("bucket", "f/a") == DATA
     assert len(server.requests("PUT")) == 1

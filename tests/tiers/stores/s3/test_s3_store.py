@@ -95,6 +95,7 @@ class TestObstoreS3Store(S3Contract):
         return S3Store(self.options)
 
 
+@pytest.mark.full  # test_s3_direct.py and test_s3_faults.py read this way in every run
 class TestDirectS3Store(S3Contract):
     """Objects of any size received straight into the slot."""
 
@@ -109,6 +110,11 @@ class TestDirectS3Store(S3Contract):
 class TestBoto3S3Store(S3Contract):
     def make_store(self) -> S3Store:
         return S3Store(replace(self.options, client="boto3"))
+
+    # A thousand HEADs by boto3 to moto: 7 s of CPU.
+    test_size_many_of_more_keys_than_a_request_takes = pytest.mark.full(
+        StoreContract.test_size_many_of_more_keys_than_a_request_takes
+    )
 
 
 def test_protocols_and_repr(store: S3Store) -> None:

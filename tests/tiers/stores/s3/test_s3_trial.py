@@ -17,7 +17,7 @@ from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.stores.s3.trial import TRIAL_FOLDER
-from kvtiers.tiers.testing import http_faults, tiny_s3
+from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import as_parts, fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from tests.certificate import make_certificate
@@ -162,11 +162,9 @@ def test_busy_machine_is_not_called_a_hung_chain(
     go_on.set()
 
 
-def test_server_that_wants_virtual_hosts_is_told(
-    options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_wants_virtual_hosts_is_told(options: S3Options, server: HttpFaultServer) -> None:
     forbidden = tiny_s3.error(403, "SecondLevelDomainForbidden")
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.ACCESS_DENIED, forbidden)
+    server.answers[Fault.ACCESS_DENIED] = forbidden
     server.inject(Fault.ACCESS_DENIED)
     store = S3Store(options)
     calls: list[Callable[[], object]] = [
