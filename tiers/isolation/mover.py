@@ -325,14 +325,14 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:
+def pack_pairs(pairs: Sequence[Pair]) -> bytes:
     """Encode keys and blocks as bytes. Encoding 64 pairs as JSON took a tenth as long as moving them."""
     blocks, lengths = [block for _, block in pairs], [len(key) for key, _ in pairs]
     head = struct.pack(f"=I{len(pairs)}I{len(pairs)}H", len(pairs), *blocks, *lengths)
     return b"".join((head, *(key for key, _ in pairs)))
 
 
-def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
+def unpack_pairs(packed: memoryview) -> list[Pair]:
     """Decode the bytes of ``pack_pairs``."""
     data = bytes(packed)
     (count,) = _COUNT.unpack_from(data)

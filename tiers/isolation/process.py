@@ -158,7 +158,7 @@ class WorkerProcess:
         (value, error), _ = self._frames.receive(lambda: self._wait_until(deadline))
         if error is None and scratch_bytes:
             start = 0
-            for parts, failure in zip(taken, value if taken else (), strict=True):
+            for parts, failure in zip(taken, value if taken else (), strict=False):
                 if failure is None:
                     transfer(os.preadv, self._scratch_fd, parts, start)
                 start += parts_size(parts)

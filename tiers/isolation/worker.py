@@ -81,7 +81,6 @@ class FrameReader:
         self._sock = sock
         self._received = bytearray()
 
-    @property
     def is_empty(self) -> bool:
         """Whether nothing of the next frame has been received yet."""
         return not self._received
@@ -177,7 +176,7 @@ def main() -> None:
             requests = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
             requests.register(sock, select.POLLIN)
             while True:
-                while frames.is_empty and not requests.poll(0) and next(preparing, None):
+                while frames.is_empty() and not requests.poll(0) and next(preparing, None):
                     pass
                 sock.sendall(worker.serve(*frames.receive()))
         except (EOFError, ConnectionError):

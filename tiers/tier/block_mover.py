@@ -28,6 +28,7 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
+from kvtiers.tiers.tier.batches import Pair
 from kvtiers.tiers.tier.pool import Unfinished
 
 logger = get_logger(__name__)
@@ -75,7 +76,7 @@ class MoveTask:
     """
 
     is_load: bool
-    pairs: Sequence[tuple[OffloadKey, int]]
+    pairs: Sequence[Pair]
     deadline: float
     batch: Batch = field(default_factory=Batch)
 
@@ -92,11 +93,9 @@ class Window:
         rest: the pairs that were not handed out.
     """
 
-    def __init__(
-        self, mover: BlockMover, pairs: Sequence[tuple[OffloadKey, int]], end: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, mover: BlockMover, pairs: Sequence[Pair], end: float, clock: Callable[[], float]) -> None:
         self.pairs = pairs
-        self.rest: list[tuple[OffloadKey, int]] = []
+        self.rest: list[Pair] = []
         self._left = iter(pairs)
         self._mover = mover
         self._end = end
@@ -105,7 +104,7 @@ class Window:
     def __iter__(self) -> Window:
         return self
 
-    def __next__(self) -> tuple[OffloadKey, int]:
+    def __next__(self) -> Pair:
         pair = next(self._left)
         if self._clock() < self._end and not self._mover.cut:
             return pair
@@ -190,7 +189,7 @@ class BlockMover:
         self._drop(len(task.pairs), "shutdown" if self.cut == "shutdown" else "deadline", task.batch)
         return task.batch
 
-    def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]]) -> Batch:
+    def store_batch(self, pairs: Iterable[Pair]) -> Batch:
         """Store blocks, except those that are already stored intact."""
         batch = Batch()
         for key, block in pairs:
@@ -285,7 +284,7 @@ class BlockMover:
             batch.outcomes["dropped"] += count
             batch.errors[why] += count
 
-    def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]]) -> Batch:
+    def load_batch(self, pairs: Iterable[Pair]) -> Batch:
         """Fill slots with verified blocks."""
         batch = Batch()
         if self._gets_many is not None:
@@ -301,9 +300,7 @@ class BlockMover:
             batch.bytes_moved = moved * self._rows.row_bytes
         return batch
 
-    def _load_many(
-        self, store: SupportsGetMany, pairs: Sequence[tuple[OffloadKey, int]], batch: Batch
-    ) -> list[tuple[OffloadKey, int]]:
+    def _load_many(self, store: SupportsGetMany, pairs: Sequence[Pair], batch: Batch) -> list[Pair]:
         """Load a batch with one call. Returns the blocks that were bad, so that they are loaded again one by one."""
         trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
         requests = [

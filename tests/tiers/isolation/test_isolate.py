@@ -156,11 +156,11 @@ def test_frames_that_arrive_together_and_in_pieces_are_read_one_by_one() -> None
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames = FrameReader(theirs)
-        assert frames.is_empty
+        assert frames.is_empty()
         ours.sendall(pack_frame(["first"], b"raw") + pack_frame({}) + pack_frame("third" * 40_000, bytes(100_000))[:9])
         content, raw = frames.receive()
         assert (content, bytes(raw)) == (["first"], b"raw")
-        assert not frames.is_empty
+        assert not frames.is_empty()
         assert frames.receive() == ({}, b"")
         rest = pack_frame("third" * 40_000, bytes(100_000))[9:]
         sending = threading.Thread(target=ours.sendall, args=(rest,))
@@ -168,7 +168,7 @@ def test_frames_that_arrive_together_and_in_pieces_are_read_one_by_one() -> None
         content, raw = frames.receive()
         sending.join()
         assert (content, bytes(raw)) == ("third" * 40_000, bytes(100_000))
-        assert frames.is_empty
+        assert frames.is_empty()
         ours.sendall(pack_frame("half")[:-1])
         ours.shutdown(socket.SHUT_WR)
         with pytest.raises(EOFError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -106,8 +105,6 @@ def test_thread_counts_that_nobody_gave_fit_the_machine(tmp_path: Path, monkeypa
         FileSystemTierManager(FakeSpec(), memoryview(b""), "fs", str(tmp_path), **given)
     fitting = default_threads()
     assert [(tier.n_read_threads, tier.n_write_threads) for tier in made] == [(fitting, fitting), (16, fitting)]
-    parameters = inspect.signature(FileSystemTierManager).parameters
-    assert [parameters[name].default for name in ("n_read_threads", "n_write_threads")] == [16, 16]
 
 
 def test_what_is_stored_comes_back(bench: Bench) -> None:
