@@ -33,7 +33,6 @@ from kvtiers.tiers.config.tier_options import (
     S3TierConfig,
     StoreTierConfig,
     TierConfig,
-    default_threads,
 )
 from kvtiers.tiers.errors import ConfigError, RegionError, StoreError, printable, public_url
 from kvtiers.tiers.plain_logs import get_logger
@@ -54,18 +53,10 @@ AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a netw
 NFS_NEWCOMER_S = 60.0  # how long other hosts may not see a new name: acdirmax's default
 
 
-class _AtMost(int):
-    """A default that is only an upper bound: reduced to a number that fits the machine."""
-
-
-THREADS_MAX = _AtMost(16)
-
-
 class FileSystemTierManager(StoreTierManager):
     """Blocks as files on a local file system. ``options``: see ``tiers.config.tier_options.FsTierConfig``.
 
-    The default thread counts are upper bounds, reduced to fit the machine, because each thread may have a worker
-    process. A count that the caller passes is used as given.
+    Thread counts of None fit the machine, because each thread may have a worker process.
     """
 
     def __init__(
@@ -74,12 +65,12 @@ class FileSystemTierManager(StoreTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         root_dir: str,
-        n_read_threads: int = THREADS_MAX,
-        n_write_threads: int = THREADS_MAX,
+        n_read_threads: int | None = None,
+        n_write_threads: int | None = None,
         **options: Any,
     ) -> None:
-        for name, count in (("n_read_threads", n_read_threads), ("n_write_threads", n_write_threads)):
-            options[name] = min(count, default_threads()) if isinstance(count, _AtMost) else count
+        threads = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads}
+        options |= {name: count for name, count in threads.items() if count is not None}
         config = parse_tier({"type": "fs", "root_dir": root_dir, **options})
         _start(self, offloading_spec, primary_kv_view, tier_type, config)
 

@@ -28,7 +28,7 @@ from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.tier.batches import Pair
-from kvtiers.tiers.tier.block_mover import Batch, BlockMover, MoveTask, Rows
+from kvtiers.tiers.tier.block_mover import Batch, BlockMover, MoveTask, Rows, Window
 from kvtiers.tiers.tier.concurrency import Concurrency
 from kvtiers.tiers.tier.pool import Unfinished
 
@@ -88,12 +88,18 @@ class IsolatedMover(BlockMover):
         concurrency = self.loading if is_load else self.storing
         return (0, math.inf) if concurrency is None else (2 * concurrency.threads, concurrency.batch_blocks_max)
 
-    def joins(self, tasks: Sequence[MoveTask], task: MoveTask) -> bool:
-        """Whether to add ``task`` to a message with ``tasks``: it should still take less than ``JOINED_S``."""
-        at_least, at_most = self.batch_blocks(is_load=task.is_load)
-        block_s = self._load_block_s if task.is_load else self._store_block_s
-        limit = min(self.message_blocks_max, at_most, max(at_least, JOINED_S / block_s))
-        return len(task.pairs) + sum(len(other.pairs) for other in tasks) <= limit
+    def joins(self, first: MoveTask) -> Callable[[MoveTask], bool]:
+        """Which tasks to add to a message with ``first``: it should still take less than ``JOINED_S``."""
+        at_least, at_most = self.batch_blocks(is_load=first.is_load)
+        block_s = self._load_block_s if first.is_load else self._store_block_s
+        room = min(self.message_blocks_max, at_most, max(at_least, JOINED_S / block_s)) - len(first.pairs)
+
+        def has_room_for(task: MoveTask) -> bool:
+            nonlocal room
+            room -= len(task.pairs)
+            return room >= 0
+
+        return has_room_for
 
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
         begin = [task for task in tasks if self._may_begin(task)]
@@ -102,8 +108,10 @@ class IsolatedMover(BlockMover):
         return [Unfinished(task) if self._may_begin(task) else task.batch for task in tasks]
 
     def _may_begin(self, task: MoveTask) -> bool:
-        """Drop the pairs of a task that are too late to start. False: no pairs are left."""
-        task.pairs = [pair for pair in task.pairs if not self._is_late(task.deadline, task.batch)]
+        """Drop the pairs of a task that is too late. False: no pairs are left."""
+        if self.cut or self._clock() >= task.deadline:
+            self._drop(len(task.pairs), self.cut or "deadline", task.batch)
+            task.pairs = ()
         return bool(task.pairs)
 
     def _send(self, tasks: Sequence[MoveTask]) -> None:
@@ -217,7 +225,7 @@ def move_batches(store: Store, region: memoryview, request: dict[str, Any], pack
     started, cpu_started = time.monotonic(), time.process_time()
     windows, at = [], 0
     for count, begin_within_s in request["batches"]:
-        windows.append(_Window(pairs[at : at + count], started + begin_within_s))
+        windows.append(Window(mover, pairs[at : at + count], started + begin_within_s, time.monotonic))
         at += count
     batches = _move_by_threads(move, windows, request["threads"])
     took = (time.monotonic() - started, time.process_time() - cpu_started)
@@ -236,30 +244,6 @@ def move_batches(store: Store, region: memoryview, request: dict[str, Any], pack
     mine.warnings.clear()
     mine.said.clear()
     return answer
-
-
-class _Window:
-    """Iterator that hands out each pair once, to any thread, until ``end``; the remaining pairs are then in ``rest``.
-
-    Not a generator, because two threads cannot use a generator at once. A list's iterator does not release the GIL.
-    """
-
-    def __init__(self, pairs: list[Pair], end: float) -> None:
-        self.pairs = pairs
-        self.rest: list[Pair] = []
-        self._left = iter(pairs)
-        self._end = end
-
-    def __iter__(self) -> _Window:
-        return self
-
-    def __next__(self) -> Pair:
-        pair = next(self._left)
-        if time.monotonic() < self._end:
-            return pair
-        self.rest.append(pair)
-        self.rest.extend(self._left)
-        raise StopIteration
 
 
 @dataclass(slots=True)
@@ -297,13 +281,11 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
     return mine
 
 
-def _move_by_threads(
-    move: Callable[[Iterable[Pair], float], Batch], windows: Sequence[_Window], threads: int
-) -> list[Batch]:
+def _move_by_threads(move: Callable[[Iterable[Pair]], Batch], windows: Sequence[Window], threads: int) -> list[Batch]:
     """Move the blocks; each thread takes the next block. No thread touches a slot after this returns or raises."""
 
     def move_all() -> list[Batch]:
-        return [move(window, math.inf) for window in windows]
+        return [move(window) for window in windows]
 
     if threads == 1:
         return move_all()
@@ -343,14 +325,14 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:
+def pack_pairs(pairs: Sequence[Pair]) -> bytes:
     """Encode keys and blocks as bytes. Encoding 64 pairs as JSON took a tenth as long as moving them."""
     blocks, lengths = [block for _, block in pairs], [len(key) for key, _ in pairs]
     head = struct.pack(f"=I{len(pairs)}I{len(pairs)}H", len(pairs), *blocks, *lengths)
     return b"".join((head, *(key for key, _ in pairs)))
 
 
-def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
+def unpack_pairs(packed: memoryview) -> list[Pair]:
     """Decode the bytes of ``pack_pairs``."""
     data = bytes(packed)
     (count,) = _COUNT.unpack_from(data)
@@ -362,7 +344,7 @@ def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
     return list(zip(keys, blocks, strict=True))
 
 
-def _encode(batch: Batch, window: _Window) -> dict[str, Any]:
+def _encode(batch: Batch, window: Window) -> dict[str, Any]:
     """Encode the fields that are not empty, keys as positions in the window. No "succeeded": all blocks succeeded."""
     answer = {name: value for name in _FIELDS if (value := getattr(batch, name))}
     if len(batch.succeeded) == len(window.pairs):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -25,7 +24,7 @@ class WorkersUnavailableError(StoreUnavailableError):
 class WorkerPool:
     """Workers for calls, one call at a time each, and extra workers on request. Any thread of its process may call.
 
-    A worker is in ``idle``, or belongs to the single thread that has taken it. ``_lock`` guards the tables.
+    A worker is in ``idle``, or belongs to the single thread that has taken it. ``_changed`` guards the tables.
 
     Args:
         config: sent to each worker at its start.
@@ -58,9 +57,11 @@ class WorkerPool:
         self._clock = clock
         self._hidden_variables = hidden_variables
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # reentrant: the GC may end a listing's worker while this thread holds it
-        self._waiting: deque[Future[WorkerProcess]] = deque()  # callers of ``take``, first come, first served
+        # Reentrant, because the GC may end a listing's worker while this thread holds the lock.
+        self._changed = threading.Condition(threading.RLock())
         self._starting = 0
+        self._failures = 0  # how often a start failed and no worker was left
+        self._failure = ""
         self._further: set[WorkerProcess] = set()  # extra workers, of ``start_further``
         self.idle: list[WorkerProcess] = []
         self.workers: set[WorkerProcess] = set()
@@ -74,7 +75,7 @@ class WorkerPool:
             self._starter = DaemonPool(1, "kvtiers-worker-starter")
         except RuntimeError as e:  # the thread limit is reached, or the interpreter is shutting down
             raise WorkersUnavailableError(f"no thread could be started: {e}") from e
-        with self._lock:
+        with self._changed:
             self._start_missing()
 
     def check_usable(self) -> None:
@@ -92,23 +93,18 @@ class WorkerPool:
             StoreClosedError: the pool is closed, or belongs to another process.
             StoreUnavailableError: no worker can be started.
         """
-        with self._lock:
+        with self._changed:
             self.check_usable()
-            if self.idle and not self._waiting:
+            if not self.idle:
+                self._start_missing()
+            failures = self._failures
+            self._changed.wait_for(lambda: self.idle or self.closed or self._failures > failures, wait_s_max)
+            self.check_usable()
+            if self.idle:
                 return self.idle.pop()
-            place: Future[WorkerProcess] = Future()
-            self._waiting.append(place)
-            self._start_missing()
-        try:
-            return place.result(wait_s_max)
-        except TimeoutError:
-            if not place.cancel():
-                return place.result()  # a worker arrived at the last moment
-            raise
-        except BaseException:
-            if not place.cancel() and place.exception() is None:
-                self.give_back(place.result())
-            raise
+            if self._failures > failures:  # the next caller starts more workers
+                raise WorkersUnavailableError(self._failure)
+            raise TimeoutError
 
     def give_back(self, worker: WorkerProcess) -> None:
         """Return a worker to the pool for the next call."""
@@ -118,7 +114,7 @@ class WorkerPool:
     def discard(self, worker: WorkerProcess) -> None:
         """Kill, reap and replace a worker that was taken."""
         self._reap(worker, self.workers)
-        with self._lock:
+        with self._changed:
             self.kills += 1
             if not self.closed:
                 self._start_missing()
@@ -154,14 +150,13 @@ class WorkerPool:
         """
         if os.getpid() != self._pid:
             return False  # in a fork: the workers belong to the parent
-        with self._lock:
+        with self._changed:
             if self.closed:
                 return False
             self.closed = True
             idle, self.idle = self.idle, []
             workers = self.workers | self._further
-            waiting = self._all_waiting()
-        _refuse(waiting, StoreClosedError("the store was closed"))
+            self._changed.notify_all()
         for worker in idle:
             worker.hang_up()
         started_at = self._clock()
@@ -181,30 +176,22 @@ class WorkerPool:
         self._starter.shutdown(1.0)  # ends at once, because the starter is idle
         return True
 
-    def _all_waiting(self) -> list[Future[WorkerProcess]]:
-        """Remove and return all waiting callers. Call it under the lock."""
-        return [self._waiting.popleft() for _ in range(len(self._waiting))]
-
     def _hand_on(self, worker: WorkerProcess, *, fresh: bool = False) -> bool:
-        """Give a free worker to the caller that has waited longest, or keep it. False: the pool is closed."""
-        with self._lock:
-            while self._waiting:
-                place = self._waiting.popleft()
-                if place.set_running_or_notify_cancel():
-                    place.set_result(worker)
-                    return True
+        """Make a worker available for calls. False: the pool is closed."""
+        with self._changed:
             if not self.closed:
                 self.idle.insert(0 if fresh else len(self.idle), worker)
+                self._changed.notify_all()
             return not self.closed
 
     def _reap(self, worker: WorkerProcess, table: set[WorkerProcess]) -> None:
         """Kill a worker and wait until it is reaped."""
-        with self._lock:
+        with self._changed:
             self.stuck_calls += 1
         worker.process.kill()
         worker.hang_up()
         worker.process.wait()
-        with self._lock:
+        with self._changed:
             self.stuck_calls -= 1
             table.discard(worker)
 
@@ -222,13 +209,14 @@ class WorkerPool:
         try:
             worker = self._start(self.workers)
         except Exception as e:  # noqa: BLE001 - a thread's edge: waiting callers must get the error; later ones retry
-            with self._lock:
+            with self._changed:
                 self._starting -= 1
-                # A living worker will be free again for the waiting callers, and the next caller starts more workers.
-                waiting = [] if self.workers or self._starting else self._all_waiting()
-            _refuse(waiting, WorkersUnavailableError(f"no worker could be started: {type(e).__name__}: {e}"))
+                if not (self.workers or self._starting):  # a living worker will be free again for those who wait
+                    self._failures += 1
+                    self._failure = f"no worker could be started: {type(e).__name__}: {e}"
+                    self._changed.notify_all()
             return
-        with self._lock:
+        with self._changed:
             self._starting -= 1
         if not self._hand_on(worker, fresh=True):
             self._reap(worker, self.workers)
@@ -236,12 +224,6 @@ class WorkerPool:
     def _start(self, table: set[WorkerProcess]) -> WorkerProcess:
         OWN_CODE.check()
         worker = WorkerProcess.start(self._config, self._region, self._clock, self._hidden_variables)
-        with self._lock:
+        with self._changed:
             table.add(worker)
         return worker
-
-
-def _refuse(waiting: list[Future[WorkerProcess]], error: Exception) -> None:
-    for place in waiting:
-        if place.set_running_or_notify_cancel():
-            place.set_exception(error)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtiers.tiers.errors import RegionError, StoreConfigError
 from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
-from kvtiers.tiers.isolation.worker import own_log_level, receive_frame, send_frame
+from kvtiers.tiers.isolation.worker import FrameReader, decode_error, own_log_level, pack_frame
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, parts_size
 from kvtiers.tiers.stores.files.posix import STDERR, occupy_standard_streams
@@ -22,8 +22,7 @@ from kvtiers.tiers.stores.vectored_io import transfer
 
 logger = get_logger(__name__)
 
-INLINE_BYTES_MAX = 16 << 10  # of one blob, outside the region; up to this size a socket costs less than the bounce file
-BOUNCE_KEEP_BYTES = 16 << 20  # a larger bounce file is truncated after the call
+SCRATCH_KEEP_BYTES = 16 << 20  # a larger scratch file is truncated after the call
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -75,12 +74,13 @@ class WorkerProcess:
     """A worker process. One thread owns it and calls it; any thread may use ``wait`` and ``process``."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, bounce_fd: int, clock: Callable[[], float]
+        self, process: subprocess.Popen[bytes], sock: socket.socket, scratch_fd: int, clock: Callable[[], float]
     ) -> None:
         self.process = process
-        self.bounce_fd = bounce_fd
+        self._scratch_fd = scratch_fd
         self._pid = os.getpid()
         self._sock = sock
+        self._frames = FrameReader(sock)
         self._clock = clock
 
     @classmethod
@@ -93,11 +93,11 @@ class WorkerProcess:
     ) -> WorkerProcess:
         occupy_standard_streams()
         ours, theirs = socket.socketpair()
-        bounce_fd = -1
+        scratch_fd = -1
         try:
             with theirs:
-                bounce_fd = os.memfd_create("kvtiers-bounce", os.MFD_CLOEXEC)
-                passed = [theirs.fileno(), bounce_fd]
+                scratch_fd = os.memfd_create("kvtiers-scratch", os.MFD_CLOEXEC)
+                passed = [theirs.fileno(), scratch_fd]
                 place = None
                 if region is not None and region.fd >= 0:
                     passed.append(region.fd)
@@ -112,26 +112,61 @@ class WorkerProcess:
                     stderr=output,
                     env=environment_without(hidden_variables),
                 )
-            worker = cls(process, ours, bounce_fd, clock)
+            worker = cls(process, ours, scratch_fd, clock)
         except BaseException:
             ours.close()
-            if bounce_fd >= 0:
-                os.close(bounce_fd)
+            if scratch_fd >= 0:
+                os.close(scratch_fd)
             raise
         try:
-            send_frame(ours, {**config, "bounce_fd": bounce_fd, "region": place, "log_level": own_log_level()})
+            ours.sendall(
+                pack_frame({**config, "scratch_fd": scratch_fd, "region": place, "log_level": own_log_level()})
+            )
         except ConnectionError:
             pass  # the worker is dead already; its first call will fail
         return worker
 
-    def send(
-        self, operation: str, arguments: list[Any], deadline: float, *, bounce_bytes: int = 0, raw: bytes = b""
-    ) -> None:
-        self._wait_until(deadline)
-        send_frame(self._sock, [operation, arguments, bounce_bytes], raw)
+    def call(
+        self,
+        function: Callable[..., object],
+        argument: object,
+        deadline: float,
+        *,
+        raw: bytes = b"",
+        given: Sequence[memoryview] = (),
+        taken: Sequence[Sequence[memoryview]] = (),
+    ) -> Any:
+        """Call ``function(store, region, argument, raw)`` in the worker.
 
-    def receive(self, deadline: float) -> tuple[Any, memoryview]:
-        return receive_frame(self._sock, lambda: self._wait_until(deadline))
+        Args:
+            given: parts outside the region that the function reads: it gets them in the scratch file, not ``raw``.
+            taken: for each of several blobs, parts outside the region that the function fills. Its result is then
+                parallel to the blobs; parts are only filled where it is None.
+
+        Raises:
+            TimeoutError: ``deadline`` has passed.
+            OSError, EOFError: the worker died.
+            StoreError: raised by the function. The worker can take another call, which is not so after other errors.
+        """
+        scratch_bytes = parts_size(given) + sum(map(parts_size, taken))
+        if scratch_bytes:
+            os.ftruncate(self._scratch_fd, scratch_bytes)
+            transfer(os.pwritev, self._scratch_fd, given)
+        frame = pack_frame((function.__module__, function.__qualname__, argument, scratch_bytes), raw)
+        self._wait_until(deadline)
+        self._sock.sendall(frame)
+        (value, error), _ = self._frames.receive(lambda: self._wait_until(deadline))
+        if error is None and scratch_bytes:
+            start = 0
+            for parts, failure in zip(taken, value if taken else (), strict=False):
+                if failure is None:
+                    transfer(os.preadv, self._scratch_fd, parts, start)
+                start += parts_size(parts)
+        if scratch_bytes > SCRATCH_KEEP_BYTES:
+            os.ftruncate(self._scratch_fd, 0)
+        if error is not None:
+            raise decode_error(error)
+        return value
 
     def hang_up(self) -> None:
         """Shut down the socket, even if a fork of this process holds it open; an idle worker then exits."""
@@ -139,9 +174,9 @@ class WorkerProcess:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-        if self.bounce_fd >= 0:
-            os.close(self.bounce_fd)
-            self.bounce_fd = -1
+        if self._scratch_fd >= 0:
+            os.close(self._scratch_fd)
+            self._scratch_fd = -1
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the process is reaped. False: timed out."""
@@ -180,75 +215,23 @@ class MappedRegion:
             logger.warning("workers cannot map the region (%s); every block is copied once more", str(e))
         self._start = address or 0
 
-    def locate(self, part: memoryview) -> int | None:
-        """Offset of a part in the region; None if the part lies outside."""
-        address = address_of(part) if self.fd >= 0 else None
-        if address is None:
-            return None
-        offset = address - self._start
-        return offset if offset >= 0 and offset + part.nbytes <= self.length else None
+    def locate(self, parts: Sequence[memoryview]) -> tuple[list[tuple[int, int]], list[memoryview]]:
+        """A blob's parts as segments (see ``worker``), and those of its parts that lie outside the region."""
+        segments, outside = [], []
+        for part in parts:
+            address = address_of(part) if self.fd >= 0 else None
+            offset = -1 if address is None else address - self._start
+            if offset < 0 or offset + part.nbytes > self.length:
+                offset = -1
+                outside.append(part.cast("B"))
+            segments.append((offset, part.nbytes))
+        return segments, outside
 
     def close(self) -> None:
         self._view.release()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-class Message:
-    """The blobs of one request. Parts in the region are sent as offsets; other parts are sent as bytes."""
-
-    def __init__(self, region: MappedRegion | None) -> None:
-        self.items: list[Any] = []
-        self.raw = b""  # sent with a request that has no blobs
-        self._region = region
-        self._outside: list[list[memoryview]] = []  # parallel to items
-        self._outside_bytes = 0
-        self._bounced = False
-
-    def add(self, head: list[Any], parts: Sequence[memoryview]) -> None:
-        """Add one blob."""
-        segments: list[tuple[int, int]] = []
-        outside: list[memoryview] = []
-        for part in parts:
-            offset = self._region.locate(part) if self._region is not None else None
-            if offset is None:
-                outside.append(part.cast("B"))
-                offset = -1
-            segments.append((offset, part.nbytes))
-        carried = parts_size(outside)
-        self._outside.append(outside)
-        self._outside_bytes += carried
-        self._bounced = self._bounced or carried > INLINE_BYTES_MAX
-        self.items.append([*head, segments])
-
-    def send(self, worker: WorkerProcess, operation: str, deadline: float, *, give: bool) -> None:
-        """Send the request. With ``give``, also send the bytes of the parts outside the region."""
-        outside = [part for parts in self._outside for part in parts] if give else []
-        if self._bounced:
-            os.ftruncate(worker.bounce_fd, self._outside_bytes)
-            transfer(os.pwritev, worker.bounce_fd, outside)
-            worker.send(operation, self.items, deadline, bounce_bytes=self._outside_bytes)
-        else:
-            worker.send(operation, self.items, deadline, raw=self.raw or b"".join(outside))
-
-    def fill_outside(self, worker: WorkerProcess, content: Any, raw: memoryview) -> None:
-        """Copy the bytes read into the parts outside the region, except for blobs that failed."""
-        start = 0
-        for parts, failure in zip(self._outside, content[1], strict=False):
-            if failure is None and self._bounced:
-                transfer(os.preadv, worker.bounce_fd, parts, start)
-            elif failure is None:
-                at = start
-                for part in parts:
-                    part[:] = raw[at : at + part.nbytes]
-                    at += part.nbytes
-            start += parts_size(parts)
-
-    def release(self, worker: WorkerProcess) -> None:
-        """Free the memory of a large bounce file."""
-        if self._outside_bytes > BOUNCE_KEEP_BYTES:
-            os.ftruncate(worker.bounce_fd, 0)
 
 
 def _encode_option(name: str, value: Any) -> Any:

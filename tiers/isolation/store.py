@@ -11,8 +11,8 @@ that it reads into. A process can be killed, and once it is reaped, it cannot to
   ends. Until then the call does not return. ``stuck_calls`` counts such calls, so that a caller with its own deadline
   can set the slot aside. Inner stores must not use O_DIRECT on a network: the kernel may fill such a buffer after the
   process is gone.
-- Parts inside the region are sent as offsets, because the worker has mapped the same memory. Small parts outside (a
-  trailer) are sent in the message. Large ones go through the bounce file, a memfd per worker, and are copied once more.
+- Parts inside the region are sent as offsets, because the worker has mapped the same memory. Parts outside go through
+  the scratch file, a memfd per worker, and are copied once more.
 
 Workers are fresh interpreters. A fork of a process with threads copies locks that no thread will release, and
 multiprocessing's start methods use pickle and run the main module again. A worker with a file store takes 0.08 s to
@@ -39,9 +39,10 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from kvtiers.tiers.isolation import calls
 from kvtiers.tiers.isolation.pool import WorkerPool, WorkersUnavailableError
-from kvtiers.tiers.isolation.process import MappedRegion, Message, StoreRecipe, WorkerProcess
-from kvtiers.tiers.isolation.worker import OPTIONAL_METHODS, decode_error
+from kvtiers.tiers.isolation.process import MappedRegion, StoreRecipe, WorkerProcess
+from kvtiers.tiers.isolation.worker import decode_error
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store
 
@@ -133,15 +134,14 @@ class ProcessIsolatedStore(Store):
         return sorted(worker.process.pid for worker in list(self._pool.workers))
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        message = Message(self._region)
-        message.add([key, overwrite], parts)
-        published: bool = self._one("put", message, key)
+        segments, outside = self._locate(parts)
+        published: bool = self._call(calls.put, (key, overwrite, segments), key, given=outside)
         return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-        message = Message(self._region)
-        message.add([key], parts)
-        self._one("get", message, key)
+        (failure,) = self._get([(key, parts)], key)
+        if failure is not None:
+            raise decode_error(failure)
 
     def size(self, key: str) -> int | None:
         (size,) = self.size_many([key])
@@ -161,7 +161,7 @@ class ProcessIsolatedStore(Store):
         Raises:
             StoreThrottledError: LISTINGS_MAX listings are running already.
         """
-        page, _ = self._ask("first_page", [prefix], "")
+        page = self._call(calls.first_page, prefix)
         if page is not None:
             yield from starmap(KeyInfo, page)
             return
@@ -173,13 +173,7 @@ class ProcessIsolatedStore(Store):
         worker = None
         try:
             worker = self._pool.start_further(self.deadline_s)
-            worker.send("keys", [prefix], self._deadline_at())
-            while True:
-                (page, (failure,)), _ = worker.receive(self._deadline_at())
-                if failure is not None:
-                    raise decode_error(failure)
-                if not page:
-                    return
+            while page := worker.call(calls.next_page, prefix, self._deadline_at()):
                 yield from starmap(KeyInfo, page)
         except TimeoutError as e:
             what = "the start of a listing's worker" if worker is None else "a page of the listing"
@@ -225,110 +219,95 @@ class ProcessIsolatedStore(Store):
         Raises:
             StoreError: the function raised, or the worker died or was killed.
         """
-        value, _ = self._ask("run", [function.__module__, function.__qualname__, argument], "", raw)
-        return value
+        return self._call(function, argument, raw=raw)
 
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
         """See ``SupportsGetMany``. If a message fails (at its deadline, for example), all of its keys fail."""
-        outcomes: list[Exception | None] = []
-        for start in range(0, len(requests), BATCH_COUNT_MAX):
-            asked = requests[start : start + BATCH_COUNT_MAX]
-            message = Message(self._region)
-            for key, parts in asked:
-                message.add([key], parts)
-            try:
-                (_, failures), _ = self._exchange("get", message, "")
-            except StoreClosedError:
-                raise
-            except StoreError as e:
-                outcomes += [type(e)(str(e), key=key) for key, _ in asked]
-            else:
-                outcomes += [None if failure is None else decode_error(failure) for failure in failures]
-        return outcomes
+        return self._many([key for key, _ in requests], lambda part: self._get(requests[part]))
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``SupportsSizeMany``."""
-        return self._many("size_many", keys)
+        return self._many(keys, lambda part: self._call(calls.size_many, list(keys[part])))
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``SupportsDeleteMany``."""
-        return self._many("delete_many", keys)
+        return self._many(keys, lambda part: self._call(calls.delete_many, list(keys[part])))
 
     def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        size, raw = self._ask("get_tail", [key, length], key)
-        return None if size is None else (size, bytes(raw))
+        found = self._call(calls.get_tail, (key, length), key)
+        return None if found is None else (found[0], bytes.fromhex(found[1]))
 
     def _quarantine(self, key: str) -> None:
-        self._ask("quarantine", [key], key)
+        self._call(calls.quarantine, key, key)
 
     def _folders(self) -> list[str]:
-        names: list[str] = self._ask("folders", [], "")[0]
+        names: list[str] = self._call(calls.folders, None)
         return names
 
-    # ---- one request -------------------------------------------------------------------------------------------------
+    # ---- one message -------------------------------------------------------------------------------------------------
 
-    def _one(self, operation: str, message: Message, key: str) -> Any:
-        (value, (failure,)), _ = self._exchange(operation, message, key)
-        if failure is not None:
-            raise decode_error(failure)
-        return value
+    def _locate(self, parts: Sequence[memoryview]) -> tuple[list[tuple[int, int]], list[memoryview]]:
+        if self._region is not None:
+            return self._region.locate(parts)
+        return [(-1, part.nbytes) for part in parts], [part.cast("B") for part in parts]
 
-    def _many(self, operation: str, keys: Sequence[str]) -> list[Any]:
+    def _get(self, requests: Sequence[tuple[str, Sequence[memoryview]]], key: str = "") -> list[Any]:
+        located = [self._locate(parts) for _, parts in requests]
+        blobs = [(name, segments) for (name, _), (segments, _) in zip(requests, located, strict=True)]
+        failures: list[Any] = self._call(calls.get, blobs, key, taken=[outside for _, outside in located])
+        return failures
+
+    def _many(self, keys: Sequence[str], ask: Callable[[slice], list[Any]]) -> list[Any]:
+        """Answers of several messages, with a StoreError where a key failed."""
         self._pool.check_usable()
         answers: list[Any] = []
         for start in range(0, len(keys), BATCH_COUNT_MAX):
-            asked = list(keys[start : start + BATCH_COUNT_MAX])
+            part = slice(start, start + BATCH_COUNT_MAX)
             try:
-                values, _ = self._ask(operation, [asked], "")
+                answers += [decode_error(value) if isinstance(value, list) else value for value in ask(part)]
             except StoreClosedError:
                 raise
             except StoreError as e:
-                answers += [type(e)(str(e), key=key) for key in asked]
-            else:
-                answers += [decode_error(value) if isinstance(value, list) else value for value in values]
+                answers += [type(e)(str(e), key=key) for key in keys[part]]
         return answers
 
-    def _ask(self, operation: str, arguments: list[Any], key: str, raw: bytes = b"") -> tuple[Any, memoryview]:
-        message = Message(None)
-        message.items = arguments
-        message.raw = raw
-        (value, (failure,)), answer = self._exchange(operation, message, key)
-        if failure is not None:
-            raise decode_error(failure)
-        return value, answer
-
-    def _exchange(self, operation: str, message: Message, key: str) -> tuple[Any, memoryview]:
-        """Send a request to a worker, and return the content and the raw bytes of its answer.
+    def _call(
+        self,
+        function: Callable[..., object],
+        argument: object,
+        key: str = "",
+        *,
+        raw: bytes = b"",
+        given: Sequence[memoryview] = (),
+        taken: Sequence[Sequence[memoryview]] = (),
+    ) -> Any:
+        """Call a function in a worker; see ``WorkerProcess.call``.
 
         Raises:
             StoreTimeoutError: the deadline passed; the worker has been killed and reaped.
             StoreUnavailableError: the worker died.
+            StoreError: the function raised.
         """
-        give = operation == "put"
         for _ in range(REDELIVERIES_MAX):
             worker = self._take_worker(key)
-            deadline = self._deadline_at()
-            answer = None
+            is_usable = False
             try:
-                message.send(worker, operation, deadline, give=give)
-                answer = worker.receive(deadline)
-                if not give:
-                    message.fill_outside(worker, *answer)
-                message.release(worker)
-                return answer
+                value = worker.call(function, argument, self._deadline_at(), raw=raw, given=given, taken=taken)
+                is_usable = True
+                return value
+            except StoreError:
+                is_usable = True
+                raise
             except TimeoutError as e:
                 raise StoreTimeoutError(
-                    f"{operation} took more than {self.deadline_s:g} s; its worker was killed", key=key
+                    f"{function.__name__} took more than {self.deadline_s:g} s; its worker was killed", key=key
                 ) from e
             except ConnectionError:
                 continue  # connection reset: the worker died before it read the request
             except (OSError, EOFError) as e:
                 raise self._lost(worker, e, key) from e
             finally:
-                if answer is None:
-                    self._pool.discard(worker)
-                else:
-                    self._pool.give_back(worker)
+                (self._pool.give_back if is_usable else self._pool.discard)(worker)
         raise WorkersUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
@@ -338,7 +317,7 @@ class ProcessIsolatedStore(Store):
             WorkersUnavailableError: no worker lives long enough to answer.
         """
         try:
-            (capabilities, extras), _ = self._ask("describe", [], "")
+            capabilities, extras = self._call(calls.describe, None)
             return Capabilities(**capabilities), extras
         except WorkersUnavailableError:
             raise
@@ -348,7 +327,7 @@ class ProcessIsolatedStore(Store):
             if not e.retryable or not isinstance(capabilities, Capabilities):
                 raise
             logger.warning("%s starts without its storage: %s", recipe.name, e)
-            return capabilities, [name for name in OPTIONAL_METHODS if hasattr(found, name)]
+            return capabilities, [name for name in calls.OPTIONAL_METHODS if hasattr(found, name)]
 
     def _deadline_at(self) -> float:
         return self._clock() + self.deadline_s

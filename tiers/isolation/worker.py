@@ -1,12 +1,15 @@
 """The worker's side of ``store``: a process that has one store and handles one request at a time.
 
-Both sides send frames over a stream socket: two lengths (big-endian u32), a JSON text, raw bytes. The texts::
+A request is a function to call as ``function(store, region, argument, raw)``; the answer is what it returns. Both are
+frames on a stream socket: two lengths (big-endian u32), a JSON text, raw bytes. The texts::
 
-    request  [operation, arguments, bytes used in the bounce file]
-    answer   [value, errors]      errors: parallel to the blobs of a batch; null is success
+    request  [module, function, argument, bytes used in the scratch file]
+    answer   [value, error]      error: null, or what the function raised
 
-A blob's parts are sent as segments ``[offset, length]``. With offset >= 0, a part lies in the region. With -1, it is
-the next ``length`` bytes of the frame's raw bytes or, if they are too many for a socket, of the bounce file.
+Before the first request, the parent sends the worker's configuration. Bytes of blobs are not in frames. They lie in
+the region or in the scratch file, a memfd that worker and parent share. A blob's parts are segments ``[offset,
+length]`` of the region, and with offset -1 the next ``length`` bytes of the scratch file. ``raw`` is the scratch file's
+bytes if it is used, and otherwise the frame's raw bytes.
 
 Import only the standard library and ``tiers.errors`` here: callers wait while a killed worker's replacement starts.
 """
@@ -28,8 +31,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from itertools import islice
 from typing import Any, TextIO
 
 from kvtiers.tiers import errors
@@ -38,10 +39,9 @@ from kvtiers.tiers.errors import StoreError
 _LOGGER = "kvtiers"  # the parent of all loggers of this package
 
 FRAME_BYTES_MAX = 1 << 28  # a larger length does not come from kvtiers
-LISTING_PAGE_KEYS = 256
-OPTIONAL_METHODS = ("get_tail", "quarantine", "folders")  # the parent's store has them only if the worker's store does
 
 _LENGTHS = struct.Struct("!II")
+_RECEIVE_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
 _THREAD_STACK_BYTES = 1 << 20  # not the usual 8 MiB, which count toward ``limit_memory`` although hardly used
@@ -52,10 +52,14 @@ _TOUCH_BYTES = 64 << 20  # takes a millisecond or two, for which a request may h
 # ---- frames ----------------------------------------------------------------------------------------------------------
 
 
-def send_frame(sock: socket.socket, content: object, raw: bytes = b"") -> None:
-    """Send one frame."""
+def pack_frame(content: object, raw: bytes = b"") -> bytes:
+    """Encode one frame.
+
+    Raises:
+        TypeError, ValueError: ``content`` cannot be encoded as JSON.
+    """
     text = _encode(content).encode()
-    sock.sendall(b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw)))
+    return b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw))
 
 
 def _as_plain(value: Any) -> object:
@@ -70,31 +74,43 @@ def _as_plain(value: Any) -> object:
 _encode = json.JSONEncoder(separators=(",", ":"), default=_as_plain).encode
 
 
-def receive_frame(sock: socket.socket, wait: Callable[[], None] = lambda: None) -> tuple[Any, memoryview]:
-    """Receive one frame. ``wait`` is called before each receive, to set the time left of a timeout.
+class FrameReader:
+    """Receives frames from a socket. One thread at a time."""
 
-    Raises:
-        EOFError: the other side has closed the socket, or sent a malformed frame.
-        OSError: raised by the socket.
-    """
-    lengths = _receive(sock, _LENGTHS.size, wait)
-    text_bytes, raw_bytes = _LENGTHS.unpack(lengths)
-    if max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
-        raise EOFError(f"a frame of {text_bytes} + {raw_bytes} bytes is not from kvtiers")
-    data = _receive(sock, text_bytes + raw_bytes, wait)
-    return json.loads(str(data[:text_bytes], "utf-8")), data[text_bytes:]
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._received = bytearray()
 
+    def is_empty(self) -> bool:
+        """Whether nothing of the next frame has been received yet."""
+        return not self._received
 
-def _receive(sock: socket.socket, size: int, wait: Callable[[], None]) -> memoryview:
-    data = memoryview(bytearray(size))
-    done = 0
-    while done < size:
-        wait()
-        got = sock.recv_into(data[done:])
-        if not got:
-            raise EOFError
-        done += got
-    return data
+    def receive(self, wait: Callable[[], None] = lambda: None) -> tuple[Any, memoryview]:
+        """Receive one frame. ``wait`` is called before each receive, to set the time left of a timeout.
+
+        Raises:
+            EOFError: the other side has closed the socket, or sent a malformed frame.
+            OSError: raised by the socket.
+        """
+        self._receive(_LENGTHS.size, wait)
+        text_bytes, raw_bytes = _LENGTHS.unpack_from(self._received)
+        if max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
+            raise EOFError(f"a frame of {text_bytes} + {raw_bytes} bytes is not from kvtiers")
+        raw_at = _LENGTHS.size + text_bytes
+        end = raw_at + raw_bytes
+        self._receive(end, wait)
+        frame, self._received = self._received, self._received[end:]
+        view = memoryview(frame)
+        return json.loads(str(view[_LENGTHS.size : raw_at], "utf-8")), view[raw_at:end]
+
+    def _receive(self, size: int, wait: Callable[[], None]) -> None:
+        """Receive until there are ``size`` bytes, and what comes with them: mostly a whole frame at once."""
+        while len(self._received) < size:
+            wait()
+            received = self._sock.recv(_RECEIVE_BYTES)
+            if not received:
+                raise EOFError
+            self._received += received
 
 
 def encode_error(error: BaseException) -> list[str]:
@@ -151,7 +167,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=fd) as sock:
         try:
-            config, _ = receive_frame(sock)
+            frames = FrameReader(sock)
+            config, _ = frames.receive()
             log_to_stderr("kvtiers-worker", config["log_level"])
             worker = _Worker(config)
             worker.open_early()
@@ -159,9 +176,9 @@ def main() -> None:
             requests = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
             requests.register(sock, select.POLLIN)
             while True:
-                while not requests.poll(0) and next(preparing, None):
+                while frames.is_empty() and not requests.poll(0) and next(preparing, None):
                     pass
-                worker.serve(sock, *receive_frame(sock))
+                sock.sendall(worker.serve(*frames.receive()))
         except (EOFError, ConnectionError):
             return
 
@@ -218,7 +235,7 @@ class _Worker:
     """The process's store and its mapping of the region.
 
     Args:
-        config: ``module``, ``name`` and ``options`` of the store; ``bounce_fd``; ``region``: [descriptor, offset,
+        config: ``module``, ``name`` and ``options`` of the store; ``scratch_fd``; ``region``: [descriptor, offset,
             length] or null; ``imports``: modules that ``run`` will use; ``memory_bytes_max``: see ``limit_memory``.
     """
 
@@ -266,142 +283,18 @@ class _Worker:
         except Exception:  # noqa: BLE001 - the next request raises the error again, and reports it
             pass
 
-    def serve(self, sock: socket.socket, request: Any, raw: memoryview) -> None:
-        operation, arguments, bounce_bytes = request
-        if operation == "keys":
-            for page in self._pages(*arguments):
-                if not _send_answer(sock, page):
-                    return
-            return
-        n_outcomes = len(arguments) if operation == "get" else 1
-        answer: tuple[object, object]
-        back = b""
+    def serve(self, request: Any, raw: memoryview) -> bytes:
+        """Handle a request; returns the answer's frame."""
+        module, name, argument, scratch_bytes = request
         try:
             self._open()
+            if scratch_bytes:
+                # Not closed here: after an error its traceback still refers to the mapping.
+                raw = memoryview(mmap.mmap(self._config["scratch_fd"], scratch_bytes))
+            return pack_frame((find_object(module, name)(self._store, self._region, argument, raw), None))
         except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-            answer = None, [encode_error(e)] * n_outcomes
-        else:
-            if bounce_bytes:
-                with mmap.mmap(self._config["bounce_fd"], bounce_bytes) as bounce:
-                    answer, _ = self._answer(operation, arguments, memoryview(bounce))
-            else:
-                answer, back = self._answer(operation, arguments, raw)
-        _send_answer(sock, answer, back, n_outcomes)
+            return pack_frame((None, encode_error(e)))
 
     def _open(self) -> None:
         if self._store is None:
             self._store = make_store(self._config)
-
-    def _answer(self, operation: str, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
-        store = self._store
-        if operation == "get":
-            return self._get(arguments, outside)
-        if operation == "describe":
-            extras = [name for name in OPTIONAL_METHODS if hasattr(store, name)]
-            return ((asdict(store.capabilities), extras), [None]), b""
-        try:
-            if operation == "run":
-                module, name, argument = arguments
-                value = find_object(module, name)(store, self._region, argument, outside)
-            elif operation == "put":
-                ((key, overwrite, segments),) = arguments
-                parts, _ = self._parts(segments, outside)
-                value = store.put(key, parts, overwrite=overwrite)
-            elif operation == "get_tail":
-                size, tail = store.get_tail(*arguments) or (None, b"")
-                return (size, [None]), tail
-            else:
-                value = getattr(self, f"_{operation}")(*arguments)
-        except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-            return (None, [encode_error(e)]), b""
-        return (value, [None]), b""
-
-    def _get(self, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
-        bounced = len(outside) > 0
-        if not bounced:
-            size = sum(length for _, segments in arguments for offset, length in segments if offset < 0)
-            outside = memoryview(bytearray(size))
-        rest = outside
-        requests = []
-        for key, segments in arguments:
-            parts, rest = self._parts(segments, rest)
-            requests.append((key, parts))
-        if len(requests) > 1 and hasattr(self._store, "get_many_into"):
-            try:
-                many = self._store.get_many_into(requests)
-                failures = [None if failure is None else encode_error(failure) for failure in many]
-            except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-                failures = [encode_error(e)] * len(requests)
-        else:
-            failures = [_outcome(self._store.get_into, key, parts) for key, parts in requests]
-        return (None, failures), b"" if bounced else bytes(outside)
-
-    def _parts(self, segments: Any, outside: memoryview) -> tuple[list[memoryview], memoryview]:
-        parts = []
-        for offset, length in segments:
-            if offset >= 0:
-                assert offset + length <= len(self._region), "a part must lie inside the region"
-                parts.append(self._region[offset : offset + length])
-            else:
-                parts.append(outside[:length])
-                outside = outside[length:]
-        return parts, outside
-
-    # ---- operations with one result ----------------------------------------------------------------------------------
-
-    def _size_many(self, keys: list[str]) -> list[object]:
-        if hasattr(self._store, "size_many"):
-            return [encode_error(size) if isinstance(size, Exception) else size for size in self._store.size_many(keys)]
-        return [_value_or_error(self._store.size, key) for key in keys]
-
-    def _delete_many(self, keys: list[str]) -> list[object]:
-        if hasattr(self._store, "delete_many"):
-            return [None if failure is None else encode_error(failure) for failure in self._store.delete_many(keys)]
-        return [_outcome(self._store.delete, key) for key in keys]
-
-    def _quarantine(self, key: str) -> None:
-        self._store.quarantine(key)
-
-    def _folders(self) -> list[str]:
-        return list(self._store.folders())
-
-    def _first_page(self, prefix: str) -> list[tuple[str, int, float]] | None:
-        """The whole listing if it fits on one page, else None."""
-        page = [(info.key, info.size, info.mtime) for info in islice(self._store.keys(prefix), LISTING_PAGE_KEYS + 1)]
-        return page if len(page) <= LISTING_PAGE_KEYS else None
-
-    def _pages(self, prefix: str) -> Iterator[tuple[object, object]]:
-        try:
-            self._open()
-            listing = iter(self._store.keys(prefix))
-            while page := [(info.key, info.size, info.mtime) for info in islice(listing, LISTING_PAGE_KEYS)]:
-                yield page, [None]
-        except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-            yield None, [encode_error(e)]
-        else:
-            yield [], [None]
-
-
-def _send_answer(sock: socket.socket, answer: tuple[object, object], raw: bytes = b"", n_outcomes: int = 1) -> bool:
-    """Send an answer. False: it cannot be encoded, and the error was sent instead."""
-    try:
-        send_frame(sock, answer, raw)
-    except (TypeError, ValueError) as e:  # nothing was sent, because the whole frame is encoded first
-        send_frame(sock, (None, [encode_error(e)] * n_outcomes))
-        return False
-    return True
-
-
-def _outcome(call: Callable[..., object], *arguments: Any) -> list[str] | None:
-    try:
-        call(*arguments)
-    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-        return encode_error(e)
-    return None
-
-
-def _value_or_error(call: Callable[[str], object], key: str) -> object:
-    try:
-        return call(key)
-    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-        return encode_error(e)

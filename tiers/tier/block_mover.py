@@ -28,6 +28,7 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
+from kvtiers.tiers.tier.batches import Pair
 from kvtiers.tiers.tier.pool import Unfinished
 
 logger = get_logger(__name__)
@@ -75,9 +76,41 @@ class MoveTask:
     """
 
     is_load: bool
-    pairs: Sequence[tuple[OffloadKey, int]]
+    pairs: Sequence[Pair]
     deadline: float
     batch: Batch = field(default_factory=Batch)
+
+
+class Window:
+    """Iterator that hands out each pair once, to any thread, until it is too late to start one.
+
+    Not a generator, because two threads cannot use a generator at once. A list's iterator does not release the GIL.
+
+    Args:
+        end: by ``clock``; no pair is handed out from then on, nor while the mover is cut.
+
+    Attributes:
+        rest: the pairs that were not handed out.
+    """
+
+    def __init__(self, mover: BlockMover, pairs: Sequence[Pair], end: float, clock: Callable[[], float]) -> None:
+        self.pairs = pairs
+        self.rest: list[Pair] = []
+        self._left = iter(pairs)
+        self._mover = mover
+        self._end = end
+        self._clock = clock
+
+    def __iter__(self) -> Window:
+        return self
+
+    def __next__(self) -> Pair:
+        pair = next(self._left)
+        if self._clock() < self._end and not self._mover.cut:
+            return pair
+        self.rest.append(pair)
+        self.rest.extend(self._left)
+        raise StopIteration
 
 
 class BlockMover:
@@ -137,25 +170,29 @@ class BlockMover:
         """The minimum and the maximum number of blocks that a batch should have."""
         return 0, math.inf
 
-    def joins(self, tasks: Sequence[MoveTask], task: MoveTask) -> bool:  # noqa: ARG002
-        """Whether to pass ``task`` to ``move`` together with ``tasks``."""
-        return False
+    def joins(self, first: MoveTask) -> Callable[[MoveTask], bool]:  # noqa: ARG002
+        """A function that tells of each further task whether to pass it to ``move`` together with those before."""
+        return lambda task: False  # noqa: ARG005
 
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
         """Move the blocks of tasks. All are loads, or all are stores."""
-        return [(self.load_batch if task.is_load else self.store_batch)(task.pairs, task.deadline) for task in tasks]
+        return [self._move_one(task) for task in tasks]
+
+    def _move_one(self, task: MoveTask) -> Batch:
+        window = Window(self, task.pairs, task.deadline, self._clock)
+        batch = (self.load_batch if task.is_load else self.store_batch)(window)
+        self._drop(len(window.rest), self.cut or "deadline", batch)
+        return batch
 
     def cancel(self, task: MoveTask) -> Batch:
         """Drop the blocks of a task that are not moved yet; returns the task's results."""
         self._drop(len(task.pairs), "shutdown" if self.cut == "shutdown" else "deadline", task.batch)
         return task.batch
 
-    def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        """Store blocks, except those that are already stored intact. No block is started after ``deadline``."""
+    def store_batch(self, pairs: Iterable[Pair]) -> Batch:
+        """Store blocks, except those that are already stored intact."""
         batch = Batch()
         for key, block in pairs:
-            if self._is_late(deadline, batch):
-                continue
             try:
                 outcome = self._store_one(key, self._rows[block], batch)
             except StoreError as e:
@@ -173,8 +210,7 @@ class BlockMover:
                 batch.succeeded.append(key)
             if outcome == "already_stored":
                 batch.found.append(key)
-            if outcome == "moved":
-                batch.bytes_moved += self._rows.row_bytes
+        batch.bytes_moved = (len(batch.succeeded) - len(batch.found)) * self._rows.row_bytes
         return batch
 
     def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
@@ -243,38 +279,29 @@ class BlockMover:
         if tail is not None:
             self._seal.check_trailer(key, tail, self._rows.row_bytes)
 
-    def _is_late(self, deadline: float, batch: Batch) -> bool:
-        if not self.cut and self._clock() < deadline:
-            return False
-        self._drop(1, self.cut or "deadline", batch)
-        return True
-
     def _drop(self, count: int, why: str, batch: Batch) -> None:
-        batch.outcomes["dropped"] += count
-        batch.errors[why] += count
+        if count:
+            batch.outcomes["dropped"] += count
+            batch.errors[why] += count
 
-    def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        """Fill slots with verified blocks. No block is started after ``deadline``."""
+    def load_batch(self, pairs: Iterable[Pair]) -> Batch:
+        """Fill slots with verified blocks."""
         batch = Batch()
         if self._gets_many is not None:
-            pairs = self._load_many(self._gets_many, pairs, deadline, batch)
+            pairs = self._load_many(self._gets_many, list(pairs), batch)
         trailer = bytearray(TRAILER_BYTES)
         for key, block in pairs:
-            if not self._is_late(deadline, batch):
-                self._book_load(key, self._load_one(key, self._rows[block], trailer, batch), batch)
+            if self._load_one(key, self._rows[block], trailer, batch):
+                batch.succeeded.append(key)
+            else:
+                batch.outcomes["failed"] += 1
+        if moved := len(batch.succeeded):
+            batch.outcomes["moved"] = moved
+            batch.bytes_moved = moved * self._rows.row_bytes
         return batch
 
-    def _book_load(self, key: OffloadKey, loaded: bool, batch: Batch) -> None:
-        batch.outcomes["moved" if loaded else "failed"] += 1
-        if loaded:
-            batch.succeeded.append(key)
-            batch.bytes_moved += self._rows.row_bytes
-
-    def _load_many(
-        self, store: SupportsGetMany, pairs: Iterable[tuple[OffloadKey, int]], deadline: float, batch: Batch
-    ) -> list[tuple[OffloadKey, int]]:
+    def _load_many(self, store: SupportsGetMany, pairs: Sequence[Pair], batch: Batch) -> list[Pair]:
         """Load a batch with one call. Returns the blocks that were bad, so that they are loaded again one by one."""
-        pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
         trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
         requests = [
             (block_name(self._name_prefix, key), (self._rows[block], memoryview(trailer)))
@@ -300,9 +327,9 @@ class BlockMover:
             except StoreError as e:
                 self._note_load(None if as_a_whole else key, e, batch)
             else:
-                self._book_load(key, True, batch)
+                batch.succeeded.append(key)
                 continue
-            self._book_load(key, False, batch)
+            batch.outcomes["failed"] += 1
         # A raised error refers to this frame and so to the rows, which would keep the region mapped until the next gc.
         outcomes, error = [], None
         return suspect

@@ -80,7 +80,8 @@ class DualQueueThreadPool(Generic[P, T]):
 
     Args:
         run: runs one or more tasks, all reads or all writes; returns their outcomes in order. If it raises, all fail.
-        joins: whether to pass a task to ``run`` together with the tasks already taken.
+        joins: called with a task that was taken; returns a function that is called with each task behind it, until it
+            returns False: whether to pass that task to ``run`` together with those before.
         cancel: returns the outcome of a task, or the rest of a task, that will not run. Called on any thread.
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.
@@ -97,7 +98,7 @@ class DualQueueThreadPool(Generic[P, T]):
         n_write_threads: int,
         *,
         run: Callable[[Sequence[P]], Sequence[T | Unfinished[P]]],
-        joins: Callable[[Sequence[P], P], bool] = lambda tasks, task: False,  # noqa: ARG005 - each task alone
+        joins: Callable[[P], Callable[[P], bool]] = lambda first: lambda task: False,  # noqa: ARG005 - each task alone
         cancel: Callable[[P], T | BaseException] = lambda task: Cancelled(),  # noqa: ARG005
         name: str,
         jobs_max: int,
@@ -338,20 +339,20 @@ class DualQueueThreadPool(Generic[P, T]):
         task = _take(queue)
         if task is None:
             return []
-        tasks, work = [task], [task.work]
+        tasks = [task]
+        joins = self._joins(task.work)
         for _ in range(len(queue) // len(self._began)):
             try:
                 task = queue[0]
             except IndexError:
                 break
             # If another thread has the task's token, leave the task to that thread.
-            if not (self._joins(work, task.work) and self._take_token()):
+            if not (joins(task.work) and self._take_token()):
                 break
             if not _remove(queue, task):
                 self._tokens.put(None)
                 break
             tasks.append(task)
-            work.append(task.work)
         return tasks
 
     def _take_token(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import sys
@@ -123,7 +124,7 @@ class PlainStore(Store):
                 os.write(descriptor, b"printed")
         elif key == "slow":
             threading.Event().wait(0.3)
-        elif key == "raise/ZeroDivisionError":
-            raise ZeroDivisionError
+        elif key.startswith("raise/") and hasattr(builtins, name := key.removeprefix("raise/")):
+            raise getattr(builtins, name)
         elif key.startswith("raise/"):
             raise getattr(errors, key.removeprefix("raise/"))("as told", key=key)

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,9 +36,9 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
 from kvtiers.tiers.isolation.pool import WorkersUnavailableError
-from kvtiers.tiers.isolation.process import Message, WorkerProcess
+from kvtiers.tiers.isolation.process import SCRATCH_KEEP_BYTES, MappedRegion, WorkerProcess
 from kvtiers.tiers.isolation.store import LISTINGS_MAX, RUN_MODULES, ProcessIsolatedStore, StoreRecipe
-from kvtiers.tiers.isolation.worker import decode_error, encode_error
+from kvtiers.tiers.isolation.worker import FrameReader, decode_error, encode_error, pack_frame
 from kvtiers.tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine, SupportsTail
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
@@ -57,7 +58,7 @@ Make = Callable[..., ProcessIsolatedStore]
 
 
 class TestNfsStoreInProcesses(FolderContract):
-    """Parts outside of any region: through the socket, or the bounce file."""
+    """Parts outside of any region: through the scratch file."""
 
     store_class: type[Store] = NfsStore
 
@@ -142,14 +143,47 @@ def test_blocks_go_through_the_region(make: Make, region: Region, tmp_path: Path
     assert store.kills == 0
 
 
-def test_only_parts_inside_the_region_are_not_carried(make: Make, region: Region) -> None:
-    store = make()
-    message = Message(store._region)
+def test_only_parts_inside_the_region_are_not_carried(region: Region) -> None:
+    mapped = MappedRegion(region.view)
     beyond = memoryview(bytearray(10))
-    message.add(["k"], [region.block(0), region.block(7), region.view[5:7], beyond, region.view[0:0]])
-    assert message.items == [
-        ["k", [(0, BLOCK_BYTES), (7 * BLOCK_BYTES, BLOCK_BYTES), (5, 2), (-1, 10), (-1, 0)]],
-    ]
+    segments, outside = mapped.locate([region.block(0), region.block(7), region.view[5:7], beyond, region.view[0:0]])
+    assert segments == [(0, BLOCK_BYTES), (7 * BLOCK_BYTES, BLOCK_BYTES), (5, 2), (-1, 10), (-1, 0)]
+    assert [part.nbytes for part in outside] == [10, 0]
+    mapped.close()
+
+
+def test_frames_that_arrive_together_and_in_pieces_are_read_one_by_one() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames = FrameReader(theirs)
+        assert frames.is_empty()
+        ours.sendall(pack_frame(["first"], b"raw") + pack_frame({}) + pack_frame("third" * 40_000, bytes(100_000))[:9])
+        content, raw = frames.receive()
+        assert (content, bytes(raw)) == (["first"], b"raw")
+        assert not frames.is_empty()
+        content, raw = frames.receive()
+        assert (content, bytes(raw)) == ({}, b"")
+        rest = pack_frame("third" * 40_000, bytes(100_000))[9:]
+        sending = threading.Thread(target=ours.sendall, args=(rest,))
+        sending.start()
+        content, raw = frames.receive()
+        sending.join()
+        assert (content, bytes(raw)) == ("third" * 40_000, bytes(100_000))
+        assert frames.is_empty()
+        ours.sendall(pack_frame("half")[:-1])
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(EOFError):
+            frames.receive()
+
+
+def test_a_large_call_leaves_no_memory_behind(make: Make) -> None:
+    """The scratch file keeps what it needs for the next calls, and no more."""
+    store = make(n_workers=1)
+    large = make_data(SCRATCH_KEEP_BYTES + 1)
+    store.put("large", [memoryview(large)])
+    assert fetch(store, "large", len(large)) == large
+    (worker,) = store._pool.workers
+    assert os.fstat(worker._scratch_fd).st_size == 0
 
 
 def test_a_region_of_several_kinds(tmp_path: Path) -> None:
@@ -301,9 +335,12 @@ def test_errors_keep_their_class_key_and_text(make: Make, kind: str) -> None:
     assert str(caught.value) == f"as told (key 'raise/{kind}')"
 
 
-def test_what_is_no_store_error_becomes_one(make: Make) -> None:
-    with pytest.raises(StoreError, match="ZeroDivisionError"):
-        make(PlainStore).put("raise/ZeroDivisionError", as_parts(b""))
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", "ConnectionResetError", "TimeoutError", "EOFError"])
+def test_what_is_no_store_error_becomes_one(make: Make, kind: str) -> None:
+    store = make(PlainStore)
+    with pytest.raises(StoreError, match=kind):
+        store.put(f"raise/{kind}", as_parts(b""))
+    assert store.kills == 0
 
 
 def test_odd_answers_cost_no_worker(make: Make) -> None:
@@ -319,9 +356,8 @@ def test_odd_answers_cost_no_worker(make: Make) -> None:
     assert caught.value.key == "b'bytes/key'"
     assert isinstance(store, SupportsGetMany)
     assert isinstance(store, SupportsTail)
-    for size in (4, 4 << 20):  # by the socket, and by the bounce file
-        outcomes = store.get_many_into([(key, [memoryview(bytearray(size))]) for key in ("f/a", "f/b")])
-        assert [type(outcome) for outcome in outcomes] == [StoreUnavailableError] * 2
+    outcomes = store.get_many_into([(key, [memoryview(bytearray(4))]) for key in ("f/a", "f/b")])
+    assert [type(outcome) for outcome in outcomes] == [StoreUnavailableError] * 2
     with pytest.raises(StoreError, match="TypeError"):
         store.get_tail("f/a", 1)
     with pytest.raises(StoreError, match="bytes is not JSON serializable"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.testing.servers import moto_server
 from kvtiers.tiers.testing.tiny_s3 import Request
 from kvtiers.tiers.tier import concurrency
+from kvtiers.tiers.tier.batches import Pair
 from kvtiers.tiers.tier.block_mover import Batch, MoveTask
 from kvtiers.tiers.tier.circuit import Circuit
 from kvtiers.tiers.tier.health import TierHealth
@@ -106,8 +106,6 @@ def test_thread_counts_that_nobody_gave_fit_the_machine(tmp_path: Path, monkeypa
         FileSystemTierManager(FakeSpec(), memoryview(b""), "fs", str(tmp_path), **given)
     fitting = default_threads()
     assert [(tier.n_read_threads, tier.n_write_threads) for tier in made] == [(fitting, fitting), (16, fitting)]
-    parameters = inspect.signature(FileSystemTierManager).parameters
-    assert [parameters[name].default for name in ("n_read_threads", "n_write_threads")] == [16, 16]
 
 
 def test_what_is_stored_comes_back(bench: Bench) -> None:
@@ -433,6 +431,39 @@ def test_what_was_moved_of_a_task_is_reported_where_its_rest_is_cancelled(
     if not is_load:
         (event,) = tier.take_events()
         assert set(event.keys) == {*KEYS[:2]}
+
+
+def test_tasks_join_a_message_up_to_its_limit_and_are_counted_once(
+    in_process: tuple[StoreTierManager, UnreadableBlob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kvtiers.tiers.isolation.mover.JOINED_S", 1e9
+    )  # what a block takes on a busy machine says nothing
+    tier, _ = in_process
+    mover = tier._mover
+    assert isinstance(mover, IsolatedMover)
+    counts = 0
+
+    class Pairs(list[Pair]):
+        def __len__(self) -> int:
+            nonlocal counts
+            counts += 1
+            return super().__len__()
+
+    def task(blocks: int) -> MoveTask:
+        return MoveTask(is_load=False, pairs=Pairs((block_key(n), n) for n in range(blocks)), deadline=60.0)
+
+    assert not mover.joins(task(1))(task(1))  # before it is known how long a block takes
+    move_tasks(tier, [60.0])
+    mover.message_blocks_max = 1000
+    tasks = [task(1) for _ in range(1000)]
+    counts = 0
+    joins = mover.joins(tasks[0])
+    assert [joins(each) for each in tasks[1:]] == [True] * 999
+    assert counts == len(tasks)
+    assert not joins(task(1))
+    assert not mover.joins(task(2))(task(999))
+    assert mover.joins(task(2))(task(998))
 
 
 def test_packed_pairs_are_the_pairs() -> None:

@@ -306,8 +306,9 @@ def test_tasks_that_join_are_run_together_and_each_has_its_outcome() -> None:
         groups.append(list(tasks))
         return [task() if isinstance(task, Gate) else task * 10 for task in tasks]
 
-    def joins(tasks: Sequence[int | Gate], task: int | Gate) -> bool:
-        return isinstance(task, int) and len(tasks) < 3
+    def joins(_: int | Gate) -> Callable[[int | Gate], bool]:
+        others = iter(range(2))
+        return lambda task: isinstance(task, int) and next(others, None) is not None
 
     pool = DualQueueThreadPool[int | Gate, object](
         1, 1, run=run, joins=joins, name="test", jobs_max=1000, cost_max=1000, n_read_only_threads=1
@@ -412,8 +413,9 @@ def test_rests_of_one_message_keep_their_order() -> None:
         order.append(job_id)
         return "noted"
 
-    def joins(tasks: Sequence[Steps], task: Steps) -> bool:
-        return len(tasks) < 3 and len(task) > 1 and tasks[0][0] is gate
+    def joins(first: Steps) -> Callable[[Steps], bool]:
+        others = iter(range(2))
+        return lambda task: len(task) > 1 and first[0] is gate and next(others, None) is not None
 
     pool = DualQueueThreadPool[Steps, object](
         1, 1, run=run_first_steps, joins=joins, name="test", jobs_max=100, cost_max=10

@@ -5,7 +5,6 @@ The tiers are made as from a config file, and their blobs are changed behind the
 
 from __future__ import annotations
 
-import math
 import random
 import shutil
 import time
@@ -338,7 +337,7 @@ def test_each_bit_of_the_trailer_is_healed(protection: Literal["none", "gmac", "
     mover = BlockMover("test", store, "test_r0", seal, Rows(payload.data), time.monotonic)
     name = block_name("test_r0", KEYS[0])
     pairs = [(KEYS[0], 0)]
-    assert mover.store_batch(pairs, math.inf).outcomes == {"moved": 1}
+    assert mover.store_batch(pairs).outcomes == {"moved": 1}
     blob = bytearray(PAGE_BYTES + TRAILER_BYTES)
     store.get_into(name, [memoryview(blob)])
     bits = range(8 * TRAILER_BYTES)
@@ -348,11 +347,11 @@ def test_each_bit_of_the_trailer_is_healed(protection: Literal["none", "gmac", "
         blob[PAGE_BYTES + bit // 8] ^= 1 << bit % 8
         store.put(name, [memoryview(blob)], overwrite=True)
         blob[PAGE_BYTES + bit // 8] ^= 1 << bit % 8
-        batch = mover.store_batch(pairs, math.inf)
+        batch = mover.store_batch(pairs)
         assert (batch.outcomes, batch.healed) == ({"moved": 1}, 1), f"bit {bit}"
-    assert mover.store_batch(pairs, math.inf).outcomes == {"already_stored": 1}
+    assert mover.store_batch(pairs).outcomes == {"already_stored": 1}
     before = payload.copy()
-    assert mover.load_batch(pairs, math.inf).succeeded == KEYS[:1]
+    assert mover.load_batch(pairs).succeeded == KEYS[:1]
     assert (payload == before).all()
     record("W7", bits_flipped=len(bits), not_healed=0)
 

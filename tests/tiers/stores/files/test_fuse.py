@@ -25,6 +25,7 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from kvtiers.tiers.isolation.calls import size_many
 from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.local import LocalStore
@@ -264,8 +265,7 @@ def test_close_on_a_hung_mount(mount: FuseMount) -> None:
     # A worker whose request the mount has taken when it is stopped cannot be killed: both must have opened the store.
     workers = [store._pool.take(WAIT_S_MAX) for _ in range(2)]
     for worker in workers:
-        worker.send("size_many", [["f/old"]], time.monotonic() + WAIT_S_MAX)
-        worker.receive(time.monotonic() + WAIT_S_MAX)
+        worker.call(size_many, ["f/old"], time.monotonic() + WAIT_S_MAX)
         store._pool.give_back(worker)
     with mount.stopped(), ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(store.size, "f/old") for _ in range(2)]

@@ -1,0 +1,118 @@
+"""What a ``ProcessIsolatedStore`` calls in its workers, one function for each method of its store.
+
+Arguments and results are JSON values; see ``worker`` for the segments of blobs. For several keys, the result is
+parallel to them and has the list of ``encode_error`` where a key failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from kvtiers.tiers.isolation.worker import encode_error
+
+LISTING_PAGE_KEYS = 256
+OPTIONAL_METHODS = ("get_tail", "quarantine", "folders")  # the parent's store has them only if the worker's store does
+
+
+def describe(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> tuple[object, list[str]]:
+    """The store's capabilities and optional methods."""
+    return asdict(store.capabilities), [name for name in OPTIONAL_METHODS if hasattr(store, name)]
+
+
+def put(store: Any, region: memoryview, argument: Any, scratch: memoryview) -> bool | None:
+    """Put a blob: ``[key, overwrite, segments]``."""
+    key, overwrite, segments = argument
+    published: bool | None = store.put(key, _parts(segments, region, scratch)[0], overwrite=overwrite)
+    return published
+
+
+def get(store: Any, region: memoryview, argument: Any, scratch: memoryview) -> list[list[str] | None]:
+    """Read blobs, each ``[key, segments]``; returns an error or None for each."""
+    requests = []
+    for key, segments in argument:
+        parts, scratch = _parts(segments, region, scratch)
+        requests.append((key, parts))
+    if len(requests) > 1 and hasattr(store, "get_many_into"):
+        return [None if failure is None else encode_error(failure) for failure in store.get_many_into(requests)]
+    return [_outcome(store.get_into, *request) for request in requests]
+
+
+def _parts(segments: Any, region: memoryview, scratch: memoryview) -> tuple[list[memoryview], memoryview]:
+    """The parts of a blob, and the rest of the scratch file's bytes."""
+    parts = []
+    for offset, length in segments:
+        if offset >= 0:
+            assert offset + length <= len(region), "a part must lie inside the region"
+            parts.append(region[offset : offset + length])
+        else:
+            parts.append(scratch[:length])
+            scratch = scratch[length:]
+    return parts, scratch
+
+
+def get_tail(store: Any, _region: memoryview, argument: Any, _raw: memoryview) -> tuple[int, str] | None:
+    """A blob's size, and its last bytes in hexadecimal: ``[key, length]``."""
+    found = store.get_tail(*argument)
+    return None if found is None else (found[0], found[1].hex())
+
+
+def quarantine(store: Any, _region: memoryview, key: str, _raw: memoryview) -> None:
+    """Move a blob aside."""
+    store.quarantine(key)
+
+
+def folders(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> list[str]:
+    """The store's folders."""
+    return list(store.folders())
+
+
+def size_many(store: Any, _region: memoryview, keys: list[str], _raw: memoryview) -> list[object]:
+    """The size of each blob, None, or an error."""
+    if hasattr(store, "size_many"):
+        return [encode_error(size) if isinstance(size, Exception) else size for size in store.size_many(keys)]
+    return [_value_or_error(store.size, key) for key in keys]
+
+
+def delete_many(store: Any, _region: memoryview, keys: list[str], _raw: memoryview) -> list[list[str] | None]:
+    """Delete blobs; returns an error or None for each."""
+    if hasattr(store, "delete_many"):
+        return [None if failure is None else encode_error(failure) for failure in store.delete_many(keys)]
+    return [_outcome(store.delete, key) for key in keys]
+
+
+def first_page(store: Any, _region: memoryview, prefix: str, _raw: memoryview) -> list[tuple[str, int, float]] | None:
+    """The whole listing if it fits on one page, else None."""
+    page = _page(store.keys(prefix), LISTING_PAGE_KEYS + 1)
+    return page if len(page) <= LISTING_PAGE_KEYS else None
+
+
+_listings: dict[str, Iterator[Any]] = {}  # at most one, in a process of its own
+
+
+def next_page(store: Any, _region: memoryview, prefix: str, _raw: memoryview) -> list[tuple[str, int, float]]:
+    """The next page of a listing; after the last one, an empty one."""
+    if prefix not in _listings:
+        _listings[prefix] = iter(store.keys(prefix))
+    return _page(_listings[prefix], LISTING_PAGE_KEYS)
+
+
+def _page(listing: Iterable[Any], count: int) -> list[tuple[str, int, float]]:
+    return [(info.key, info.size, info.mtime) for info in islice(listing, count)]
+
+
+def _outcome(call: Callable[..., object], *arguments: Any) -> list[str] | None:
+    try:
+        call(*arguments)
+    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
+        return encode_error(e)
+    return None
+
+
+def _value_or_error(call: Callable[[str], object], key: str) -> object:
+    try:
+        return call(key)
+    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
+        return encode_error(e)
