@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson
+from kvtiers.connector.commands.options import AsJson, duration_option
 from kvtiers.connector.commands.output import answer, make_console
 from kvtiers.connector.commands.places import load_deployment
 from kvtiers.connector.commands.session import EXIT_FAILED, session
@@ -110,10 +110,8 @@ def serve_metrics(
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free port.")] = 9471,
     address: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
-    probe_every: Annotated[float, typer.Option(min=0.1, help="Seconds between probes of each tier.")] = 15.0,
-    scan_every: Annotated[
-        float, typer.Option(min=0, help="Seconds between scans, which list every block; 0: never.")
-    ] = 3600.0,
+    probe_every: Annotated[str, typer.Option(help="Time between probes of each tier, 100ms or more.")] = "15s",
+    scan_every: Annotated[str, typer.Option(help="Time between scans, which list every block; 0: never.")] = "1h",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the URL as JSON when the server is ready.")
     ] = False,
@@ -137,8 +135,8 @@ def serve_metrics(
         load_deployment(config),
         port=port,
         address=address,
-        probe_every_s=probe_every,
-        scan_every_s=scan_every,
+        probe_every_s=duration_option("--probe-every", probe_every, least_s=0.1),
+        scan_every_s=duration_option("--scan-every", scan_every),
         stop=stop,
         started=started,
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtiers.tiers.config.values import parse_size
+from kvtiers.tiers.config.values import parse_duration, parse_size, show_duration
 from kvtiers.tiers.errors import ConfigError
 
 Config = Annotated[
@@ -30,3 +30,18 @@ def size_option(option: str, text: str) -> int:
         return parse_size(text)
     except ValueError as e:
         raise ConfigError(f"{text!r} {e}", field=option) from e
+
+
+def duration_option(option: str, text: str, *, least_s: float = 0.0) -> float:
+    """Parse the duration that an option was given, in seconds.
+
+    Raises:
+        ConfigError: it is not a duration, or too short.
+    """
+    try:
+        seconds = parse_duration(text)
+    except ValueError as e:
+        raise ConfigError(f"{text!r} {e}", field=option) from e
+    if seconds < least_s:
+        raise ConfigError(f"{text!r} is too short; accepted is {show_duration(least_s)} or more", field=option)
+    return seconds
