@@ -24,6 +24,7 @@ from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.stores.files.mounts import mount_findings
 from kvtiers.tiers.testing.servers import S3Server, moto_server
+from tests.connector.commands.model_configs import LLAMA_8B
 from tests.docs import snippets
 from tests.docs.snippets import DOCS, GUIDES, PAGES, ROOT, Snippet, commands
 
@@ -46,9 +47,11 @@ NOT_RUN = {
     "mount": "needs root and a server; its options are judged below",
     "openssl": "makes a random key; tests/tiers/blocks test the format",
     "pip": "tests/test_install.py installs; here it would change the tests' environment",
+    "prometheus": "tests/docs/test_monitoring.py runs it with that configuration",
     "promtool": "tests/connector/commands/test_dashboards.py runs it",
     "python": "its module is looked up below",
     "python3": "its module is looked up below",
+    "sed": "edits a file of the user's",
     "sudo": "needs other users; what it runs is run without it",
     "systemctl": "needs systemd as PID 1; the units are verified below",
     "vllm": "needs vLLM and a model; make e2e runs it, and its --kv-transfer-config is checked below",
@@ -325,7 +328,8 @@ def test_the_guides_commands_run(page: Path, tmp_path: Path, s3: S3Server, monke
     files = {each.title.partition(",")[0]: each.body for each in snippets.of("yaml", pages=[page])}
     if local not in files:
         files[local] = next(each.body for each in snippets.of("yaml", pages=[DOCS / "guides" / "local-disk.md"]))
-    configs = {}
+    configs = {"MODEL": tmp_path / "config.json"}
+    configs["MODEL"].write_text(json.dumps(LLAMA_8B))
     for place, (name, body) in enumerate(files.items()):
         document = yaml.safe_load(body) if name.endswith(".yaml") else None
         if document and "tiers" in document:

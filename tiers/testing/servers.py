@@ -74,6 +74,7 @@ class S3Server:
 def moto_server() -> Iterator[S3Server]:
     """Run moto's S3 server in a thread of this process."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from moto.s3.models import FakeKey
     from moto.s3.responses import S3Response
     from werkzeug.serving import make_server
 
@@ -81,14 +82,19 @@ def moto_server() -> Iterator[S3Server]:
     app = DomainDispatcherApplication(create_backend_app)
     # moto searches the folder of its services on each request, which takes one of the three milliseconds of a HEAD.
     app.get_backend_for_host = functools.cache(app.get_backend_for_host)  # type: ignore[method-assign]
-    put_object, lock = S3Response.put_object, threading.Lock()
+    make_key, put_object, lock = FakeKey.__init__, S3Response.put_object, threading.Lock()
+
+    def make_key_with_etag(key: Any, *args: Any, **kwargs: Any) -> None:
+        # moto computes an object's etag when it is first asked for, from a buffer that an overwrite closes meanwhile.
+        make_key(key, *args, **kwargs)
+        key.etag  # noqa: B018 - a property
 
     def put_one(response: Any) -> Any:
         # moto checks If-None-Match before it stores, not atomically; two concurrent puts would both create the object.
         with lock:
             return put_object(response)
 
-    S3Response.put_object = put_one  # type: ignore[assignment]
+    FakeKey.__init__, S3Response.put_object = make_key_with_etag, put_one  # type: ignore[method-assign,assignment]
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
     thread = threading.Thread(target=server.serve_forever, name="moto", daemon=True)
     thread.start()
@@ -98,7 +104,7 @@ def moto_server() -> Iterator[S3Server]:
         server.shutdown()
         thread.join()
         server.server_close()
-        S3Response.put_object = put_object  # type: ignore[method-assign]
+        FakeKey.__init__, S3Response.put_object = make_key, put_object  # type: ignore[method-assign]
 
 
 class SeaweedServer:

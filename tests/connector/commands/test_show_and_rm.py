@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -200,6 +201,12 @@ def test_the_question_on_a_terminal(root: Path, typed: bytes, code: int, said: s
             assert char, shown
             shown += char
         os.write(ours, typed)
+        if code == 130:  # Python loses a signal that comes right before it blocks in a read: press the key again
+            for _ in range(10):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=20)
+                    break
+                os.write(ours, typed)
         rest, _ = process.communicate(timeout=120)
         assert (process.returncode, said in rest, "Traceback" in rest) == (code, True, False), rest
     finally:

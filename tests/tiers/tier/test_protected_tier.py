@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -395,8 +396,10 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
     workers = tier.store.inner._pool  # type: ignore[attr-defined]
     # A process that is still being started has its parent's environment.
     wait_for(lambda: collector._process is not None and workers.workers and not workers._starting)
-    threads = Path(f"/proc/{os.getpid()}/task").iterdir()
-    started = [pid for thread in threads for pid in (thread / "children").read_text().split()]
+    started: list[str] = []
+    for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            started += (thread / "children").read_text().split()
     assert len(started) > 1  # a worker and the collector
     for pid in started:
         assert OLD.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
