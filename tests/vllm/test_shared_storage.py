@@ -1288,7 +1288,7 @@ class _Types(dict[Any, Any]):
     ("extra", "field"),
     [
         ({"max_byte": "1GiB"}, "max_byte"),
-        ({"lookup_deadline_s": "1s"}, "lookup_deadline_s"),
+        ({"lookup_deadline_s": "soon"}, "lookup_deadline_s"),
         ({"load_deadline_s": -1}, "load_deadline_s"),
         ({"load_deadline_s": float("nan")}, "load_deadline_s"),
     ],
