@@ -213,8 +213,8 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
     Raises:
         ConfigError: see ``parse_config``.
     """
-    known = sorted({*TIER_MODELS, *registered, *_entry_points(), *_store_entry_points()})
     if not isinstance(data, dict):
+        known = _known_types(registered)
         raise Mistakes([("", f"{show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
     tier_type = data.get("type")
     model: type[TierConfig] | type[ExternalTierConfig]
@@ -224,16 +224,18 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         raise Mistakes([("type", f"{show(tier_type)} {e}")]) from None
     if not isinstance(tier_type, str):
         problem = "is required" if tier_type is None else f"{show(tier_type)} is not a tier type"
-        raise Mistakes([("type", f"{problem}; accepted: {', '.join(known)}")])
+        raise Mistakes([("type", f"{problem}; accepted: {', '.join(_known_types(registered))}")])
     data = data | {"type": tier_type}
     if data.get("module_path") in (None, ""):  # the same as leaving it out
         data = {name: value for name, value in data.items() if name != "module_path"}
     data = as_store_tier(data)
     tier_type = data["type"]
-    if (tier_type != "store" and "module_path" in data) or (tier_type not in TIER_MODELS and tier_type in known):
+    if tier_type != "store" and "module_path" in data:
         model = ExternalTierConfig
     elif tier_type in TIER_MODELS:
         model = TIER_MODELS[tier_type]
+    elif tier_type in (known := _known_types(registered)):
+        model = ExternalTierConfig
     else:
         meant = did_you_mean(tier_type, known)
         accepted = f"accepted: {', '.join(known)}, or a class with module_path"
@@ -310,8 +312,10 @@ def _accept_variables(properties: dict[str, dict[str, Any]]) -> None:
             properties[name] = {"anyOf": [accepted, {"type": "string", "pattern": r"\$"}]}
 
 
-def _entry_points() -> list[str]:
-    return [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
+def _known_types(registered: Collection[str]) -> list[str]:
+    """All tier types. Slow: reading the entry points of all installed packages takes some milliseconds."""
+    installed = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
+    return sorted({*TIER_MODELS, *registered, *installed, *_store_entry_points()})
 
 
 def _names(model: type[BaseModel]) -> str:
