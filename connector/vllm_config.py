@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtiers.connector.prefixes.place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
-from kvtiers.tiers.config.deployment import DeploymentConfig, RegionConfig, load_config, parse_config
+from kvtiers.tiers.config.deployment import DeploymentConfig, RegionConfig, load_named, parse_config
 from kvtiers.tiers.config.tier_options import FsspecTierConfig, S3TierConfig, StoreTierConfig, TierConfig
 from kvtiers.tiers.errors import ConfigError, public_url
 from kvtiers.tiers.plain_logs import get_logger
@@ -69,7 +69,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: lists the file's mistakes.
     """
-    deployment = load_config(deployment_path, SecondaryTierFactory.tier_types())
+    deployment = load_named(deployment_path, SecondaryTierFactory.tier_types())
     path = os.path.abspath(deployment_path)
     offloading = {"kv_connector": "KVTiersConnector", "kv_role": "kv_both"}
     ways: dict[str, Any] = {
@@ -162,7 +162,7 @@ def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
             raise ConfigError(
                 "give either config_file, or cpu_bytes_to_use, tiers and eviction_policy", field="config_file"
             )
-        return load_config(config_file, registered)
+        return load_named(config_file, registered)
     if "cpu_bytes_to_use" not in extra_config:
         raise ConfigError("is required without config_file; write a size such as 4GiB", field="cpu_bytes_to_use")
     if "tiers" not in extra_config:
@@ -186,7 +186,7 @@ def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
     if "identity" in extra_config:
         return parse_config({"region": {"size": "1MiB"}, "identity": extra_config["identity"]}).identity.ignore
     file = extra_config.get("config_file")
-    return () if file is None else load_config(file, SecondaryTierFactory.tier_types()).identity.ignore
+    return () if file is None else load_named(file, SecondaryTierFactory.tier_types()).identity.ignore
 
 
 def keeps_storage(extra_config: Mapping[str, Any]) -> bool:
@@ -207,7 +207,7 @@ def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:
     Raises:
         ConfigError: lists the file's mistakes.
     """
-    deployment = load_config(deployment_path, SecondaryTierFactory.tier_types())
+    deployment = load_named(deployment_path, SecondaryTierFactory.tier_types())
     return _why_no_spec(deployment) if way == "spec" else _why_not_shared(deployment)
 
 

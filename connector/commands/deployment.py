@@ -15,7 +15,7 @@ from kvtiers.connector.commands.options import AsJson, duration_option
 from kvtiers.connector.commands.output import answer, make_console
 from kvtiers.connector.commands.places import load_deployment
 from kvtiers.connector.commands.session import EXIT_FAILED, session
-from kvtiers.tiers.config.deployment import load_config
+from kvtiers.tiers.config.deployment import load_named
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 
@@ -65,7 +65,7 @@ def vllm_config(
     from kvtiers.connector.vllm_config import vllm_config as make
     from kvtiers.connector.vllm_config import why_not
 
-    for index, tier in enumerate(load_config(config, SecondaryTierFactory.tier_types()).tiers):
+    for index, tier in enumerate(load_named(config, SecondaryTierFactory.tier_types()).tiers):
         if getattr(tier, "embedded", False):
             raise ConfigError(
                 "starts a server that only kvtiers demo has; give an endpoint_url instead",
@@ -93,7 +93,7 @@ def doctor(config: YamlFile, as_json: AsJson = False) -> None:
     from kvtiers.connector.commands.doctor_storage import PROBE_FOLDER
 
     session().if_interrupted = lambda: f"a test blob of 4 KiB may be left below {PROBE_FOLDER} in a tier; run it again"
-    findings = examine(load_config(config, SecondaryTierFactory.tier_types()))
+    findings = examine(load_named(config, SecondaryTierFactory.tier_types()))
     failed = any(finding.level == "problem" for finding in findings)
     if as_json:
         answer({"findings": [dataclasses.asdict(finding) for finding in findings]}, ok=not failed)

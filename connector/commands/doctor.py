@@ -41,6 +41,7 @@ from kvtiers.tiers.config.tier_options import (
     S3TierConfig,
     TierConfig,
 )
+from kvtiers.tiers.config.values import show_size
 from kvtiers.tiers.errors import KVTiersError, StoreError, printable
 from kvtiers.tiers.tools.inventory import block_beginnings
 
@@ -136,7 +137,7 @@ def _locked_memory(region_bytes: int) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("ok", "host", "locked memory", "unlimited")
-    text = f"limited to {soft / 2**20:.0f} MiB, the region takes {region_bytes / 2**20:.0f}"
+    text = f"limited to {show_size(soft)}, the region takes {show_size(region_bytes)}"
     if soft >= region_bytes:
         return Finding("ok", "host", "locked memory", text)
     return Finding(

@@ -27,7 +27,7 @@ from kvtiers.connector.prefixes.limits import PrefixLimits
 from kvtiers.connector.prefixes.place import place_at, place_of_prefixes
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, IDENTITY_FILE_PREFIX
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.config.deployment import DeploymentConfig, load_config, parse_config
+from kvtiers.tiers.config.deployment import DeploymentConfig, load_named, parse_config
 from kvtiers.tiers.config.open_store import open_tool_store, tool_recipe
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
@@ -224,7 +224,7 @@ def load_deployment(config: str) -> DeploymentConfig:
         deployment = parse_config({"region": {"size": BARE_REGION_BYTES}})
         return deployment.model_copy(update={"tiers": (_bare_tier(config),)})
     try:
-        return load_config(config, SecondaryTierFactory.tier_types())
+        return load_named(config, SecondaryTierFactory.tier_types())
     except ConfigError as e:
         if config.endswith(_YAML_ENDINGS) or os.path.lexists(config):
             raise

@@ -92,7 +92,10 @@ def rm(
             if not as_json and not dry_run:
                 _show_result(results.last)
             if not dry_run and getattr(plan.place.config, "max_bytes", None) is not None:
-                note(f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc)")
+                note(
+                    f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc), "
+                    "and what an engine reserved until some minutes after its end"
+                )
     failed = any(one["failed"] or one["written"] for result in results.all for one in result.get("namespaces", ()))
     results.end(as_json=as_json, failed=failed)
 

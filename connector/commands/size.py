@@ -15,7 +15,7 @@ from kvtiers.connector.kv_shape import KVShape, kv_shape, number_bytes, read_mod
 from kvtiers.connector.region.region_header import row_stride
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.config.deployment import DeploymentConfig, load_config
+from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 
@@ -143,7 +143,7 @@ def size(
 
     Draft models for speculative decoding are not counted. Models that this command does not know are refused.
     """
-    deployment = None if config is None else load_config(config, SecondaryTierFactory.tier_types())
+    deployment = None if config is None else load_named(config, SecondaryTierFactory.tier_types())
     contents = read_model_config(model)
     shape = kv_shape(contents)
     sizing = size_of(

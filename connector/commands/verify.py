@@ -258,7 +258,9 @@ def _show(result: dict[str, Any]) -> None:
     if result["errors"]:
         say(f"  could not be read: {blocks_in_words(result['errors'])}")
     if not result["bad_count"] and not result["errors"]:
-        if not result["foreign"]:
+        if not result["blocks"]:
+            say("  there are no blocks to verify")
+        elif not result["foreign"]:
             say("  all blocks are intact")
         elif result["foreign"] < result["blocks"]:
             say("  all other blocks are intact")

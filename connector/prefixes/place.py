@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
-from kvtiers.tiers.config.deployment import load_config, parse_tier
+from kvtiers.tiers.config.deployment import load_named, parse_tier
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
@@ -73,7 +73,7 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
         except ConfigError as e:
             raise ConfigError(e.message, field=f"tier.{e.field}".rstrip(".")) from None
     config_file = extra_config["config_file"]
-    tiers = load_config(config_file, SecondaryTierFactory.tier_types()).tiers
+    tiers = load_named(config_file, SecondaryTierFactory.tier_types()).tiers
     index = extra_config.get("index", 0 if len(tiers) == 1 else None)
     if not isinstance(index, int) or not 0 <= index < len(tiers):
         raise ConfigError(f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1}", field="index")

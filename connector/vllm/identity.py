@@ -156,7 +156,7 @@ def _plain(value: Any, place: str) -> Any:
 
 @cache
 def _say_that_the_type_counts(place: str, kind: str) -> None:
-    if "PydanticUndefined" not in kind:
+    if "PydanticUndefined" not in kind and kind != "dataclasses._MISSING_TYPE":  # no value: nothing is left out
         logger.warning("%s is a %s: only its type is part of the namespace, not its value", place, kind)
 
 

@@ -24,7 +24,7 @@ from kvtiers.connector.vllm.metrics import StatsExporter, definitions
 from kvtiers.tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.config.deployment import load_config
+from kvtiers.tiers.config.deployment import load_named
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.registry import SecondaryTierFactory
@@ -83,7 +83,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._role = translate.role_of(vllm_config)
         if tier is None:
             assert config_file is not None
-            tier = dict(load_config(config_file, SecondaryTierFactory.tier_types()).tiers[index])
+            tier = dict(load_named(config_file, SecondaryTierFactory.tier_types()).tiers[index])
         options = tier
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type. The tier's own name or type says more than KVTiersTier.

@@ -111,6 +111,13 @@ class FileMapper:
         self.name_prefix = f"{self._base}_r{rank}"
         """First folder of every block's name."""
 
+    @property
+    def block_tokens(self) -> str:
+        """The tokens of a stored block, as text: "256", or "16 or 32" if the KV groups differ."""
+        fields = self._fields
+        sizes = {int(group["block_size"]) for group in fields["kv_cache_groups"]} or {fields["hash_block_size"]}
+        return " or ".join(f"{size * fields['gpu_blocks_per_file']:,}" for size in sorted(sizes))
+
     @classmethod
     def from_offloading_spec(
         cls,

@@ -155,6 +155,16 @@ def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) 
     return parse_config(data, registered, folder=os.path.dirname(os.path.abspath(path)))
 
 
+def load_named(path: str | os.PathLike[str], registered: Collection[str] = ()) -> DeploymentConfig:
+    """Load a file, as ``load_config`` does; each mistake begins with the file's name."""
+    try:
+        return load_config(path, registered)
+    except Mistakes as e:
+        raise Mistakes(
+            [(f"{os.fspath(path)}: {field}" if field else os.fspath(path), text) for field, text in e.found]
+        ) from None
+
+
 def parse_config(data: object, registered: Collection[str] = (), *, folder: str | None = None) -> DeploymentConfig:
     """Validate a deployment given as plain data. Keys that begin with ``x-`` are ignored (for YAML anchors).
 

@@ -83,7 +83,16 @@ def explain(
         homes: known key -> where it belongs, for keys that are written elsewhere.
     """
     schema = _schema_of(model)
-    return [_explain_one(item, schema, data, homes) for item in error.errors(include_url=False)]
+    items = error.errors(include_url=False)
+    # A misspelt key that is required is one mistake, not two.
+    unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
+    meant = {(*loc[:-1], _meant_key(loc, schema)) for loc in unknown}
+    told = [item for item in items if item["type"] != "missing" or item["loc"] not in meant]
+    return [_explain_one(item, schema, data, homes) for item in told]
+
+
+def _meant_key(loc: tuple[int | str, ...], schema: dict[str, Any]) -> str:
+    return did_you_mean(str(loc[-1]), _schema_at(schema, loc[:-1]).get("properties", {}))
 
 
 @cache

@@ -28,6 +28,8 @@ def read_yaml(path: str | os.PathLike[str]) -> object:
     try:
         with Path(path).open("rb") as f:
             raw = f.read(FILE_BYTES_MAX + 1)
+    except IsADirectoryError as e:
+        raise ConfigError("is a folder; give a deployment's YAML file", field=str(path)) from e
     except OSError as e:
         raise ConfigError(f"cannot be read: {e.strerror}", field=str(path)) from e
     if len(raw) > FILE_BYTES_MAX:

@@ -460,3 +460,12 @@ def test_any_single_mistake_names_its_field(data: st.DataObject) -> None:
     assert any(field.rpartition(".")[2] in expected or field in expected for field in fields), (fields, message)
     assert message.isprintable() or "\n" in message
     json.dumps(message)
+
+
+def test_a_misspelt_required_key_is_one_mistake() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"regoin": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dirr": "/x"}]})
+    assert str(caught.value).split("\n") == [
+        "regoin: is not a known key; did you mean region?",
+        "tiers[0].root_dirr: is not a known key; did you mean root_dir?",
+    ]
