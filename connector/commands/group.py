@@ -209,6 +209,9 @@ def _explained(e: Exception, current: Session) -> ExitCode:
     if hasattr(e, "format_message"):  # an error of usage, of the parser that typer brings or imports
         from typer.rich_utils import rich_format_error
 
+        variable = getattr(getattr(e, "param", None), "envvar", None)
+        if variable and type(e).__name__ == "MissingParameter":
+            e.message = f"Give it, or set ${variable}."  # type: ignore[attr-defined]
         current.errors.append(e.format_message())
         rich_format_error(e)  # type: ignore[arg-type]
         return ExitCode.BAD_INPUT

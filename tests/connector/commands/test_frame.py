@@ -128,6 +128,9 @@ def test_the_environment_names_the_configuration(root: Path, monkeypatch: pytest
     assert "verdict" in run("show", NAMES[0])[1]
     monkeypatch.setenv("KVTIERS_CONFIG", str(root / "absent.yaml"))
     assert "10 blocks" in ok("du", config)
+    monkeypatch.delenv("KVTIERS_CONFIG")
+    code, out = run("du")
+    assert (code, "Give it, or set $KVTIERS_CONFIG" in " ".join(out.split())) == (2, True)
 
 
 # ---- exit codes and errors -------------------------------------------------------------------------------------------
