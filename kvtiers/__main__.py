@@ -7,7 +7,9 @@ import signal
 
 def main() -> None:
     """Run the command line. Ctrl-C while its modules are imported ends the process at once, without a traceback."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as it is for a command that a script runs in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvtiers.connector.commands import cli
 
     signal.signal(signal.SIGINT, before)

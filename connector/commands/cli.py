@@ -73,7 +73,8 @@ def main() -> None:
         app()
     finally:
         # From here on a second Ctrl-C ends the process at once, instead of with a traceback of the interpreter's end.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
             sys.stdout.flush()
         except OSError:  # reported already; the interpreter would flush again at exit, and report it once more

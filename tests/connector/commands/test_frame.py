@@ -41,6 +41,11 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([*CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
+def heed_ctrl_c() -> None:
+    """In the child: tests that a script runs in the background ignore Ctrl-C, and their children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 # ---- options and start-up --------------------------------------------------------------------------------------------
 
 
@@ -231,7 +236,9 @@ def test_ctrl_c_while_modules_are_imported_shows_no_traceback(root: Path, module
         "from kvtiers.__main__ import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, preexec_fn=heed_ctrl_c
+    )
     assert done.returncode == code, done.stderr
     assert done.stderr in ("", "kvtiers ls: interrupted: nothing was changed\n")
 
@@ -239,7 +246,9 @@ def test_ctrl_c_while_modules_are_imported_shows_no_traceback(root: Path, module
 def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
     """With what was done and how to continue."""
     (tmp_path / "target").mkdir()
-    process = start("migrate", str(root), str(tmp_path / "target"), "--limit-rate", "1KiB", "--json")
+    process = start(
+        "migrate", str(root), str(tmp_path / "target"), "--limit-rate", "1KiB", "--json", preexec_fn=heed_ctrl_c
+    )
     wait_for(lambda: any((tmp_path / "target").rglob("config.json")))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
