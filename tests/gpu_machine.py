@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 CONTROL_DEVICE = Path("/dev/nvidiactl")
@@ -48,3 +49,18 @@ def has_nvidia_gpu() -> bool:
         return False
     listed = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False, timeout=60)
     return "GPU 0" in listed.stdout
+
+
+def skip_without_cuda() -> None:
+    """Skip the running test where there is no CUDA device.
+
+    If there is a GPU that torch cannot use, fail the test where ``KVTIERS_TEST_GPU`` is 1, as in ``make test-gpu``.
+    """
+    try:
+        reason = why_no_cuda()
+    except UnusableGpuError as error:
+        if os.environ.get("KVTIERS_TEST_GPU") == "1":
+            pytest.fail(str(error), pytrace=False)
+        reason = str(error)
+    if reason is not None:
+        pytest.skip(reason)

@@ -171,7 +171,7 @@ class Room:
     Attributes:
         name: the part's path in the YAML file.
         max_bytes: its limit; None: it has none.
-        tokens: None if there is no limit, or if the model does not allow the computation.
+        tokens: None if there is no limit, or if the number cannot be computed for this model.
     """
 
     name: str

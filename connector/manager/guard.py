@@ -132,7 +132,7 @@ class GuardedTier:
 
         Returns False if it was counted before.
         """
-        if req_context.req_id:  # without an id, repeats cannot be recognized and no finish is reported
+        if req_context.req_id:  # otherwise repeats cannot be recognized, and no finish is reported
             answered = self._answered.get(req_context.req_id)
             if answered is None:
                 answered = self._answered[req_context.req_id] = set()

@@ -78,7 +78,10 @@ class TierJobs:
         self._reports_until = max(self._reports_until, until)
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
-        method, context = ("submit_load", job.request.context) if job.request else ("submit_store", ReqContext())
+        if job.request is None:
+            method, context = "submit_store", ReqContext()
+        else:
+            method, context = "submit_load", job.request.context
         if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, context)) is RAISED:
             self._raised[job_id] = until
             return False

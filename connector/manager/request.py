@@ -18,7 +18,7 @@ _STEP_S_MAX = 0.1  # most of a gap between lookups that counts as waited; or hal
 
 
 class State(Enum):
-    """State of a request. A limit that passes leads on as if the tiers lacked the keys."""
+    """State of a request. When a limit passes, the request goes on as if the tiers lacked the keys."""
 
     IDLE = auto()  # it waits for nothing and holds nothing; loads that it began before ``stop`` go on, for any request
     ASKING = auto()  # tiers owe answers (limits lookup_deadline_s, lookup_total_s), or hits wait for the step's end
@@ -46,7 +46,8 @@ class Request:
     """A request that missed the region. Other classes read its fields; only its methods write them. Scheduler thread.
 
     Each key advances by itself: a tier owes an answer for it, then it is a hit, then its block is coming, then held.
-    If hits were refused a slot, the state tells what they wait for; else it is the state of the keys furthest behind::
+    While hits wait for a slot, the state names what they wait for. Otherwise it is the state of the keys that are
+    furthest behind::
 
                lookup: a tier owes an answer, or has a key
         IDLE --------------------------------> ASKING <------- LOADING, HELD: lookup of further keys
@@ -89,7 +90,7 @@ class Request:
     owed: set[OffloadKey] = field(default_factory=set)
     was_owed: set[OffloadKey] = field(default_factory=set)  # ``owed`` as it was in the round of lookups before
     owing: int = 0  # bit mask of the tiers that owe answers
-    waited_s: float = 0.0  # since when answers are owed; long gaps between lookups count only in part
+    waited_s: float = 0.0  # seconds that answers have been owed for; long gaps between lookups count only in part
     silences: dict[int, tuple[int, float]] = field(default_factory=dict)  # polled tier -> (answers, seconds since one)
     gave_up: int = 0  # bit mask of the tiers whose answers it no longer waits for
     # Hits, which have no slot yet
@@ -265,7 +266,7 @@ class Request:
             block.add_waiter(self)
 
     def look_again(self) -> None:
-        """Do not wait for a load that begins: another load of its block has failed since the request came."""
+        """Look the keys up again in the next step, instead of waiting for a load that begins now."""
         self.has_news = True
 
     def filling_ended(self, key: OffloadKey) -> None:
@@ -355,7 +356,8 @@ class Request:
         elif self.coming:
             state = State.LOADING
         else:
-            state = State.HELD if self.held or self.loading else State.IDLE
+            # Loads of before ``stop`` go on without the request, which is not in ``waiting`` then.
+            state = State.HELD if self.held or (self.loading and self in self.waiting) else State.IDLE
         if state is not self.state:
             self._enter(state)
 

@@ -22,7 +22,7 @@ from kvtiers.connector.manager.cascade import Cascade
 from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
 from kvtiers.connector.manager.jobs import TierJobs
 from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
+from kvtiers.connector.manager.primary import BlockState, CPUPrimaryTier
 from kvtiers.connector.manager.promotion import Loads, PromotionRoom, TierLoads
 from kvtiers.connector.manager.request import Request
 from kvtiers.connector.manager.waiting import WaitingRequests
@@ -208,18 +208,14 @@ class TieringOffloadingManager(OffloadingManager):
         if request is None:
             if block is not None and requests.is_full:
                 return None
-            request = requests.remember(req_context, self.barred(req_context))
+            request = requests.remember(req_context, self.barred)
             if request is None:
                 return False
-        if block is not None:
-            return self._wait_for_block(block, request)
-        return None if key in request.hits else self._lookup_tiers(key, request)
-
-    def _wait_for_block(self, block: Block, request: Request) -> bool | None:
-        """Wait for a block that is being filled, unless a load of it from that tier failed since the request came."""
         # Not ``request.refused``: a key may also be refused for lack of room, and this block already has a slot.
-        if block.state is BlockState.LOADING and self._loads.has_failed(request, block.key, block.tier):
-            return self._lookup_tiers(block.key, request)  # ask the other tiers
+        if block is None or (
+            block.state is BlockState.LOADING and self._loads.has_failed(request, key, block.tier)  # ask other tiers
+        ):
+            return None if key in request.hits else self._lookup_tiers(key, request)
         if block.state is not BlockState.QUARANTINED:
             request.await_block(block)
         request.wait(self._options.promotion_hold_s)

@@ -68,7 +68,7 @@ class WaitingRequests:
         self._may_hold = True
         request.begin_round()
 
-    def remember(self, context: ReqContext, barred: int) -> Request | None:
+    def remember(self, context: ReqContext, barred: Callable[[ReqContext], int]) -> Request | None:
         """Add a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
 
         A new request must not replace one that still waits. The replaced request would be new at its next lookup and
@@ -86,7 +86,8 @@ class WaitingRequests:
                 )
                 return None
             self.end(oldest.req_id)
-        request = self.by_id[context.req_id] = Request(context, self._primary, self._options, self.waiting, now, barred)
+        request = Request(context, self._primary, self._options, self.waiting, now, barred(context))
+        self.by_id[context.req_id] = request
         self.begin_round(request)
         return request
 

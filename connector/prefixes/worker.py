@@ -26,7 +26,7 @@ from kvtiers.tiers.plain_logs import get_logger
 logger = get_logger(__name__)
 
 IDLE_WAIT_S = 0.001
-SAVE_BYTES_MAX = 4 << 30
+SAVE_BYTES_MAX = 4 << 30  # of copies that wait to be published; on CUDA torch pins such memory, and keeps it
 SAY_EVERY_S = 60.0
 
 
@@ -129,7 +129,12 @@ class PrefixWorker:
             slots, copied = transfer.slot_mapping, None
             if self._cuda is not None:
                 slots = slots.pin_memory().to(self._cuda, non_blocking=True)
-            layers = {layer: extract_slots(self._pages(tensor), slots) for layer, tensor in self._kv_caches.items()}
+            try:
+                layers = {layer: extract_slots(self._pages(tensor), slots) for layer, tensor in self._kv_caches.items()}
+            except RuntimeError as e:  # on CUDA: no more memory can be pinned
+                self.dropped_blocks += len(transfer.hashes)
+                self._warn_not_stored(e)
+                continue
             if self._cuda is not None:
                 copied = submitted_so_far(self._cuda)
             job = self._save_pool.submit(_publish, store, transfer.hashes, layers, copied)

@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -77,7 +76,6 @@ def run(model: LoadedModel, memory: PagedKVCache, prompt: Sequence[int], root: s
     engine = Engine(model, memory, spec, store_chunks_max=rows)
     try:
         engine.warm_up()
-        began = time.perf_counter()
         request = engine.submit(prompt, max_new_tokens=NEW_TOKENS, load=load, store=not load)
         blocks = len(prompt) // engine.chunk_tokens * BLOCKS_PER_CHUNK
         engine.run(request)
@@ -91,7 +89,6 @@ def run(model: LoadedModel, memory: PagedKVCache, prompt: Sequence[int], root: s
             "answer": request.answer,
             "kv": kv,
             "kv_bytes": sum(each.nbytes for each in kv),
-            "answer_s": answered - began,
             "stored_after_s": time.perf_counter() - answered,
             "copy_s": engine.loaded.seconds if load else engine.stored.seconds,
         }
@@ -124,7 +121,7 @@ def measure(model: LoadedModel, tokens: int, root: Path, device: torch.device) -
         torch.equal(old[:loaded_blocks], new[:loaded_blocks]) for old, new in zip(cold["kv"], warm["kv"], strict=True)
     ):
         raise RuntimeError("loaded KV is not the KV that was stored")
-    figures = {
+    return {
         "tokens": tokens,
         "kv_gib": cold["kv_bytes"] / GIB,
         "cold_ttft_s": cold["ttft_s"],
@@ -137,8 +134,6 @@ def measure(model: LoadedModel, tokens: int, root: Path, device: torch.device) -
         "store_copy_gb_s": cold["kv_bytes"] / cold["copy_s"] / GB,
         "answers_equal": cold["answer"] == warm["answer"],
     }
-    del cold, warm, memory
-    return figures
 
 
 def main() -> int:
@@ -158,17 +153,12 @@ def main() -> int:
     model = make_model(args.layers, args.hidden, torch.bfloat16, device)
     for root in args.root:
         root.mkdir(parents=True, exist_ok=True)
-        for tokens in (args.tokens[0], *args.tokens):  # the first run of a root warms up: it is left out
-            figures = measure(model, tokens, root, device)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            report["rows"].append({"root": str(root), "free_gib": shutil.disk_usage(root).free / GIB, **figures})
+        measure(model, args.tokens[0], root, device)  # warms up
+        for tokens in args.tokens:
+            report["rows"].append({"root": str(root), **measure(model, tokens, root, device)})
+            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in report["rows"][-1].items()}))
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
-            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in report["rows"][-1].items()}))
-        del report["rows"][-1 - len(args.tokens)]
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -9,70 +9,56 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtiers.tiers.errors import (
-    BlobCorruptError,
-    BlobNotFoundError,
-    ConfigError,
-    InvalidKeyError,
-    KVTiersError,
-    NamespaceMismatchError,
-    QueueFullError,
-    RegionError,
-    SealError,
-    StoreClosedError,
-    StoreConfigError,
-    StoreError,
-    StoreFullError,
-    StorePermissionError,
-    StoreThrottledError,
-    StoreTimeoutError,
-    StoreUnavailableError,
-)
+from kvtiers.tiers import errors
+
+ErrorClass = type[errors.KVTiersError]
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 
 #: Class -> what to do, in Markdown.
-ADVICE: dict[type[KVTiersError], str] = {
-    KVTiersError: "Catch this class to catch everything that kvtiers raises on purpose.",
-    ConfigError: "Correct the named field. `kvtiers check FILE` lists all mistakes of a file at once.",
-    NamespaceMismatchError: (
+ADVICE: dict[ErrorClass, str] = {
+    errors.KVTiersError: "Catch this class to catch everything that kvtiers raises on purpose.",
+    errors.ConfigError: "Correct the named field. `kvtiers check FILE` lists all mistakes of a file at once.",
+    errors.NamespaceMismatchError: (
         "Choose another root, or delete the namespace's folder if nothing else uses it "
         "([the engine does not start](troubleshooting.md#the-engine-does-not-start))."
     ),
-    SealError: (
+    errors.SealError: (
         "Nothing: the block is a miss, and the next store replaces it. If the rate is steady, see "
         "[blocks fail verification](troubleshooting.md#blocks-fail-verification)."
     ),
-    QueueFullError: (
+    errors.QueueFullError: (
         "Nothing, if it is rare: the store is dropped and counted. Otherwise see "
         "[stores are dropped](troubleshooting.md#stores-are-dropped)."
     ),
-    RegionError: (
+    errors.RegionError: (
         "Usually a smaller `region.size` or a larger `/dev/shm` "
         "([the engine does not start](troubleshooting.md#the-engine-does-not-start))."
     ),
-    StoreError: "Catch this class in code that calls a store. `key` is the key of the failed call.",
-    BlobNotFoundError: "Nothing: it is a miss.",
-    BlobCorruptError: "Nothing: it is a miss. `kvtiers verify` lists such blobs.",
-    InvalidKeyError: "Correct the calling code. `kvtiers.check_key` says which keys are valid.",
-    StoreClosedError: "Nothing while an engine stops. In your own code, do not call a store after `close`.",
-    StoreFullError: (
+    errors.StoreError: "Catch this class in code that calls a store. `key` is the key of the failed call.",
+    errors.BlobNotFoundError: "Nothing: it is a miss.",
+    errors.BlobCorruptError: "Nothing: it is a miss. `kvtiers verify` lists such blobs.",
+    errors.InvalidKeyError: "Correct the calling code. `kvtiers.check_key` says which keys are valid.",
+    errors.StoreClosedError: "Nothing while an engine stops. In your own code, do not call a store after `close`.",
+    errors.StoreFullError: (
         "Free space, raise `max_bytes`, or lower `min_free`. Loads go on "
         "([the disk fills up](troubleshooting.md#the-disk-fills-up))."
     ),
-    StorePermissionError: (
+    errors.StorePermissionError: (
         "Correct credentials, file modes or mount options. `kvtiers doctor` tests each right; "
         "[security](security.md#s3) lists the rights that S3 needs."
     ),
-    StoreConfigError: "Correct the place or the option that the message names. `kvtiers check` reports the same.",
-    StoreUnavailableError: (
+    errors.StoreConfigError: (
+        "Correct the place or the option that the message names. `kvtiers check` reports the same."
+    ),
+    errors.StoreUnavailableError: (
         "Nothing at first: after three failures in a row the tier is cut off, and it comes back by itself "
         "([a tier is cut off](troubleshooting.md#a-tier-is-cut-off))."
     ),
-    StoreThrottledError: (
+    errors.StoreThrottledError: (
         "As for `StoreUnavailableError`. If it persists, use fewer threads or larger blocks (`blocks_per_chunk`)."
     ),
-    StoreTimeoutError: (
+    errors.StoreTimeoutError: (
         "As for `StoreUnavailableError`. If it persists, the storage is too slow for the tier's deadlines "
         "([lookups are late](troubleshooting.md#lookups-are-late))."
     ),
@@ -97,11 +83,11 @@ a URL. Metrics count errors by class: `kvtiers_store_errors_total{error="StoreTi
 """
 
 
-def tree(base: type[KVTiersError] = KVTiersError, depth: int = 0) -> Iterator[tuple[int, type[KVTiersError]]]:
+def tree(base: ErrorClass = errors.KVTiersError, depth: int = 0) -> Iterator[tuple[int, ErrorClass]]:
     """The public classes below ``base``, each with its depth. Subclasses in other modules are private."""
     yield depth, base
     for child in base.__subclasses__():
-        if child.__module__ == KVTiersError.__module__:
+        if child.__module__ == errors.KVTiersError.__module__:
             yield from tree(child, depth + 1)
 
 
@@ -112,7 +98,7 @@ def page() -> str:
     lines += ["| error | when | retryable | what to do |", "| --- | --- | --- | --- |"]
     for _, error in classes:
         when = (inspect.getdoc(error) or "").partition("\n")[0].replace("``", "`")
-        retryable = ("yes" if error.retryable else "no") if issubclass(error, StoreError) else ""
+        retryable = ("yes" if error.retryable else "no") if issubclass(error, errors.StoreError) else ""
         lines.append(f"| `{error.__name__}` | {when} | {retryable} | {ADVICE[error]} |")
     return HEAD + "\n".join(lines) + "\n" + TAIL
 

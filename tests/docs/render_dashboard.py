@@ -252,7 +252,7 @@ def fill_in(expr: str, range_s: float, *, rate_s: float = RATE_INTERVAL_S, chose
 
     Args:
         range_s: the dashboard's time range.
-        chosen: the value of each variable that chooses series; the default is that of All.
+        chosen: what the variables for instance, model, tier and namespace are set to; by default everything ("All").
     """
     for variable in ("instance", "model", "tier", "namespace"):
         expr = expr.replace(f"${variable}", chosen)

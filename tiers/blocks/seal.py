@@ -289,7 +289,7 @@ class Seal:
         if magic != MAGIC:
             raise SealError(SealReason.MAGIC, f"the trailer starts with {magic!r}")
         # Checked before any field is trusted: a flipped bit must not look like a newer version, which is never healed.
-        if _CHECK.unpack_from(trailer, CHECK_AT)[0] != xxhash.xxh3_64_intdigest(trailer[:CHECK_AT]):
+        if not _is_sound(trailer):
             raise SealError(SealReason.TRAILER_CHECKSUM, "the trailer does not match its checksum")
         if version != VERSION:
             text = f"version {version}, but this reader supports version {VERSION}"
@@ -339,7 +339,7 @@ class Seal:
             and len(block_hash) <= BLOCK_HASH_BYTES_MAX
             and trailer.startswith(identity)
             and trailer.endswith(_ZEROS)
-            and _CHECK.unpack_from(trailer, CHECK_AT)[0] == xxhash.xxh3_64_intdigest(trailer[:CHECK_AT])
+            and _is_sound(trailer)
         )
 
     def is_foreign(self, trailer: bytes | bytearray | memoryview) -> bool:
@@ -347,8 +347,7 @@ class Seal:
         trailer = bytes(trailer)
         if not self._shares_folder or len(trailer) != TRAILER_BYTES or trailer[: len(MAGIC)] != MAGIC:
             return False
-        sound = _CHECK.unpack_from(trailer, _HEAD.size)[0] == xxhash.xxh3_64_intdigest(trailer[: _HEAD.size])
-        return sound and fingerprint_in(trailer) != self._fingerprint
+        return _is_sound(trailer) and fingerprint_in(trailer) != self._fingerprint
 
     def _takes(self, authentication: int) -> bool:
         return authentication == self._authentication
@@ -365,6 +364,11 @@ def _digest(algorithm: int, payload: memoryview, seen: RunningChecksum | None) -
     return DIGESTS[algorithm](payload) if seen is None else seen.digest(algorithm, payload)
 
 
+def _is_sound(trailer: bytes | bytearray | memoryview) -> bool:
+    """Whether the fields of a trailer match their checksum."""
+    return bool(_CHECK.unpack_from(trailer, CHECK_AT)[0] == xxhash.xxh3_64_intdigest(trailer[:CHECK_AT]))
+
+
 def describe_trailer(trailer: bytes | bytearray | memoryview) -> dict[str, Any] | None:
     """A trailer's fields, for people; None if it is not a trailer that this version can read. Checks nothing else.
 
@@ -373,12 +377,12 @@ def describe_trailer(trailer: bytes | bytearray | memoryview) -> dict[str, Any] 
         rank, block_hash, writer_id (hexadecimal), written_at (Unix seconds).
     """
     trailer = bytes(trailer)
-    if len(trailer) != TRAILER_BYTES or not trailer.startswith(MAGIC):
-        return None
-    if _CHECK.unpack_from(trailer, CHECK_AT)[0] != xxhash.xxh3_64_intdigest(trailer[:CHECK_AT]):
+    if len(trailer) != TRAILER_BYTES or not trailer.startswith(MAGIC) or not _is_sound(trailer):
         return None
     (_, version, _, checksum, authentication, length, fingerprint, group, rank, hash_length,
      block_hash, _, writer_id, written_at_ns, key_id, _, _) = _HEAD.unpack_from(trailer)  # fmt: skip
+    if version != VERSION:
+        return None
     return {
         "version": version,
         "checksum": Checksum(checksum).name.lower() if checksum in list(Checksum) else checksum,

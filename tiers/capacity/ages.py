@@ -65,7 +65,7 @@ class AgeHistogram:
 
     def add(self, age_s: float, size: int) -> None:
         """Count a blob."""
-        bucket = bisect_right(EDGES_S, age_s)
+        bucket = bisect_right(EDGES_S, age_s)  # bucket_of, inlined: this is called for every blob
         self._bytes[bucket] += size
         self._blobs[bucket] += 1
 

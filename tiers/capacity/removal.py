@@ -15,7 +15,7 @@ from kvtiers.tiers.store import KeyInfo, Store, delete_all
 logger = get_logger(__name__)
 
 DELETE_BATCH_KEYS = 512
-DELETE_WAIT_S_MAX = 1.0  # a block used after it was listed is removed all the same; below grace_s, so that this is rare
+DELETE_WAIT_S_MAX = 1.0  # short: a block that is used between its listing and its removal is removed anyway
 RENEW_EVERY_KEYS = 1024
 UNCOUNTED = f"{PREFIXES_FOLDER}/"
 

@@ -1,6 +1,7 @@
 """Room: how much free space the storage itself has, independent of ``max_bytes``.
 
-``Freed`` compares removals with the free space, ``Patience`` pauses if they make none, ``Trial`` tries a put.
+``Freed`` tracks how much free space removals gain, ``Patience`` pauses removals that gain none, and ``Trial`` tries a
+put.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Trial:
         self.is_full = False
 
     def is_full_after(self, after_s: float, largest_bytes: int) -> bool:
-        """The last answer, or that of a new trial if the last one is older than ``after_s``."""
+        """Whether the storage is full. Makes a new trial if the last one was more than ``after_s`` seconds ago."""
         if self._monotonic() - self._tried_at >= after_s:
             self.is_full = self._try(max(1, largest_bytes), whole=self._tries_whole or after_s <= 0)
             self._tries_whole |= self.is_full

@@ -57,7 +57,7 @@ class Schedule:
         return self._monotonic() - self._began_at >= self._policy.every_s
 
     def is_old(self, measured: Measured | None) -> bool:
-        """Whether there is no measurement, or this one has been the last for at least ``every_s``.
+        """Whether a new measurement is due: there is none, or the latest one is ``every_s`` seconds old or older.
 
         Its timestamp is another host's and is used only for the first measurement seen. If two hosts' clocks differ by
         more than ``every_s``, each host would otherwise consider all measurements of the other one old.

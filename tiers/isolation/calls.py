@@ -96,7 +96,10 @@ def next_page(store: Any, _region: memoryview, prefix: str, _raw: memoryview) ->
     """The next page of a listing; after the last one, an empty one."""
     if prefix not in _listings:
         _listings[prefix] = iter(store.keys(prefix))
-    return _page(_listings[prefix], LISTING_PAGE_KEYS)
+    page = _page(_listings[prefix], LISTING_PAGE_KEYS)
+    if not page:
+        del _listings[prefix]
+    return page
 
 
 def _page(listing: Iterable[Any], count: int) -> list[tuple[str, int, float]]:

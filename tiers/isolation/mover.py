@@ -89,7 +89,7 @@ class IsolatedMover(BlockMover):
         return (0, math.inf) if concurrency is None else (2 * concurrency.threads, concurrency.batch_blocks_max)
 
     def joins(self, first: MoveTask) -> Callable[[MoveTask], bool]:
-        """Which tasks to add to a message with ``first``: it should still take less than ``JOINED_S``."""
+        """See ``BlockMover.joins``. A message should take less than ``JOINED_S``."""
         at_least, at_most = self.batch_blocks(is_load=first.is_load)
         block_s = self._load_block_s if first.is_load else self._store_block_s
         room = min(self.message_blocks_max, at_most, max(at_least, JOINED_S / block_s)) - len(first.pairs)

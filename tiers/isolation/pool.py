@@ -88,6 +88,8 @@ class WorkerPool:
     def take(self, wait_s_max: float) -> WorkerProcess:
         """Take a worker for one call, to be returned with ``give_back`` or ``discard``.
 
+        Callers are not served in order.
+
         Raises:
             TimeoutError: no worker was free in time.
             StoreClosedError: the pool is closed, or belongs to another process.
@@ -181,7 +183,7 @@ class WorkerPool:
         with self._changed:
             if not self.closed:
                 self.idle.insert(0 if fresh else len(self.idle), worker)
-                self._changed.notify_all()
+                self._changed.notify()
             return not self.closed
 
     def _reap(self, worker: WorkerProcess, table: set[WorkerProcess]) -> None:

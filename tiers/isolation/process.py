@@ -139,14 +139,15 @@ class WorkerProcess:
         """Call ``function(store, region, argument, raw)`` in the worker.
 
         Args:
-            given: parts outside the region that the function reads: it gets them in the scratch file, not ``raw``.
+            given: parts outside the region that the function reads. They are sent in the scratch file, whose bytes the
+                function gets as ``raw``.
             taken: for each of several blobs, parts outside the region that the function fills. Its result is then
                 parallel to the blobs; parts are only filled where it is None.
 
         Raises:
             TimeoutError: ``deadline`` has passed.
             OSError, EOFError: the worker died.
-            StoreError: raised by the function. The worker can take another call, which is not so after other errors.
+            StoreError: raised by the function. The worker can take another call; after other errors, discard it.
         """
         scratch_bytes = parts_size(given) + sum(map(parts_size, taken))
         if scratch_bytes:

@@ -87,7 +87,7 @@ class Window:
     Not a generator, because two threads cannot use a generator at once. A list's iterator does not release the GIL.
 
     Args:
-        end: by ``clock``; no pair is handed out from then on, nor while the mover is cut.
+        end: time by ``clock``. From then on, or once the mover is cut, pairs are not handed out but put into ``rest``.
 
     Attributes:
         rest: the pairs that were not handed out.
@@ -171,7 +171,10 @@ class BlockMover:
         return 0, math.inf
 
     def joins(self, first: MoveTask) -> Callable[[MoveTask], bool]:  # noqa: ARG002
-        """A function that tells of each further task whether to pass it to ``move`` together with those before."""
+        """Return a function that says of each further task, in order, whether to move it with those accepted so far.
+
+        Do not call it again after it returned False.
+        """
         return lambda task: False  # noqa: ARG005
 
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:

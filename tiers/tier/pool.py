@@ -80,8 +80,8 @@ class DualQueueThreadPool(Generic[P, T]):
 
     Args:
         run: runs one or more tasks, all reads or all writes; returns their outcomes in order. If it raises, all fail.
-        joins: called with a task that was taken; returns a function that is called with each task behind it, until it
-            returns False: whether to pass that task to ``run`` together with those before.
+        joins: takes a task, and returns a function that is called with each task behind it in the queue. While that
+            returns True, the tasks go to ``run`` together.
         cancel: returns the outcome of a task, or the rest of a task, that will not run. Called on any thread.
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.

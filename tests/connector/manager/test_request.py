@@ -71,6 +71,7 @@ def test_an_illegal_transition_is_an_assertion(request_: Request) -> None:
 
 
 def test_only_the_methods_of_a_request_write_its_fields() -> None:
+    """As far as the text shows: a write through a variable of another name is not seen."""
     written = re.compile(
         r"\brequest\.\w+(\[[^]]*\])? [-+|&]?= "
         r"|\brequest\.\w+\.(add|append|clear|discard|move_to_end|pop|popitem|remove|setdefault|update)\("

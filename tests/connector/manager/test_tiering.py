@@ -17,6 +17,7 @@ from kvtiers.connector.manager.cascade import RETRY_S
 from kvtiers.connector.manager.guard import load_deadline_s
 from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
 from kvtiers.connector.manager.primary import CPUPrimaryTier, SlotCounts
+from kvtiers.connector.manager.request import State
 from kvtiers.connector.manager.tiering import TieringOffloadingManager
 from kvtiers.tiers.base import JobResult, OffloadingEvent, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
@@ -1868,3 +1869,41 @@ def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_whil
     for _ in range(2):
         assert engine.lookup(KEYS[1:2], waits) == [False]
     assert engine.manager.lookup(KEYS[1], ReqContext("later")) is None
+
+
+def test_a_hit_that_waits_for_a_share_is_not_asked_for_again_while_another_request_loads_its_key() -> None:
+    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=0.5)
+    near, far = engine.tiers
+    far.put(KEYS[0], KEYS[5])
+    waits, other, later = (ReqContext(name) for name in ("waits", "other", "later"))
+    assert engine.lookup(KEYS[5:6], other) == [None]  # its load is all of the far tier's share
+    assert engine.lookup(KEYS[:1], waits) == [None]
+    request = engine.manager._requests.by_id[waits.req_id]
+    assert KEYS[0] in request.hits
+    engine.clock.advance(0.1)
+    engine.manager._loads.failed_at[KEYS[0], 0] = engine.clock.now  # a load of another request
+    engine.clock.advance(0.1)
+    near.put(KEYS[0])
+    assert engine.lookup(KEYS[:1], later) == [None]
+    assert [job_keys(job) for job in near.jobs.values()] == [KEYS[:1]]
+    far.silent = True
+    assert engine.lookup(KEYS[:1], waits) == [None]
+    assert KEYS[0] in request.hits
+    assert not request.owed
+
+
+def test_blocks_of_a_load_that_ends_after_the_request_was_served_stay_unpinned() -> None:
+    """Also if the request has looked up blocks of the region in between."""
+    engine = Engine(auto=False)
+    engine.store(KEYS[1])
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.tier.put(KEYS[0])
+    assert engine.lookup(KEYS[:1]) == [None]
+    engine.load(KEYS[1:2])
+    assert engine.lookup(KEYS[1:2]) == [True]
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    for _ in range(3):
+        engine.manager.on_schedule_end()
+        engine.clock.advance(500.0)
+    assert engine.counts.pinned == 0
+    assert engine.manager._requests.by_id[REQ.req_id].state is State.IDLE

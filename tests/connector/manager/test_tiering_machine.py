@@ -393,6 +393,8 @@ class TieringMachine(RuleBasedStateMachine):
         stored = {key for store in self.stores for key in store.keys}
         for request in remembered:
             has_hits = request.state in (State.WAITING_FOR_ROOM, State.WAITING_FOR_SHARE)
+            if has_hits or request.state is State.HELD:
+                assert request in self.manager._requests.waiting
             if request.state is not State.ASKING:
                 assert bool(request.hits) == has_hits
                 assert has_hits or not request.owed

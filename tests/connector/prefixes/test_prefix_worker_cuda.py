@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -23,14 +22,7 @@ BUSY_CYCLES = 1_000_000_000  # about half a second
 
 @pytest.fixture(scope="module", autouse=True)
 def _cuda() -> None:
-    try:
-        reason = gpu_machine.why_no_cuda()
-    except gpu_machine.UnusableGpuError as error:
-        if os.environ.get("KVTIERS_TEST_GPU") == "1":  # as `make test-gpu` has it
-            pytest.fail(str(error), pytrace=False)
-        reason = str(error)
-    if reason is not None:
-        pytest.skip(reason)
+    gpu_machine.skip_without_cuda()
 
 
 class Published:

@@ -35,14 +35,7 @@ LONG_CYCLES = 1_000_000_000  # about half a second
 
 @pytest.fixture(scope="module", autouse=True)
 def _cuda() -> None:
-    try:
-        reason = gpu_machine.why_no_cuda()
-    except gpu_machine.UnusableGpuError as error:
-        if os.environ.get("KVTIERS_TEST_GPU") == "1":  # as `make test-gpu` has it
-            pytest.fail(str(error), pytrace=False)
-        reason = str(error)
-    if reason is not None:
-        pytest.skip(reason)
+    gpu_machine.skip_without_cuda()
 
 
 def keep_busy(cycles: int) -> None:

@@ -30,7 +30,8 @@ def remove_blobs(
     A blob mostly has a folder of its own, so each parent is opened and tried only once, not for every folder in it.
 
     Args:
-        on_kept: called with a folder and the error if removing it failed, though it may be empty.
+        on_kept: called with a folder and the error if the folder could not be removed for another reason than being in
+            use.
 
     Returns:
         key -> error, for the files that still exist.
@@ -92,7 +93,7 @@ def _remove_files(parent_fd: int, folder: str, keys: Iterable[str], failed: dict
 
 
 def _remove_if_empty(parent_fd: int, folder: str, on_kept: Callable[[str, OSError], None]) -> bool:
-    """Remove a folder; False: it is in use, or it was kept because of an error."""
+    """Remove a folder. Returns False if the folder is in use, is already gone, or could not be removed."""
     try:
         os.rmdir(folder.rpartition("/")[2], dir_fd=parent_fd)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""Checks whether many objects exist, and deletes many, one request an object from several threads.
+"""Looks up and deletes many objects, with one request per object, from several threads.
 
 A LIST is cheaper only in a namespace with few blocks. Names are hashes, so in a large namespace a page of 1,000 names
 holds few of the wanted ones. A LIST is also slow while a request waits: SeaweedFS took 0.2 to 0.7 s for 1,000 blocks.
@@ -82,9 +82,8 @@ class Lookups:
 def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str, StoreError]:
     """Delete objects one by one, for servers that refuse DeleteObjects. Returns the errors of objects not deleted.
 
-    Several threads do it, which end with this call.
-
-    A retryable error here has outlasted its retries. After such an error, the remaining objects are not tried.
+    Uses several threads, which end before this returns. A retryable error was already retried, so after one the
+    remaining objects are not tried.
 
     Args:
         names: each name once.
