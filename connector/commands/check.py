@@ -26,6 +26,7 @@ from kvtiers.connector.commands.findings import (
 from kvtiers.connector.commands.output import answer
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
+from kvtiers.tiers.config.mistakes import value_in_words
 from kvtiers.tiers.config.open_store import open_tool_store
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
@@ -46,10 +47,11 @@ TIERS_AT_ONCE = 16
 TIERS_S_MAX = 10.0  # how long `kvtiers check` waits for storage; a broken bucket reports its error much earlier
 MODELS_MAX = 5  # whose blocks are described
 
-#: Options that the description shows elsewhere, not under "other options".
+#: Options that other lines show.
 _SAID_OTHERWISE = {
-    *TierConfig.model_fields, "read_only", "ttl", "gc_high", "gc_low", "gc_every_s", "root_dir", "url",
-    "bucket", "prefix", "module_path",
+    "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
+    "isolation", "task_bytes", "job_deadline_s", "lookup_deadline_s", "lookup_total_s", "seal_checksum", "auth",
+    "encrypt", "keys_file", "keys_env", "read_only", "ttl", "gc_high", "gc_low", "gc_every_s",
 }  # fmt: skip
 
 
@@ -278,10 +280,14 @@ def _tier_in_words(
     if isinstance(tier, BoundedTierConfig):
         yield f"  {_bound_in_words(tier)}"
     dumped: dict[str, Any] = tier.model_dump()
+    schema = type(tier).model_json_schema()["properties"]
     others = [
-        f"{name} {human_bytes(value) if isinstance(value, int) and value >= 4096 else value}"
+        f"{name} {value_in_words(schema[name], value)}"
         for name, value in dumped.items()
-        if name not in _SAID_OTHERWISE and value is not None and not (name == "max_bytes" and is_bounded)
+        if name not in _SAID_OTHERWISE
+        and value is not None
+        and not (name == "max_bytes" and is_bounded)
+        and (name in tier.model_fields_set or name not in TierConfig.model_fields)  # of all tiers' options: if set
     ]
     if others:
         yield f"  other options: {', '.join(others)}"

@@ -15,7 +15,7 @@ import typer
 from kvtiers.connector.commands.options import AsJson, Config, size_option
 from kvtiers.connector.commands.output import Ticker, answer, blocks_in_words, complain, human_bytes, refuse, say
 from kvtiers.connector.commands.places import Place, open_places
-from kvtiers.connector.commands.session import EXIT_FAILED, session
+from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED, session
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
 from kvtiers.tiers.builtin import bound_store, record_keys
 from kvtiers.tiers.capacity.collector import listed_bytes
@@ -164,7 +164,7 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
                 to_store.close()
     except (StoreError, ConfigError) as e:
         complain(command, f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
-        raise typer.Exit(EXIT_FAILED) from e
+        raise typer.Exit(EXIT_BAD_INPUT if isinstance(e, ConfigError) else EXIT_FAILED) from e
     result = {"from": source.where, "to": target.where, **asdict(report)}
     result["seconds"] = round(time.monotonic() - started_at, 3)
     if not how.as_json:
@@ -227,8 +227,7 @@ def _open_target(place: Place) -> tuple[Store, int | None]:
             return store, None
         if read_measured(store, keys=record_keys(config)) is not None and not isinstance(config, NfsTierConfig):
             return bound_store(store, config, max_bytes), None
-        with Ticker(f"listing {place.name}", unit="blobs"):
-            return store, max(0, max_bytes - listed_bytes(store))
+        return store, max(0, max_bytes - listed_bytes(store))
     except BaseException:
         store.close()
         raise

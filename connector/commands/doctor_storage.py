@@ -65,10 +65,9 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
         )
     else:
         yield Finding("ok", where, "file system", f"{root} is on {kind or 'an unknown file system'}")
-    if config.read_only:
-        yield from _refused_folders(where, root)
-        return
     yield from _refused_folders(where, root)
+    if config.read_only:
+        return
     yield _unnamed_files(where, root, expected=isinstance(config, FsTierConfig))
     yield _rename(where, root)
     yield _direct_io(where, root)

@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` and ``kvtiers doctor`` both examine: all that stops an engine, and settings that contradict.
+"""Checks of both ``kvtiers check`` and ``kvtiers doctor``: errors that stop an engine, and contradicting options.
 
 ``check`` stops here. ``doctor`` goes on with the tests of ``doctor_storage``, which write to the storage.
 """

@@ -206,7 +206,7 @@ def _explained(e: Exception, current: Session) -> ExitCode:
     """Print one line about an exception, and return the exit code."""
     from kvtiers.connector.commands.output import complain
 
-    if hasattr(e, "format_message"):  # an error of usage, of the parser that typer brings or imports
+    if hasattr(e, "format_message"):  # a usage error; typer bundles click or imports it
         from typer.rich_utils import rich_format_error
 
         variable = getattr(getattr(e, "param", None), "envvar", None)

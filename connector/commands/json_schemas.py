@@ -34,10 +34,13 @@ SHARE = _object({"blobs": COUNT, "bytes": COUNT})
 _PLACE: Schema = {"tier": TEXT, "where": TEXT}
 
 
-def _tiers(result: Schema, *others: Schema) -> Schema:
+_LIFECYCLE: Schema = {"expire_after_days": COUNT_OR_NULL, "expire_versions": FLAG}  # of gc --lifecycle
+
+
+def _tiers(result: Schema, *others: Schema, optional: Schema | None = None) -> Schema:
     """A result for each tier, or the tier's error. A tier may be skipped for a reason (``others``)."""
     failed = _object({**_PLACE, "error": TEXT})
-    return _object({"tiers": _list({"anyOf": [_object({**_PLACE, **result}), *others, failed]})})
+    return _object({"tiers": _list({"anyOf": [_object({**_PLACE, **result}, optional), *others, failed]})})
 
 
 BLOCK_LINE = _object({"tier": TEXT, "key": TEXT, "size": COUNT, "mtime": NUMBER, "rank": COUNT, "group": COUNT})
@@ -52,7 +55,8 @@ _COPY = _object(
 _SHOWN_BLOCK = _object(
     {
         "kind": {"const": "block"}, "key": TEXT, "namespace": TEXT, "rank": COUNT, "group": COUNT, "hash": TEXT,
-        "size": COUNT, "mtime": NUMBER, "verdict": {"enum": ["good", "bad", "not verified"]}, "reason": TEXT,
+        "size": COUNT, "mtime": NUMBER, "reason": TEXT,
+        "verdict": {"enum": ["good", "bad", "not verified", "not readable"]},
         "seal": {"type": ["object", "null"]},
     }
 )  # fmt: skip
@@ -93,7 +97,8 @@ RESULTS: dict[str, Schema] = {
             "dry_run": FLAG, "blobs": COUNT, "bytes": COUNT, "removed_blobs": _map(COUNT), "removed_bytes": _map(COUNT),
             "kept_by_error": COUNT, "own_bytes": COUNT, "gave_up": FLAG, "seconds": NUMBER,
         },
-        _object({**_PLACE, "skipped": TEXT}),
+        _object({**_PLACE, "skipped": TEXT}, _LIFECYCLE),
+        optional=_LIFECYCLE,
     ),
     "rm": _tiers(
         {
@@ -156,7 +161,7 @@ RESULTS: dict[str, Schema] = {
 
 def document_schema(command: str) -> Schema:
     """The schema of a command's document; of ``ls``: of each of its lines."""
-    result = RESULTS.get(command, {"type": "object"})
+    result = RESULTS[command]
     document = _object(
         {
             "command": {"const": command},

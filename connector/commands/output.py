@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Console(Console):
-    """A console that leaves it to the command line to end quietly when the reader of the output is gone."""
+    """A console that raises BrokenPipeError, so that the command line can exit quietly."""
 
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError
@@ -106,9 +106,9 @@ def make_console() -> Console:
     return _Console(soft_wrap=not os.isatty(1))
 
 
-def say(text: str) -> None:
-    """Print to standard output, on one line even if the terminal is narrow."""
-    _Console(soft_wrap=True).print(printable(text), markup=False, highlight=False)
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """Print to standard output or error, on one line even if the terminal is narrow."""
+    _Console(soft_wrap=True, stderr=to_stderr).print(printable(text), markup=False, highlight=False)
 
 
 def show(table: Any) -> None:
@@ -167,6 +167,7 @@ class Results:
 
     def __init__(self, command: str) -> None:
         self._command = command
+        self._failure = EXIT_FAILED
         self.all: list[dict[str, Any]] = []
 
     @property
@@ -185,15 +186,17 @@ class Results:
             yield
         except (StoreError, ConfigError) as e:
             complain(self._command, f"tier {name} at {where}: {e}")
+            if isinstance(e, ConfigError):
+                self._failure = EXIT_BAD_INPUT
             self.add({"tier": name, "where": where, "error": str(e)})
 
     def end(self, *, as_json: bool = False, failed: bool = False) -> None:
-        """Print all results as JSON if asked; exit with ``EXIT_FAILED`` if the command or a storage failed."""
+        """Print all results as JSON if asked, and exit with an error if the command or a tier failed."""
         failed = failed or any("error" in result for result in self.all)
         if as_json:
             answer({"tiers": self.all}, ok=not failed)
         if failed:
-            raise typer.Exit(EXIT_FAILED)
+            raise typer.Exit(self._failure)
 
 
 def confirm(command: str, question: str) -> bool:

@@ -124,7 +124,7 @@ def _check_is_there(folder: str, name: str) -> None:
     try:
         os.lstat(folder)
     except FileNotFoundError:
-        raise FolderMissingError(f"{name} {folder!r} is not there; an engine makes it when it starts") from None
+        raise FolderMissingError(f"{name} {folder!r} does not exist; an engine creates it when it starts") from None
     except OSError as e:
         raise store_error(e, "") from e
 

@@ -25,13 +25,14 @@ from kvtiers.connector.commands.output import (
 from kvtiers.connector.commands.places import Place, open_places
 from kvtiers.connector.commands.session import EXIT_FAILED, session
 from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
-from kvtiers.tiers.store import Store
+from kvtiers.tiers.tools.block_reader import read_identities
 from kvtiers.tiers.tools.inventory import Share
 from kvtiers.tiers.tools.namespaces import (
     NamespaceRemoval,
     blocks_of,
     identity_files,
     is_of_model,
+    may_be_of_model,
     namespace_names,
     rank_folders,
 )
@@ -54,8 +55,11 @@ def rm(
 ) -> None:
     """Remove all blocks of a namespace or model, and the files that identify it. Asks first, unless --yes.
 
-    Removes nothing else: no other namespace, and no foreign file. Engines may run: they miss the removed blocks, and
-    may store them again. Blocks that are written during the removal stay, and the command says so.
+    Removes nothing else: no other namespace, and no foreign file. With format vllm-raw, this includes the blocks that
+    vLLM's own tier wrote. A model's namespace without a readable identity stays: give its name.
+
+    Engines may run: they miss the removed blocks, and may store them again. Blocks that are written during the removal
+    stay, and the command says so.
     """
     names, models = namespace or [], model or []
     if not names and not models:
@@ -69,19 +73,20 @@ def rm(
     for place in places:
         with results.of(place.name, place.where):
             plans.append(_plan(place, names, models))
-    found = [name for plan in plans for name in plan.blocks]
+    found = {name for plan in plans for name in (*plan.blocks, *plan.models)}
+    missing = [name for name in dict.fromkeys((*names, *models)) if name not in found]
+    for name in missing:
+        complain("rm", f"{name} was not found in the tiers that could be listed; du shows the namespaces")
     if not found:
-        complain("rm", "no tier has such a namespace or model; du shows the namespaces, and show their models")
         results.end(as_json=as_json, failed=True)
-    for name in set(names) - set(found):
-        note(f"no tier has the namespace {name}")
-    if not as_json:
-        for plan in plans:
-            if plan.blocks:
-                _show_plan(plan, dry_run=dry_run)
-    total = _sum([share for plan in plans for share in plan.blocks.values()])
-    if not dry_run and not yes:
-        question = f"Remove {blocks_in_words(len(found), 'namespace')} with {_in_words(total)}?"
+    plans = [plan for plan in plans if plan.blocks]
+    asks = not dry_run and not yes
+    for plan in plans if asks or not as_json else ():
+        _show_plan(plan, dry_run=dry_run, to_stderr=as_json)
+    if asks:
+        total = _sum([share for plan in plans for share in plan.blocks.values()])
+        count = sum(len(plan.blocks) for plan in plans)
+        question = f"Remove {blocks_in_words(count, 'namespace')} with {_in_words(total)}?"
         if not confirm("rm", question):
             complain("rm", "not confirmed: nothing was removed")
             raise typer.Exit(EXIT_FAILED)
@@ -97,32 +102,38 @@ def rm(
                     "and what an engine reserved until some minutes after its end"
                 )
     failed = any(one["failed"] or one["written"] for result in results.all for one in result.get("namespaces", ()))
-    results.end(as_json=as_json, failed=failed)
+    results.end(as_json=as_json, failed=failed or bool(missing))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The namespaces to remove from a tier, with their blocks."""
+    """The namespaces to remove from a tier, with their blocks, and the models that were found there."""
 
     place: Place
     blocks: dict[str, Share]
+    models: set[str]
 
 
 def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
+    blocks: dict[str, Share] = {}
+    found: set[str] = set()
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
-        chosen = [name for name in namespace_names(store) if name in names or _is_of(store, name, models)]
-        blocks: dict[str, Share] = {}
-        for name in chosen:
-            share = blocks[name] = Share()
+        for name in namespace_names(store):
+            of_models = {model for model in models if is_of_model(store, name, model)}
+            if name not in names and not of_models:
+                for model in models:
+                    if may_be_of_model(name, model) and not read_identities(store, name):
+                        note(
+                            f"{name} may be of {model}, but has no readable identity; remove it with --namespace {name}"
+                        )
+                continue
+            share = Share()
             for info in ticker.each(blocks_of(store, name)):
                 share.add(info.size)
-            if not share.blobs and not identity_files(store, name):
-                del blocks[name]  # only a foreign file or an empty folder
-    return _Plan(place, blocks)
-
-
-def _is_of(store: Store, namespace: str, models: list[str]) -> bool:
-    return any(is_of_model(store, namespace, model) for model in models)
+            if share.blobs or identity_files(store, name):  # else only a foreign file or an empty folder
+                blocks[name] = share
+                found |= of_models
+    return _Plan(place, blocks, found)
 
 
 def _remove(plan: _Plan) -> list[NamespaceRemoval]:
@@ -174,11 +185,12 @@ def _result(plan: _Plan, removals: list[NamespaceRemoval], *, dry_run: bool) -> 
     return {"tier": plan.place.name, "where": plan.place.where, "dry_run": dry_run, "namespaces": namespaces}
 
 
-def _show_plan(plan: _Plan, *, dry_run: bool) -> None:
+def _show_plan(plan: _Plan, *, dry_run: bool, to_stderr: bool) -> None:
     would = "would be removed" if dry_run else "to be removed"
-    say(f"{plan.place.name} at {plan.place.where}: {would}: {blocks_in_words(len(plan.blocks), 'namespace')}")
-    for name, share in plan.blocks.items():
-        say(f"  {name}: {_in_words(share)}")
+    lines = [f"{plan.place.name} at {plan.place.where}: {would}: {blocks_in_words(len(plan.blocks), 'namespace')}"]
+    lines += [f"  {name}: {_in_words(share)}" for name, share in plan.blocks.items()]
+    for line in lines:
+        say(line, to_stderr=to_stderr)
 
 
 def _show_result(result: dict[str, Any]) -> None:
@@ -186,7 +198,8 @@ def _show_result(result: dict[str, Any]) -> None:
     say(f"{result['tier']} at {result['where']}: removed {_in_words(gone)}")
     for one in result["namespaces"]:
         if one["failed"]:
-            say(f"  {one['namespace']}: could not be removed: {blocks_in_words(one['failed'])} ({one['reason']})")
+            files = blocks_in_words(one["failed"], "file")
+            say(f"  {one['namespace']}: could not be removed: {files} ({one['reason']})")
         if one["written"]:
             say(
                 f"  {one['namespace']}: {blocks_in_words(one['written'])} written meanwhile stay: an engine uses this "

@@ -52,6 +52,7 @@ class Session:
     Attributes:
         command: name of the running command.
         verbosity: number of ``-v`` minus number of ``-q``.
+        log_level: the value of ``--log-level``; it takes precedence over ``verbosity``.
         shows_progress: whether progress may be shown.
         as_json: the command was asked for JSON, so errors are printed as JSON too.
         has_answered: the command has printed its JSON document.

@@ -44,7 +44,7 @@ def show(
 ) -> None:
     """Show a block (size, age, seal, whether it verifies) or a namespace (identity, differences from its siblings).
 
-    Exits with 1 if no tier has it, or if a block is bad.
+    Exits with 1 if no tier has it, or if a block is bad or cannot be read.
     """
     config, name = _arguments(what)
     results = Results("show")
@@ -58,7 +58,9 @@ def show(
     found = [one for result in results.all for one in result.get("found", ())]
     if not found:
         complain("show", f"no tier has {name!r}; du shows the namespaces, ls the blocks")
-    results.end(as_json=as_json, failed=not found or any(one.get("verdict") == "bad" for one in found))
+    results.end(
+        as_json=as_json, failed=not found or any(one.get("verdict") in ("bad", "not readable") for one in found)
+    )
 
 
 def _arguments(what: list[str]) -> tuple[str, str]:
@@ -100,16 +102,17 @@ def _find_by_hash(store: Store, digits: str) -> list[tuple[KeyInfo, BlockName]]:
 
 
 def _describe_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> dict[str, Any]:
-    verdict, reason = "good", ""
+    verdict, reason, seal = "good", "", None
     try:
         bad, is_foreign = reader.read(info, name)
+        if len(reader.data) == info.size:
+            seal = describe_trailer(reader.data[-TRAILER_BYTES:])
         if bad is not None:
             verdict, reason = "not verified" if is_foreign else "bad", str(bad)
     except BlobNotFoundError:
-        verdict, reason = "bad", "removed meanwhile"
+        verdict, reason = "not readable", "removed meanwhile"
     except StoreError as e:
-        verdict, reason = "bad", str(e)
-    data = reader.data if len(reader.data) == info.size else memoryview(b"")
+        verdict, reason = "not readable", str(e)
     return {
         "kind": "block",
         "key": info.key,
@@ -121,7 +124,7 @@ def _describe_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> dict
         "mtime": info.mtime,
         "verdict": verdict,
         "reason": reason,
-        "seal": describe_trailer(data[-TRAILER_BYTES:]),
+        "seal": seal,
     }
 
 

@@ -16,6 +16,7 @@ from kvtiers.connector.region.region_header import row_stride
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
+from kvtiers.tiers.config.tier_options import BoundedTierConfig
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 
@@ -107,7 +108,7 @@ def size(
     ],
     tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="vLLM's --tensor-parallel-size.")] = 1,
     dtype: Annotated[
-        str, typer.Option(help="vLLM's --dtype: auto, float16, bfloat16 or float32. auto has 16 bits.")
+        str, typer.Option(help="vLLM's --dtype: auto, float16, bfloat16 or float32. auto: 16 bits per number.")
     ] = "auto",
     kv_cache_dtype: Annotated[
         str,
@@ -115,7 +116,11 @@ def size(
     ] = "auto",
     block_size: Annotated[
         int | None,
-        typer.Option(min=1, max=65_536, help="vLLM's --block-size, in tokens. Default: 16; MLA models have none."),
+        typer.Option(
+            min=1,
+            max=65_536,
+            help="vLLM's --block-size, in tokens. Default: 16. MLA models have no default: the GPU decides.",
+        ),
     ] = None,
     blocks_per_chunk: Annotated[
         int | None,
@@ -139,9 +144,10 @@ def size(
 
     MLA models: bytes per token = layers x (kv_lora_rank + qk_rope_head_dim) x bytes per number, on each rank.
 
-    Break-even = bytes per token x prefill speed. Storage that is slower makes answers later.
+    Break-even = bytes per token x prefill speed. Loading from slower storage takes longer than prefill.
 
-    Draft models for speculative decoding are not counted. Models that this command does not know are refused.
+    Draft models for speculative decoding are not counted. For an unknown model type the command fails, and does not
+    guess.
     """
     deployment = None if config is None else load_named(config, SecondaryTierFactory.tier_types())
     contents = read_model_config(model)
@@ -183,10 +189,10 @@ def room_of(sizing: Sizing, deployment: DeploymentConfig) -> list[Room]:
     """How many tokens fit in the region and in each tier of a deployment."""
     rooms = [Room("region.size", deployment.region.size, sizing.tokens_in(deployment.region.size))]
     for index, tier in enumerate(deployment.tiers):
-        limit = getattr(tier, "max_bytes", None)
-        extra_bytes = 0 if getattr(tier, "format", "") == FORMAT_VLLM_RAW else TRAILER_BYTES
-        tokens = None if limit is None else sizing.tokens_in(limit, extra_bytes=extra_bytes)
-        rooms.append(Room(f"tiers[{index}].max_bytes ({getattr(tier, 'name', None) or tier.type})", limit, tokens))
+        if isinstance(tier, BoundedTierConfig) and not tier.read_only:  # others have no limit, or ignore it
+            extra_bytes = 0 if getattr(tier, "format", "") == FORMAT_VLLM_RAW else TRAILER_BYTES
+            tokens = None if tier.max_bytes is None else sizing.tokens_in(tier.max_bytes, extra_bytes=extra_bytes)
+            rooms.append(Room(f"tiers[{index}].max_bytes ({tier.name or tier.type})", tier.max_bytes, tokens))
     return rooms
 
 
@@ -219,8 +225,11 @@ def describe(model: str, sizing: Sizing, speeds: Sequence[float], rooms: Sequenc
         ]
     if rooms:
         width = max(len(room.name) for room in rooms)
-        lines += ["", "tokens that fit, of all requests together, counting each stored prefix once"]
-        lines += [f"{room.name:<{width}}  {_room(room, '' if sizing.block_bytes else 'at most ')}" for room in rooms]
+        lines += ["", "tokens that fit, for all requests together (each stored prefix counts once)"]
+        for room in rooms:
+            # The collector keeps a tier below max_bytes.
+            most = "" if sizing.block_bytes and room.name == "region.size" else "at most "
+            lines.append(f"{room.name:<{width}}  {_room(room, most)}")
     return lines
 
 
@@ -244,14 +253,15 @@ def _notes(sizing: Sizing) -> list[str]:
     notes = []
     if shape.window_layers:
         notes.append(
-            f"counted per token: the {shape.full_layers} layers that keep every token. vLLM stores of the others the "
-            f"window at a prompt's end (about {human_bytes(sizing.window_bytes)}), or every "
-            f"token with --disable-hybrid-kv-cache-manager ({human_bytes(sizing.token_bytes_max)} per token in all)."
+            f"counted per token: the {shape.full_layers} layers that keep every token. Of the others, vLLM stores the "
+            f"last window of a prompt (about {human_bytes(sizing.window_bytes)}). With "
+            f"--disable-hybrid-kv-cache-manager it stores every token "
+            f"({human_bytes(sizing.token_bytes_max)} per token in all)."
         )
     if shape.state_layers:
         notes.append(
-            "not counted: the recurrent states, whose size config.json does not tell. vLLM stores one or more for each "
-            "prompt."
+            "not counted: the recurrent states, because config.json does not contain their size. vLLM stores one or "
+            "more for each prompt."
         )
     if shape.is_mla and sizing.tp_size > 1:
         notes.append(

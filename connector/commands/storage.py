@@ -173,7 +173,11 @@ def gc(
     ] = None,
     lifecycle: Annotated[
         bool,
-        typer.Option("--lifecycle", help="S3: also set a bucket rule that removes blocks one ttl after their write."),
+        typer.Option(
+            "--lifecycle",
+            help="S3: also set a bucket rule that removes blocks one ttl after their write; without ttl, remove that "
+            "rule.",
+        ),
     ] = False,
     prefixes: Annotated[
         bool, typer.Option("--prefixes", help="Remove chunks of SharedStorageConnector instead of the tiers' blocks.")
@@ -212,7 +216,7 @@ def _with_bounds(config: str, places: list[Place], max_bytes: str | None, ttl: s
     """
     given = {"max_bytes": max_bytes, "ttl": ttl}
     if not is_bare(config):
-        for name in (name for name, value in given.items() if value is not None):
+        if name := next((name for name, value in given.items() if value is not None), None):
             raise ConfigError(f"{config} sets its own limits; change {name} there", field=f"--{name.replace('_', '-')}")
         return places
     if max_bytes is None and ttl is None:

@@ -228,12 +228,15 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         raise Mistakes([("", f"{show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
     tier_type = data.get("type")
     model: type[TierConfig] | type[ExternalTierConfig]
+    shown = show(tier_type)  # as it is written: a variable's value may be secret
     try:
         tier_type = expand(tier_type)
     except ValueError as e:
-        raise Mistakes([("type", f"{show(tier_type)} {e}")]) from None
+        raise Mistakes([("type", f"{shown} {e}")]) from None
+    if tier_type != data.get("type"):
+        shown += ", with its variables replaced,"
     if not isinstance(tier_type, str):
-        problem = "is required" if tier_type is None else f"{show(tier_type)} is not a tier type"
+        problem = "is required" if tier_type is None else f"{shown} is not a tier type"
         raise Mistakes([("type", f"{problem}; accepted: {', '.join(_known_types(registered))}")])
     data = data | {"type": tier_type}
     if data.get("module_path") in (None, ""):  # the same as leaving it out
@@ -250,7 +253,7 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         meant = did_you_mean(tier_type, known)
         accepted = f"accepted: {', '.join(known)}, or a class with module_path"
         told = f"did you mean {meant}? ({accepted})" if meant else accepted
-        raise Mistakes([("type", f"{show(tier_type)} is not a tier type; {told}")])
+        raise Mistakes([("type", f"{shown} is not a tier type; {told}")])
     try:
         tier = model.model_validate(data, context={"folder": folder})
     except ValidationError as e:
@@ -299,8 +302,9 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*tier_names, "ExternalTierConfig")]
     }
     definitions.pop("TierConfig", None)
-    for name in ("RegionConfig", "HandlerConfig", "MetricsConfig", *tier_names):
-        _accept_variables(definitions[name]["properties"])
+    for name, definition in definitions.items():
+        if name != ExternalTierConfig.__name__:  # whose options are its own
+            _accept_variables(definition.get("properties", {}))
     _accept_variables(schema["properties"])
     schema["patternProperties"] = {"^x-": {}}
     # ExternalTierConfig allows any key. Without this condition it would also match a built-in tier with a bad key.

@@ -143,6 +143,15 @@ def _unknown_key(name: str, owner: dict[str, Any], homes: Mapping[str, str]) -> 
     return f"is not a known key; accepted: {', '.join(sorted(known))}"
 
 
+def value_in_words(schema: Mapping[str, Any], value: object) -> str:
+    """A field's value, in the unit that its JSON schema tells: "4 MiB", "10s"."""
+    for each in schema.get("anyOf", (schema,)):
+        kind = each.get("type", "")
+        if isinstance(value, int | float) and not isinstance(kind, str) and (known := _KINDS.get(" ".join(kind))):
+            return known[1](value)
+    return str(value)
+
+
 def in_words(schema: Mapping[str, Any]) -> str:
     """What a field accepts, from its JSON schema: "a duration above 0s, up to 1d"."""
     if "anyOf" in schema:

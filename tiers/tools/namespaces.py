@@ -1,4 +1,4 @@
-"""The namespaces of a root: which there are, what tells those of one model apart, and how one is removed."""
+"""List the namespaces of a root, compare those of one model, and remove one."""
 
 from __future__ import annotations
 
@@ -66,14 +66,16 @@ def _folders(store: Store) -> Iterable[str]:
 
 
 def is_of_model(store: Store, namespace: str, model: str) -> bool:
-    """Whether a namespace holds a model's blocks. Without a readable identity, its name decides.
+    """Whether a namespace's identity names the model. False if the identity is missing or damaged.
 
     Raises:
         StoreError: the identity cannot be read.
     """
-    identities = read_identities(store, namespace).values()
-    if identities:
-        return any(fields.get("model_name") == model for fields in identities)
+    return any(fields.get("model_name") == model for fields in read_identities(store, namespace).values())
+
+
+def may_be_of_model(namespace: str, model: str) -> bool:
+    """Whether a namespace's name fits the model. Names of models that differ may fit: a/b_c and a_b/c."""
     return namespace.rpartition("_")[0] == model.replace("/", "_")
 
 

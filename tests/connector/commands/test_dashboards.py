@@ -241,7 +241,7 @@ def test_a_tier_that_stores_nothing_has_an_alert_whose_series_begin_at_zero(expo
 
 def test_what_needs_more_than_vllms_endpoint_has_is_named() -> None:
     """Of a histogram it has the sum only."""
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "monitoring.md").read_text()
     assert [title for title, expr in queries() if "_bucket" in expr and title not in page] == []
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from kvtiers.connector.commands import remove
 from kvtiers.tiers.blocks.file_mapper import namespace_of
-from kvtiers.tiers.errors import StorePermissionError
+from kvtiers.tiers.errors import StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
@@ -129,15 +129,15 @@ def test_a_namespace_is_removed_and_nothing_else(root: Path) -> None:
     out = ok("rm", str(root), "--namespace", sibling, "--dry-run")
     assert f"would be removed: 1 namespace\n  {sibling}: {COUNT} blocks, 480 KiB" in out
     assert tree(root) == before
-    out = ok("rm", str(root), "--namespace", sibling, "--namespace", "mistyped", "--yes")
-    assert "no tier has the namespace mistyped" in out
+    code, out = run("rm", str(root), "--namespace", sibling, "--namespace", "mistyped", "--yes")
+    assert (code, "mistyped was not found" in out) == (1, True)
     assert f"removed {COUNT} blocks, 480 KiB" in out
     assert remove.MAY_WRITE in out
     gone = {name.replace(NAMESPACE, sibling) for name in NAMES} | {f"{sibling}/config.json"}
     assert tree(root) == before - gone
     assert not (root / sibling).exists()
     code, out = run("rm", str(root), "--namespace", sibling, "--yes")
-    assert (code, "no tier has such a namespace or model" in out) == (1, True)
+    assert (code, f"{sibling} was not found" in out) == (1, True)
 
 
 def test_a_model_is_removed_by_its_identity(root: Path) -> None:
@@ -149,9 +149,44 @@ def test_a_model_is_removed_by_its_identity(root: Path) -> None:
         NAMESPACE: COUNT, sibling: COUNT
     }  # fmt: skip
     assert {path.name for path in root.iterdir() if not path.name.startswith(".")} == {other, f"{other}_r0"}
-    (root / other / "config.json").unlink()
-    ok("rm", str(root), "--model", MODEL, "--yes")  # by its folder's name
+    (root / other / "config.json").unlink()  # now its folder's name may be of either model
+    code, out = run("rm", str(root), "--model", MODEL, "--yes")
+    assert (code, f"{other} may be of {MODEL}, but has no readable identity" in out) == (1, True)
+    assert (root / f"{other}_r0").exists()
+    ok("rm", str(root), "--namespace", other, "--yes")
     assert [path.name for path in root.iterdir() if not path.name.startswith(".")] == []
+
+
+def test_what_no_tier_has_is_an_error_and_other_tiers_are_left_alone(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    config = tmp_path / "c.yaml"
+    tiers = [
+        {"type": "fs", "name": name, "root_dir": str(place), "min_free": 0, "max_bytes": "1GiB"}
+        for name, place in (("one", root), ("two", tmp_path / "two"))
+    ]
+    config.write_text(json.dumps({"region": {"size": "1MiB"}, "tiers": tiers}))
+    code, out = run("rm", str(config), "--model", MODEL, "--model", "absent", "--yes")
+    assert (code, "absent was not found" in out, "two at" in out) == (1, True, False)
+    assert tree(tmp_path / "two") == set()
+
+
+def test_a_block_that_cannot_be_read_is_not_shown_with_the_seal_of_another(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_sibling(root, dtype="fp8")
+    get_into, read = LocalStore.get_into, set[str]()
+
+    def fail_later(self: LocalStore, key: str, parts: Sequence[memoryview]) -> None:
+        if key.endswith(".bin"):
+            read.add(key)
+            if len(read) > 1:
+                raise StoreUnavailableError("gone", key=key)
+        get_into(self, key, parts)
+
+    monkeypatch.setattr(LocalStore, "get_into", fail_later)
+    first, second = shown(str(root), NAMES[3].rpartition("/")[2][:9])
+    assert first["seal"] is not None
+    assert (second["verdict"], second["seal"]) == ("not readable", None)
 
 
 def test_it_asks_unless_yes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +272,7 @@ def test_what_cannot_be_removed_is_told(root: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LocalStore, "delete_many", lambda self, keys: [refused for _ in keys])
     code, out = run("rm", str(root), "--namespace", NAMESPACE, "--yes")
     assert code == 1
-    assert f"could not be removed: {COUNT} blocks (Permission denied (EACCES))" in out
+    assert f"could not be removed: {COUNT} files (Permission denied (EACCES))" in out
     assert "meanwhile" not in out
 
 

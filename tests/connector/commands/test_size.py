@@ -242,7 +242,9 @@ def test_config_sets_blocks_per_chunk_and_lists_what_fits(tmp_path: Path) -> Non
     out = ok("size", model, "--config", str(config))
     assert "8 MiB of 64 tokens" in out
     assert re.search(r"region\.size +1 GiB: 8,192 tokens", out)
-    assert re.search(r"tiers\[0\]\.max_bytes \(fs\) +10 GiB: 81,856 tokens", out)  # 1,279 blocks of 8 MiB and 4 KiB
+    assert re.search(
+        r"tiers\[0\]\.max_bytes \(fs\) +10 GiB: at most 81,856 tokens", out
+    )  # 1,279 blocks of 8 MiB and 4 KiB
     write(tmp_path, GPT_OSS_20B)
     assert re.search(r"region\.size +1 GiB: at most 43,690 tokens", ok("size", model, "--config", str(config)))
     code, out = run("size", model, "--config", str(tmp_path / "absent.yaml"))
@@ -253,3 +255,14 @@ def test_config_sets_blocks_per_chunk_and_lists_what_fits(tmp_path: Path) -> Non
 def test_dtype_errors_name_the_option() -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype: 'nvfp4' is not accepted; write auto or float16"):
         number_bytes({}, dtype="auto", kv_cache_dtype="nvfp4")
+
+
+def test_limits_that_a_tier_does_not_keep_are_not_room(tmp_path: Path) -> None:
+    tiers = [
+        {"type": "Theirs", "module_path": "my.module", "max_bytes": "10GiB"},
+        {"type": "fs", "root_dir": str(tmp_path / "kv"), "read_only": True},
+    ]
+    config = tmp_path / "c.yaml"
+    config.write_text(json.dumps({"region": {"size": "1GiB"}, "tiers": tiers}))
+    fits = result_of(ok("size", write(tmp_path, LLAMA_8B), "--config", str(config), "--json"))["fits"]
+    assert [room["name"] for room in fits] == ["region.size"]

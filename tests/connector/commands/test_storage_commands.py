@@ -162,7 +162,7 @@ def test_a_folder_that_is_not_there_is_told_and_not_made(command: tuple[str, ...
     LocalStore(here).close()
     code, out = run(*command, str(config))
     assert code == 1
-    assert f"'{mistyped}' is not there" in out
+    assert f"'{mistyped}' does not exist" in out
     assert not mistyped.exists()
 
 
@@ -248,7 +248,7 @@ def test_gc_of_prefixes(root: Path) -> None:
     assert "no prefixes are stored here yet" in out
     code, out = run("gc", write_config(root.parent / "elsewhere", "ttl: 1h"), "--prefixes")
     assert code == 1
-    assert "is not there; an engine makes it when it starts" in out
+    assert "does not exist; an engine creates it when it starts" in out
     config = write_config(root, "ttl: 1h")
     folder = root / "prefixes"
     assert not folder.exists()
@@ -318,11 +318,11 @@ def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
     code, out = run(command, str(path))
     assert code == 1
     assert "tier near at " in out
-    assert "is not there; an engine makes it" in out.replace("\n", " ")
+    assert "does not exist; an engine creates it" in out.replace("\n", " ")
     assert (NAMES[0] if command == "ls" else "far at ") in out
     if command != "ls":
         near_result, far_result = result_of(run(command, str(path), "--json")[1])["tiers"]
-        assert "is not there" in near_result["error"]
+        assert "does not exist" in near_result["error"]
         assert "error" not in far_result
 
 
@@ -433,3 +433,10 @@ def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, com
     _, out = run(command, config, *([str(other)] if command == "migrate" else []))
     assert "\\x9b2J\\u202e[bold]" in out
     assert out.replace("\n", "").isprintable()
+
+
+def test_bad_input_of_a_tier_has_the_exit_code_of_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    config = write_config(tmp_path, "ttl: 1h", "auth: gmac", "keys_env: NOT_SET")
+    code, out = run("gc", config)
+    assert (code, "NOT_SET is not set" in out) == (2, True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -307,6 +309,9 @@ class TestFork:
                 store.put("b", as_parts(b"from the child"))
                 if fetch(store, "b", 14) == b"from the child" and store.size_many(["a", "b"])[1] == 14:
                     code = 0
+            except BaseException:
+                traceback.print_exc()  # pytest shows it, if the test fails
+                sys.stderr.flush()
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
