@@ -51,6 +51,7 @@ def use_light_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     Parsing a megabyte of models and loading the authorities takes 0.2 s of CPU a session.
     """
     monkeypatch.setattr(botocore.session, "create_loader", _shared_loader)
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)  # it would win
     for variable in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.setenv(variable, _one_authority().name)
 

@@ -30,7 +30,15 @@ def test_demo_refuses_bad_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("check",), ("check", "--json"), ("gc",), ("verify", "--json"), ("ls", "-q"), ("--help",)]
+    "arguments",
+    [
+        *(("check", "--json"), ("gc",)),
+        *(
+            pytest.param(arguments, marks=pytest.mark.full)
+            for arguments in (("check",), ("verify", "--json"), ("ls", "-q"), ("--help",))
+        ),
+    ],
+    ids=" ".join,
 )
 def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "kv").mkdir()

@@ -218,10 +218,10 @@ def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
     ("module", "code"),
     [
         ("typer", -signal.SIGINT),
-        ("kvtiers.connector.commands.group", -signal.SIGINT),
-        ("kvtiers.connector.commands.storage", ExitCode.INTERRUPTED),
         ("pydantic", ExitCode.INTERRUPTED),
-        ("kvtiers.tiers.stores.files.local", ExitCode.INTERRUPTED),
+        pytest.param("kvtiers.connector.commands.group", -signal.SIGINT, marks=pytest.mark.full),
+        pytest.param("kvtiers.connector.commands.storage", ExitCode.INTERRUPTED, marks=pytest.mark.full),
+        pytest.param("kvtiers.tiers.stores.files.local", ExitCode.INTERRUPTED, marks=pytest.mark.full),
     ],
 )
 def test_ctrl_c_while_modules_are_imported_shows_no_traceback(root: Path, module: str, code: int) -> None:

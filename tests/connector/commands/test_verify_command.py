@@ -510,7 +510,7 @@ def test_its_processes_have_no_keys(root: Path, config: str, monkeypatch: pytest
 
 
 def test_a_subset_is_chosen_by_the_blocks_hashes(config: str, root: Path) -> None:
-    parts = [run_json(config, "--subset", "30%", "--seed", str(seed)) for seed in range(8)]
+    parts = [run_json(config, "--subset", "30%", "--seed", str(seed)) for seed in range(4)]
     assert all(0 < part["blocks"] < COUNT for part in parts)
     assert len({part["blocks"] for part in parts}) > 1
     assert run_json(config, "--subset", "30%", "--seed", "3")["blocks"] == parts[3]["blocks"]
@@ -526,9 +526,9 @@ def test_a_bad_block_is_found_by_the_subsets_that_have_it(config: str, root: Pat
     name = parse_block_name(NAMES[7])
     assert name is not None
     having = [seed for seed in range(12) if Subset(0.25, seed).has(name)]
-    found = [seed for seed in range(12) if run(config, "--subset", "25%", "--seed", str(seed))[0] == 1]
-    assert found == having
-    assert 0 < len(having) < 12
+    lacking = [seed for seed in range(12) if seed not in having]
+    for seed, code in ((having[0], 1), (having[1], 1), (lacking[0], 0), (lacking[1], 0)):
+        assert run(config, "--subset", "25%", "--seed", str(seed))[0] == code
 
 
 @pytest.mark.parametrize("options", [("--subset", "5"), ("--subset", "0%"), ("--subset", "x%"), ("--seed", "1")])

@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -57,13 +58,41 @@ BLOCK_BYTES = 64 << 10
 Make = Callable[..., ProcessIsolatedStore]
 
 
+@pytest.fixture(scope="class")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="class")
+def kept() -> Iterator[list[ProcessIsolatedStore]]:
+    """The store that the last test left open, if any: starting its workers takes longer than most tests."""
+    kept: list[ProcessIsolatedStore] = []
+    yield kept
+    for store in kept:
+        store.close()
+
+
 class TestNfsStoreInProcesses(FolderContract):
     """Parts outside of any region: through the scratch file."""
 
     store_class: type[Store] = NfsStore
 
-    def make_store(self) -> Store:
-        recipe = StoreRecipe.of(self.store_class, root_dir=self.tmp_path / "root")
+    @pytest.fixture(autouse=True)
+    def _use_tmp_path(self, place: Path) -> None:
+        self.tmp_path = place
+
+    @pytest.fixture
+    def store(self, _use_tmp_path: None, kept: list[ProcessIsolatedStore]) -> Iterator[Store]:
+        if not kept:
+            kept.append(self.make_store())
+        yield kept[0]
+        if kept[0]._pool.closed:
+            kept.clear()
+        for entry in self.root.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def make_store(self) -> ProcessIsolatedStore:
+        recipe = StoreRecipe.of(self.store_class, root_dir=self.root)
         return ProcessIsolatedStore(recipe, deadline_s=WAIT_S_MAX)
 
 
@@ -326,20 +355,21 @@ def test_a_module_that_is_not_there() -> None:
         ProcessIsolatedStore(StoreRecipe("no_such_module", "Store"), deadline_s=WAIT_S_MAX)
 
 
-@pytest.mark.parametrize("kind", ["StoreFullError", "BlobCorruptError", "StoreThrottledError", "StoreError"])
-def test_errors_keep_their_class_key_and_text(make: Make, kind: str) -> None:
-    with pytest.raises(StoreError) as caught:
-        make(PlainStore).put(f"raise/{kind}", as_parts(b""))
-    assert type(caught.value).__name__ == kind
-    assert caught.value.key == f"raise/{kind}"
-    assert str(caught.value) == f"as told (key 'raise/{kind}')"
+def test_errors_keep_their_class_key_and_text(make: Make) -> None:
+    store = make(PlainStore, n_workers=1)
+    for kind in ("StoreFullError", "BlobCorruptError", "StoreThrottledError", "StoreError"):
+        with pytest.raises(StoreError) as caught:
+            store.put(f"raise/{kind}", as_parts(b""))
+        assert type(caught.value).__name__ == kind
+        assert caught.value.key == f"raise/{kind}"
+        assert str(caught.value) == f"as told (key 'raise/{kind}')"
 
 
-@pytest.mark.parametrize("kind", ["ZeroDivisionError", "ConnectionResetError", "TimeoutError", "EOFError"])
-def test_what_is_no_store_error_becomes_one(make: Make, kind: str) -> None:
-    store = make(PlainStore)
-    with pytest.raises(StoreError, match=kind):
-        store.put(f"raise/{kind}", as_parts(b""))
+def test_what_is_no_store_error_becomes_one(make: Make) -> None:
+    store = make(PlainStore, n_workers=1)
+    for kind in ("ZeroDivisionError", "ConnectionResetError", "TimeoutError", "EOFError"):
+        with pytest.raises(StoreError, match=kind):
+            store.put(f"raise/{kind}", as_parts(b""))
     assert store.kills == 0
 
 

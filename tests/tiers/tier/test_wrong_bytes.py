@@ -42,9 +42,9 @@ BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
 VERSION_AT = ROW_BYTES + 8
 KEYS = [block_key(n) for n in range(ROWS)]
 WAYS_OF_FILES = ("in threads", "in processes", "piece by piece")
+IN_MEMORY = ("memory", *(f"memory, {protection}" for protection in ("auth: gmac", "encrypt: aes-gcm")))
 KINDS = [
-    "memory",
-    *(f"memory, {protection}" for protection in ("auth: gmac", "encrypt: aes-gcm")),
+    *IN_MEMORY,
     *(f"{kind} {way}" for kind in ("fs", "nfs") for way in WAYS_OF_FILES),
     "nfs in processes, copied",
     *(f"fsspec {way}" for way in WAYS_OF_FILES[:2]),
@@ -53,6 +53,11 @@ KINDS = [
     "s3 piece by piece",
     "s3 in processes",
 ]
+
+
+def cases(kinds: Sequence[str], few: int, many: int) -> list[Any]:
+    """Kinds of tiers, and how much to do: few for these in ``make test``, many for all of them in ``test-rest``."""
+    return [*((kind, few) for kind in kinds), *(pytest.param(kind, many, marks=pytest.mark.full) for kind in KINDS)]
 
 
 class Rig:
@@ -140,6 +145,12 @@ class Rig:
         self.rows[:] = self.stored
         assert self._run(tier, tier.submit_store, KEYS) == set(range(ROWS))
         assert self.load(tier) == set(range(ROWS))
+
+    def in_memory(self) -> Rig:
+        """Tiers of the same blobs in memory, which make what is only planted at a fraction of the cost."""
+        kept = ("auth", "encrypt", "keys_env", "n_read_threads", "n_write_threads", "lookup_threads", "job_deadline_s")
+        config = {name: value for name, value in self._config.items() if name in kept}
+        return Rig(config | {"type": "memory", "isolation": "thread"})
 
     def refuse_quarantine(self) -> None:
         """Have nothing be moved aside."""
@@ -285,15 +296,18 @@ class Corruptor:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [93, pytest.param(10_000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("rig", KINDS, indirect=True)
+@pytest.mark.parametrize(("rig", "count"), cases(KINDS, 93, 10_000), indirect=["rig"])
 def test_what_was_changed_is_refused(rig: Rig, count: int, record: Record) -> None:
     """W1: flip, truncate, extend, swap, zero page, stale version, other group, rank and model."""
     others = [FakeSpec().changed("model", revision="other"), FakeSpec().changed("parallel", rank=1)]
-    foreign = [rig.store(rig.tier(spec), 1) for spec in others]
+    memory = rig.in_memory()
+    foreign = [memory.store(memory.tier(spec), 1) for spec in others]
+    own = memory.tier()
+    foreign.append(memory.store(own, 1, [block_key(n, group=1) for n in range(ROWS)]))
+    earlier = memory.store(own, 2)
+    memory.close()
     tier = rig.tier()
-    foreign.append(rig.store(tier, 1, [block_key(n, group=1) for n in range(ROWS)]))
-    earlier, good = rig.store(tier, 2), rig.store(tier, 3)
+    good = rig.store(tier, 3)
     corruptor = Corruptor(good, earlier, foreign, seed=count)
     done = 0
     while done < count:
@@ -306,8 +320,11 @@ def test_what_was_changed_is_refused(rig: Rig, count: int, record: Record) -> No
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [31, pytest.param(4096, marks=pytest.mark.full)])
-@pytest.mark.parametrize("rig", KINDS, indirect=True)
+@pytest.mark.parametrize(
+    ("rig", "count"),
+    cases([*IN_MEMORY, "fs in threads", "fs in processes", "s3 in threads, by obstore"], 31, 4096),
+    indirect=["rig"],
+)
 def test_one_flipped_bit_anywhere_is_refused(rig: Rig, count: int, record: Record) -> None:
     """W2: so many bytes of each part, or all of it; the trailer has 4,096."""
     dice = random.Random(2)
@@ -357,16 +374,23 @@ def test_each_bit_of_the_trailer_is_healed(protection: Literal["none", "gmac", "
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [31, pytest.param(8 * TRAILER_BYTES, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    ("rig", "has_quarantine"),
+    ("rig", "count", "has_quarantine"),
     [
-        *((kind, True) for kind in KINDS),
-        *((kind, False) for kind in KINDS if kind.split()[0] in ("fs", "nfs")),
+        *(
+            (kind, 31, True)
+            for kind in (*IN_MEMORY, "fs in processes", "fsspec in threads", "s3 in threads, by obstore")
+        ),
+        *((kind, 31, False) for kind in ("fs in threads", "nfs in processes")),
+        *(
+            pytest.param(kind, 8 * TRAILER_BYTES, has_quarantine, marks=pytest.mark.full)
+            for kind in KINDS
+            for has_quarantine in ((True, False) if kind.split()[0] in ("fs", "nfs") else (True,))
+        ),
     ],
     indirect=["rig"],
 )
-def test_one_flipped_bit_anywhere_is_healed(rig: Rig, has_quarantine: bool, count: int, record: Record) -> None:
+def test_one_flipped_bit_anywhere_is_healed(rig: Rig, count: int, has_quarantine: bool, record: Record) -> None:
     """W7: all bits of the trailer's first fields, and so many of each other part."""
     dice = random.Random(7)
     tier = rig.tier()

@@ -73,7 +73,7 @@ def engine(url: str, client: str, row_bytes: int, isolation: str, maps: bool) ->
         "n_write_threads": 2,
         "n_threads_max": 2,
         "worker_memory": "64MiB",
-        "request_timeout": 2.0,
+        "request_timeout": 1.0,
         "retries": 1,
         "job_deadline_s": JOB_DEADLINE_S,
         "circuit_probe_s": 0.1,
