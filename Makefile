@@ -6,6 +6,8 @@ SITE_VENV := .venv-docs
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too. Not an absolute path: pip would split it at its spaces.
 export PIP_CONSTRAINT = constraints.txt
+# Where it is set, as in many containers, each of the hundreds of processes of a test run compiles what it imports anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo plot test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
 	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers docs reference site soak e2e e2e-env e2e-older \
@@ -91,7 +93,7 @@ bench-s3: setup
 bench-liveness: setup
 	$(BIN)/python -m tests.benchmarks.bench_liveness $(if $(HANG_S),--hang-s $(HANG_S))
 
-# Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 10.
+# Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 5.
 soak: setup
 	$(BIN)/python -m tests.soak $(if $(SOAK_S),--seconds $(SOAK_S))
 

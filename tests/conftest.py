@@ -19,20 +19,20 @@ with contextlib.suppress(ImportError):  # what runs on a GPU has no hypothesis
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
 
-#: Files that take half a minute of CPU or of waiting, on two idle cores: begun last, they would leave a core idle.
+#: Files that take a quarter of a minute or more of CPU or of waiting, on two idle cores: begun last, they would leave a core idle.
 LONGEST = (
     "tiers/stores/s3/test_s3_hostile.py",
+    "tiers/isolation/test_isolate.py",
     "soak/test_soak.py",
     "tiers/tier/test_wrong_bytes.py",
-    "tiers/isolation/test_isolate.py",
-    "tiers/stores/s3/test_s3_faults.py",
     "connector/demo/test_demo.py",
-    "tiers/stores/test_fsspec_store.py",
     "tiers/stores/s3/test_s3_store.py",
-    "tiers/config/test_config.py",
-    "connector/commands/test_copy_commands.py",
+    "tiers/stores/s3/test_s3_faults.py",
+    "tiers/stores/test_fsspec_store.py",
+    "tiers/stores/files/test_local_crash.py",
     "tiers/isolation/test_isolated_mover.py",
     "tiers/stores/s3/test_s3_config.py",
+    "connector/region/test_region_processes.py",
 )
 
 _PROPERTY = "promise"  # of a test's report, which comes back from the process that ran it

@@ -123,7 +123,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., TieringOffloadingSpec]]:
     made: list[TieringOffloadingSpec] = []
 
     def make_spec(region: dict[str, Any] | None = None, **kwargs: Any) -> TieringOffloadingSpec:
-        root = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, **PATIENT}
+        root = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": "thread", **PATIENT}
         config = dataclasses.replace(CHUNKED, engine_id=ENGINE_ID)
         spec = TieringOffloadingSpec(config, deployment(root, **(region or {})), CELL_BYTES, **kwargs)
         made.append(spec)

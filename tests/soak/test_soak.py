@@ -35,7 +35,7 @@ def soak(json_file: Path, *options: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--seconds", "10"),
+        ("--seconds", "5"),
         pytest.param(("--seconds", "60"), marks=pytest.mark.full),
         pytest.param(("--seconds", "20", "--no-fuse"), marks=pytest.mark.full),
     ],

@@ -45,6 +45,12 @@ COUNT, SIZE = 40, 8192
 NAMES = [MAPPER.relative_name(block_key(n)) for n in range(COUNT)]
 
 
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default there is one for each core, and each takes longer to start than to check these few blocks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
 def put_blocks(store: Any) -> None:
     open_namespace(store, MAPPER)
     seal = Seal(MAPPER.fingerprint, MAPPER.rank)

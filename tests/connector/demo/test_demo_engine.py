@@ -178,7 +178,7 @@ def start(model: LoadedModel, tmp_path: Path) -> Iterator[Start]:
     def start(blocks_per_chunk: int = 1, region_blocks: int = 32) -> tuple[Engine, TieringOffloadingSpec]:
         memory = memory_for(model)
         row_bytes = -(-memory.block_bytes * blocks_per_chunk // 4096) * 4096
-        tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0, **PATIENT}
+        tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0, "isolation": "thread", **PATIENT}
         deployment = parse_config(
             {
                 "region": {"size": region_blocks * row_bytes},

@@ -484,7 +484,7 @@ def run(examples: int, record: Record) -> None:
 
 
 def test_slots_are_conserved(record: Record) -> None:
-    run(100, record)
+    run(50, record)
 
 
 @pytest.mark.full

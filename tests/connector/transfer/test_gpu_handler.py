@@ -223,7 +223,7 @@ def transfers(draw: st.DrawFn) -> tuple[World, Job]:
     return world, make_job(rng, world, sizes, [draw(st.integers(0, 20)) for _ in groups])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(transfers(), st.sampled_from(list(Direction)), st.sampled_from([{}, ONE_PASS, TWO_PASSES]))
 def test_any_transfer_is_the_references(
     transfer: tuple[World, Job], direction: Direction, thresholds: dict[str, int]

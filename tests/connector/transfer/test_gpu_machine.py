@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,16 +26,17 @@ UNUSABLE = f"has an NVIDIA GPU that torch {torch.__version__} cannot use"
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use this machine's GPU")
 @pytest.mark.parametrize(
-    ("listed", "wanted", "status", "said"),
+    ("listed", "wanted", "outcome", "said"),
     [
-        ("GPU 0: NVIDIA H100", "1", 1, UNUSABLE),
-        pytest.param("GPU 0: NVIDIA H100", "", 0, UNUSABLE, marks=pytest.mark.full),
-        pytest.param("No devices were found", "1", 0, "no CUDA device here", marks=pytest.mark.full),
+        ("GPU 0: NVIDIA H100", "1", "failed", UNUSABLE),
+        ("GPU 0: NVIDIA H100", "", "skipped", UNUSABLE),
+        ("No devices were found", "1", "skipped", "no CUDA device here"),
     ],
     ids=["a GPU", "a GPU, make test", "none"],
 )
+@pytest.mark.parametrize("in_pytest", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, wanted: str, status: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, wanted: str, outcome: str, said: str, in_pytest: bool
 ) -> None:
     monkeypatch.setenv("KVTIERS_TEST_GPU", wanted)
     smi = tmp_path / "nvidia-smi"
@@ -42,6 +44,11 @@ def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if not in_pytest:
+        raised = pytest.fail.Exception if outcome == "failed" else pytest.skip.Exception
+        with pytest.raises(raised, match=re.escape(said)):
+            gpu_machine.skip_without_cuda()
+        return
     ran = subprocess.run(
         [
             sys.executable,
@@ -59,7 +66,7 @@ def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there
         check=False,
         timeout=200,
     )
-    assert ran.returncode == status, ran.stdout
+    assert ran.returncode == (outcome == "failed"), ran.stdout
     assert said in ran.stdout
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
 from kvtiers.tiers.blocks.keyring import KeyRing
 from kvtiers.tiers.capacity.account import GRANT_SHARE, Account, BoundedStore
@@ -261,10 +261,11 @@ class WritersOfSmallBlobs(Writers):
         self.store.interruption = None
 
 
-TestWriters = Writers.TestCase
-TestWritersOfSmallBlobs = WritersOfSmallBlobs.TestCase
-TestWriters.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestWritersOfSmallBlobs.settings = TestWriters.settings
+@pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("machine", [Writers, WritersOfSmallBlobs])
+def test_writers(machine: type[Writers], examples: int) -> None:
+    limits = settings(max_examples=examples, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(machine, settings=limits)
 
 
 def make(max_bytes: int = 1000, **options: Any) -> tuple[MemoryStore, BoundedStore, Clock]:

@@ -55,7 +55,7 @@ def run_writers(root: Path, seconds: float) -> tuple[int, list[dict[str, int]]]:
     return highest, met
 
 
-@pytest.mark.parametrize("seconds", [8.0, pytest.param(60.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.full)])
 def test_two_writers_stay_within_the_bound(tmp_path: Path, seconds: float) -> None:
     highest, met = run_writers(tmp_path / "kv", seconds)
     print(highest / MAX_BYTES, met)

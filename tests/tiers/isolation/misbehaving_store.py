@@ -8,13 +8,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvtiers.tiers import errors
 from kvtiers.tiers.errors import StoreUnavailableError
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store
 from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.memory import MemoryStore
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class HeldStore(LocalStore):
         while os.path.exists(f"{self.root_dir}.hold"):
             time.sleep(0.01)
         return super().put(key, parts, overwrite=overwrite)
+
+
+def make_memory(options: Mapping[str, Any]) -> Store:
+    """A store of a custom tier that two processes do not share."""
+    return MemoryStore()
 
 
 class Number:

@@ -25,7 +25,6 @@ from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreConfigError, St
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import Store, client_errors, fill_parts
 from kvtiers.tiers.stores.custom import make_custom_store
-from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.contract import StoreContract
 from tests.identity import FakeSpec, block_key
 from tests.tiers.stores.sqlite_store import SqliteStore
@@ -64,10 +63,6 @@ def make_nothing(options: Mapping[str, Any]) -> object:
 
 def make_of_words(options: Mapping[str, Any]) -> Store:
     raise ValueError(f"{sorted(options)}\x1b[2J")
-
-
-def make_memory(options: Mapping[str, Any]) -> Store:
-    return MemoryStore()
 
 
 make_store = "no function"
@@ -212,7 +207,7 @@ def test_its_bound_its_keys_and_every_command(
 
 def test_memory_behind_processes_is_refused() -> None:
     """Each process would have its own."""
-    tier = {"type": "store", "module_path": f"{__name__}:make_memory"}
+    tier = {"type": "store", "module_path": "tests.tiers.isolation.misbehaving_store:make_memory"}
     with pytest.raises(ConfigError, match=r"^isolation: needs other processes, .*; write thread$"):
         Engine(tier | {"isolation": "process"})
     with pytest.raises(ConfigError, match=r"^max_bytes: needs other processes, .*; leave it out$"):

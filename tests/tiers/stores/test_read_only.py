@@ -28,6 +28,7 @@ from tests.tiers.tier.test_store_tier import Bench as StoreBench
 from tests.waiting import PATIENT
 
 ROWS, ROW_BYTES = 8, 8192
+FEW_WORKERS = {"n_read_threads": 1, "n_write_threads": 1, "lookup_threads": 1}  # a process each
 present = StoreBench.present
 KEYS = [block_key(n) for n in range(ROWS)]
 OTHERS = [block_key(100 + n) for n in range(ROWS)]
@@ -44,7 +45,9 @@ class Bench:
         self.jobs = 0
 
     def tier(self, **options: Any) -> StoreTierManager:
-        made = SecondaryTierFactory.create_secondary_tier(PATIENT | self.options | options, self.view, FakeSpec())
+        made = SecondaryTierFactory.create_secondary_tier(
+            PATIENT | FEW_WORKERS | self.options | options, self.view, FakeSpec()
+        )
         assert isinstance(made, StoreTierManager)
         self.tiers.append(made)
         return made
@@ -68,7 +71,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(type="fs", root_dir=str(tmp_path / "kv"), min_free=0)
+    made = Bench(type="fs", root_dir=str(tmp_path / "kv"), min_free=0, isolation="thread")
     yield made
     made.close()
 

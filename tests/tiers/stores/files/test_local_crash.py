@@ -107,13 +107,14 @@ def test_killed_at_every_system_call(open_store: Callable[[], LocalStore], tmp_p
         assert left_over, "no death left a private file: the test does not show that they are swept"
 
 
-def test_killed_at_random(open_store: Callable[[], LocalStore], tmp_path: Path, record: Record) -> None:
-    """67 deaths on each of the three ways, 201 together."""
+@pytest.mark.parametrize("kills", [25, pytest.param(67, marks=pytest.mark.full)])
+def test_killed_at_random(open_store: Callable[[], LocalStore], tmp_path: Path, kills: int, record: Record) -> None:
+    """On each of the three ways, with 67 deaths each 201 together."""
     randoms = random.Random(7)
     keys = [f"f{i % 3}/{i}" for i in range(12)]
     root = tmp_path / "root"
     seen: set[str] = set()
-    for round_ in range(67):
+    for round_ in range(kills):
         read_fd, write_fd = os.pipe()
 
         def work(seed: int = round_, write_fd: int = write_fd) -> None:
@@ -137,8 +138,8 @@ def test_killed_at_random(open_store: Callable[[], LocalStore], tmp_path: Path, 
         os.close(read_fd)
         seen |= check_after_restart(open_store(), root).keys()
     assert seen == set(keys)
-    record("W3", kills=67, bad_blocks=0, left_over=0)
-    record("D2", kills=67, private_files_left=0)
+    record("W3", kills=kills, bad_blocks=0, left_over=0)
+    record("D2", kills=kills, private_files_left=0)
 
 
 def test_many_processes_write_read_and_delete_the_same_keys(

@@ -109,59 +109,60 @@ def stored(store: S3Store, server: HttpFaultServer) -> S3Store:
 
 
 @by_all_readers
-@pytest.mark.parametrize(("fault", "error"), ERRORS)
-def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]) -> None:
-    server.inject(fault)
-    target = GuardedParts(len(DATA) - 4096, 4096)
-    before = target.joined()
-    with pytest.raises(error) as caught:
+def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer) -> None:
+    for fault, error in ERRORS:
+        server.inject(fault)
+        target = GuardedParts(len(DATA) - 4096, 4096)
+        before = target.joined()
+        asked = len(server.requests("GET"))
+        with pytest.raises(error) as caught:
+            stored.get_into("f/a", target.parts)
+        assert caught.value.key == "f/a"
+        assert target.joined() == before, fault
+        target.assert_only_parts_touched()
+        again = len(server.requests("GET")) - asked
+        if fault is Fault.RESET_BEFORE:
+            assert again in (4, 5)  # obstore sends a request again itself if a kept connection is reset
+        elif fault is not Fault.OTHER_REGION:  # which boto3 follows by itself
+            assert again == (4 if caught.value.retryable else 1), fault
+        server.heal()
         stored.get_into("f/a", target.parts)
-    assert caught.value.key == "f/a"
-    assert target.joined() == before
-    target.assert_only_parts_touched()
-    again = 4 if caught.value.retryable else 1
-    if fault is not Fault.OTHER_REGION:  # which boto3 follows by itself
-        assert len(server.requests("GET")) == again
-    server.heal()
-    stored.get_into("f/a", target.parts)
-    assert target.joined() == DATA
+        assert target.joined() == DATA, fault
 
 
-@pytest.mark.parametrize(("fault", "error"), ERRORS)
-def test_lasting_fault_of_put(store: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]) -> None:
-    server.inject(fault)
-    for overwrite in (False, True):
-        with pytest.raises(error):
-            store.put("f/a", as_parts(DATA), overwrite=overwrite)
-    assert server.get_object("bucket", "f/a") is None
-    server.heal()
-    store.put("f/a", as_parts(DATA))
-    assert server.get_object("bucket", "f/a") == DATA
+def test_lasting_fault_of_put(store: S3Store, server: HttpFaultServer) -> None:
+    for number, (fault, error) in enumerate(ERRORS):
+        server.inject(fault)
+        for overwrite in (False, True):
+            with pytest.raises(error):
+                store.put(f"f/{number}", as_parts(DATA), overwrite=overwrite)
+        assert server.get_object("bucket", f"f/{number}") is None, fault
+        server.heal()
+        store.put(f"f/{number}", as_parts(DATA))
+        assert server.get_object("bucket", f"f/{number}") == DATA, fault
 
 
-@pytest.mark.parametrize(("fault", "error"), ERRORS)
-def test_lasting_fault_of_the_other_calls(
-    stored: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]
-) -> None:
-    server.inject(fault)
+def test_lasting_fault_of_the_other_calls(stored: S3Store, server: HttpFaultServer) -> None:
     calls: list[Callable[[], object]] = [
         lambda: stored.delete("f/a"),
         lambda: list(stored.keys()),
         lambda: stored.get_tail("f/a", 10),
     ]
-    for call in calls:
-        with pytest.raises(error):
-            call()
-    (outcome,) = stored.delete_many(["f/a"])
-    assert isinstance(outcome, error)
-    if fault is Fault.BUCKET_GONE:
-        assert stored.size("f/a") is None
-    else:
-        with pytest.raises(error):
-            stored.size("f/a")
-        assert isinstance(stored.size_many(["f/a"])[0], error)
-    server.heal()
-    assert stored.size("f/a") == len(DATA)
+    for fault, error in ERRORS:
+        server.inject(fault)
+        for call in calls:
+            with pytest.raises(error):
+                call()
+        (outcome,) = stored.delete_many(["f/a"])
+        assert isinstance(outcome, error), fault
+        if fault is Fault.BUCKET_GONE:
+            assert stored.size("f/a") is None
+        else:
+            with pytest.raises(error):
+                stored.size("f/a")
+            assert isinstance(stored.size_many(["f/a"])[0], error), fault
+        server.heal()
+        assert stored.size("f/a") == len(DATA), fault
 
 
 @pytest.mark.parametrize("code", [f"Denied for {tiny_s3.SECRET_ECHO}", "Denied\nforged line", "A" * 65])
@@ -179,26 +180,25 @@ def test_code_that_is_none_is_not_repeated(stored: S3Store, server: HttpFaultSer
 
 
 @by_all_readers
-@pytest.mark.parametrize(
-    "fault", [Fault.SLOW_DOWN, Fault.ACCESS_DENIED, Fault.NOT_IMPLEMENTED, Fault.BUCKET_GONE, Fault.HTML_WITH_200]
-)
-def test_a_call_that_fails_holds_no_memory_of_its_caller(
-    stored: S3Store, server: HttpFaultServer, fault: Fault
-) -> None:
+def test_a_call_that_fails_holds_no_memory_of_its_caller(stored: S3Store, server: HttpFaultServer) -> None:
     """Until the cyclic collector ran, whoever made the region could not unmap it."""
-    memory = bytearray(len(DATA))
     stored.prepare()
-    server.inject(fault)
-    gc.disable()
-    try:
-        for overwrite in (False, True):
+    for fault in (
+        Fault.SLOW_DOWN, Fault.ACCESS_DENIED, Fault.NOT_IMPLEMENTED, Fault.BUCKET_GONE, Fault.HTML_WITH_200,
+    ):  # fmt: skip
+        memory = bytearray(len(DATA))
+        server.heal()
+        server.inject(fault)
+        gc.disable()
+        try:
+            for overwrite in (False, True):
+                with suppress(StoreError):
+                    stored.put("f/b", [memoryview(memory)], overwrite=overwrite)
             with suppress(StoreError):
-                stored.put("f/b", [memoryview(memory)], overwrite=overwrite)
-        with suppress(StoreError):
-            stored.get_into("f/a", [memoryview(memory)])
-        memory.extend(b"x")  # a BufferError where somebody still has a view
-    finally:
-        gc.enable()
+                stored.get_into("f/a", [memoryview(memory)])
+            memory.extend(b"x")  # a BufferError where somebody still has a view
+        finally:
+            gc.enable()
 
 
 def test_what_a_look_raises_holds_no_memory_of_its_caller(stored: S3Store) -> None:
@@ -287,25 +287,24 @@ def test_listing_that_is_cut_off_without_a_token_is_an_error(
 
 
 @by_all_readers
-@pytest.mark.parametrize(
-    "fault",
-    [
+def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer) -> None:
+    for fault in (
         Fault.SLOW_DOWN,
         Fault.TOO_MANY_REQUESTS,
         Fault.INTERNAL_ERROR,
         Fault.RESET_BEFORE,
         Fault.RESET_INSIDE,
         Fault.TRUNCATED,
-    ],
-)
-def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
-    server.inject(fault, times=3)
-    assert fetch(stored, "f/a", len(DATA)) == DATA
-    assert len(server.requests("GET")) == 4
-    server.inject(fault, times=3)
-    stored.put("f/b", as_parts(DATA))
-    assert server.get_object("bucket", "f/b") == DATA
-    assert stored.size("f/b") == len(DATA)
+    ):
+        asked = len(server.requests("GET"))
+        server.heal()
+        server.inject(fault, times=3)
+        assert fetch(stored, "f/a", len(DATA)) == DATA, fault
+        assert len(server.requests("GET")) - asked == 4, fault
+        server.inject(fault, times=3)
+        stored.put(f"f/{fault}", as_parts(DATA))
+        assert server.get_object("bucket", f"f/{fault}") == DATA
+        assert stored.size(f"f/{fault}") == len(DATA)
 
 
 @by_all_readers
@@ -509,25 +508,16 @@ def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer) 
 
 
 @by_all_readers
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [
-        (Fault.RESET_INSIDE, StoreUnavailableError),
-        (Fault.TRUNCATED, StoreUnavailableError),
-        (Fault.NO_LENGTH, StoreUnavailableError),
-    ],
-)
-def test_body_that_never_ends_well(
-    stored: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]
-) -> None:
-    server.inject(fault)
-    target = GuardedParts(len(DATA))
-    with pytest.raises(error):
+def test_body_that_never_ends_well(stored: S3Store, server: HttpFaultServer) -> None:
+    for fault in (Fault.RESET_INSIDE, Fault.TRUNCATED, Fault.NO_LENGTH):
+        server.inject(fault)
+        target = GuardedParts(len(DATA))
+        with pytest.raises(StoreUnavailableError):
+            stored.get_into("f/a", target.parts)
+        target.assert_only_parts_touched()
+        server.heal()
         stored.get_into("f/a", target.parts)
-    target.assert_only_parts_touched()
-    server.heal()
-    stored.get_into("f/a", target.parts)
-    assert target.joined() == DATA
+        assert target.joined() == DATA, fault
 
 
 @by_all_readers
@@ -550,14 +540,12 @@ def test_tail_of_a_server_that_ignores_ranges(stored: S3Store, server: HttpFault
     assert stored.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
 
 
-@pytest.mark.parametrize(("size", "length"), [(3 << 20, 4096), ((1 << 20) + 4096, 4096), (5000, 4096), (100, 4096)])
-def test_tail_of_a_large_object_without_ranges(
-    stored: S3Store, server: HttpFaultServer, size: int, length: int
-) -> None:
-    data = make_data(size)
-    server.put_object("bucket", "f/large", data)
+def test_tail_of_a_large_object_without_ranges(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.IGNORE_RANGE)
-    assert stored.get_tail("f/large", length) == (size, data[-length:])
+    for size in (3 << 20, (1 << 20) + 4096, 5000, 100):
+        data = make_data(size)
+        server.put_object("bucket", "f/large", data)
+        assert stored.get_tail("f/large", 4096) == (size, data[-4096:])
 
 
 def test_tail_of_what_is_said_to_be_huge_takes_no_memory(
@@ -992,9 +980,8 @@ def test_single_deletions_from_a_server_that_hangs_are_given_up(store: S3Store, 
 # -- check ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fault", "error", "says"),
-    [
+def test_check_says_what_is_wrong(store: S3Store, server: HttpFaultServer) -> None:
+    cases: list[tuple[Fault, type[StoreError], str]] = [
         (Fault.EXPIRED_TOKEN, StorePermissionError, "secret: the session token has expired"),
         (Fault.CLOCK_SKEW, StorePermissionError, "clock: this machine's clock"),
         (Fault.ACCESS_DENIED, StorePermissionError, "secret: these credentials may not do this; grant s3:GetObject"),
@@ -1004,17 +991,15 @@ def test_single_deletions_from_a_server_that_hangs_are_given_up(store: S3Store, 
         (Fault.HTML_WITH_200, StoreConfigError, "endpoint: http://127.0.0.1"),
         (Fault.RESET_BEFORE, StoreUnavailableError, "endpoint: http://127.0.0.1"),
         (Fault.INTERNAL_ERROR, StoreUnavailableError, "the server reports an internal error"),
-    ],
-)
-def test_check_says_what_is_wrong(
-    store: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError], says: str
-) -> None:
-    store.check()
-    server.inject(fault)
-    with pytest.raises(error) as caught:
+    ]
+    for fault, error, says in cases:
+        server.heal()
         store.check()
-    assert str(caught.value).startswith(says)
-    assert "\n" not in str(caught.value)
+        server.inject(fault)
+        with pytest.raises(error) as caught:
+            store.check()
+        assert str(caught.value).startswith(says)
+        assert "\n" not in str(caught.value)
 
 
 def test_redirect_is_told_by_its_target_after_two_requests(store: S3Store, server: HttpFaultServer) -> None:
