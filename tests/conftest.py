@@ -19,7 +19,7 @@ with contextlib.suppress(ImportError):  # what runs on a GPU has no hypothesis
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
 
-#: Files that take a quarter of a minute or more of CPU or of waiting, on two idle cores: begun last, they would leave a core idle.
+#: Files that take 15 s or more of CPU or of waiting, on two idle cores: begun last, they would leave a core idle.
 LONGEST = (
     "tiers/stores/s3/test_s3_hostile.py",
     "tiers/isolation/test_isolate.py",

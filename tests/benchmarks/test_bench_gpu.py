@@ -206,12 +206,3 @@ def test_a_row_is_of_the_method_that_copied_it(monkeypatch: pytest.MonkeyPatch) 
     assert "FAILED: 4 KiB x 2 by batch: stores/loads went by copy/copy; why was logged" in said
     assert said.count("skipped: method 'kernel' needs triton") == 1
     assert "auto: copy/copy, unpinned" in said
-
-
-def test_a_row_is_a_line_at_120_columns() -> None:
-    shape = SimpleNamespace(shape=Shape(4096 << 10, 2, 1))
-    rows = [row.__dict__ | {"pages": 4096, "copied_by": "batch/batch+kernel"} for row in rows_of(shape, "auto")]
-    out = io.StringIO()
-    print_report({**FACTS, "rows": rows}, Console(file=out, width=120))
-    line = "4096 KiB 4096 auto: batch/batch+kernel" + 3 * " 110.12 (0.98), 0.35" + " 12346 (12346)"
-    assert " ".join(out.getvalue().splitlines()[-1].split()) == line

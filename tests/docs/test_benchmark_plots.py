@@ -1,9 +1,8 @@
-"""The plots of docs/benchmarks.md name their axes, and show the spread of the rounds if the results have it."""
+"""The plots of docs/benchmarks.md show the spread of the rounds if the results have it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,21 +20,6 @@ def fs_rows() -> list[dict[str, Any]]:
 
 def s3_rows() -> list[bench_s3.Row]:
     return [bench_s3.Row(**row) for row in json.loads((make_benchmarks.RESULTS / "s3.json").read_text())["rows"]]
-
-
-@pytest.mark.parametrize("draw", [lambda: make_benchmarks.draw_fs(fs_rows()), lambda: bench_s3.draw(s3_rows())])
-def test_axes_are_named(draw: Callable[[], Any]) -> None:
-    for axis in draw().axes:
-        assert axis.get_xlabel() == "bytes of a block"
-        assert axis.get_ylabel().startswith("MB/s")
-        assert axis.get_legend() is not None
-        assert axis.get_xticklabels()
-
-
-def test_busy_is_explained() -> None:
-    for axis in make_benchmarks.draw_fs(fs_rows()).axes:
-        labels = [text.get_text() for text in axis.get_legend().get_texts()]
-        assert "kvtiers, busy: the engine's thread runs Python meanwhile (one run)" in labels
 
 
 def whiskers(axis: Any) -> list[list[float]]:

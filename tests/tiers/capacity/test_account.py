@@ -742,27 +742,6 @@ def test_a_writer_that_was_silent_for_long_is_a_newcomer() -> None:
         bounded.put("b", as_parts(b"1"))
 
 
-def test_threads_share_one_account() -> None:
-    store, bounded, clock = make(100_000)
-    measure(store, clock())
-    refused: list[int] = []
-
-    def put(seed: int) -> None:
-        for n in range(100):
-            try:
-                bounded.put(f"{seed}-{n}", as_parts(bytes(500)))
-            except StoreFullError:
-                refused.append(n)
-
-    threads = [threading.Thread(target=put, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(refused) == 200
-    assert stored_bytes(store) == 100_000
-
-
 class WatchedLock:
     """Counts who wanted it."""
 

@@ -60,6 +60,7 @@ class TestPrivateNames(TestLocalStore):
         return use_private_names(LocalStore(self.tmp_path / "root"))
 
 
+@pytest.mark.full  # what is special about it is tested below
 class TestDurableWithReserve(TestLocalStore):
     def make_store(self) -> Store:
         return LocalStore(self.tmp_path / "root", durability="data", min_free_bytes=1)
