@@ -59,7 +59,7 @@ def test_all_tiers(tmp_path: Path, record: Record, options: tuple[str, ...]) -> 
     ("sabotage", "violations"),
     [
         ("wrong-bytes", {"wrong bytes"}),
-        ("lost-job", {"stuck job", "leaked slots"}),
+        pytest.param("lost-job", {"stuck job", "leaked slots"}, marks=pytest.mark.full),
         pytest.param("job-twice", {"job reported twice"}, marks=pytest.mark.full),
         pytest.param("blocking-call", {"scheduler call that waits"}, marks=pytest.mark.full),
     ],
