@@ -16,7 +16,6 @@ from kvtiers.tiers import errors
 from kvtiers.tiers.errors import StoreUnavailableError
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store
 from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.stores.memory import MemoryStore
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class HeldStore(LocalStore):
 
 def make_memory(options: Mapping[str, Any]) -> Store:
     """A store of a custom tier that two processes do not share."""
+    from kvtiers.tiers.stores.memory import MemoryStore  # imports numpy, which workers of the other stores need not
+
     return MemoryStore()
 
 

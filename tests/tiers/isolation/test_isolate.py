@@ -133,6 +133,7 @@ def make(tmp_path: Path, region: Region) -> Iterator[Make]:
             if name in options
         }
         limits.setdefault("deadline_s", WAIT_S_MAX)
+        limits.setdefault("n_workers", 1)
         recipe = StoreRecipe.of(store_class, **{"root_dir": tmp_path / "root", **options})
         made.append(ProcessIsolatedStore(recipe, region=region.view, **limits))  # type: ignore[arg-type]
         return made[-1]
@@ -653,7 +654,7 @@ def test_workers_do_not_see_what_is_hidden_from_them(make: Make, monkeypatch: py
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_whole_service_are_the_engines(make: Make, number: signal.Signals) -> None:
     """Ctrl-C, and what systemd stops a service with: the engine has stores to finish."""
-    store = make()
+    store = make(n_workers=2)
     store.put("f/a", [memoryview(b"data")])
     wait_for_idle(store, 2)
     first = store._pool.take(WAIT_S_MAX)

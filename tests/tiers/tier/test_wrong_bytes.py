@@ -377,10 +377,7 @@ def test_each_bit_of_the_trailer_is_healed(protection: Literal["none", "gmac", "
 @pytest.mark.parametrize(
     ("rig", "count", "has_quarantine"),
     [
-        *(
-            (kind, 31, True)
-            for kind in (*IN_MEMORY, "fs in processes", "fsspec in threads", "s3 in threads, by obstore")
-        ),
+        *((kind, 31, True) for kind in (*IN_MEMORY, "fs in processes", "fsspec in threads")),
         *((kind, 31, False) for kind in ("fs in threads", "nfs in processes")),
         *(
             pytest.param(kind, 8 * TRAILER_BYTES, has_quarantine, marks=pytest.mark.full)
