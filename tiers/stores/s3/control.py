@@ -78,13 +78,8 @@ class S3Control:
             VagueRefusalError: the response names no object, so it may not come from S3.
         """
         objects = [{"Key": key} for key in keys]
-        try:
-            # Not "Quiet": its response would be as empty as a page of HTML.
-            answer = self._ask(
-                self._session.client.delete_objects, Bucket=self._options.bucket, Delete={"Objects": objects}
-            )
-        except BOTO_ERRORS as e:
-            raise without_absence(self._session.translate(e), self._session.place) from None
+        # Not "Quiet": its response would be as empty as a page of HTML.
+        answer = self._ask_bucket(self._session.client.delete_objects, Delete={"Objects": objects})
         if not (answer.get("Deleted") or answer.get("Errors")):
             raise VagueRefusalError(NO_S3.format(self._session.endpoint_url))
         failed: dict[str, StoreError] = {}
@@ -150,7 +145,6 @@ class S3Control:
             ValueError: ``days`` is below 1; S3 counts whole days.
             StoreError: the bucket refused the rules.
         """
-        bucket = self._options.bucket
         rule_id = f"{LIFECYCLE_ID}:{self._options.prefix}"
         # An ID without digits is a rule of an earlier kvtiers version, for everything below the prefix.
         ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
@@ -164,27 +158,24 @@ class S3Control:
         # A setting of the bucket, which AWS would reset to its default if we left it out.
         also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
         rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
-        try:
-            if rules:
-                change = self._session.client.put_bucket_lifecycle_configuration
-                self._ask(change, Bucket=bucket, LifecycleConfiguration={"Rules": rules}, **also)
-            elif before:
-                self._ask(self._session.client.delete_bucket_lifecycle, Bucket=bucket)
-        except BOTO_ERRORS as e:
-            raise self._session.translate(e) from None
+        if rules:
+            change = self._session.client.put_bucket_lifecycle_configuration
+            self._ask_bucket(change, LifecycleConfiguration={"Rules": rules}, **also)
+        elif before:
+            self._ask_bucket(self._session.client.delete_bucket_lifecycle)
         return versions
 
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-        """Make a request, and wait at most ``attempt_timeout_s`` for its result."""
+        """Make a request, and wait at most ``attempt_timeout_s`` for its result. Raises also ``BOTO_ERRORS``."""
         timeout_s = self._options.attempt_timeout_s
         deadline = time.monotonic() + timeout_s
         # Abandoned requests count until they end, so that a slow server cannot hold more than max_connections threads.
         if not self._asking.acquire(timeout=timeout_s):
             raise deadline_error(timeout_s, self._session.place)
         try:
-            asked = begin("kvtiers-s3-control", partial(call, **arguments))
+            asked = begin("kvtiers-s3-control", partial(call, Bucket=self._options.bucket, **arguments))
         except StoreError:
             self._asking.release()
             raise
@@ -196,19 +187,22 @@ class S3Control:
     def _ask_about(self, key: str, call: Callable[..., dict[str, Any]]) -> dict[str, Any] | None:
         """Make a request about an object; None if the object is absent."""
         try:
-            return self._ask(call, Bucket=self._options.bucket, Key=key)
+            return self._ask(call, Key=key)
         except BOTO_ERRORS as e:
             if not isinstance(error := self._session.translate(e), BlobNotFoundError):
                 raise error from None
             return None
 
-    def _versioning(self) -> str:
-        """Enabled, Suspended, or "" if the bucket never had versions."""
+    def _ask_bucket(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+        """Make a request about the bucket, to which S3 never answers that an object is absent."""
         try:
-            found = self._ask(self._session.client.get_bucket_versioning, Bucket=self._options.bucket)
+            return self._ask(call, **arguments)
         except BOTO_ERRORS as e:
             raise without_absence(self._session.translate(e), self._session.place) from None
-        return str(found.get("Status", ""))
+
+    def _versioning(self) -> str:
+        """Enabled, Suspended, or "" if the bucket never had versions."""
+        return str(self._ask_bucket(self._session.client.get_bucket_versioning).get("Status", ""))
 
     def _may_have_versions(self) -> bool:
         try:
@@ -220,27 +214,24 @@ class S3Control:
 
     def _lifecycle(self) -> dict[str, Any]:
         try:
-            return self._ask(self._session.client.get_bucket_lifecycle_configuration, Bucket=self._options.bucket)
-        except boto_errors.ClientError as e:
-            if code_of(e.response.get("Error", {})) != "NoSuchLifecycleConfiguration":
-                raise without_absence(self._session.translate(e), self._session.place) from None
-            return {}
+            return self._ask(self._session.client.get_bucket_lifecycle_configuration)
         except BOTO_ERRORS as e:
-            raise self._session.translate(e) from None
+            code = code_of(e.response.get("Error", {})) if isinstance(e, boto_errors.ClientError) else ""
+            if code == "NoSuchLifecycleConfiguration":
+                return {}
+            raise without_absence(self._session.translate(e), self._session.place) from None
 
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
-            answer = self._ask(self._session.client.list_objects_v2, Bucket=self._options.bucket, **arguments)
-        except boto_errors.ClientError as e:
-            code = code_of(e.response.get("Error", {}))
-            status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            # S3 sends an error document. Without one, botocore's code is the HTTP status; HTML has no code at all.
-            has_no_reason = (not code or code.isdigit()) and status in (400, 401, 403)
-            is_not_s3 = has_no_reason or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket")
-            if is_not_s3 and is_from_s3(e):
-                raise StoreConfigError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {status})") from None
-            raise self._session.translate(e) from None
+            answer = self._ask(self._session.client.list_objects_v2, **arguments)
         except BOTO_ERRORS as e:
+            if isinstance(e, boto_errors.ClientError) and is_from_s3(e):
+                code = code_of(e.response.get("Error", {}))
+                status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                # S3 sends an error document. Without one, botocore's code is the HTTP status; HTML has no code at all.
+                has_no_reason = (not code or code.isdigit()) and status in (400, 401, 403)
+                if has_no_reason or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket"):
+                    raise StoreConfigError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {status})") from None
             raise self._session.translate(e) from None
         if "Name" not in answer:  # botocore parses a page of HTML as XML
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
