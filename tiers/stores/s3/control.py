@@ -9,9 +9,8 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -39,19 +38,23 @@ class S3Control:
         self._own = f"{self._options.prefix}/" if self._options.prefix else ""
         self._asking = threading.BoundedSemaphore(session.options.max_connections)
 
-    def list_page(self, prefix: str, *, token: str = "") -> tuple[list[KeyInfo], str]:
-        """List up to 1,000 objects by their whole names; also return the next page's token, "" after the last page.
+    def list_page(self, prefix: str, delimiter: str = "", token: str = "") -> tuple[list[KeyInfo], list[str], str]:
+        """List up to 1,000 objects and folders by their whole names; also return the next page's token, "" if none.
 
         boto3's parser is slow (50 ms of CPU per page), but obstore refuses a page that holds a name like "a//b".
 
         Args:
+            delimiter: "/" to list what is directly below the prefix, folders included; "" to list all objects below it.
             token: from the previous page.
         """
-        start = {"ContinuationToken": token} if token else {}
-        page = self._list(Prefix=prefix, **start)
-        with self._reject_bad_listing():
+        more = {"ContinuationToken": token, "Delimiter": delimiter}
+        page = self._list(Prefix=prefix, **{name: value for name, value in more.items() if value})
+        try:
             found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
-        return found, self._next_token(page, token)
+            folders = [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
+        except (KeyError, TypeError, AttributeError):  # an entry without its name, size or date
+            raise StoreConfigError(NO_S3.format(self._session.endpoint_url)) from None
+        return found, folders, self._next_token(page, token)
 
     def delete(self, key: str) -> None:
         """Delete an object by its whole name; absent is success. (obstore would trust any page with status 200.)"""
@@ -118,21 +121,6 @@ class S3Control:
         names = [self._own + beginning for beginning in beginnings or ("",)]
         prefixes = tuple(prefix for rule in rules if (prefix := _expires_versions_of(rule)) is not None)
         return not all(name.startswith(prefixes) for name in names)
-
-    def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
-        """List the names directly below a prefix: first folders (names followed by "/"), then objects."""
-        folders: list[str] = []
-        objects: list[str] = []
-        token = ""
-        while True:
-            start = {"ContinuationToken": token} if token else {}
-            page = self._list(Prefix=prefix, Delimiter="/", **start)
-            with self._reject_bad_listing():
-                folders += [folder["Prefix"][len(prefix) : -1] for folder in page.get("CommonPrefixes", ())]
-                objects += [found["Key"][len(prefix) :] for found in page.get("Contents", ())]
-            token = self._next_token(page, token)
-            if not token:
-                return folders, objects
 
     def expire_after(self, days: int | None, beginnings: Sequence[str]) -> bool:
         """Set lifecycle rules by which the bucket deletes objects ``days`` after they were written (None: never).
@@ -236,14 +224,6 @@ class S3Control:
         if "Name" not in answer:  # botocore parses a page of HTML as XML
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
         return answer
-
-    @contextmanager
-    def _reject_bad_listing(self) -> Iterator[None]:
-        """Raise StoreConfigError if the block finds a listing's entry without its size or date."""
-        try:
-            yield
-        except (KeyError, TypeError, AttributeError):
-            raise StoreConfigError(NO_S3.format(self._session.endpoint_url)) from None
 
     def _next_token(self, page: dict[str, Any], token: str) -> str:
         """The token of the next page, "" after the last.

@@ -171,10 +171,8 @@ class S3Store(Store):
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, 1,000 per request. Skip objects whose names are not valid keys, such as folder markers."""
         root = self.options.object_key("")
-        token = ""
-        while True:
-            page, token = self._list_page(root + prefix, token)
-            for info in page:
+        for objects, _ in self._pages(root + prefix):
+            for info in objects:
                 key = info.key[len(root) :]
                 try:
                     check_key(key)
@@ -183,8 +181,6 @@ class S3Store(Store):
                 # Some servers treat the prefix "a//" as "a/".
                 if key.startswith(prefix):
                     yield KeyInfo(key, info.size, info.mtime)
-            if not token:
-                return
 
     def close(self) -> None:
         self._attempts.close()
@@ -303,8 +299,8 @@ class S3Store(Store):
         Raises:
             StoreError: the bucket cannot be listed.
         """
-        own = f"{self.options.prefix}/" if self.options.prefix else ""
-        return self._attempts.run("", lambda clients: clients.control.list_folder(own))[0]
+        own = self.options.object_key("")
+        return [name[len(own) : -1] for _, folders in self._pages(own, "/") for name in folders]
 
     def names_in(self, folder: str) -> list[str]:
         """List the last components of the keys directly in a folder; one request per 1,000 keys and subfolders.
@@ -313,7 +309,7 @@ class S3Store(Store):
             StoreError: the folder cannot be listed.
         """
         own = self.options.object_key(f"{folder}/")
-        return self._attempts.run(folder, lambda clients: clients.control.list_folder(own))[1]
+        return [info.key[len(own) :] for objects, _ in self._pages(own, "/") for info in objects]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
         """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
@@ -412,13 +408,22 @@ class S3Store(Store):
     def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
         """Whether the bucket lists the object. Decides a put whose response lacks the header that proves success."""
         try:
-            found, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
+            found, _, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
         except StoreError:
             return False
         return bool(found) and (found[0].key, found[0].size) == (name, size)
 
-    def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
-        return self._attempts.run("", lambda clients: clients.control.list_page(prefix, token=token))
+    def _pages(self, prefix: str, delimiter: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
+        """List the objects and folders below a prefix of whole names, 1,000 per request."""
+        token = ""
+        while True:
+            objects, folders, token = self._list_page(prefix, delimiter, token)
+            yield objects, folders
+            if not token:
+                return
+
+    def _list_page(self, prefix: str, delimiter: str, token: str) -> tuple[list[KeyInfo], list[str], str]:
+        return self._attempts.run("", lambda clients: clients.control.list_page(prefix, delimiter, token))
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
         if self._batches_refused:
