@@ -11,6 +11,7 @@ root's ``.tmp`` folder and then moved. The next process that opens the root remo
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import os
 import time
@@ -438,10 +439,7 @@ class FsspecStore(Store):
             error = type(e)(str(e), key=key)
         except Exception as e:  # noqa: BLE001 - drivers may raise anything
             error = translate(e, key)
-        try:
-            raise error
-        finally:
-            del error  # its traceback refers to this frame, which would keep the caller's memory alive
+        raise copy.copy(error)  # ``error`` is in this frame; a traceback would refer back to it in a cycle
 
 
 def _result_or_error(call: Callable[[str], Any], path: str) -> Any:

@@ -15,6 +15,7 @@ after growing, jittered pauses. No attempt starts in the second half of ``reques
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import re
 import time
@@ -112,10 +113,9 @@ class S3Store(Store):
             except RequestRefusedError as e:
                 refused = e.with_traceback(None)
             if self._clock() > latest_start:
-                try:
-                    raise refused
-                finally:
-                    refused = None  # its traceback refers to this frame, and so to the caller's memory
+                # A copy: with a traceback, ``refused`` and this frame would refer to each other, and so hold the
+                # caller's memory until the next garbage collection.
+                raise copy.copy(refused)
         if not overwrite and self._size(key, latest_start) is not None:
             return False
         published = self._put(key, plain, latest_start, create=False)
@@ -374,10 +374,7 @@ class S3Store(Store):
                 logger.warning("%r: %s", self, describe_refusal(refused, forms[0], form, self.options.checksum))
             return published
         assert refused is not None
-        try:
-            raise refused
-        finally:
-            del refused  # as in ``put``
+        raise copy.copy(refused)  # as in ``put``
 
     def _put_as(
         self,
@@ -400,10 +397,7 @@ class S3Store(Store):
             missing = e.with_traceback(None)
         if self._is_listed(name, parts_size(plain), latest_start):
             return True
-        try:
-            raise missing
-        finally:
-            del missing  # as in ``put``
+        raise copy.copy(missing)  # as in ``put``
 
     def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
         """Whether the bucket lists the object. Decides a put whose response lacks the header that proves success."""
@@ -460,10 +454,7 @@ class S3Store(Store):
             with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
                 tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
                 return tail and tail[0]
-        try:
-            raise refused
-        finally:
-            del refused  # as in ``put``, which may be the caller
+        raise copy.copy(refused)  # as in ``put``, which may be the caller
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
