@@ -10,7 +10,6 @@ root's ``.tmp`` folder and then moved. The next process that opens the root remo
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import errno
 import os
@@ -299,18 +298,11 @@ class FsspecStore(Store):
         fs = self._place.fs
         if not fs.async_impl:
             return [_result_or_error(getattr(fs, method), path) for path in paths]
-        from fsspec.asyn import sync
+        from fsspec.asyn import _run_coros_in_chunks, sync  # private, but drivers import it, too
 
-        async def ask() -> list[Any]:
-            turns = asyncio.Semaphore(fs.batch_size or ASKED_AT_ONCE)
-
-            async def one(path: str) -> Any:
-                async with turns:
-                    return await asyncio.wait_for(getattr(fs, f"_{method}")(path), self._timeout_s)
-
-            return await asyncio.gather(*map(one, paths), return_exceptions=True)
-
-        found: list[Any] = sync(fs.loop, ask)
+        limits = {"batch_size": fs.batch_size or ASKED_AT_ONCE, "timeout": self._timeout_s}
+        asked = [getattr(fs, f"_{method}")(path) for path in paths]
+        found: list[Any] = sync(fs.loop, partial(_run_coros_in_chunks, asked, return_exceptions=True, **limits))
         return found
 
     def _size(self, path: str) -> int | None:
