@@ -54,8 +54,6 @@ from kvtiers.tiers.stores.s3.trial import try_each_client
 from kvtiers.tiers.stores.vectored_io import look_at
 from kvtiers.tiers.stores.watchdog import begin
 
-__all__ = ["S3Options", "S3Store"]
-
 logger = get_logger(__name__)
 
 SCRATCH_BYTES: Final = 1 << 20
