@@ -95,11 +95,7 @@ class S3Control:
         return failed
 
     def check(self) -> None:
-        """Verify the endpoint, credentials, clock, bucket and region with one request.
-
-        Raises:
-            StoreError: its message begins with the cause: endpoint, secret, clock, bucket or region.
-        """
+        """See ``S3Store.check``."""
         answer = self._list(Prefix=self._options.prefix, MaxKeys=1)
         # boto3 follows redirects to the right region, which slows down every request; obstore does not follow them.
         region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._session.region)
@@ -107,11 +103,7 @@ class S3Control:
             raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")
 
     def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps old versions of keys with the prefixes ``beginnings``, and no rule removes them all.
-
-        Raises:
-            StoreError: the bucket does not say whether it keeps versions.
-        """
+        """See ``S3Store.keeps_versions``."""
         if self._versioning() != "Enabled":
             return False
         try:
@@ -123,16 +115,7 @@ class S3Control:
         return not all(name.startswith(prefixes) for name in names)
 
     def expire_after(self, days: int | None, beginnings: Sequence[str]) -> bool:
-        """Set lifecycle rules by which the bucket deletes objects ``days`` after they were written (None: never).
-
-        The rules cover names below the store's prefix that start with one of ``beginnings``. If the bucket may keep
-        versions, the rules also delete these a day after they were replaced or deleted, even if ``days`` is None. Our
-        earlier rules for the prefix are replaced; other rules stay. Returns whether the rules delete versions.
-
-        Raises:
-            ValueError: ``days`` is below 1; S3 counts whole days.
-            StoreError: the bucket refused the rules.
-        """
+        """See ``S3Store.expire_after``."""
         rule_id = f"{LIFECYCLE_ID}:{self._options.prefix}"
         # An ID without digits is a rule of an earlier kvtiers version, for everything below the prefix.
         ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")

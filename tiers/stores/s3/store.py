@@ -312,9 +312,9 @@ class S3Store(Store):
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
         """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
 
-        The rules cover keys with the prefixes ``beginnings``. They replace those of earlier calls; the bucket's other
-        rules stay. Returns whether the bucket may keep old versions; if so, the rules delete these a day after they
-        were replaced or deleted, whatever ``days`` is.
+        The rules cover keys with the prefixes ``beginnings``. They replace those of earlier calls for the store's
+        prefix; the bucket's other rules stay. Returns whether the bucket may keep old versions; if so, the rules
+        delete these a day after they were replaced or deleted, whatever ``days`` is.
 
         Raises:
             ValueError: ``days`` is below 1; S3 counts whole days.
