@@ -116,7 +116,7 @@ class ObstoreClient:
         self._checked = self._plain if checksum == "none" else self._make(checksum, signed=False)
         storage_class = session.options.storage_class
         self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
-        self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
+        self._attributes = {"Storage-Class": storage_class} if storage_class else {}
 
     def put(
         self,
@@ -135,7 +135,7 @@ class ObstoreClient:
                 store,
                 key,
                 parts,
-                attributes={**(self._attributes or {}), **(metadata or {})} or None,
+                attributes={**self._attributes, **(metadata or {})},
                 mode="create" if create else "overwrite",
                 use_multipart=False,
             )
