@@ -337,7 +337,8 @@ def test_an_interrupted_run_leaves_its_state(
 
 
 def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtiers.tiers.stores.s3.store import S3Options, S3Store
+    from kvtiers.tiers.stores.s3.options import S3Options
+    from kvtiers.tiers.stores.s3.store import S3Store
 
     state = tmp_path / "state"
     with moto_server() as server:
