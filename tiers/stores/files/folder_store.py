@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
 
 from kvtiers.tiers.errors import (
     BlobCorruptError,
@@ -27,9 +28,9 @@ from kvtiers.tiers.store import KeyInfo, Look, Store, check_key, parts_size
 from kvtiers.tiers.stores.files.cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
 from kvtiers.tiers.stores.files.listing import folder_names, walk
 from kvtiers.tiers.stores.files.posix import (
+    ABSENT,
     RootFolder,
     blob_size,
-    is_absent,
     read_blob,
     read_tail,
     remove_blob,
@@ -37,6 +38,8 @@ from kvtiers.tiers.stores.files.posix import (
 )
 from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
 from kvtiers.tiers.stores.vectored_io import write_all
+
+T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -126,23 +129,10 @@ class FolderStore(Store):
         self._get_into(key, parts, look)
 
     def size(self, key: str) -> int | None:
-        root = self._use_root(key)
-        try:
-            return blob_size(root, key)
-        except OSError as e:
-            self._after_miss(root)
-            if is_absent(e):
-                return None
-            raise store_error(e, key) from e
+        return self._call(blob_size, key)
 
     def delete(self, key: str) -> None:
-        root = self._use_root(key)
-        try:
-            remove_blob(root, key)
-        except OSError as e:
-            self._after_miss(root)
-            if not is_absent(e):
-                raise store_error(e, key) from e
+        self._call(remove_blob, key)
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, except those below more than ``FOLDERS_DEEP_MAX`` folders."""
@@ -159,29 +149,15 @@ class FolderStore(Store):
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """See ``SupportsTail``."""
-        root = self._use_root(key)
-        try:
-            return read_tail(root, key, length)
-        except FileNotFoundError:
-            self._after_miss(root)
-            return None
-        except OSError as e:
-            raise store_error(e, key) from e
+        return self._call(read_tail, key, length, absent=(errno.ENOENT,))
 
     def quarantine(self, key: str) -> None:
         """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target).
 
         If it cannot be moved, it is deleted, except for a folder that is not empty.
         """
-        root = self._use_root(key)
-        try:
-            why = self._publisher.quarantine(root, key, count_max=self._quarantine_count_max)
-            if why:
-                self._log_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
-        except OSError as e:
-            self._after_miss(root)
-            if not is_absent(e):
-                raise store_error(e, key) from e
+        if why := self._call(self._publisher.quarantine, key, self._quarantine_count_max):
+            self._log_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``SupportsDeleteMany``. Folders that become empty are removed too."""
@@ -199,12 +175,7 @@ class FolderStore(Store):
 
     def touch(self, key: str) -> None:
         """See ``SupportsTouch``."""
-        root = self._use_root(key)
-        try:
-            touch_blob(root, key)
-        except OSError as e:
-            if not is_absent(e):
-                raise store_error(e, key) from e
+        self._call(touch_blob, key)
 
     def sweep(self, quarantine_s_max: float) -> int:
         """See ``SupportsSweep``."""
@@ -253,27 +224,37 @@ class FolderStore(Store):
         overwrite: bool,
         used_at: float | None = None,
     ) -> bool:
-        root = self._use_root(key)
-
         def write(fd: int) -> None:
             self._write(fd, key=key, parts=parts, look=look)
             if used_at is not None:
                 os.utime(fd, (used_at, used_at))
 
-        try:
+        def publish(root: RootFolder, key: str) -> bool:
             if self._space is None:
                 return self._publish(root, key, write, overwrite=overwrite)
             with self._space.reserved(root, parts_size(parts), key):
                 return self._publish(root, key, write, overwrite=overwrite)
-        except OSError as e:
-            raise store_error(e, key) from e
+
+        return bool(self._call(publish, key, absent=()))
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
+        self._call(read_blob, key, parts, look, absent=())
+
+    def _call(
+        self, function: Callable[..., T], key: str, *arguments: Any, absent: Collection[int] = ABSENT
+    ) -> T | None:
+        """Call ``function(root, key, *arguments)``. Returns None if it fails with an errno in ``absent``.
+
+        Raises:
+            StoreError: it fails with another error.
+        """
         root = self._use_root(key)
         try:
-            read_blob(root, key, parts, look)
+            return function(root, key, *arguments)
         except OSError as e:
             self._after_miss(root)
+            if e.errno in absent:
+                return None
             raise store_error(e, key) from e
 
     def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:  # noqa: ARG002 - for subclasses

@@ -74,6 +74,9 @@ ERRORS: Mapping[int, type[StoreError]] = {
 }
 """errno -> error class. Any other errno (EIO, ESTALE, EMFILE, ENOMEM, …) may be temporary: StoreUnavailableError."""
 
+#: There is no file: the name is absent, or a folder on the path is a file or a link.
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
 
 def store_error(e: OSError, key: str) -> StoreError:
     """Translate an OSError of an operation on ``key`` into a StoreError."""
@@ -82,8 +85,8 @@ def store_error(e: OSError, key: str) -> StoreError:
 
 
 def is_absent(e: OSError) -> bool:
-    """Whether the error means that there is no file: the name is absent, or a folder on the path is a file or link."""
-    return e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+    """Whether the error means that there is no file: see ``ABSENT``."""
+    return e.errno in ABSENT
 
 
 # ---- a confined root folder ------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Publisher:
         finally:
             close_reader(dir_fd)
 
-    def quarantine(self, root: RootFolder, key: str, *, count_max: int) -> str:
+    def quarantine(self, root: RootFolder, key: str, count_max: int) -> str:
         """Move the file under ``key`` into quarantine. Delete it if that fails or quarantine holds ``count_max`` files.
 
         Returns:
