@@ -4,7 +4,7 @@ A file is removed with a plain unlinkat. The name disappears in one step, reader
 and later readers find nothing. Renaming the file first would only add a second step that might not be completed.
 
 Folders that become empty are removed too, except for a namespace's top folder (the first component of a key). A put
-that had opened such a folder gets ENOENT when it publishes, and starts again (``folder_store``).
+that had opened such a folder gets ENOENT when it publishes, and starts again (``local``).
 
 System calls go through the module-level name ``os``, as in ``posix``. Functions raise OSError.
 """

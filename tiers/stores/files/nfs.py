@@ -22,52 +22,27 @@ If the server hangs, every call here hangs, and a thread in such a call cannot b
 from __future__ import annotations
 
 import errno
-import os
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from kvtiers.tiers.errors import BlobNotFoundError, StoreUnavailableError
 from kvtiers.tiers.store import Capabilities, Look
-from kvtiers.tiers.stores.files.folder_store import FolderStore
-from kvtiers.tiers.stores.files.posix import ABSENT
-from kvtiers.tiers.stores.files.publish import Publisher, storage_time
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.files.posix import ABSENT, RootFolder
+from kvtiers.tiers.stores.files.publish import storage_time
 
 T = TypeVar("T")
 
 
-class NfsStore(FolderStore):
-    """Stores blobs as files that other hosts can read; see ``FolderStore``.
-
-    Args:
-        root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
-
-    Raises:
-        ConfigError: an argument is not accepted.
-        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is not a folder or cannot be created.
-    """
+class NfsStore(LocalStore):
+    """Stores blobs as files that other hosts can read; see ``LocalStore``."""
 
     # Of concurrent link(2) calls exactly one succeeds, even across hosts. A call mostly waits for the server.
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+    _unnamed_files = False
 
-    def __init__(
-        self,
-        root_dir: str | os.PathLike[str],
-        *,
-        read_only: bool = False,
-        min_free_bytes: int = 0,
-        quarantine_count_max: int = 1024,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            root_dir,
-            publisher=Publisher(unnamed_files=False),
-            read_only=read_only,
-            min_free_bytes=min_free_bytes,
-            quarantine_count_max=quarantine_count_max,
-            now=storage_time,
-            monotonic=monotonic,
-        )
+    def _now(self, root: RootFolder) -> float:
+        return storage_time(root)
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         try:

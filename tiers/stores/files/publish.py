@@ -34,6 +34,7 @@ import itertools
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from kvtiers.tiers.errors import StoreConfigError, StoreFullError
@@ -235,7 +236,7 @@ class FreeSpace:
     PERIOD_S = 0.25
     NEAR_BYTES = 1 << 30
 
-    def __init__(self, min_free_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, min_free_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._min_free_bytes = min_free_bytes
         self._clock = clock
         self._lock = threading.Lock()

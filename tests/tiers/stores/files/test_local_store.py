@@ -465,7 +465,10 @@ def test_private_files_of_dead_writers_are_swept(tmp_path: Path, monkeypatch: py
 
     LocalStore(tmp_path / "root")
     assert {path.name for path in private.iterdir()} == {ours, other_host, foreign, "folder"}
-    LocalStore(tmp_path / "root", clock=lambda: time.time() + publish.STALE_AGE_S_MAX + 60)
+    long_ago = time.time() - publish.STALE_AGE_S_MAX - 60
+    for path in private.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    LocalStore(tmp_path / "root")
     assert {path.name for path in private.iterdir()} == {"folder"}
     assert list_keys(store) == ["a"]
 
