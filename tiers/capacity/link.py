@@ -8,12 +8,13 @@ import subprocess
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from queue import Full, Queue
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
@@ -50,7 +51,6 @@ class CollectorLink:
         policy: the limits.
         mapper: names the tier's own blocks; only their removals are reported.
         notes_uses: whether the store can record uses.
-        hidden_variables: environment variables to hide from the process.
         keys: keys to authenticate records with; passed to the process through its standard input.
         clock: monotonic seconds.
     """
@@ -63,7 +63,6 @@ class CollectorLink:
         mapper: FileMapper,
         *,
         notes_uses: bool = True,
-        hidden_variables: Collection[str] = (),
         keys: RecordKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +74,6 @@ class CollectorLink:
         # A use must be recorded well before the block's ttl ends.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S
         self._notes_uses = notes_uses
-        self._hidden_variables = hidden_variables
         self._clock = clock
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
@@ -161,7 +159,7 @@ class CollectorLink:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment_without(self._hidden_variables),
+            env=environment_without(KEY_VARIABLES),
         )
         assert process.stdin is not None
         assert process.stdout is not None
