@@ -31,7 +31,6 @@ from kvtiers.tiers.store import KeyInfo, Store, SupportsAges, SupportsTail, size
 from kvtiers.tiers.tools.block_reader import BlockReader, read_identities, read_small
 from kvtiers.tiers.tools.conversion import Converter
 from kvtiers.tiers.tools.inventory import BlockName, list_blocks
-from kvtiers.tiers.tools.rate import RateLimit
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once
@@ -91,6 +90,32 @@ def find_blocks(store: Store, prefixes: Iterable[str]) -> Iterator[Block]:
     """The blocks whose names start with one of the prefixes; a prefix may be a complete name."""
     for prefix in prefixes:
         yield from list_blocks(store, prefix)
+
+
+class RateLimit:
+    """Delays threads so that they move at most ``bytes_per_s`` together. Any thread may call it.
+
+    Each piece of work is given a time slot of its own, after the slots given before; a thread waits for its slot. Time
+    in which nothing was moved is not made up for.
+
+    Args:
+        bytes_per_s: more than 0.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _free_at; held for a few instructions
+        self._free_at = clock()
+
+    def reserve(self, size_bytes: int) -> float:
+        """Take the next slot for ``size_bytes``. Returns the seconds until it begins."""
+        with self._lock:
+            now = self._clock()
+            begins_at = max(now, self._free_at)
+            self._free_at = begins_at + size_bytes / self._bytes_per_s
+        return begins_at - now
 
 
 class Copier:
