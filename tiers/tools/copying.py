@@ -128,7 +128,6 @@ class Copier:
         dry_run: only find out what would be copied; the target is only read.
         rate: bounds how fast blocks are copied; None: no bound.
         on_progress: called with the report after each batch, and every ``PROGRESS_EVERY_S``.
-        now: Unix seconds.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class Copier:
         dry_run: bool = False,
         rate: RateLimit | None = None,
         on_progress: Callable[[CopyReport], None] = lambda _: None,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self._source = source
         self._target = target
@@ -158,7 +156,6 @@ class Copier:
             BlockReader(source, takes_unverified=takes_unverified, takes_protected=as_stored) for _ in range(THREADS)
         ]
         self._namespaces: set[str] = set()
-        self._now = now
         self.report = CopyReport(dry_run=dry_run)
 
     def copy(self, blocks: Iterable[Block]) -> CopyReport:
@@ -353,7 +350,7 @@ class Copier:
         """Write the block; an existing blob is not a good block of this namespace and is replaced."""
         used_at = self._source.used_at(move.info) if isinstance(self._source, SupportsAges) else move.info.mtime
         if used_at > 0 and isinstance(self._target, SupportsAges):
-            self._target.put_aged(move.target, parts, used_at=min(used_at, self._now()))
+            self._target.put_aged(move.target, parts, used_at=min(used_at, time.time()))
         else:
             self._target.put(move.target, parts, overwrite=True)
 
