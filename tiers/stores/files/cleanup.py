@@ -122,12 +122,6 @@ def own_bytes(root: RootFolder) -> int:
     return total
 
 
-def free_bytes(root: RootFolder) -> int:
-    """Free bytes of the root's file system that this user may use."""
-    status = os.fstatvfs(root.fd)
-    return status.f_bavail * status.f_frsize
-
-
 def _for_each(root: RootFolder, folder: str, call: Callable[[int, str], None], failures: Failures) -> None:
     """Call ``call`` with the folder's descriptor and each entry's name. Skips entries that were removed meanwhile.
 

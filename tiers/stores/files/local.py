@@ -26,7 +26,7 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
-from kvtiers.tiers.stores.files.cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
+from kvtiers.tiers.stores.files.cleanup import own_bytes, remove_blobs, sweep_quarantine, touch_blob
 from kvtiers.tiers.stores.files.listing import folder_names, walk
 from kvtiers.tiers.stores.files.posix import (
     ABSENT,
@@ -214,7 +214,7 @@ class LocalStore(Store):
     def free_bytes(self) -> int:
         """See ``SupportsFreeBytes``."""
         try:
-            return free_bytes(self._use_root(None))
+            return self._use_root(None).free_bytes()
         except OSError as e:
             raise store_error(e, "") from e
 

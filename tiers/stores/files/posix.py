@@ -266,6 +266,11 @@ class RootFolder:
                 if os.fstat(fd).st_uid == 0:
                     os.fchown(fd, *self._owner)
 
+    def free_bytes(self) -> int:
+        """Free bytes of the file system that this user may use."""
+        status = os.fstatvfs(self.fd)
+        return status.f_bavail * status.f_frsize
+
     def is_removed(self) -> bool:
         """Whether the folder was removed or moved since it was opened, so its path is now absent or another folder."""
         try:

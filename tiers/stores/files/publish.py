@@ -255,9 +255,8 @@ class FreeSpace:
         with self._lock:
             now = self._clock()
             if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
-                status = os.fstatvfs(root.fd)
                 # Bytes being written may be counted twice, as reserved and as written; this errs on the safe side.
-                self._room_bytes = status.f_bavail * status.f_frsize - self._min_free_bytes - self._in_flight_bytes
+                self._room_bytes = root.free_bytes() - self._min_free_bytes - self._in_flight_bytes
                 self._asked_at = now
             if self._room_bytes < size:
                 raise StoreFullError(
