@@ -363,7 +363,6 @@ def _start_collector(
         mapper,
         # A function creates its store in the collector's process, which ignores uses that the store cannot record.
         notes_uses=not isinstance(make_store, type) or issubclass(make_store, SupportsTouch),
-        hidden_variables=frozenset(KEY_VARIABLES),
         keys=record_keys(config),
     )
 

@@ -27,8 +27,7 @@ from kvtiers.tiers.errors import ConfigError, StoreError
 from kvtiers.tiers.store import Store, SupportsFreeBytes
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.tools.conversion import Converter
-from kvtiers.tiers.tools.copying import Copier, CopyReport, find_blocks
-from kvtiers.tiers.tools.rate import RateLimit
+from kvtiers.tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]

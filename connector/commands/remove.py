@@ -152,7 +152,7 @@ def _remove(plan: _Plan) -> list[NamespaceRemoval]:
         Ticker(f"removing from {plan.place.name}", total.blobs, unit="blocks") as ticker,
     ):
         for name in plan.blocks:
-            done.append(NamespaceRemoval.of(store, name))
+            done.append(NamespaceRemoval(store, name))
             done[-1].run(tell)
         folders = [folder for folder in rank_folders(store) if folder.rpartition("_r")[0] in plan.blocks]
     _remove_empty(plan.place, [*folders, *plan.blocks])

@@ -386,7 +386,6 @@ def test_a_file_system_without_hard_links_is_no_matter_of_rights(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    monkeypatch.setattr("kvtiers.tiers.stores.files.publish.link_open_file", link)
     findings = examine(deployment(fs(tmp_path)))
     (found,) = [f for f in findings if f.where.startswith("tiers") and f.level == "problem"]
     assert "no hard links" in found.message

@@ -308,7 +308,7 @@ def test_vllms_own_config_stays(root: Path) -> None:
     store = _SharedFolders()
     put_blocks(store)
     store.put(f"{NAMESPACE}/kvtiers-0123456789ab.json", [memoryview(b"{}")])
-    removal = NamespaceRemoval.of(store, NAMESPACE)
+    removal = NamespaceRemoval(store, NAMESPACE)
     removal.run()
     assert (removal.removed.blobs, removal.failed, removal.written) == (COUNT, 0, 0)
     assert [info.key for info in store.keys("")] == [f"{NAMESPACE}/config.json"]

@@ -189,7 +189,7 @@ def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_gc_that_gives_up_to_another_collector_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.tiers.capacity.books.publish_measured", lambda *_: False)
+    monkeypatch.setattr("kvtiers.tiers.capacity.collector.publish_measured", lambda *_: False)
     config = write_config(root, "ttl: 5.5h")
     assert "another collector has measured meanwhile" in ok("gc", config)
     (result,) = result_of(ok("gc", config, "--json"))["tiers"]
