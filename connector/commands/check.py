@@ -128,11 +128,6 @@ def _tell_verdict(config: Path, verdict: str) -> None:
     make_console().print(f"{cell(str(config))} is [bold {color}]{cell(verdict)}[/bold {color}]", highlight=False)
 
 
-def find_problems(deployment: DeploymentConfig) -> list[str]:
-    """Find the problems that a valid configuration would have on this machine, each with its fix."""
-    return examine(deployment).texts("problem")
-
-
 def examine(deployment: DeploymentConfig) -> Examined:
     """Examine a valid configuration on this machine. Creates nothing, but a bucket gets a test object for a moment."""
     found = [shared_memory(deployment.region.size), *config_findings(deployment)]

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from kvtiers.connector.commands import check, findings
-from kvtiers.connector.commands.check import find_problems
 from kvtiers.connector.commands.findings import Finding
 from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from kvtiers.connector.spec import TieringOffloadingSpec
@@ -50,6 +49,11 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     code, out = run("check", str(config), "--json")
     assert code == 0
     assert result_of(out)["config"]["region"]["size"] == 1 << 20
+
+
+def problems(*given: dict[str, Any], **more: Any) -> list[str]:
+    """What ``check`` finds wrong with these tiers on this machine."""
+    return check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": given} | more)).texts("problem")
 
 
 EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
@@ -140,7 +144,7 @@ def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
             ],
         }
     )
-    found = find_problems(config)
+    found = check.examine(config).texts("problem")
     assert [finding.split(":")[0] for finding in found] == ["region.size", "tiers[0].root_dir", "tiers[1].min_free"]
     assert "--shm-size" in found[0]
 
@@ -157,7 +161,7 @@ def test_storage_that_hangs_is_a_problem_and_hides_no_other(tmp_path: Path, monk
     monkeypatch.setattr(check, "wait", lambda asked, _: asked[1].result(120))
     tiers = [fs(tmp_path / "kv"), {"type": "none_such", "module_path": "none_such"}]
     try:
-        hung, absent = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+        hung, absent = problems(*tiers)
         assert hung == "tiers[0]: no answer within 300 s; check that the server is up and that the mount does not hang"
         assert absent.startswith("tiers[1]")
     finally:
@@ -168,7 +172,7 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "kv").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "kv")
     for root, message in ((tmp_path / "link", "is a symbolic link"), (tmp_path / ("a" * 300), "File name too long")):
-        (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(root)]}))
+        (found,) = problems(fs(root))
         assert found.startswith("tiers[0].root_dir: ")
         assert message in found
 
@@ -176,7 +180,7 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", refuse)  # a folder above it that may not be searched
-    (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
+    (found,) = problems(fs(tmp_path / "kv"))
     assert f"{tmp_path}/kv cannot be accessed by uid {os.getuid()}: Permission denied" in found
 
 
@@ -216,7 +220,7 @@ def test_check_finds_what_an_engine_refuses(
         name: value.replace("HERE", str(tmp_path)) if name == "root_dir" else value for name, value in tier.items()
     }
     deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [given]})
-    (found,) = find_problems(deployment)
+    (found,) = check.examine(deployment).texts("problem")
     assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
     spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
     with pytest.raises((ConfigError, StoreError)):
@@ -247,7 +251,7 @@ def test_check_names_packages_that_are_missing(
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}]} | config))
+    found = problems(**{"tiers": [{"type": "memory"}]} | config)
     assert [(problem.split(": ")[0], "pip install 'kvtiers[" in problem) for problem in found] == [(field, True)]
 
 
@@ -257,7 +261,7 @@ def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.
     for module, name in ((findings, "_folder"), (check, "_block_sizes")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a dead mount would hang here"))
     tier = {"type": "nfs", "root_dir": str(tmp_path)}
-    assert find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})) == []
+    assert problems(tier) == []
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("ext4", True), ("overlay", True), ("ceph", False), ("nfs4", False)])
@@ -307,7 +311,7 @@ def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(findings, "_try_bucket", ask)
     tiers = [{"type": "s3", "bucket": f"kv-{name}", "name": name} for name in ("c", "a", "b")]
-    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+    found = problems(*tiers)
     assert found == [
         f"tiers[{n}]: endpoint: {name} does not answer; start it" for n, name in enumerate(("c", "a", "b"))
     ]

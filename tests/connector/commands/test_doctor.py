@@ -17,7 +17,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvtiers.connector.commands import check, doctor, doctor_storage, findings
-from kvtiers.connector.commands.check import find_problems
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.doctor_storage import examine_namespaces, examine_store
 from kvtiers.connector.commands.findings import Finding
@@ -516,7 +515,7 @@ def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tmpfs_without_a_limit_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 7, 255)))  # size=0
     assert one(examine(deployment()), "/dev/shm").level == "ok"
-    assert not [problem for problem in find_problems(deployment()) if problem.startswith("region.size")]
+    assert not [text for text in check.examine(deployment()).texts("problem") if text.startswith("region.size")]
 
 
 def test_a_containers_memory_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
