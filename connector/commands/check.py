@@ -23,8 +23,8 @@ from kvtiers.connector.commands.findings import (
     shared_memory,
     tier_findings,
 )
-from kvtiers.connector.commands.output import answer
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
+from kvtiers.connector.commands.output import answer, cell, human_age, human_bytes, make_console
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
 from kvtiers.tiers.config.mistakes import value_in_words
 from kvtiers.tiers.config.open_store import open_tool_store
@@ -100,7 +100,7 @@ def check(
             for line in errors:
                 make_console().print(f"  {printable(line)}", markup=False, highlight=False)
             _tell_verdict(config, verdict)
-        raise typer.Exit(EXIT_BAD_INPUT) from e
+        raise typer.Exit(ExitCode.BAD_INPUT) from e
     examined = examine(deployment)
     verdict, problems, warnings = examined.verdict(), examined.texts("problem"), examined.texts("warning")
     if as_json:
@@ -120,7 +120,7 @@ def check(
                 make_console().print(printable(text), markup=False, highlight=False)
         _tell_verdict(config, verdict)
     if problems:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _tell_verdict(config: Path, verdict: str) -> None:

@@ -15,7 +15,7 @@ import typer
 from kvtiers.connector.commands.options import AsJson, Config, size_option
 from kvtiers.connector.commands.output import Ticker, answer, blocks_in_words, complain, human_bytes, refuse, say
 from kvtiers.connector.commands.places import Place, open_places
-from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED, session
+from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
 from kvtiers.tiers.builtin import bound_store, record_keys
 from kvtiers.tiers.capacity.collector import listed_bytes
@@ -164,7 +164,7 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
                 to_store.close()
     except (StoreError, ConfigError) as e:
         complain(command, f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
-        raise typer.Exit(EXIT_BAD_INPUT if isinstance(e, ConfigError) else EXIT_FAILED) from e
+        raise typer.Exit(ExitCode.BAD_INPUT if isinstance(e, ConfigError) else ExitCode.FAILED) from e
     result = {"from": source.where, "to": target.where, **asdict(report)}
     result["seconds"] = round(time.monotonic() - started_at, 3)
     if not how.as_json:
@@ -182,7 +182,7 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
     if how.as_json:
         answer(result, ok=not failed)
     if failed:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _estimated_bytes(store: Store) -> int | None:

@@ -14,7 +14,7 @@ import typer
 from kvtiers.connector.commands.options import AsJson, duration_option
 from kvtiers.connector.commands.output import answer, make_console
 from kvtiers.connector.commands.places import load_deployment
-from kvtiers.connector.commands.session import EXIT_FAILED, session
+from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.config.deployment import load_named
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
@@ -100,7 +100,7 @@ def doctor(config: YamlFile, as_json: AsJson = False) -> None:
     else:
         show(findings, make_console())
     if failed:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def serve_metrics(

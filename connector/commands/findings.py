@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvtiers.connector.commands.places import human_bytes
+from kvtiers.connector.commands.output import human_bytes
 from kvtiers.connector.region.region_file import free_bytes
 from kvtiers.tiers.builtin import make_seal
 from kvtiers.tiers.config.deployment import DeploymentConfig

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.prompt import Confirm
 
 from kvtiers import __version__
-from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED, session
+from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.errors import ConfigError, StoreError, printable, printable_lines
 
 QUIET_S = 2.0  # faster work shows no progress
@@ -140,7 +140,7 @@ def _to_stderr(text: str) -> None:
 def refuse(command: str, text: str) -> typer.Exit:
     """Print an error for bad input, and return the exception for the caller to raise."""
     complain(command, text)
-    return typer.Exit(EXIT_BAD_INPUT)
+    return typer.Exit(ExitCode.BAD_INPUT)
 
 
 def answer(result: Mapping[str, Any] | None, *, ok: bool = True, errors: Sequence[str] = ()) -> None:
@@ -167,7 +167,7 @@ class Results:
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._failure = EXIT_FAILED
+        self._failure = ExitCode.FAILED
         self.all: list[dict[str, Any]] = []
 
     @property
@@ -187,7 +187,7 @@ class Results:
         except (StoreError, ConfigError) as e:
             complain(self._command, f"tier {name} at {where}: {e}")
             if isinstance(e, ConfigError):
-                self._failure = EXIT_BAD_INPUT
+                self._failure = ExitCode.BAD_INPUT
             self.add({"tier": name, "where": where, "error": str(e)})
 
     def end(self, *, as_json: bool = False, failed: bool = False) -> None:

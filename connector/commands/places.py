@@ -10,18 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvtiers.connector.commands.output import (
-    Ticker,
-    cell,
-    complain,
-    human_age,
-    human_bytes,
-    make_console,
-    note,
-    refuse,
-    say,
-)
-from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.connector.commands.output import note
 from kvtiers.connector.prefixes.chunks import ChunkStore
 from kvtiers.connector.prefixes.limits import PrefixLimits
 from kvtiers.connector.prefixes.place import place_at, place_of_prefixes
@@ -41,13 +30,6 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.posix import store_error
 from kvtiers.tiers.tools.inventory import NAMESPACE
-
-#: The names that other command modules import from here, besides those defined below.
-__all__ = [
-    "EXIT_BAD_INPUT", "EXIT_FAILED", "Place", "PrefixPlace", "Ticker", "cell", "complain", "find_places",
-    "find_prefixes", "human_age", "human_bytes", "is_bare", "load_deployment", "make_console", "open_places", "refuse",
-    "say",
-]  # fmt: skip
 
 BARE_REGION_BYTES = 1 << 30  # of a bare folder or URL, for bench
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")

@@ -23,7 +23,7 @@ from kvtiers.connector.commands.output import (
     say,
 )
 from kvtiers.connector.commands.places import Place, open_places
-from kvtiers.connector.commands.session import EXIT_FAILED, session
+from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
 from kvtiers.tiers.tools.block_reader import read_identities
 from kvtiers.tiers.tools.inventory import Share
@@ -89,7 +89,7 @@ def rm(
         question = f"Remove {blocks_in_words(count, 'namespace')} with {_in_words(total)}?"
         if not confirm("rm", question):
             complain("rm", "not confirmed: nothing was removed")
-            raise typer.Exit(EXIT_FAILED)
+            raise typer.Exit(ExitCode.FAILED)
     for plan in plans:
         with results.of(plan.place.name, plan.place.where):
             removals = [] if dry_run else _remove(plan)

@@ -40,7 +40,6 @@ EXIT_CODES: Mapping[ExitCode, str] = {
     ExitCode.BROKEN_PIPE: "the program that read the output has ended, such as `head`",
     ExitCode.TERMINATED: "ended by SIGTERM",
 }
-EXIT_FAILED, EXIT_BAD_INPUT = ExitCode.FAILED, ExitCode.BAD_INPUT
 
 _LEVELS = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
 

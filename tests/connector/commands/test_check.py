@@ -13,7 +13,7 @@ import yaml
 
 from kvtiers.connector.commands import check, findings
 from kvtiers.connector.commands.findings import Finding
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.config.deployment import parse_config
@@ -72,7 +72,7 @@ def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str)
     config = tmp_path / "c.yaml"
     config.write_text(f'region: {{size: 1MiB}}\n"{EVIL}": 1\ntiers:\n- {tier}\n')
     code, out = run("check", str(config))
-    assert code == EXIT_BAD_INPUT
+    assert code == ExitCode.BAD_INPUT
     shown = "k\\x1b[2J\\u202e\\x9b1m[red]\\nOK, all is good"
     assert f"  {shown}: is not a known key" in out
     assert all(line.isprintable() for line in out.split("\n"))
@@ -108,10 +108,10 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("region: {size: 1MiB}\ntiers:\n- {type: memory}\n- {type: memory, max_bytes: 10 Gigs}\n")
     code, out = run("check", str(config))
-    assert code == EXIT_BAD_INPUT
+    assert code == ExitCode.BAD_INPUT
     assert "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB" in out
     code, out = run("check", str(config), "--json")
-    assert code == EXIT_BAD_INPUT
+    assert code == ExitCode.BAD_INPUT
     assert result_of(out) == {"verdict": "not usable: 1 mistake"}
     document = json.loads(out)
     assert not document["ok"]
@@ -121,7 +121,7 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
 def test_check_of_nothing(tmp_path: Path) -> None:
     assert run("check")[0] == 2
     code, out = run("check", str(tmp_path / "none.yaml"))
-    assert code == EXIT_BAD_INPUT
+    assert code == ExitCode.BAD_INPUT
     assert "cannot be read" in out
 
 
@@ -323,14 +323,14 @@ def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{}], 0, "usable"),
         ([], 0, "usable, with 1 warning"),
         ([{"ttl": "30s", "lookup_total_s": "100ms"}], 0, "usable, with 2 warnings"),
-        ([{"min_free": "900PiB"}], EXIT_FAILED, "not usable: tiers[0].min_free"),
+        ([{"min_free": "900PiB"}], ExitCode.FAILED, "not usable: tiers[0].min_free"),
         (
             [{"auth": "gmac", "keys_env": "NOT_SET", "min_free": "900PiB"}, {"min_free": "900PiB", "ttl": "1s"}],
-            EXIT_FAILED,
+            ExitCode.FAILED,
             "not usable: tiers[0].keys_env, tiers[0].min_free, tiers[1].min_free",
         ),
-        ([{"max_bites": 1}, {"ttl": "soon"}], EXIT_BAD_INPUT, "not usable: 2 mistakes"),
-        ([{"root_dir": "server:/export"}], EXIT_BAD_INPUT, "not usable: 1 mistake"),
+        ([{"max_bites": 1}, {"ttl": "soon"}], ExitCode.BAD_INPUT, "not usable: 2 mistakes"),
+        ([{"root_dir": "server:/export"}], ExitCode.BAD_INPUT, "not usable: 1 mistake"),
     ],
 )
 def test_the_verdict_comes_last(

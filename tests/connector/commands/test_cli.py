@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT
+from kvtiers.connector.commands.session import ExitCode
 from tests.connector.commands.test_storage_commands import run
 
 
@@ -22,11 +22,11 @@ def test_vllm_config(tmp_path: Path) -> None:
     code, out = run("vllm-config", str(config), "--way", "spec")
     assert json.loads(out) == ways["spec"]
     assert run("vllm-config", str(config), "--way", "x")[0] == 2
-    assert run("vllm-config", str(tmp_path / "none.yaml"))[0] == EXIT_BAD_INPUT
+    assert run("vllm-config", str(tmp_path / "none.yaml"))[0] == ExitCode.BAD_INPUT
 
 
 def test_demo_refuses_bad_input(tmp_path: Path) -> None:
-    assert run("demo", "--config", str(tmp_path / "none.yaml"))[0] == EXIT_BAD_INPUT
+    assert run("demo", "--config", str(tmp_path / "none.yaml"))[0] == ExitCode.BAD_INPUT
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvtiers.connector.commands import check, doctor, doctor_storage, findings
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.doctor_storage import examine_namespaces, examine_store
 from kvtiers.connector.commands.findings import Finding
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.capacity.usage import MEASURED
@@ -592,17 +592,17 @@ def test_the_command(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
     result = CliRunner().invoke(app, ["doctor", str(config)])
-    assert result.exit_code in (0, EXIT_FAILED)  # the machine's own limits may be a problem
+    assert result.exit_code in (0, ExitCode.FAILED)  # the machine's own limits may be a problem
     assert "atomic rename" in result.output
     result = CliRunner().invoke(app, ["doctor", str(config), "--json"])
     findings = result_of(result.output)["findings"]
     assert set(findings[0]) == {"level", "where", "check", "message", "fix"}
-    assert (result.exit_code == EXIT_FAILED) == any(f["level"] == "problem" for f in findings)
+    assert (result.exit_code == ExitCode.FAILED) == any(f["level"] == "problem" for f in findings)
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv", min_free="900PiB")]}))
     result = CliRunner().invoke(app, ["doctor", str(config)])
-    assert result.exit_code == EXIT_FAILED
+    assert result.exit_code == ExitCode.FAILED
     assert "fix: make room, or lower min_free" in result.output
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")]).exit_code == EXIT_BAD_INPUT
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")]).exit_code == ExitCode.BAD_INPUT
 
 
 @pytest.mark.parametrize(

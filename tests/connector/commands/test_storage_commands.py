@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.json_schemas import document_schema
-from kvtiers.connector.commands.places import human_age, human_bytes
+from kvtiers.connector.commands.output import human_age, human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.capacity.lease import Lease
