@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share. ``group`` adds those of every command."""
+"""Arguments and options that several commands share. ``cli`` adds those of every command."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
     ("module", "code"),
     [
         ("typer", -signal.SIGINT),
-        ("kvtiers.connector.commands.group", -signal.SIGINT),
+        ("kvtiers.connector.commands.session", -signal.SIGINT),
         ("kvtiers.connector.commands.storage", ExitCode.INTERRUPTED),
         ("pydantic", ExitCode.INTERRUPTED),
         ("kvtiers.tiers.stores.files.local", ExitCode.INTERRUPTED),
