@@ -23,8 +23,7 @@ from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, Offlo
 from kvtiers.connector.commands.options import AsJson, Config, TierName, size_option
 from kvtiers.connector.commands.output import Ticker, answer, human_bytes, note, say, show
 from kvtiers.connector.commands.places import load_deployment
-from kvtiers.connector.commands.session import session
-from kvtiers.connector.commands.signals import exit_on_signals
+from kvtiers.connector.commands.session import exit_on_signals, session
 from kvtiers.connector.region.region_header import row_stride
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.base import JobMetadata

@@ -1,4 +1,4 @@
-"""One run of the command line: its common options, its exit code, and what it says if it ends early.
+"""One run of the command line: its common options, its exit code, and how it ends early.
 
 Imports only the standard library, so that ``kvtiers --version`` and ``--help`` start quickly.
 """
@@ -6,7 +6,9 @@ Imports only the standard library, so that ``kvtiers --version`` and ``--help`` 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -120,3 +122,28 @@ class _LogLines(logging.Handler):
             print(f"kvtiers: {record.levelname.lower()}: {self.format(record)}", file=sys.stderr)
         except (OSError, ValueError):  # standard error is closed
             pass
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGHUP (a lost connection), so that temporary files are removed.
+
+    SIGHUP stays ignored under nohup. Outside the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def end(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # a second signal would interrupt the clean-up
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
