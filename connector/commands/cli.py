@@ -206,7 +206,7 @@ class Group(TyperGroup):
 def _interrupted(current: Session) -> ExitCode:
     from kvtiers.connector.commands.output import complain
 
-    complain(current.command, f"interrupted: {current.if_interrupted()}")
+    complain(f"interrupted: {current.if_interrupted()}")
     return ExitCode.INTERRUPTED
 
 
@@ -224,18 +224,18 @@ def _explained(e: Exception, current: Session) -> ExitCode:
         rich_format_error(e)  # type: ignore[arg-type]
         return ExitCode.BAD_INPUT
     if isinstance(e, typer.Abort):
-        complain(current.command, f"not confirmed: {current.if_interrupted()}")
+        complain(f"not confirmed: {current.if_interrupted()}")
         return ExitCode.FAILED
     if isinstance(e, KVTiersError):
-        complain(current.command, str(e))
+        complain(str(e))
         return ExitCode.BAD_INPUT if isinstance(e, ConfigError) else ExitCode.FAILED
     if isinstance(e, OSError) and e.errno in _OUTPUT_LOST:
-        complain("", f"the output could not be written: {e.strerror}")
+        print(f"kvtiers: the output could not be written: {e.strerror}", file=sys.stderr)
         return ExitCode.BAD_INPUT
     # Without the exception's text, which may contain secrets.
     at = traceback.extract_tb(e.__traceback__)[-1]
     where = f"{type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
-    complain(current.command, f"internal error: {where}; this is a bug in kvtiers, and -v shows the traceback")
+    complain(f"internal error: {where}; this is a bug in kvtiers, and -v shows the traceback")
     if current.verbosity > 0:
         print("".join(traceback.format_exception(e)), end="", file=sys.stderr)
     return ExitCode.INTERNAL

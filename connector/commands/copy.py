@@ -14,7 +14,7 @@ import typer
 
 from kvtiers.connector.commands.options import AsJson, Config, size_option
 from kvtiers.connector.commands.output import Ticker, answer, blocks_in_words, complain, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
 from kvtiers.tiers.builtin import bound_store, record_keys
@@ -52,19 +52,17 @@ def warm(
     as_json: AsJson = False,
 ) -> None:
     """Copy blocks from a far tier (default: the last) to a near tier (default: the first) until that tier is full."""
-    places = open_places("warm", config, None, tells=from_tier is None or to_tier is None)
-    source, target = _choose("warm", places, from_tier, -1), _choose("warm", places, to_tier, 0)
+    places = find_places(config, None, tells=from_tier is None or to_tier is None)
+    source, target = _choose(places, from_tier, -1), _choose(places, to_tier, 0)
     if len(places) == 1:
         raise refuse(
-            "warm",
             f"{config} has only one tier that outlives its process, {source.name}; add a second tier to the file, or "
             f"copy from another place with kvtiers migrate SOURCE {config}",
         )
     if namespace is not None and names is not None:
-        raise refuse("warm", "--namespace and --names are mutually exclusive")
+        raise refuse("--namespace and --names are mutually exclusive")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
-    how = _How("warm", as_json, dry_run, _rate(limit_rate))
-    _copy(source, target, prefixes, how)
+    _copy(source, target, prefixes, _How(as_json, dry_run, _rate(limit_rate), may_fill=True))
 
 
 def migrate(
@@ -83,19 +81,26 @@ def migrate(
     Between the formats vllm-raw and sealed-1, blocks are renamed and sealed again.
     """
     by_default = from_tier is None or (to_tier is None and target_config is None)
-    places = open_places("migrate", config, None, tells=by_default)
-    source = _choose("migrate", places, from_tier, 0)
-    targets = places if target_config is None else open_places("migrate", target_config, None, tells=to_tier is None)
-    target = _choose("migrate", targets, to_tier, -1)
-    _copy(source, target, [""], _How("migrate", as_json, dry_run, _rate(limit_rate)))
+    places = find_places(config, None, tells=by_default)
+    source = _choose(places, from_tier, 0)
+    targets = places if target_config is None else find_places(target_config, None, tells=to_tier is None)
+    target = _choose(targets, to_tier, -1)
+    _copy(source, target, [""], _How(as_json, dry_run, _rate(limit_rate), may_fill=False))
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    command: str
+    """How to copy.
+
+    Attributes:
+        may_fill: a full target is success, as for warm, which filled it. For migrate, which is then incomplete, it is
+            a failure.
+    """
+
     as_json: bool
     dry_run: bool
     rate: RateLimit | None
+    may_fill: bool
 
 
 def _rate(text: str | None) -> RateLimit | None:
@@ -107,13 +112,13 @@ def _rate(text: str | None) -> RateLimit | None:
     return RateLimit(bytes_per_s)
 
 
-def _choose(command: str, places: list[Place], name: str | None, default: int) -> Place:
+def _choose(places: list[Place], name: str | None, default: int) -> Place:
     if name is None:
         return places[default]
     for place in places:
         if place.name == name:
             return place
-    raise refuse(command, f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
+    raise refuse(f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
 
 
 def _read_names(path: Path) -> list[str]:
@@ -122,25 +127,25 @@ def _read_names(path: Path) -> list[str]:
             raise OSError("standard input is closed")
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise refuse("warm", f"--names: {e}") from e
+        raise refuse(f"--names: {e}") from e
     names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
-        raise refuse("warm", f"--names: {path} is empty; write the beginning of a block's name on each line")
+        raise refuse(f"--names: {path} is empty; write the beginning of a block's name on each line")
     return names
 
 
 def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> None:
-    command, dry_run = how.command, how.dry_run
+    dry_run = how.dry_run
     if _is_one_place(source, target):
-        raise refuse(command, f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
+        raise refuse(f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
     if target.read_only:
-        raise refuse(command, f"{target.name} is read_only; choose a tier that is not")
+        raise refuse(f"{target.name} is read_only; choose a tier that is not")
     protections = source.config.protection, target.config.protection
     if protections[0] != protections[1]:
         kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
-        raise refuse(command, f"both tiers must have the same protection, or engines find no blocks ({kinds})")
+        raise refuse(f"both tiers must have the same protection, or engines find no blocks ({kinds})")
     if _format(source) != _format(target) and protections[0] != "none":
-        raise refuse(command, "a protected block keeps its format; choose two tiers of the same format")
+        raise refuse("a protected block keeps its format; choose two tiers of the same format")
     started_at = time.monotonic()
     try:
         with source.open() as from_store:
@@ -163,22 +168,21 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
             finally:
                 to_store.close()
     except (StoreError, ConfigError) as e:
-        complain(command, f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
+        complain(f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
         raise typer.Exit(ExitCode.BAD_INPUT if isinstance(e, ConfigError) else ExitCode.FAILED) from e
     result = {"from": source.where, "to": target.where, **asdict(report)}
     result["seconds"] = round(time.monotonic() - started_at, 3)
     if not how.as_json:
         _show(result)
     for left_out, why in report.left_out.items():
-        complain(command, f"{left_out} is skipped: {why}")
+        complain(f"{left_out} is skipped: {why}")
     damaged = getattr(from_store, "damaged", 0)
     if damaged:
-        complain(command, f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
+        complain(f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
     found_none = report.found_none and prefixes != [""]
     if found_none and not damaged:
-        complain(command, f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
-    # A full target is success for warm, which filled it, but a failure for migrate, which is incomplete.
-    failed = damaged or found_none or report.bad or report.errors or (report.no_room and command == "migrate")
+        complain(f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
+    failed = damaged or found_none or report.bad or report.errors or (report.no_room and not how.may_fill)
     if how.as_json:
         answer(result, ok=not failed)
     if failed:

@@ -127,19 +127,20 @@ def note(text: str) -> None:
         _to_stderr(text)
 
 
-def complain(command: str, text: str) -> None:
+def complain(text: str) -> None:
     """Print an error to standard error, on one line even if the terminal is narrow. It also appears in the JSON."""
-    session().errors.append(printable_lines(text))
-    _to_stderr(f"kvtiers {command}: {printable_lines(text)}" if command else f"kvtiers: {printable_lines(text)}")
+    current = session()
+    current.errors.append(printable_lines(text))
+    _to_stderr(f"kvtiers {current.command}: {text}" if current.command else f"kvtiers: {text}")
 
 
 def _to_stderr(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(printable_lines(text), markup=False, highlight=False)
 
 
-def refuse(command: str, text: str) -> typer.Exit:
+def refuse(text: str) -> typer.Exit:
     """Print an error for bad input, and return the exception for the caller to raise."""
-    complain(command, text)
+    complain(text)
     return typer.Exit(ExitCode.BAD_INPUT)
 
 
@@ -165,8 +166,7 @@ def answer(result: Mapping[str, Any] | None, *, ok: bool = True, errors: Sequenc
 class Results:
     """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers."""
 
-    def __init__(self, command: str) -> None:
-        self._command = command
+    def __init__(self) -> None:
         self._failure = ExitCode.FAILED
         self.all: list[dict[str, Any]] = []
 
@@ -185,7 +185,7 @@ class Results:
         try:
             yield
         except (StoreError, ConfigError) as e:
-            complain(self._command, f"tier {name} at {where}: {e}")
+            complain(f"tier {name} at {where}: {e}")
             if isinstance(e, ConfigError):
                 self._failure = ExitCode.BAD_INPUT
             self.add({"tier": name, "where": where, "error": str(e)})
@@ -199,10 +199,10 @@ class Results:
             raise typer.Exit(self._failure)
 
 
-def confirm(command: str, question: str) -> bool:
+def confirm(question: str) -> bool:
     """Ask on the terminal. Without a terminal nobody can answer, so the command is refused."""
     if sys.stdin is None or not sys.stdin.isatty():
-        raise refuse(command, "nobody can be asked, because standard input is not a terminal; give --yes")
+        raise refuse("nobody can be asked, because standard input is not a terminal; give --yes")
     return Confirm.ask(cell(question), console=Console(stderr=True), default=False)
 
 

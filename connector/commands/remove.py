@@ -22,7 +22,7 @@ from kvtiers.connector.commands.output import (
     refuse,
     say,
 )
-from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
 from kvtiers.tiers.tools.block_reader import read_identities
@@ -63,12 +63,12 @@ def rm(
     """
     names, models = namespace or [], model or []
     if not names and not models:
-        raise refuse("rm", "nothing to remove: give --namespace or --model")
-    places = open_places("rm", config, tier)
+        raise refuse("nothing to remove: give --namespace or --model")
+    places = find_places(config, tier)
     kept = [place.name for place in places if place.read_only]
     if kept and not dry_run:
-        raise refuse("rm", f"{', '.join(kept)} is read_only; choose another tier with --tier")
-    results = Results("rm")
+        raise refuse(f"{', '.join(kept)} is read_only; choose another tier with --tier")
+    results = Results()
     plans = []
     for place in places:
         with results.of(place.name, place.where):
@@ -76,7 +76,7 @@ def rm(
     found = {name for plan in plans for name in (*plan.blocks, *plan.models)}
     missing = [name for name in dict.fromkeys((*names, *models)) if name not in found]
     for name in missing:
-        complain("rm", f"{name} was not found in the tiers that could be listed; du shows the namespaces")
+        complain(f"{name} was not found in the tiers that could be listed; du shows the namespaces")
     if not found:
         results.end(as_json=as_json, failed=True)
     plans = [plan for plan in plans if plan.blocks]
@@ -87,8 +87,8 @@ def rm(
         total = _sum([share for plan in plans for share in plan.blocks.values()])
         count = sum(len(plan.blocks) for plan in plans)
         question = f"Remove {blocks_in_words(count, 'namespace')} with {_in_words(total)}?"
-        if not confirm("rm", question):
-            complain("rm", "not confirmed: nothing was removed")
+        if not confirm(question):
+            complain("not confirmed: nothing was removed")
             raise typer.Exit(ExitCode.FAILED)
     for plan in plans:
         with results.of(plan.place.name, plan.place.where):

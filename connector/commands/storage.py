@@ -35,7 +35,6 @@ from kvtiers.connector.commands.places import (
     find_places,
     find_prefixes,
     is_bare,
-    open_places,
 )
 from kvtiers.connector.commands.session import session
 from kvtiers.tiers.blocks.neighbors import namespaces_in
@@ -101,8 +100,8 @@ def ls(
 
     Without --sort, any number of blocks is listed as a stream: memory does not grow.
     """
-    results = Results("ls")
-    for place in open_places("ls", config, tier):
+    results = Results()
+    for place in find_places(config, tier):
         total = Share()
         with results.of(place.name, place.where), place.open() as store:
             for info, name in _in_order(place, list_blocks(store, prefix), sort, limit):
@@ -137,8 +136,8 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
 
     Namespaces of one model are told apart by the options in which they differ.
     """
-    results = Results("du")
-    for place in open_places("du", config, tier):
+    results = Results()
+    for place in find_places(config, tier):
         inventory = Inventory()
         started_at = time.monotonic()
         now = time.time()
@@ -187,13 +186,13 @@ def gc(
     """Remove blocks past their ttl and, above gc_high x max_bytes, the least recently used blocks."""
     if prefixes and lifecycle:
         raise typer.BadParameter("applies only to blocks and excludes --prefixes", param_hint="--lifecycle")
-    places = open_places("gc", config, tier, find_prefixes if prefixes else find_places)
+    places = find_prefixes(config, tier) if prefixes else find_places(config, tier)
     places = _with_bounds(config, places, max_bytes, ttl)
     if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
-        raise refuse("gc", "--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
+        raise refuse("--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
     if not dry_run:
         session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
-    results = Results("gc")
+    results = Results()
     for place in places:
         with results.of(place.name, place.where):
             result = {"tier": place.name, "where": place.where, **_collect(place, dry_run=dry_run)}

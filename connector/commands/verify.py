@@ -17,7 +17,7 @@ import typer
 
 from kvtiers.connector.commands.options import AsJson, Config, TierName
 from kvtiers.connector.commands.output import Results, Ticker, blocks_in_words, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import session
 from kvtiers.tiers.config.open_store import tool_recipe
 from kvtiers.tiers.errors import ConfigError, public_url
@@ -59,16 +59,16 @@ def verify(
 ) -> None:
     """Check the seals of all stored blocks: that each block matches its name, and is complete and unchanged."""
     chosen = _parse_subset(subset, seed)
-    places = open_places("verify", config, tier)
+    places = find_places(config, tier)
     kept = [place.name for place in places if place.read_only]
     if repair and not dry_run and kept:
-        raise refuse("verify", f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
+        raise refuse(f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
     if dry_run and not repair:
-        raise refuse("verify", "--dry-run: without --repair nothing is changed; give both, or neither")
+        raise refuse("--dry-run: without --repair nothing is changed; give both, or neither")
     ours = state is not None and _check_state(state)
     work = _Work(chosen, repair and not dry_run, state, workers or len(os.sched_getaffinity(0)))
     session().if_interrupted = lambda: _how_to_continue(work)
-    results = Results("verify")
+    results = Results()
     for place in places:
         with results.of(place.name, place.where):
             results.add({**_verify_place(place, work), "dry_run": dry_run})
@@ -140,9 +140,9 @@ def _check_state(path: Path) -> bool:
         path.open("a").close()
         text = path.read_text()
     except (OSError, ValueError) as e:
-        raise refuse("verify", f"--state {path} cannot be used: {e}") from e
+        raise refuse(f"--state {path} cannot be used: {e}") from e
     if not STATE_BEGINS.startswith(text[: len(STATE_BEGINS)]):
-        raise refuse("verify", f"--state {path} is not a state file of verify; name another file")
+        raise refuse(f"--state {path} is not a state file of verify; name another file")
     return not was_there or text.startswith(STATE_BEGINS)
 
 
@@ -209,7 +209,7 @@ class _Remember:
         try:
             self._file.write(f"{text}\n".encode())
         except OSError as e:
-            raise refuse("verify", f"--state {self._file.name} cannot be written: {e.strerror}") from e
+            raise refuse(f"--state {self._file.name} cannot be written: {e.strerror}") from e
 
 
 @contextmanager

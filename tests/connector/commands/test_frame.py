@@ -110,7 +110,7 @@ def test_the_verbosity_counts_options_before_and_after_the_command(root: Path, m
     import logging
 
     storage_logger = logging.getLogger("kvtiers.test")
-    monkeypatch.setattr(storage, "open_places", look)
+    monkeypatch.setattr(storage, "find_places", look)
     shown = {}
     for options in ("", "-v", "-q", "-v ls -v", "--log-level error", "-q --log-level debug"):
         before, _, after = options.partition("ls")
@@ -149,7 +149,7 @@ def test_an_unexpected_exception_is_one_line(root: Path, monkeypatch: pytest.Mon
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(storage, "open_places", fail)
+    monkeypatch.setattr(storage, "find_places", fail)
     result = CliRunner().invoke(app, ["du", str(root)])
     assert result.exit_code == ExitCode.INTERNAL
     assert re.fullmatch(

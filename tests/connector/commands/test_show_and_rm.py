@@ -195,7 +195,7 @@ def test_it_asks_unless_yes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (code, "give --yes" in out) == (2, True)
     asked: list[str] = []
 
-    def answer(_: str, question: str) -> bool:
+    def answer(question: str) -> bool:
         asked.append(question)
         return len(asked) > 1
 
