@@ -36,12 +36,12 @@ COMMANDS = {
     "warm": (f"{_HERE}.copy:warm", "Copy blocks from a far tier to a near tier until that tier is full."),
     "migrate": (f"{_HERE}.copy:migrate", "Copy all blocks from one tier to another."),
     "check": (f"{_HERE}.check:check", "Validate a configuration and describe the tiers that would run with it."),
-    "doctor": (f"{_HERE}.deployment:doctor", "Test this machine and the storage, with a fix for each problem."),
+    "doctor": (f"{_HERE}.doctor:doctor", "Test this machine and the storage, with a fix for each problem."),
     "size": (f"{_HERE}.size:size", "Compute how much storage a model's KV cache takes."),
     "bench": (f"{_HERE}.bench:bench", "Measure the speed of each hop of a deployment on this machine."),
     "demo": (f"{_HERE}.deployment:demo", "Answer a long prompt in two processes; the second loads its KV cache."),
     "vllm-config": (f"{_HERE}.deployment:vllm_config", "Print vLLM's --kv-transfer-config for a deployment."),
-    "serve-metrics": (f"{_HERE}.deployment:serve_metrics", "Serve Prometheus metrics of the storage."),
+    "serve-metrics": (f"{_HERE}.monitor:serve_metrics", "Serve Prometheus metrics of the storage."),
 }  # fmt: skip
 LogLevel = Literal["debug", "info", "warning", "error"]
 _PANEL = "Options of every command"

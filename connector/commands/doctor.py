@@ -13,7 +13,9 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import asdict
 
+import typer
 from rich.console import Console
 
 from kvtiers.connector.commands.doctor_storage import (
@@ -31,7 +33,10 @@ from kvtiers.connector.commands.findings import (
     shared_memory,
     tier_findings,
 )
-from kvtiers.tiers.config.deployment import DeploymentConfig
+from kvtiers.connector.commands.options import AsJson, YamlFile
+from kvtiers.connector.commands.output import answer, make_console
+from kvtiers.connector.commands.session import ExitCode, session
+from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
 from kvtiers.tiers.config.open_store import open_store
 from kvtiers.tiers.config.tier_options import (
     ExternalTierConfig,
@@ -43,6 +48,7 @@ from kvtiers.tiers.config.tier_options import (
 )
 from kvtiers.tiers.config.values import show_size
 from kvtiers.tiers.errors import KVTiersError, StoreError, printable
+from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.tools.inventory import block_beginnings
 
 TIER_S_MAX = 30.0  # storage that hangs longer is reported as a problem
@@ -55,6 +61,22 @@ _MARKS = {
     "warning": "[yellow]warning[/yellow]",
     "problem": "[red]problem[/red]",
 }
+
+
+def doctor(config: YamlFile, as_json: AsJson = False) -> None:
+    """Test whether this machine and its storage meet a deployment's needs, and print a fix for each problem.
+
+    Creates the root folders as an engine would, and writes and removes small blobs in each tier.
+    """
+    session().if_interrupted = lambda: f"a test blob of 4 KiB may be left below {PROBE_FOLDER} in a tier; run it again"
+    findings = examine(load_named(config, SecondaryTierFactory.tier_types()))
+    failed = any(finding.level == "problem" for finding in findings)
+    if as_json:
+        answer({"findings": [asdict(finding) for finding in findings]}, ok=not failed)
+    else:
+        show(findings, make_console())
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def examine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ Config = Annotated[
         show_default=False,
     ),
 ]
+YamlFile = Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)]
 TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
