@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,6 +19,9 @@ from rich.prompt import Confirm
 from kvtiers import __version__
 from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.errors import ConfigError, StoreError, printable, printable_lines
+
+if TYPE_CHECKING:
+    from kvtiers.connector.commands.places import Place
 
 QUIET_S = 2.0  # faster work shows no progress
 TICK_S = 0.2
@@ -168,27 +171,25 @@ class Results:
 
     def __init__(self) -> None:
         self._failure = ExitCode.FAILED
+        self._place: dict[str, Any] = {}
         self.all: list[dict[str, Any]] = []
 
-    @property
-    def last(self) -> dict[str, Any]:
-        """The last result."""
+    def add(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a result of the tier that ``of`` was given. Returns it with the tier's name and place."""
+        self.all.append({**self._place, **result})
         return self.all[-1]
 
-    def add(self, result: dict[str, Any]) -> None:
-        """Add a result."""
-        self.all.append(result)
-
     @contextmanager
-    def of(self, name: str, where: str) -> Iterator[None]:
+    def of(self, place: Place) -> Iterator[None]:
         """Context for work on a tier: a storage error becomes the tier's result."""
+        self._place = {"tier": place.name, "where": place.where}
         try:
             yield
         except (StoreError, ConfigError) as e:
-            complain(f"tier {name} at {where}: {e}")
+            complain(f"tier {place.name} at {place.where}: {e}")
             if isinstance(e, ConfigError):
                 self._failure = ExitCode.BAD_INPUT
-            self.add({"tier": name, "where": where, "error": str(e)})
+            self.add({"error": str(e)})
 
     def end(self, *, as_json: bool = False, failed: bool = False) -> None:
         """Print all results as JSON if asked, and exit with an error if the command or a tier failed."""

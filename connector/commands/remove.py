@@ -71,7 +71,7 @@ def rm(
     results = Results()
     plans = []
     for place in places:
-        with results.of(place.name, place.where):
+        with results.of(place):
             plans.append(_plan(place, names, models))
     found = {name for plan in plans for name in (*plan.blocks, *plan.models)}
     missing = [name for name in dict.fromkeys((*names, *models)) if name not in found]
@@ -91,11 +91,11 @@ def rm(
             complain("not confirmed: nothing was removed")
             raise typer.Exit(ExitCode.FAILED)
     for plan in plans:
-        with results.of(plan.place.name, plan.place.where):
+        with results.of(plan.place):
             removals = [] if dry_run else _remove(plan)
-            results.add(_result(plan, removals, dry_run=dry_run))
+            result = results.add({"dry_run": dry_run, "namespaces": _namespaces(plan, removals)})
             if not as_json and not dry_run:
-                _show_result(results.last)
+                _show_result(result)
             if not dry_run and getattr(plan.place.config, "max_bytes", None) is not None:
                 note(
                     f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc), "
@@ -167,7 +167,7 @@ def _remove_empty(place: Place, folders: list[str]) -> None:
                 os.rmdir(os.path.join(place.config.root_dir, folder))
 
 
-def _result(plan: _Plan, removals: list[NamespaceRemoval], *, dry_run: bool) -> dict[str, Any]:
+def _namespaces(plan: _Plan, removals: list[NamespaceRemoval]) -> list[dict[str, Any]]:
     by_name = {removal.namespace: removal for removal in removals}
     namespaces = []
     for name, share in plan.blocks.items():
@@ -182,7 +182,7 @@ def _result(plan: _Plan, removals: list[NamespaceRemoval], *, dry_run: bool) -> 
                 "reason": "" if removal is None else removal.error,
             }
         )
-    return {"tier": plan.place.name, "where": plan.place.where, "dry_run": dry_run, "namespaces": namespaces}
+    return namespaces
 
 
 def _show_plan(plan: _Plan, *, dry_run: bool, to_stderr: bool) -> None:

@@ -49,9 +49,9 @@ def show(
     config, name = _arguments(what)
     results = Results()
     for place in find_places(config, tier):
-        with results.of(place.name, place.where), place.open() as store:
+        with results.of(place), place.open() as store:
             found = _describe(place, store, name)
-            results.add({"tier": place.name, "where": place.where, "found": found})
+            results.add({"found": found})
             if not as_json:
                 for one in found:
                     _show(place, one)

@@ -103,7 +103,7 @@ def ls(
     results = Results()
     for place in find_places(config, tier):
         total = Share()
-        with results.of(place.name, place.where), place.open() as store:
+        with results.of(place), place.open() as store:
             for info, name in _in_order(place, list_blocks(store, prefix), sort, limit):
                 total.add(info.size)
                 if as_json:
@@ -112,7 +112,7 @@ def ls(
                     print(json.dumps(line))
                 else:
                     print(f"{info.size:>12} {utc(info.mtime)} {place.name} {printable(info.key)}")
-            results.add({"tier": place.name, "where": place.where, **asdict(total)})
+            results.add(asdict(total))
             if not as_json:
                 note(f"{place.name} at {place.where}: {blocks_in_words(total.blobs)}, {human_bytes(total.bytes)}")
     results.end(as_json=as_json)
@@ -141,16 +141,15 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
         inventory = Inventory()
         started_at = time.monotonic()
         now = time.time()
-        with results.of(place.name, place.where):
+        with results.of(place):
             with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
                 for info in ticker.each(store.keys()):
                     inventory.add(info, now)
                 used = used_bytes(store)
                 namespaces, _ = namespaces_in(store)
             limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
-            result = _du_result(place, inventory, used, limit, time.monotonic() - started_at)
-            result["namespaces"] = differences(namespaces)
-            results.add(result)
+            took_s = time.monotonic() - started_at
+            result = results.add(_du_result(inventory, used, limit, took_s) | {"namespaces": differences(namespaces)})
             if not as_json:
                 _show_du(result)
     done = [result for result in results.all if "error" not in result]
@@ -194,9 +193,8 @@ def gc(
         session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
     results = Results()
     for place in places:
-        with results.of(place.name, place.where):
-            result = {"tier": place.name, "where": place.where, **_collect(place, dry_run=dry_run)}
-            results.add(result)
+        with results.of(place):
+            result = results.add(_collect(place, dry_run=dry_run))
             if not as_json:
                 _show_gc(result, "chunk" if prefixes else "block")
             if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
@@ -294,16 +292,12 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
     return report
 
 
-def _du_result(
-    place: Place, inventory: Inventory, used: int | None, limit: int | None, seconds: float
-) -> dict[str, Any]:
+def _du_result(inventory: Inventory, used: int | None, limit: int | None, seconds: float) -> dict[str, Any]:
     groups = [
         {"namespace": namespace, "rank": rank, "group": group, **asdict(share)}
         for (namespace, rank, group), share in sorted(inventory.blocks.items())
     ]
     return {
-        "tier": place.name,
-        "where": place.where,
         "blocks": asdict(inventory.total),
         "groups": groups,
         "ages": {name: asdict(share) for name, share in inventory.ages.items()},

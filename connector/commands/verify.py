@@ -70,10 +70,10 @@ def verify(
     session().if_interrupted = lambda: _how_to_continue(work)
     results = Results()
     for place in places:
-        with results.of(place.name, place.where):
-            results.add({**_verify_place(place, work), "dry_run": dry_run})
+        with results.of(place):
+            result = results.add({**_verify_place(place, work), "dry_run": dry_run})
             if not as_json:
-                _show(results.last)
+                _show(result)
     checked = [result for result in results.all if "error" not in result]
     if state is not None and checked == results.all:  # all is done
         state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
@@ -177,8 +177,6 @@ def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
     total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
     now_bytes = total.bytes - sum(result.bytes for result in done.values())
     return {
-        "tier": place.name,
-        "where": place.where,
         **{name: value for name, value in asdict(total).items() if name != "unit"},
         "subset": subset.share,
         "moves_aside": moves_aside,
