@@ -19,11 +19,10 @@ from kvtiers.connector.commands.findings import (
     NO_ANSWER,
     Finding,
     config_findings,
-    counted,
     shared_memory,
     tier_findings,
 )
-from kvtiers.connector.commands.output import answer, cell, human_age, human_bytes, make_console
+from kvtiers.connector.commands.output import answer, cell, counted, human_age, human_bytes, make_console
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
 from kvtiers.tiers.config.mistakes import value_in_words
@@ -75,7 +74,8 @@ class Examined:
         """Whether an engine can use the deployment here, in a few words."""
         if problems := list(dict.fromkeys(_place_of(f) for f in self.findings if f.level == "problem")):
             return f"not usable: {', '.join(problems)}"
-        return f"usable, with {counted(self.findings, 'warning')}" if self.texts("warning") else "usable"
+        warnings = self.texts("warning")
+        return f"usable, with {counted(len(warnings), 'warning')}" if warnings else "usable"
 
 
 def check(
@@ -93,7 +93,7 @@ def check(
         deployment = load_config(config, SecondaryTierFactory.tier_types())
     except KVTiersError as e:
         errors = str(e).split("\n")
-        verdict = f"not usable: {len(errors)} mistake{'' if len(errors) == 1 else 's'}"
+        verdict = f"not usable: {counted(len(errors), 'mistake')}"
         if as_json:
             answer({"verdict": verdict}, ok=False, errors=errors)
         else:

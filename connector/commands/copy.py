@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtiers.connector.commands.options import AsJson, Config, size_option
-from kvtiers.connector.commands.output import Ticker, answer, blocks_in_words, complain, human_bytes, refuse, say
+from kvtiers.connector.commands.output import Ticker, answer, complain, counted, human_bytes, refuse, say
 from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
@@ -200,7 +200,7 @@ def _estimated_bytes(store: Store) -> int | None:
 def _how_to_continue(report: CopyReport) -> str:
     if report.dry_run:
         return "nothing was changed"
-    done = f"{blocks_in_words(report.copied)}, {human_bytes(report.copied_bytes)} copied"
+    done = f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied"
     return f"{done}; run the same command again to continue: it skips blocks that the target has"
 
 
@@ -271,23 +271,23 @@ def _is_one_place(one: Place, other: Place) -> bool:
 
 
 def _tell(ticker: Ticker, report: CopyReport) -> None:
-    ticker.tell(report.seen_bytes, f"{blocks_in_words(report.copied)}, {human_bytes(report.copied_bytes)} copied")
+    ticker.tell(report.seen_bytes, f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied")
 
 
 def _show(result: dict[str, Any]) -> None:
     speed = human_bytes(result["copied_bytes"] / max(1e-9, result["seconds"]))
     say(f"{result['from']} to {result['to']}:")
     if result["dry_run"]:
-        say(f"  would be copied: {blocks_in_words(result['copied'])}, {human_bytes(result['copied_bytes'])}")
+        say(f"  would be copied: {counted(result['copied'])}, {human_bytes(result['copied_bytes'])}")
     else:
-        say(f"  copied: {blocks_in_words(result['copied'])}, {human_bytes(result['copied_bytes'])} at {speed}/s")
+        say(f"  copied: {counted(result['copied'])}, {human_bytes(result['copied_bytes'])} at {speed}/s")
     for name, text in (
         ("present", "already present"),
         ("bad", "not copied, because the seal is bad, missing or from a newer version (see kvtiers verify)"),
         ("errors", "could not be read or written, or another engine's or a newer version's block has the name"),
     ):
         if result[name]:
-            say(f"  {text}: {blocks_in_words(result[name])}")
+            say(f"  {text}: {counted(result[name])}")
     if result["no_room"]:
         would = "would stop" if result["dry_run"] else "stopped"
         say(f"  {would}: the target is full (max_bytes, or its reserve of free space)")

@@ -11,6 +11,7 @@ import resource
 import socket
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
@@ -28,13 +29,12 @@ from kvtiers.connector.commands.findings import (
     NO_ANSWER,
     Finding,
     config_findings,
-    counted,
     of_error,
     shared_memory,
     tier_findings,
 )
 from kvtiers.connector.commands.options import AsJson, YamlFile
-from kvtiers.connector.commands.output import answer, make_console
+from kvtiers.connector.commands.output import answer, counted, make_console
 from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
 from kvtiers.tiers.config.open_store import open_store
@@ -97,9 +97,8 @@ def show(findings: list[Finding], console: Console) -> None:
         console.print(printable(text), markup=False, highlight=False)
         if finding.fix:
             console.print(f"        fix: {printable(finding.fix)}", markup=False, highlight=False)
-    counts = [counted(findings, "problem")]
-    if any(finding.level == "warning" for finding in findings):
-        counts.append(counted(findings, "warning"))
+    levels = Counter(finding.level for finding in findings)
+    counts = [counted(levels[level], level) for level in ("problem", "warning") if level == "problem" or levels[level]]
     console.print(f"{', '.join(counts)} in {len(findings)} findings")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +59,6 @@ class Finding:
     check: str
     message: str
     fix: str = ""
-
-
-def counted(findings: Iterable[Finding], level: Level) -> str:
-    """How many findings have a level, such as "2 warnings"."""
-    count = sum(finding.level == level for finding in findings)
-    return f"{count} {level}{'' if count == 1 else 's'}"
 
 
 def shared_memory(region_bytes: int) -> Finding:

@@ -224,6 +224,6 @@ def human_age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
-def blocks_in_words(count: int, unit: str = "block") -> str:
-    """Format a number of blocks, such as "1 block" or "2,000 blocks"."""
+def counted(count: int, unit: str = "block") -> str:
+    """Format a number of things, such as "1 block" or "2,000 blocks"."""
     return f"{count:,} {unit}{'' if count == 1 else 's'}"

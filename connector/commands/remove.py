@@ -14,9 +14,9 @@ from kvtiers.connector.commands.options import AsJson, Config, TierName
 from kvtiers.connector.commands.output import (
     Results,
     Ticker,
-    blocks_in_words,
     complain,
     confirm,
+    counted,
     human_bytes,
     note,
     refuse,
@@ -86,7 +86,7 @@ def rm(
     if asks:
         total = _sum([share for plan in plans for share in plan.blocks.values()])
         count = sum(len(plan.blocks) for plan in plans)
-        question = f"Remove {blocks_in_words(count, 'namespace')} with {_in_words(total)}?"
+        question = f"Remove {counted(count, 'namespace')} with {_in_words(total)}?"
         if not confirm(question):
             complain("not confirmed: nothing was removed")
             raise typer.Exit(ExitCode.FAILED)
@@ -187,7 +187,7 @@ def _namespaces(plan: _Plan, removals: list[NamespaceRemoval]) -> list[dict[str,
 
 def _show_plan(plan: _Plan, *, dry_run: bool, to_stderr: bool) -> None:
     would = "would be removed" if dry_run else "to be removed"
-    lines = [f"{plan.place.name} at {plan.place.where}: {would}: {blocks_in_words(len(plan.blocks), 'namespace')}"]
+    lines = [f"{plan.place.name} at {plan.place.where}: {would}: {counted(len(plan.blocks), 'namespace')}"]
     lines += [f"  {name}: {_in_words(share)}" for name, share in plan.blocks.items()]
     for line in lines:
         say(line, to_stderr=to_stderr)
@@ -198,11 +198,11 @@ def _show_result(result: dict[str, Any]) -> None:
     say(f"{result['tier']} at {result['where']}: removed {_in_words(gone)}")
     for one in result["namespaces"]:
         if one["failed"]:
-            files = blocks_in_words(one["failed"], "file")
+            files = counted(one["failed"], "file")
             say(f"  {one['namespace']}: could not be removed: {files} ({one['reason']})")
         if one["written"]:
             say(
-                f"  {one['namespace']}: {blocks_in_words(one['written'])} written meanwhile stay: an engine uses this "
+                f"  {one['namespace']}: {counted(one['written'])} written meanwhile stay: an engine uses this "
                 "namespace; stop it, and run the same command again"
             )
     if not all(one["written"] for one in result["namespaces"]):
@@ -218,4 +218,4 @@ def _sum(shares: Iterable[Share]) -> Share:
 
 
 def _in_words(share: Share) -> str:
-    return f"{blocks_in_words(share.blobs)}, {human_bytes(share.bytes)}"
+    return f"{counted(share.blobs)}, {human_bytes(share.bytes)}"

@@ -19,8 +19,8 @@ from kvtiers.connector.commands.options import AsJson, Config, TierName
 from kvtiers.connector.commands.output import (
     Results,
     Ticker,
-    blocks_in_words,
     cell,
+    counted,
     human_age,
     human_bytes,
     note,
@@ -114,7 +114,7 @@ def ls(
                     print(f"{info.size:>12} {utc(info.mtime)} {place.name} {printable(info.key)}")
             results.add(asdict(total))
             if not as_json:
-                note(f"{place.name} at {place.where}: {blocks_in_words(total.blobs)}, {human_bytes(total.bytes)}")
+                note(f"{place.name} at {place.where}: {counted(total.blobs)}, {human_bytes(total.bytes)}")
     results.end(as_json=as_json)
 
 
@@ -126,8 +126,8 @@ def _in_order(
         return
     order = _ORDERS[sort]
     with Ticker(f"listing {place.name}", unit="blocks") as ticker:
-        counted = ticker.each(blocks)
-        found = sorted(counted, key=order) if limit is None else heapq.nsmallest(limit, counted, key=order)
+        blocks = ticker.each(blocks)
+        found = sorted(blocks, key=order) if limit is None else heapq.nsmallest(limit, blocks, key=order)
     yield from found
 
 
@@ -155,7 +155,7 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
     done = [result for result in results.all if "error" not in result]
     if not as_json and len(done) > 1:
         blobs, size = (sum(result["blocks"][name] for result in done) for name in ("blobs", "bytes"))
-        say(f"total of {len(done)} tiers: {blocks_in_words(blobs)}, {human_bytes(size)}")
+        say(f"total of {len(done)} tiers: {counted(blobs)}, {human_bytes(size)}")
     results.end(as_json=as_json)
 
 
@@ -316,7 +316,7 @@ def _show_du(result: dict[str, Any]) -> None:
         known = "not accounted yet" if used is None else f"{human_bytes(used)} accounted"
         stored = blocks["bytes"] + result["other"]["bytes"]
         bound = f", {stored / limit:.0%} of max_bytes {human_bytes(limit)} ({known})"
-    what = blocks_in_words(blocks["blobs"])
+    what = counted(blocks["blobs"])
     say(f"{result['tier']} at {result['where']}: {what}, {human_bytes(blocks['bytes'])}{bound}")
     apart = result["namespaces"]
     differs = any(apart.get(group["namespace"]) for group in result["groups"])
@@ -333,7 +333,7 @@ def _show_du(result: dict[str, Any]) -> None:
     for age, share in result["ages"].items():
         label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")
         if share["blobs"]:
-            say(f"  {label}: {blocks_in_words(share['blobs'])}, {human_bytes(share['bytes'])}")
+            say(f"  {label}: {counted(share['blobs'])}, {human_bytes(share['bytes'])}")
         lower = age
     other = result["other"]
     if other["blobs"]:
@@ -357,13 +357,13 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
         return
     verb = "would be removed" if result["dry_run"] else "removed"
     took = human_age(result["seconds"]) if result["seconds"] >= 1 else "less than 1s"
-    say(f"{place}: {blocks_in_words(result['blobs'], 'blob')}, {human_bytes(result['bytes'])}, listed in {took}")
+    say(f"{place}: {counted(result['blobs'], 'blob')}, {human_bytes(result['bytes'])}, listed in {took}")
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
-        say(f"  {verb} by {reason}: {blocks_in_words(count, unit)}, {size}")
+        say(f"  {verb} by {reason}: {counted(count, unit)}, {size}")
     if result["gave_up"]:
         say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:
-        say(f"  could not be removed: {blocks_in_words(result['kept_by_error'], unit)}")
+        say(f"  could not be removed: {counted(result['kept_by_error'], unit)}")
     if result["own_bytes"]:
         say(f"  quarantined and partly written: {human_bytes(result['own_bytes'])}")

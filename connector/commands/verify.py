@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtiers.connector.commands.options import AsJson, Config, TierName
-from kvtiers.connector.commands.output import Results, Ticker, blocks_in_words, human_bytes, refuse, say
+from kvtiers.connector.commands.output import Results, Ticker, counted, human_bytes, refuse, say
 from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import session
 from kvtiers.tiers.config.open_store import tool_recipe
@@ -116,7 +116,7 @@ def _parse_subset(text: str | None, seed: int) -> Subset:
 
 
 def _how_to_continue(work: _Work) -> str:
-    done = f"{blocks_in_words(work.n_blocks)} checked"
+    done = f"{counted(work.n_blocks)} checked"
     if work.repair:
         done += ", bad blocks among them moved aside"
     if work.state is None:
@@ -237,24 +237,24 @@ def _show(result: dict[str, Any]) -> None:
     resumed = f", {result['resumed_units']} parts in an earlier run" if result["resumed_units"] else ""
     speed = f"{human_bytes(result['bytes_per_s'])}/s"
     size = human_bytes(result["bytes"])
-    what = blocks_in_words(result["blocks"])
+    what = counted(result["blocks"])
     part = "" if result["subset"] == 1 else f" (a subset of {result['subset'] * 100:.4g}%)"
     say(f"{result['tier']} at {result['where']}: {what}, {size} checked{part} at {speed}{resumed}")
     for reason, count in Counter(reason for _, reason in result["bad"]).items():
-        say(f"  bad ({reason}): {blocks_in_words(count)}")
+        say(f"  bad ({reason}): {counted(count)}")
     for key, reason in result["bad"][:BAD_SHOWN_MAX]:
         say(f"    {key} ({reason})")
     if result["bad_count"] > BAD_SHOWN_MAX:
         say(f"    … and {result['bad_count'] - BAD_SHOWN_MAX:,} more; --json names them")
     moved = "moved aside" if result["moves_aside"] else "deleted"
     if result["quarantined"]:
-        say(f"  {moved}: {blocks_in_words(result['quarantined'])}")
+        say(f"  {moved}: {counted(result['quarantined'])}")
     if result["dry_run"] and (would := result["bad_count"] - result["kept"]):
-        say(f"  would be {moved}: {blocks_in_words(would)}")
+        say(f"  would be {moved}: {counted(would)}")
     if result["foreign"]:
-        say(f"  from a newer version or without a seal, not verified: {blocks_in_words(result['foreign'])}")
+        say(f"  from a newer version or without a seal, not verified: {counted(result['foreign'])}")
     if result["errors"]:
-        say(f"  could not be read: {blocks_in_words(result['errors'])}")
+        say(f"  could not be read: {counted(result['errors'])}")
     if not result["bad_count"] and not result["errors"]:
         if not result["blocks"]:
             say("  there are no blocks to verify")
