@@ -19,6 +19,7 @@ from kvtiers.connector.commands.findings import (
     NO_ANSWER,
     Finding,
     config_findings,
+    is_mount,
     shared_memory,
     tier_findings,
 )
@@ -40,7 +41,6 @@ from kvtiers.tiers.config.values import show_duration, show_size
 from kvtiers.tiers.daemon_pool import DaemonPool
 from kvtiers.tiers.errors import KVTiersError, printable
 from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.stores.files.mounts import file_system_type
 
 TIERS_AT_ONCE = 16
 TIERS_S_MAX = 10.0  # how long `kvtiers check` waits for storage; a broken bucket reports its error much earlier
@@ -149,10 +149,9 @@ def examine(deployment: DeploymentConfig) -> Examined:
 
 def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[list[Finding], dict[str, int]]:
     found = list(tier_findings(where, tier, touch_mounts=False))
-    is_mount = isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs")
-    if isinstance(tier, ExternalTierConfig | MemoryTierConfig) or is_mount or any(f.level == "problem" for f in found):
+    if isinstance(tier, ExternalTierConfig | MemoryTierConfig) or any(finding.level == "problem" for finding in found):
         return found, {}
-    return found, _block_sizes(tier)
+    return found, {} if is_mount(tier) else _block_sizes(tier)
 
 
 def _block_sizes(tier: TierConfig) -> dict[str, int]:

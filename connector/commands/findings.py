@@ -116,11 +116,15 @@ def tier_findings(where: str, tier: TierConfig | ExternalTierConfig, *, touch_mo
     elif isinstance(tier, StoreTierConfig):
         yield from _refusals(where, lambda: _try_store(tier), tier, "options")
     elif isinstance(tier, FsTierConfig | NfsTierConfig):
-        is_mount = isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs")
         if isinstance(tier, NfsTierConfig):
             yield from mount_options(where, tier)
-        if touch_mounts or not is_mount:
+        if touch_mounts or not is_mount(tier):
             yield from _folder(where, tier)
+
+
+def is_mount(tier: TierConfig) -> bool:
+    """Whether a tier's folder is on an NFS mount, which may hang when it is touched."""
+    return isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs")
 
 
 def keys(where: str, tier: TierConfig) -> Iterator[Finding]:
@@ -141,7 +145,7 @@ def mount_options(where: str, config: NfsTierConfig) -> Iterator[Finding]:
             yield Finding("problem" if stops else "warning", where, "mount options", finding, recommended)
     if missing := missing_mount(config.root_dir):
         yield of_text("warning", where, "root_dir", missing)
-    elif not findings and file_system_type(config.root_dir).startswith("nfs"):
+    elif not findings and is_mount(config):
         yield Finding("ok", where, "mount options", "as recommended")
 
 

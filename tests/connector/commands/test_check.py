@@ -256,8 +256,7 @@ def test_check_names_packages_that_are_missing(
 
 
 def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (check, findings):
-        monkeypatch.setattr(module, "file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr(findings, "file_system_type", lambda root: "nfs4")
     for module, name in ((findings, "_folder"), (check, "_block_sizes")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a dead mount would hang here"))
     tier = {"type": "nfs", "root_dir": str(tmp_path)}
@@ -268,11 +267,7 @@ def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.
 def test_an_nfs_tier_whose_mount_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
-    for module in (
-        "kvtiers.connector.commands.check",
-        "kvtiers.connector.commands.findings",
-        "kvtiers.tiers.stores.files.mounts",
-    ):
+    for module in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
         monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
     deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
