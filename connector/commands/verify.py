@@ -6,10 +6,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,35 +185,11 @@ def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
     }
 
 
-class _Remember:
-    """Appends each result to a state file as one line.
-
-    Args:
-        file: must be unbuffered: after a failed write, closing a buffered file would fail again.
-    """
-
-    def __init__(self, file: FileIO | None, place: str) -> None:
-        self._file = file
-        self._place = place
-
-    def __call__(self, result: UnitResult) -> None:
-        self.end_line(json.dumps({"place": self._place, "result": asdict(result)}))
-
-    def end_line(self, text: str = "") -> None:
-        """Append the rest of a line."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(f"{text}\n".encode())
-        except OSError as e:
-            raise refuse(f"--state {self._file.name} cannot be written: {e.strerror}") from e
-
-
 @contextmanager
-def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitResult], _Remember]]:
-    """Yield a place's earlier results, and a function that appends new ones. Incomplete lines are skipped."""
+def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitResult], Callable[[UnitResult], None]]]:
+    """Yield a place's earlier results, and a function that appends a new one as a line. Skips incomplete lines."""
     if path is None:
-        yield {}, _Remember(None, place)
+        yield {}, lambda _: None
         return
     done = {}
     text = path.read_text() if path.exists() else ""
@@ -226,11 +201,18 @@ def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitR
                 done[result.unit] = result
         except (ValueError, KeyError, TypeError):
             continue
+    # Unbuffered, because after a failed write, closing a buffered file would fail again.
     with path.open("ab", buffering=0) as file:
-        remember = _Remember(file, place)
+
+        def end_line(text: str) -> None:
+            try:
+                file.write(f"{text}\n".encode())
+            except OSError as e:
+                raise refuse(f"--state {path} cannot be written: {e.strerror}") from e
+
         if text and not text.endswith("\n"):
-            remember.end_line()
-        yield done, remember
+            end_line("")
+        yield done, lambda result: end_line(json.dumps({"place": place, "result": asdict(result)}))
 
 
 def _show(result: dict[str, Any]) -> None:
