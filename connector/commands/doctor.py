@@ -49,6 +49,7 @@ from kvtiers.tiers.config.tier_options import (
 from kvtiers.tiers.config.values import show_size
 from kvtiers.tiers.errors import KVTiersError, StoreError, printable
 from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.store import Store
 from kvtiers.tiers.tools.inventory import block_beginnings
 
 TIER_S_MAX = 30.0  # storage that hangs longer is reported as a problem
@@ -237,7 +238,7 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
         if isinstance(tier, (FsTierConfig, NfsTierConfig)):
             yield from examine_folder(where, tier)
         if isinstance(tier, S3TierConfig):
-            yield from _bucket(where, tier)
+            yield from _bucket(where, tier, store)
         yield from examine_store(where, tier, store)
         if isinstance(tier, S3TierConfig) and not tier.read_only:
             refused = getattr(store, "checksum_refused", False)
@@ -248,14 +249,14 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
             os.rmdir(os.path.join(tier.root_dir, PROBE_FOLDER))
 
 
-def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
-    from kvtiers.tiers.stores.s3.store import S3Store
+def _bucket(where: str, tier: S3TierConfig, store: Store) -> Iterator[Finding]:
+    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
 
-    with closing(S3Store(tier.store_options())) as store:
-        try:
-            keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
-        except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
-            keeps_versions = False
+    assert isinstance(store, S3Store)
+    try:
+        keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
+    except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
+        keeps_versions = False
     yield Finding("ok", where, "bucket", f"{tier.bucket} exists, and the credentials are valid")
     if keeps_versions and not tier.read_only:
         yield Finding(

@@ -7,10 +7,10 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -69,15 +69,6 @@ _ORDERS: dict[SortKey, Callable[[tuple[KeyInfo, BlockName]], Any]] = {
     SortKey.SIZE: lambda block: (-block[0].size, block[0].key),
     SortKey.AGE: lambda block: (-block[0].mtime, block[0].key),
 }
-
-
-@runtime_checkable
-class _Expires(Protocol):
-    """A store whose storage can expire blobs by itself: ``tiers.stores.s3.store.S3Store``."""
-
-    def folders(self) -> list[str]: ...
-
-    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool: ...
 
 
 def ls(
@@ -268,9 +259,11 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
 
     Returns the new rules.
     """
+    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
+
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:
-        assert isinstance(store, _Expires)
+        assert isinstance(store, S3Store)
         versions = store.expire_after(days, block_beginnings(store.folders()))
     return {"expire_after_days": days, "expire_versions": versions}
 
