@@ -76,13 +76,11 @@ class ProbeResult:
     """The result of a probe.
 
     Attributes:
-        number: counts the tier's probes, from 1 on.
         began: start by the tier's clock; distinguishes this probe from the running one.
         error: class of the error; "" if the storage answered.
         free_bytes: free bytes of the file system; None for other storage.
     """
 
-    number: int
     began: float
     took_s: float
     error: str
@@ -116,13 +114,11 @@ class WatchedTier:
         self._store: Store | None = None
         self._clock = clock
         self._now = now
-        self._probes = 0
 
     def probe(self) -> ProbeResult:
         """Ask the storage for a block that is not there."""
         began = self._clock()
         self.asking_since = began
-        self._probes += 1
         error = ""
         free_bytes = None
         try:
@@ -133,7 +129,7 @@ class WatchedTier:
             if not isinstance(e, (KVTiersError, OSError)):
                 logger.exception("tier %s could not be probed", self.name)
             self.close()
-        self.last = ProbeResult(self._probes, began, self._clock() - began, error, free_bytes)
+        self.last = ProbeResult(began, self._clock() - began, error, free_bytes)
         self.asking_since = None
         return self.last
 
@@ -222,7 +218,7 @@ class StorageMonitor:
         self._clock = clock
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._published: dict[str, int] = {tier.name: 0 for tier in self._tiers}
+        self._published: dict[str, ProbeResult] = {}
         self._overdue: dict[str, float] = {}
 
     def start(self) -> None:
@@ -267,8 +263,8 @@ class StorageMonitor:
     def _publish_probe(self, tier: WatchedTier) -> None:
         metrics, name = self.metrics, tier.name
         since, last = tier.asking_since, tier.last
-        if last is not None and last.number > self._published[name]:
-            self._published[name] = last.number
+        if last is not None and last is not self._published.get(name):
+            self._published[name] = last
             is_late = last.took_s > self._probe_every_s
             if self._overdue.get(name) != last.began:  # otherwise it was already counted as a timeout
                 metrics.inc("kvtiers_storage_probes_total", name, last.error or ("timeout" if is_late else "ok"))
