@@ -18,7 +18,7 @@ from kvtiers.connector.commands.output import human_bytes
 from kvtiers.connector.region.region_file import free_bytes
 from kvtiers.tiers.builtin import make_seal
 from kvtiers.tiers.config.deployment import DeploymentConfig
-from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
+from kvtiers.tiers.config.open_store import open_store, open_tool_store
 from kvtiers.tiers.config.tier_options import (
     ExternalTierConfig,
     FsspecTierConfig,
@@ -109,8 +109,7 @@ def tier_findings(where: str, tier: TierConfig | ExternalTierConfig, *, touch_mo
     for field, message, fix in tier.contradictions():
         yield Finding("warning", where, field, message, fix)
     if isinstance(tier, S3TierConfig):
-        embedded = list(_refusals(where, lambda: store_recipe(tier)))
-        yield from embedded or _refusals(where, lambda: _try_bucket(tier), tier)
+        yield from _refusals(where, lambda: _try_bucket(tier), tier)
     elif isinstance(tier, FsspecTierConfig):
         yield from _refusals(where, lambda: check_drivers(tier.url), tier, "url")
     elif isinstance(tier, StoreTierConfig):
@@ -198,7 +197,8 @@ def _refusals(
 def _try_bucket(tier: S3TierConfig) -> None:
     from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
 
-    with closing(S3Store(tier.store_options())) as store:
+    with closing(open_store(tier)) as store:
+        assert isinstance(store, S3Store)
         store.try_out(read_only=tier.read_only)
 
 
