@@ -126,7 +126,7 @@ def cell(text: str) -> str:
 
 def note(text: str) -> None:
     """Print a remark to standard error, unless ``--quiet``. It is not an error."""
-    if not session().is_quiet:
+    if session().verbosity >= 0:
         _to_stderr(text)
 
 

@@ -78,11 +78,6 @@ class Session:
         if self.log_level is not None or self.verbosity:
             _LOGGER.setLevel(self._level())
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether notes and totals are left out."""
-        return self.verbosity < 0
-
     def _level(self) -> int:
         if self.log_level is not None:
             return logging.getLevelNamesMapping()[self.log_level.upper()]
