@@ -19,7 +19,7 @@ from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
-from tests.connector.commands.test_storage_commands import result_of, run
+from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
 from tests.identity import CONFIG, FakeSpec, block_key
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -81,21 +81,17 @@ def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str)
 
 
 def test_check_shows_what_a_good_file_names_as_it_is(tmp_path: Path) -> None:
-    config = tmp_path / "[red]c.yaml"
     place = f'"{tmp_path}/{EVIL}"'
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {place}, min_free: 1}}\n")
-    code, out = run("check", str(config))
+    code, out = run("check", write_tiers(tmp_path / "[red]c.yaml", f"type: fs, root_dir: {place}, min_free: 1"))
     assert (code, "[red]c.yaml is usable" in out.replace("\n", "")) == (0, True)
     assert all(line.isprintable() for line in out.split("\n"))
 
 
 def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    fs = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d}}"
-    url = f"{{type: fsspec, url: 'file://{tmp_path}/far', ttl: 12h}}"
-    free = f"{{type: fs, name: free, root_dir: {tmp_path}/free, min_free: 1}}"
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {fs}\n- {url}\n- {free}\n")
-    code, out = run("check", str(config))
+    fs = f"type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d"
+    url = f"type: fsspec, url: 'file://{tmp_path}/far', ttl: 12h"
+    free = f"type: fs, name: free, root_dir: {tmp_path}/free, min_free: 1"
+    code, out = run("check", write_tiers(tmp_path / "c.yaml", fs, url, free))
     assert code == 0
     out = " ".join(out.split())
     assert "all writers together store at most 10 GiB; above 95% of that the least recently used" in out
@@ -105,12 +101,11 @@ def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
 
 
 def test_check_names_each_mistake(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: memory}\n- {type: memory, max_bytes: 10 Gigs}\n")
-    code, out = run("check", str(config))
+    config = write_tiers(tmp_path / "c.yaml", "type: memory", "type: memory, max_bytes: 10 Gigs")
+    code, out = run("check", config)
     assert code == ExitCode.BAD_INPUT
     assert "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB" in out
-    code, out = run("check", str(config), "--json")
+    code, out = run("check", config, "--json")
     assert code == ExitCode.BAD_INPUT
     assert result_of(out) == {"verdict": "not usable: 1 mistake"}
     document = json.loads(out)
@@ -289,9 +284,7 @@ def fs(root: Path) -> dict[str, Any]:
 
 
 def test_names_that_look_like_markup(tmp_path: Path) -> None:
-    config = tmp_path / "[b].yaml"
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0}}\n")
-    code, out = run("check", str(config))
+    code, out = run("check", write_tiers(tmp_path / "[b].yaml", f"type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0"))
     assert code == 0
     assert "[b].yaml is usable" in out
 
