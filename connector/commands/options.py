@@ -19,6 +19,7 @@ Config = Annotated[
 ]
 YamlFile = Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)]
 TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

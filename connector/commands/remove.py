@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson, Config, TierName
+from kvtiers.connector.commands.options import AsJson, Config, DryRun, TierName
 from kvtiers.connector.commands.output import (
     Results,
     Ticker,
@@ -49,7 +49,7 @@ def rm(
         list[str] | None, typer.Option(help="Remove all namespaces of this model, such as org/name. May be repeated.")
     ] = None,
     tier: TierName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:

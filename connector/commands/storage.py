@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from kvtiers.connector.commands.options import AsJson, Config, TierName
+from kvtiers.connector.commands.options import AsJson, Config, DryRun, TierName
 from kvtiers.connector.commands.output import (
     Results,
     Ticker,
@@ -52,7 +52,6 @@ from kvtiers.tiers.tools.namespaces import differences, differences_in_words
 
 DAY_S = 86_400
 YEAR_MAX = 9999  # of ISO 8601
-DRY_RUN_GC = "Only show what would be removed."
 
 
 class SortKey(StrEnum):
@@ -153,7 +152,7 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
 def gc(
     config: Config,
     tier: TierName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_GC)] = False,
+    dry_run: DryRun = False,
     max_bytes: Annotated[
         str | None, typer.Option(help="The limit of a bare folder or URL, such as 200GiB. A YAML file has its own.")
     ] = None,
