@@ -12,7 +12,7 @@ import socket
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 
@@ -80,11 +80,9 @@ def doctor(config: YamlFile, as_json: AsJson = False) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def examine(
-    deployment: DeploymentConfig, *, environ: Mapping[str, str] = os.environ, tier_s_max: float = TIER_S_MAX
-) -> list[Finding]:
+def examine(deployment: DeploymentConfig, *, tier_s_max: float = TIER_S_MAX) -> list[Finding]:
     """Run all checks, in the order of the configuration."""
-    findings = [*_host(deployment), *_engine(deployment, environ), *config_findings(deployment)]
+    findings = [*_host(deployment), *_engine(deployment), *config_findings(deployment)]
     for index, tier in enumerate(deployment.tiers):
         findings += _in_time(f"tiers[{index}] {tier.type}", tier, tier_s_max)
     return findings
@@ -187,8 +185,8 @@ def _open_files(deployment: DeploymentConfig) -> Finding:
 # ---- the engine's process --------------------------------------------------------------------------------------------
 
 
-def _engine(deployment: DeploymentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    seed = environ.get("PYTHONHASHSEED")
+def _engine(deployment: DeploymentConfig) -> Iterator[Finding]:
+    seed = os.environ.get("PYTHONHASHSEED")
     if seed is None or seed == "random":
         yield Finding(
             "note", "engine", "hash seed",

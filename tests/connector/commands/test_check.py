@@ -19,6 +19,7 @@ from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
+from tests.connector.commands.test_doctor import deployment, fs
 from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
 from tests.identity import CONFIG, FakeSpec, block_key
 
@@ -53,7 +54,7 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def problems(*given: dict[str, Any], **more: Any) -> list[str]:
     """What ``check`` finds wrong with these tiers on this machine."""
-    return check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": given} | more)).texts("problem")
+    return check.examine(deployment(*given, **more)).texts("problem")
 
 
 EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
@@ -214,10 +215,9 @@ def test_check_finds_what_an_engine_refuses(
     given = {
         name: value.replace("HERE", str(tmp_path)) if name == "root_dir" else value for name, value in tier.items()
     }
-    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [given]})
-    (found,) = check.examine(deployment).texts("problem")
+    (found,) = problems(given)
     assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
-    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    spec = TieringOffloadingSpec(CONFIG, deployment(given), 65_536)
     with pytest.raises((ConfigError, StoreError)):
         spec.get_manager()
     spec.shutdown()
@@ -246,7 +246,7 @@ def test_check_names_packages_that_are_missing(
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    found = problems(**{"tiers": [{"type": "memory"}]} | config)
+    found = problems(*config.pop("tiers", [{"type": "memory"}]), **config)
     assert [(problem.split(": ")[0], "pip install 'kvtiers[" in problem) for problem in found] == [(field, True)]
 
 
@@ -265,22 +265,17 @@ def test_an_nfs_tier_whose_mount_may_be_missing(
     for module in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
         monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
-    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
     said = f"root_dir: {tmp_path}/kv is not on an NFS mount ({kind})"
     config = tmp_path / "c.json"
-    config.write_text(deployment.model_dump_json())
+    config.write_text(deployment(tier).model_dump_json())
     code, out = run("check", str(config))
     assert (code, f"tiers[0].{said}" in out) == (0, is_told)
     code, out = run("check", str(config), "--json")
     assert [note.partition(";")[0] for note in result_of(out)["notes"]] == [f"tiers[0].{said}"] * is_told
-    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    spec = TieringOffloadingSpec(CONFIG, deployment(tier), 65_536)
     spec.get_manager()
     spec.shutdown()
     assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told
-
-
-def fs(root: Path) -> dict[str, Any]:
-    return {"type": "fs", "root_dir": str(root), "min_free": 0}
 
 
 def test_names_that_look_like_markup(tmp_path: Path) -> None:
@@ -336,7 +331,7 @@ def test_the_verdict_comes_last(
 def test_contradicting_options_are_told_with_what_to_write(tmp_path: Path) -> None:
     same = {"gc_low": 0.5, "gc_high": 0.5, "max_bytes": "1MiB"}
     s3 = {"type": "s3", "bucket": "kvb", "n_threads_max": 4, "request_timeout": "20s", "connect_timeout": "30s"}
-    tiers = parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path) | same | {"ttl": "1m"}, s3]}).tiers
+    tiers = deployment(fs(tmp_path) | same | {"ttl": "1m"}, s3).tiers
     told = [[": ".join(one) for one in tier.contradictions()] for tier in tiers]  # type: ignore[union-attr]
     assert told == [
         [
@@ -361,19 +356,17 @@ def test_defaults_do_not_contradict() -> None:
     places += [{"type": "fsspec", "url": "gs://b"}, {"type": "store", "module_path": "m"}]
     for place in places:
         limits = {} if place["type"] == "memory" else {"max_bytes": "1GiB", "ttl": "7d"}
-        tier = parse_config({"region": {"size": "1MiB"}, "tiers": [place | limits]}).tiers[0]
+        tier = deployment(place | limits).tiers[0]
         assert list(tier.contradictions()) == []  # type: ignore[union-attr]
 
 
 def test_a_limit_beyond_the_disk_is_told_what_to_write(tmp_path: Path) -> None:
     tier = fs(tmp_path / "kv") | {"max_bytes": "900PiB", "min_free": "1MiB"}
-    examined = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    examined = check.examine(deployment(tier))
     (warning,) = examined.texts("warning")
     assert warning.startswith("tiers[0].max_bytes: 921600.0 TiB is more than the file system of ")
     limit = warning.rpartition("write at most ")[2]
-    assert check.examine(
-        parse_config({"region": {"size": "1MiB"}, "tiers": [tier | {"max_bytes": limit}]})
-    ).verdict() == ("usable")
+    assert check.examine(deployment(tier | {"max_bytes": limit})).verdict() == "usable"
 
 
 def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

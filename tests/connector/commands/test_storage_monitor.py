@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -30,11 +29,10 @@ from kvtiers.tiers.metrics import METRICS, MetricKind
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import moto_server
+from tests.connector.commands.test_frame import CLI
 from tests.connector.commands.test_storage_commands import run
 from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
-
-ROOT = Path(__file__).parents[3]
 
 
 class Bench:
@@ -322,18 +320,8 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     (root / block(A)).write_bytes(bytes(100))
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": str(root)}]}))
-    command = [
-        sys.executable,
-        "-m",
-        "kvtiers.connector.commands.cli",
-        "serve-metrics",
-        str(config),
-        "--port",
-        "0",
-        "--probe-every",
-        "1",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = [*CLI, "serve-metrics", str(config), "--port", "0", "--probe-every", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         port = int(re.search(r":(\d+)/metrics", process.stdout.readline())[1])  # type: ignore[index]
