@@ -71,7 +71,7 @@ class Place:
                 would belong to the command's user instead of the engine's, and the path may be a mistake.
         """
         if isinstance(self.config, FsTierConfig | NfsTierConfig):
-            _check_is_there(self.config.root_dir, "root_dir")
+            _check_is_there(self.config.root_dir)
         with closing(open_tool_store(self.config, read_only=not writes)) as store:
             yield store
 
@@ -102,11 +102,11 @@ class PrefixPlace(Place):
         return None if limits is None else limits.policy
 
 
-def _check_is_there(folder: str, name: str) -> None:
+def _check_is_there(folder: str) -> None:
     try:
         os.lstat(folder)
     except FileNotFoundError:
-        raise FolderMissingError(f"{name} {folder!r} does not exist; an engine creates it when it starts") from None
+        raise FolderMissingError(f"root_dir {folder!r} does not exist; an engine creates it when it starts") from None
     except OSError as e:
         raise store_error(e, "") from e
 

@@ -246,7 +246,7 @@ def test_check_names_packages_that_are_missing(
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    found = problems(*config.pop("tiers", [{"type": "memory"}]), **config)
+    found = problems({"type": "memory"}, **config)
     assert [(problem.split(": ")[0], "pip install 'kvtiers[" in problem) for problem in found] == [(field, True)]
 
 
