@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import ClassVar, Literal
 
 import pytest
-import yaml
 
 from kvtiers.connector.commands import monitor
 from kvtiers.connector.commands.monitor import (
@@ -30,7 +29,7 @@ from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import moto_server
 from tests.connector.commands.test_frame import CLI
-from tests.connector.commands.test_storage_commands import run
+from tests.connector.commands.test_storage_commands import run, write_tiers
 from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 
@@ -318,9 +317,8 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     (root / block(A)).parent.mkdir(parents=True)
     (root / block(A)).write_bytes(bytes(100))
-    config = tmp_path / "c.yaml"
-    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": str(root)}]}))
-    command = [*CLI, "serve-metrics", str(config), "--port", "0", "--probe-every", "1"]
+    config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {root}")
+    command = [*CLI, "serve-metrics", config, "--port", "0", "--probe-every", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
