@@ -25,7 +25,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtiers.connector.commands.signals import exit_on_signals
+from kvtiers.connector.commands.session import exit_on_signals
 from kvtiers.connector.demo.embedded_s3 import start_embedded_s3
 from kvtiers.connector.demo.model import check_extra, find_model
 from kvtiers.connector.demo.report import DemoReport, ProcessFigures
