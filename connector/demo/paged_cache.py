@@ -87,6 +87,7 @@ class PagedKVCache:
     Attributes:
         tensors: per layer (num_blocks, 2, block_size, kv_heads, head_dim), contiguous; index 0 of the second dimension
             holds keys, 1 values.
+        block_ids: all blocks, in the order in which a request uses them.
     """
 
     def __init__(self, layout: KVLayout, *, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -99,7 +100,7 @@ class PagedKVCache:
         self.tensors = [torch.empty(shape, dtype=layout.dtype, device=device).zero_() for _ in range(layout.num_layers)]
         # A layer's blocks are copied here, in order, for attention. All layers share it; it has one layer's size.
         self.workspace = torch.empty_like(self.tensors[0]).zero_()
-        self._free = list(reversed(range(num_blocks)))
+        self.block_ids = list(range(num_blocks))
 
     @property
     def block_bytes(self) -> int:
@@ -122,16 +123,6 @@ class PagedKVCache:
         return canonicalize_kv_caches(
             dict(zip(names, self.tensors, strict=True)), [names], self.num_blocks, block_dims=dict.fromkeys(names, 0)
         )
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` free blocks and return their ids, or None if there are not enough."""
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Return blocks to the free blocks."""
-        self._free += reversed(block_ids)
 
 
 class RequestCache(Cache):

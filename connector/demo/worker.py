@@ -224,7 +224,7 @@ def main() -> int:
 def _answer(engine: Engine, prompt: Sequence[int], max_new_tokens: int, *, load: bool, store: bool) -> Answer:
     """Answer a prompt and wait until its blocks are in every tier."""
     bytes_before = engine.loaded.bytes
-    request = engine.run(engine.submit(prompt, max_new_tokens=max_new_tokens, load=load, store=store))
+    request = engine.run(prompt, max_new_tokens=max_new_tokens, load=load, store=store)
     engine.drain()
     return Answer(
         num_prompt_tokens=request.num_prompt_tokens,

@@ -76,9 +76,8 @@ def run(model: LoadedModel, memory: PagedKVCache, prompt: Sequence[int], root: s
     engine = Engine(model, memory, spec, store_chunks_max=rows)
     try:
         engine.warm_up()
-        request = engine.submit(prompt, max_new_tokens=NEW_TOKENS, load=load, store=not load)
+        request = engine.run(prompt, max_new_tokens=NEW_TOKENS, load=load, store=not load)
         blocks = len(prompt) // engine.chunk_tokens * BLOCKS_PER_CHUNK
-        engine.run(request)
         kv = [tensor[request.block_ids[:blocks]].view(torch.int8) for tensor in memory.tensors]
         answered = time.perf_counter()
         engine.drain()

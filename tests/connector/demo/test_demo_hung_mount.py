@@ -126,7 +126,7 @@ def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, TieringOfflo
 
 
 def ask(engine: Engine, *, store: bool = True) -> Request:
-    return engine.run(engine.submit(PROMPT, max_new_tokens=NEW_TOKENS, store=store))
+    return engine.run(PROMPT, max_new_tokens=NEW_TOKENS, store=store)
 
 
 def test_tokens_are_equal_and_in_time(
