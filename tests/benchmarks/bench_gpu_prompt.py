@@ -58,8 +58,7 @@ def make_model(layers: int, hidden: int, dtype: torch.dtype, device: torch.devic
     finally:
         torch.set_default_dtype(before)
     module.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    return LoadedModel("random-llama", "20261127", module, None, NEVER, size_bytes)
+    return LoadedModel("random-llama", "20261127", module, None, NEVER)
 
 
 def run(model: LoadedModel, memory: PagedKVCache, prompt: Sequence[int], root: str, *, load: bool) -> dict[str, Any]:

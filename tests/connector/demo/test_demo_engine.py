@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return LoadedModel("tiny", "1", make_tiny_llama(), None, frozenset(), 0)
+    return LoadedModel("tiny", "1", make_tiny_llama(), None, frozenset())
 
 
 def reference(model: LoadedModel, prompt: list[int]) -> list[int]:
@@ -122,7 +122,7 @@ def test_sliding_windows(start: Start) -> None:
         initializer_range=0.3,
         eos_token_id=None,
     )
-    gemma = LoadedModel("tiny", "1", transformers.Gemma3ForCausalLM(config).eval(), None, frozenset(), 0)
+    gemma = LoadedModel("tiny", "1", transformers.Gemma3ForCausalLM(config).eval(), None, frozenset())
     engine, _ = start(of=gemma)
     request = ask(engine, PROMPT, prefill_chunk_tokens=7)
     assert request.answer == reference(gemma, PROMPT)
@@ -131,7 +131,7 @@ def test_sliding_windows(start: Start) -> None:
 def test_a_stop_token_ends_the_answer(model: LoadedModel, start: Start) -> None:
     expected = reference(model, PROMPT)
     stop = expected[3]
-    stopping = LoadedModel("tiny", "1", model.module, None, frozenset({stop}), 0)
+    stopping = LoadedModel("tiny", "1", model.module, None, frozenset({stop}))
     engine, _ = start(of=stopping)
     assert ask(engine, PROMPT).answer == expected[: expected.index(stop) + 1]
 

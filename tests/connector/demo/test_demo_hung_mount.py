@@ -113,7 +113,7 @@ def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, TieringOfflo
     started: list[tuple[Engine, TieringOffloadingSpec]] = []
 
     def start(deadlines: dict[str, float] = PATIENT) -> tuple[Engine, TieringOffloadingSpec]:
-        loaded = LoadedModel("tiny", "1", model, None, frozenset(), 0)
+        loaded = LoadedModel("tiny", "1", model, None, frozenset())
         memory = PagedKVCache(KVLayout.of_model(model), num_blocks=256, block_size=BLOCK_SIZE, device=loaded.device)
         spec = make_spec(loaded, memory, parse_config(nfs_config(mount, 4 << 20, deadlines)))
         started.append((Engine(loaded, memory, spec), spec))
