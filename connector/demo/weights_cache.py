@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -34,7 +35,6 @@ MANIFEST = "manifest.json"
 NEW_PREFIX = "new-"
 CACHE_NAME = "kvtiers-models"
 MANIFEST_BYTES_MAX = 1 << 20
-READ_BYTES = 1 << 20
 FREE_BYTES_MIN = 1 << 30  # left free on the cache's disk, or the conversion is not kept
 
 
@@ -147,12 +147,9 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
         if not entry.is_file(follow_symlinks=False):
             raise OSError(errno.EINVAL, "not a plain file", entry.path)
         if entry.name != MANIFEST:
-            size, checksum = 0, xxhash.xxh3_128()
             with open(entry.path, "rb") as f:
-                while piece := f.read(READ_BYTES):
-                    checksum.update(piece)
-                    size += len(piece)
-            files[entry.name] = {"size_bytes": size, "xxh3_128": checksum.hexdigest()}
+                checksum = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
+                files[entry.name] = {"size_bytes": f.tell(), "xxh3_128": checksum}
     return files
 
 
