@@ -134,9 +134,7 @@ class RequestCache(Cache):
         on_layer: called with a layer's index when its keys and values are written.
     """
 
-    def __init__(
-        self, memory: PagedKVCache, block_ids: Sequence[int], on_layer: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, memory: PagedKVCache, block_ids: Sequence[int], on_layer: Callable[[int], None]) -> None:
         self.memory = memory
         self.on_layer = on_layer
         self.block_ids = torch.tensor(block_ids, device=memory.device)
