@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -211,7 +212,7 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
                         raise ConfigError(event["message"])
                     case "result":
                         bars.finish()
-                        return ProcessFigures.from_json(event["figures"])
+                        return TypeAdapter(ProcessFigures).validate_python(event["figures"])
             code = _wait(process)
             errors.seek(0)
             tail = errors.read().decode(errors="replace").splitlines()[-STDERR_LINES_SHOWN:]
