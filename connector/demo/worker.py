@@ -86,20 +86,9 @@ class Events:
 
 
 class LastWarning(logging.StreamHandler[TextIO]):
-    """Context manager that keeps the last warning or error of kvtiers. It still prints them all to standard error."""
+    """Keeps the last warning or error of kvtiers, and still prints them all to standard error."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.setLevel(logging.WARNING)
-        self.message = ""
-        self._logger = logging.getLogger("kvtiers")
-
-    def __enter__(self) -> LastWarning:
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.removeHandler(self)
+    message = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep and print a record. Any thread."""
@@ -211,9 +200,11 @@ def peak_rss_bytes() -> int:
 def main() -> int:
     """Entry point of the process; returns its exit code."""
     events = Events(own_output())
+    warning = LastWarning()
+    warning.setLevel(logging.WARNING)
+    logging.getLogger("kvtiers").addHandler(warning)
     try:
-        with LastWarning() as warning:
-            figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)
+        figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)
     except KVTiersError as e:
         events.send("error", message=str(e))
         return 2
