@@ -92,9 +92,8 @@ class Engine:
         model: the model to run.
         memory: the engine's KV blocks. Every request uses them from the first block on.
         offloading: where to load KV from and store KV to.
+        store_chunks_max: most chunks offered for storing at once, 1 or more; the region must hold as many.
         progress: called as (stage, done, total) for "reading the prompt" and "answering", in tokens.
-        store_chunks_max: most chunks offered for storing at once, 1 or more; the region must hold as many. None: all
-            chunks of a request.
 
     Attributes:
         loaded, stored: bytes and seconds of the copies between the region and the KV tensors.
@@ -106,8 +105,8 @@ class Engine:
         memory: PagedKVCache,
         offloading: OffloadingSpec,
         *,
+        store_chunks_max: int,
         progress: Progress = lambda *_: None,
-        store_chunks_max: int | None = None,
     ) -> None:
         self.model = model
         self.memory = memory

@@ -116,7 +116,7 @@ def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, TieringOfflo
         loaded = LoadedModel("tiny", "1", model, None, frozenset())
         memory = PagedKVCache(KVLayout.of_model(model), num_blocks=256, block_size=BLOCK_SIZE, device=loaded.device)
         spec = make_spec(loaded, memory, parse_config(nfs_config(mount, 4 << 20, deadlines)))
-        started.append((Engine(loaded, memory, spec), spec))
+        started.append((Engine(loaded, memory, spec, store_chunks_max=spec.region.geometry.num_blocks), spec))
         return started[-1]
 
     yield start
