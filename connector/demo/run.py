@@ -109,21 +109,14 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
             cold = _run_worker(task | {"is_warm": False}, bars, "cold")
             warm = _run_worker(task | {"is_warm": True, "deployment": elsewhere}, bars, "warm")
     report = DemoReport(model.name, cold, warm, _public(deployment) | {"block_size": options.block_size})
-    unwritten = _write_json(report, options.json_file)
-    report.print(console)
-    if unwritten is not None:
-        raise ConfigError(f"{options.json_file} cannot be written: {unwritten.strerror}", field="--json") from unwritten
-    return 1 if report.problem else 0
-
-
-def _write_json(report: DemoReport, path: Path | None) -> OSError | None:
-    """Write the figures before they are printed: if printing fails, the run is not lost. Returns the error, if any."""
     try:
-        if path is not None:
-            report.write_json(path)
+        if options.json_file is not None:
+            report.write_json(options.json_file)
     except OSError as e:
-        return e
-    return None
+        raise ConfigError(f"{options.json_file} cannot be written: {e.strerror}", field="--json") from e
+    finally:
+        report.print(console)  # whichever of the two fails, the run is not lost
+    return 1 if report.problem else 0
 
 
 def _check_json_file(path: Path | None) -> None:
