@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,6 +186,7 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
         KVTiersError: the process died, or reported nothing for too long.
     """
     with tempfile.TemporaryFile() as errors:
+        started_s = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kvtiers.connector.demo.worker"],
             stdin=subprocess.PIPE,
@@ -196,7 +198,7 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
             bars.show(name, "starting a fresh process", 0, 0)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # if it died already, its output says why
-                process.stdin.write(json.dumps(task).encode())
+                process.stdin.write(json.dumps(task | {"started_s": started_s}).encode())
             for event in _events(process):
                 match event["event"]:
                     case "progress":

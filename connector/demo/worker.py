@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TextIO
 
 from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
@@ -42,6 +41,7 @@ class WorkerTask:
         is_warm: whether to look for the prompt in the tiers, and to answer an edited prompt as well.
         deployment: as in the YAML, sizes in bytes. The region may be omitted.
         block_size: tokens in one of the engine's blocks.
+        started_s: when this process was started, by the machine's monotonic clock, which all processes share.
     """
 
     is_warm: bool
@@ -51,6 +51,7 @@ class WorkerTask:
     deployment: dict[str, Any]
     max_new_tokens: int
     block_size: int
+    started_s: float
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerTask:
@@ -134,7 +135,7 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
     try:
         events.progress("warming up")
         engine.warm_up()
-        start_s = age_s()
+        start_s = time.monotonic() - task.started_s  # with imports, a large part of the start
         main_answer = answer(prompt, "", load=task.is_warm, store=True)
         hops = _hops(engine, spec)
         edited_answer = edited_cold = None
@@ -181,13 +182,6 @@ def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentCo
         kv_cache_layout="block-kv-token-head",
     )
     return TieringOffloadingSpec(config, deployment, memory.block_bytes * deployment.blocks_per_chunk)
-
-
-def age_s() -> float:
-    """Return the seconds since this process started, to 10 ms. Imports, a large part of the start, are included."""
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22: ticks since boot; the name before ")" may have spaces
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_rss_bytes() -> int:
