@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvtiers.connector.base import CanonicalKVCaches
 from kvtiers.connector.transfer.canonical import canonicalize_kv_caches
@@ -154,10 +154,8 @@ class RequestCache(Cache):
         self.rows = torch.cat((blocks * 2, blocks * 2 + 1))
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _PagedLayer(DynamicLayer):
     """One layer of a RequestCache."""
-
-    is_sliding = False
 
     def __init__(self, owner: RequestCache, layer_idx: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,17 +186,6 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         both = ordered.view(2, -1, *tensor.shape[3:])[:, :length].transpose(1, 2)
         return both[:1], both[1:]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the memory already exists."""
-
     def get_seq_length(self) -> int:
         """Return the number of tokens whose KV is in the blocks, without the tokens of the running forward."""
         return self._owner.num_computed
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of the keys that ``update`` returns."""
-        return self._owner.num_computed + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return the capacity of the request's blocks, in tokens."""
-        return len(self._owner.block_ids) * self._owner.memory.block_size
