@@ -11,17 +11,16 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import queue
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -185,21 +184,23 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
         ConfigError: the process rejected its input.
         KVTiersError: the process died, or reported nothing for too long.
     """
-    with tempfile.TemporaryFile() as errors:
+    output, theirs = socket.socketpair()  # not a pipe: a socket has a timeout
+    with tempfile.TemporaryFile() as errors, output:
         started_s = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvtiers.connector.demo.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=_environment(task["model"]["is_local"]),
-        )
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvtiers.connector.demo.worker"],
+                stdin=subprocess.PIPE,
+                stdout=theirs.fileno(),
+                stderr=errors,
+                env=_environment(task["model"]["is_local"]),
+            )
         try:
             bars.show(name, "starting a fresh process", 0, 0)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # if it died already, its output says why
                 process.stdin.write(json.dumps(task | {"started_s": started_s}).encode())
-            for event in _events(process):
+            for event in _events(output):
                 match event["event"]:
                     case "progress":
                         bars.show(name, event["stage"], event["done"], event["total"])
@@ -227,31 +228,18 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the process's events until it closes its output.
+def _events(output: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield a process's events until it closes its output.
 
     Raises:
         KVTiersError: the process reported nothing for too long.
     """
-    lines: queue.Queue[bytes] = queue.Queue()
-    assert process.stdout is not None
-    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=SILENCE_S_MAX)
-        except queue.Empty:
-            raise KVTiersError(f"the process reported nothing for {SILENCE_S_MAX:g} s and was killed") from None
-        if not line:
-            return
-        event: dict[str, Any] = json.loads(line)
-        yield event
-
-
-def _pump(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put(b"")
+    output.settimeout(SILENCE_S_MAX)
+    try:
+        with output.makefile("rb") as lines:
+            yield from map(json.loads, lines)
+    except TimeoutError:
+        raise KVTiersError(f"the process reported nothing for {SILENCE_S_MAX:g} s and was killed") from None
 
 
 def _environment(offline: bool) -> dict[str, str]:

@@ -129,6 +129,12 @@ def test_a_process_that_dies_is_reported(options: DemoOptions) -> None:
         run_demo(replace(options, block_size=0), quiet())  # the command line has no such option
 
 
+def test_a_process_that_is_silent_is_killed(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.connector.demo.run.SILENCE_S_MAX", 0.001)
+    with pytest.raises(KVTiersError, match="the process reported nothing for 0.001 s and was killed"):
+        run_demo(options, quiet())
+
+
 def test_a_model_that_is_damaged_is_refused(model_dir: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model_dir, broken)
@@ -266,13 +272,17 @@ def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monk
         folders.append(make_folder(*args, **kwargs))
         return folders[-1]
 
-    def terminate(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-        workers.append(process)
+    def terminate(_: object) -> Iterator[dict[str, Any]]:
         os.kill(os.getpid(), signal.SIGTERM)
         yield {}
 
+    def wait(process: subprocess.Popen[bytes]) -> int:
+        workers.append(process)
+        return process.wait()
+
     monkeypatch.setattr(tempfile, "mkdtemp", watch_folder)
     monkeypatch.setattr("kvtiers.connector.demo.run._events", terminate)
+    monkeypatch.setattr("kvtiers.connector.demo.run._wait", wait)
     # Where it is not handled it must not end the tests.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
