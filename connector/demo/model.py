@@ -186,9 +186,7 @@ def _load_gguf(source: ModelSource, sha256: str | None, stage: Stage) -> tuple[A
         cache = None
         stage("checking the cache of weights")
         try:
-            unlocked = WeightsCache(cache_root())
-            lock.enter_context(unlocked.locked())
-            cache = unlocked
+            cache = lock.enter_context(WeightsCache.locked(cache_root()))
         except OSError as e:
             logger.warning("the cache of converted weights cannot be used: %s", e)
         if cache is not None and (folder := cache.find(origin)) is not None:
