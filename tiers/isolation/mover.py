@@ -126,7 +126,7 @@ class IsolatedMover(BlockMover):
             "is_load": is_load,
             "threads": threads,
             "batches": [(len(task.pairs), min(task.deadline - now, self.begin_s)) for task in tasks],
-            "to_replace": [] if is_load else [place for place, (key, _) in enumerate(pairs) if key in self.to_replace],
+            "to_replace": [] if is_load else [place for place, (key, _) in enumerate(pairs) if self.must_replace(key)],
         }
         puts_bytes = 0 if is_load else len(pairs) * (self._rows.row_bytes + TRAILER_BYTES)
         try:
@@ -220,7 +220,7 @@ def move_batches(store: Store, region: memoryview, request: dict[str, Any], pack
     mine = _worker_mover(request["mover"], store, region)
     mover = mine.mover
     pairs = unpack_pairs(packed)
-    mover.to_replace = {pairs[place][0] for place in request["to_replace"]}
+    mover.must_replace = {pairs[place][0] for place in request["to_replace"]}.__contains__
     move = mover.load_batch if request["is_load"] else mover.store_batch
     started, cpu_started = time.monotonic(), time.process_time()
     windows, at = [], 0

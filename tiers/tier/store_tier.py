@@ -204,7 +204,7 @@ class StoreTierManager(SecondaryTierManager):
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
         self._health = TierHealth(self._circuit)
-        self._mover.to_replace = self._health.to_replace
+        self._mover.must_replace = self._health.must_replace
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
         self._published_during_loads = KeysSinceJobStart()
