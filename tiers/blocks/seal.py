@@ -163,7 +163,10 @@ class Seal:
         self._shares_folder = shares_folder
 
     def to_json(self) -> dict[str, Any]:
-        """The fields for a child process to create the same trailers. For a seal with keys they include the keys."""
+        """The fields for a child process to create the same trailers: the argument of ``seal_kinds.seal_from_json``.
+
+        For a seal with keys they include the keys.
+        """
         return {
             "fingerprint": self._fingerprint.hex(),
             "rank": self._rank,
@@ -172,24 +175,6 @@ class Seal:
             "takes_unverified": self._takes_unverified,
             "shares_folder": self._shares_folder,
         }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Seal:
-        """The inverse of ``to_json``. ``tiers.blocks.seal_kinds.seal_from_json`` also creates seals with keys.
-
-        Raises:
-            ValueError: the seal has keys. (Without its keys it would accept and create unprotected blocks.)
-        """
-        if "authentication" in fields:
-            raise ValueError("this seal has keys: use seal_from_json")
-        return cls(
-            bytes.fromhex(fields["fingerprint"]),
-            fields["rank"],
-            checksum=Checksum(fields["checksum"]),
-            writer_id=bytes.fromhex(fields["writer_id"]),
-            takes_unverified=fields["takes_unverified"],
-            shares_folder=fields["shares_folder"],
-        )
 
     def running_checksum(self, payload: memoryview) -> RunningChecksum:
         """Start the checksum of a payload that is moved in pieces."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from kvtiers.tiers.blocks.keyring import KeyRing
-from kvtiers.tiers.blocks.seal import Authentication, Seal
+from kvtiers.tiers.blocks.seal import Authentication, Checksum, Seal
 
 
 def seal_factory(protection: Literal["none", "gmac", "aes-gcm"], keys: KeyRing | None = None) -> Callable[..., Seal]:
@@ -29,9 +29,15 @@ def seal_factory(protection: Literal["none", "gmac", "aes-gcm"], keys: KeyRing |
 
 def seal_from_json(fields: dict[str, Any]) -> Seal:
     """The inverse of ``Seal.to_json``, for a worker process."""
+    identity = bytes.fromhex(fields["fingerprint"]), fields["rank"]
+    options = {
+        "checksum": Checksum(fields["checksum"]),
+        "writer_id": bytes.fromhex(fields["writer_id"]),
+        "shares_folder": fields["shares_folder"],
+    }
     if "authentication" not in fields:
-        return Seal.from_json(fields)
+        return Seal(*identity, takes_unverified=fields["takes_unverified"], **options)
     from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
 
-    kinds: dict[int, type[Seal]] = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}
-    return kinds[fields["authentication"]].from_json(fields)
+    kind = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}[fields["authentication"]]
+    return kind(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)
