@@ -22,7 +22,7 @@ from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.blocks.seal_kinds import seal_from_json
 from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.plain_logs import get_logger
@@ -39,7 +39,6 @@ _FIELDS = tuple(each.name for each in fields(Batch))
 _KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable", "stuck"})
 _COUNTERS = frozenset({"outcomes", "errors", "verify_failures"})
 JOINED_S = 0.02  # of work in a message of several tasks, so that a job does not wait longer for other jobs' blocks
-BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
 
 
 WorkerFunction = Callable[[Any, memoryview, Any, memoryview], object]
@@ -183,36 +182,6 @@ class IsolatedMover(BlockMover):
                 "removes_bad": self.removes_bad,
             }
         )
-
-
-def make_mover(
-    name: str,
-    store: Store,
-    name_prefix: str,
-    seal: Seal,
-    rows: Rows,
-    clock: Callable[[], float],
-    *,
-    worker_threads: int = 1,
-    worker_threads_max: int = 1,
-    begin_s: float | None = None,
-    message_blocks_max: int = 1,
-) -> BlockMover:
-    """Create the mover for a store: an ``IsolatedMover`` if the store runs in worker processes.
-
-    Args:
-        worker_threads: number of threads that a worker uses for its first batches.
-        worker_threads_max: maximum number for later batches; more than one only if blocks spend most time waiting.
-        begin_s, message_blocks_max: see ``IsolatedMover``.
-    """
-    if not (isinstance(store, RunsInWorkers) and store.maps_region):
-        return BlockMover(name, store, name_prefix, seal, rows, clock)
-    mover = IsolatedMover(name, store, name_prefix, seal, rows, clock)
-    if max(worker_threads, worker_threads_max) > 1:
-        mover.loading, mover.storing = (Concurrency(worker_threads, worker_threads_max) for _ in range(2))
-    mover.message_blocks_max = message_blocks_max
-    mover.begin_s = BEGIN_SHARE * store.deadline_s if begin_s is None else begin_s
-    return mover
 
 
 def move_batches(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
