@@ -370,13 +370,10 @@ def _start_collector(
 
 def _why_unmappable(view: memoryview) -> str | None:
     """Why other processes cannot map the region; None if they can."""
-    from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
+    from kvtiers.tiers.isolation.mapped_file import open_mapped_file
 
-    address = address_of(view)
-    if address is None:
-        return "the region is not contiguous, writable memory"
     try:
-        fd, _ = open_mapped_file(address, view.nbytes)
+        fd, _ = open_mapped_file(view)
     except (OSError, RegionError) as e:
         return str(e)
     os.close(fd)

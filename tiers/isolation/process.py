@@ -206,15 +206,12 @@ class MappedRegion:
         self._view = view.cast("B")  # held, so that the region stays mapped at its address
         self.length = self._view.nbytes
         self.fd, self.offset = -1, 0
-        address = address_of(self._view)
         try:
-            if address is None:
-                raise RegionError("the region is empty or read-only")
             occupy_standard_streams()
-            self.fd, self.offset = open_mapped_file(address, self.length)
+            self.fd, self.offset = open_mapped_file(self._view)
         except (OSError, RegionError) as e:
             logger.warning("workers cannot map the region (%s); every block is copied once more", str(e))
-        self._start = address or 0
+        self._start = address_of(self._view) or 0
 
     def locate(self, parts: Sequence[memoryview]) -> tuple[list[tuple[int, int]], list[memoryview]]:
         """A blob's parts as segments (see ``worker``), and those of its parts that lie outside the region."""

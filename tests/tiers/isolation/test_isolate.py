@@ -34,7 +34,7 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
+from kvtiers.tiers.isolation.mapped_file import open_mapped_file
 from kvtiers.tiers.isolation.pool import WorkersUnavailableError
 from kvtiers.tiers.isolation.process import SCRATCH_KEEP_BYTES, MappedRegion, WorkerProcess
 from kvtiers.tiers.isolation.store import RUN_MODULES, ProcessIsolatedStore, StoreRecipe
@@ -197,10 +197,8 @@ def test_a_region_of_several_kinds(tmp_path: Path) -> None:
         ("file", mmap.mmap(file_fd, 3 * mmap.PAGESIZE)),
     ):
         view = memoryview(mapping)[100:]
-        address = address_of(view)
-        assert address is not None
         try:
-            found, offset = open_mapped_file(address, len(view))
+            found, offset = open_mapped_file(view)
         except RegionError:
             if kind != "file":  # overlayfs and btrfs show another device in /proc/self/maps than fstat does
                 raise
@@ -218,10 +216,8 @@ def test_looking_for_the_regions_file_drops_no_lock_of_the_process(tmp_path: Pat
     with (tmp_path / "lock").open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for view in (region.view, memoryview(mapping)):
-            address = address_of(view)
-            assert address is not None
             try:
-                os.close(open_mapped_file(address, len(view))[0])
+                os.close(open_mapped_file(view)[0])
             except RegionError:
                 pass  # it takes a capability
             done = subprocess.run([sys.executable, "-c", probe, file.name], stderr=subprocess.PIPE, check=False)
