@@ -15,7 +15,6 @@ from kvtiers.connector.region.region_file import (
     allocate_anonymous,
     join_named,
     pieces,
-    reap_stale_regions,
     region_path,
     remove_name,
     show_size,
@@ -28,8 +27,6 @@ from kvtiers.tiers.stores.files.posix import occupy_standard_streams
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["RegionGeometry", "SharedOffloadRegion", "reap_stale_regions"]
 
 logger = get_logger(__name__)
 

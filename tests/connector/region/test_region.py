@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.region import region_file, region_header
-from kvtiers.connector.region.region_file import region_path, remove_name
+from kvtiers.connector.region.region_file import reap_stale_regions, region_path, remove_name
 from kvtiers.connector.region.region_header import NUM_WORKERS_MAX
-from kvtiers.connector.region.shared_region import SharedOffloadRegion, reap_stale_regions
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.errors import ConfigError, RegionError
 from kvtiers.tiers.testing.faults import run_in_child
 
