@@ -18,7 +18,6 @@ from kvtiers.tiers.blocks.keyring import KEY_VARIABLES, load_keys
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, Seal
-from kvtiers.tiers.blocks.seal_kinds import seal_factory
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
 from kvtiers.tiers.config.deployment import parse_tier
@@ -148,7 +147,9 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     if config.protection == "none":
         return partial(Seal, **options)
     keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
-    return partial(seal_factory(config.protection, keys), **options)
+    from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+
+    return partial(GcmSeal if config.protection == "aes-gcm" else GmacSeal, keys=keys, **options)
 
 
 def _is_raw(config: TierConfig) -> bool:

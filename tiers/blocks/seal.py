@@ -162,7 +162,7 @@ class Seal:
         self._shares_folder = shares_folder
 
     def to_json(self) -> dict[str, Any]:
-        """The fields for a child process to create the same trailers: the argument of ``seal_kinds.seal_from_json``.
+        """The fields for a child process to create the same trailers: see ``isolation.mover``.
 
         For a seal with keys they include the keys.
         """

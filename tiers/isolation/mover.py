@@ -22,8 +22,7 @@ from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.blocks.seal_kinds import seal_from_json
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Checksum, Seal
 from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store
@@ -248,6 +247,22 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
         _movers.clear()
         mine = _movers[description] = _WorkerMover(mover, warnings, said)
     return mine
+
+
+def seal_from_json(fields: dict[str, Any]) -> Seal:
+    """The inverse of ``Seal.to_json``. Imports cryptography only if the seal has keys."""
+    identity = bytes.fromhex(fields["fingerprint"]), fields["rank"]
+    options = {
+        "checksum": Checksum(fields["checksum"]),
+        "writer_id": bytes.fromhex(fields["writer_id"]),
+        "shares_folder": fields["shares_folder"],
+    }
+    if "authentication" not in fields:
+        return Seal(*identity, takes_unverified=fields["takes_unverified"], **options)
+    from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+
+    kind = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}[fields["authentication"]]
+    return kind(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)
 
 
 def _move_by_threads(move: Callable[[Iterable[Pair]], Batch], windows: Sequence[Window], threads: int) -> list[Batch]:

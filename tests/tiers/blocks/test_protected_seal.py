@@ -21,9 +21,9 @@ from kvtiers.tiers.blocks.keyring import KEYS_MAX, KeyRing, load_keys, parse_key
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Seal
-from kvtiers.tiers.blocks.seal_kinds import seal_from_json
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.errors import ConfigError, SealError, SealReason
+from kvtiers.tiers.isolation.mover import seal_from_json
 from tests.golden.make_golden import SEALED_FINGERPRINT, SEALED_KEY, SEALED_KEYS, SEALED_RANK, sealed_payload
 from tests.identity import block_key
 
