@@ -109,16 +109,14 @@ class SharedOffloadRegion:
         )
 
     @classmethod
-    def anonymous(
-        cls, num_blocks: int, cpu_page_size: int, num_workers: int = 1, rank: int | None = 0
-    ) -> SharedOffloadRegion:
-        """Create a region without a name: a memfd sealed against resizing.
+    def anonymous(cls, num_blocks: int, cpu_page_size: int) -> SharedOffloadRegion:
+        """Create a region without a name, for one worker: a memfd sealed against resizing.
 
         Raises:
             ConfigError: an argument is not accepted; the message names it.
             RegionError: too little memory.
         """
-        return cls(None, num_blocks, cpu_page_size, num_workers, rank)
+        return cls(None, num_blocks, cpu_page_size, num_workers=1, rank=0)
 
     @property
     def fd(self) -> int:
