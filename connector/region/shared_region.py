@@ -51,7 +51,6 @@ class SharedOffloadRegion:
 
     Attributes:
         geometry: the region's shape.
-        setup_s: seconds that allocating and mapping took.
 
     Raises:
         ConfigError: an argument is not accepted; the message names it.
@@ -98,14 +97,13 @@ class SharedOffloadRegion:
         except OSError as e:
             raise RegionError(f"region {what}: {e.strerror}") from e
         _populate(self._mmap, self.geometry.size_bytes)
-        self.setup_s = clock() - started_at
         logger.info(
             "region %s: %d blocks of %d bytes (%s) ready in %.2f s",
             what,
             num_blocks,
             self.geometry.row_stride,
             show_size(self.geometry.size_bytes),
-            self.setup_s,
+            clock() - started_at,
         )
 
     @classmethod
