@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvtiers.tiers.daemon_pool import DaemonPool
@@ -29,7 +30,6 @@ class WorkerPool:
         config: sent to each worker at its start.
         region: memory that workers map.
         n_workers: number of workers; workers that end are replaced.
-        clock: monotonic seconds.
         hidden_variables: environment variables that are withheld from workers.
 
     Attributes:
@@ -47,13 +47,11 @@ class WorkerPool:
         *,
         region: MappedRegion | None,
         n_workers: int,
-        clock: Callable[[], float],
         hidden_variables: Collection[str] = (),
     ) -> None:
         self._config = config
         self._region = region
         self._n_workers = n_workers
-        self._clock = clock
         self._hidden_variables = hidden_variables
         self._pid = os.getpid()
         # Reentrant, because the GC may end a listing's worker while this thread holds the lock.
@@ -137,16 +135,16 @@ class WorkerPool:
             self._changed.notify_all()
         for worker in idle:
             worker.hang_up()
-        started_at = self._clock()
+        started_at = time.monotonic()
         for kill_at in (started_at + within_s / 2, started_at + within_s):
-            workers = {worker for worker in workers if not worker.wait(kill_at - self._clock())}
+            workers = {worker for worker in workers if not worker.wait(kill_at - time.monotonic())}
             for worker in workers:
                 worker.process.kill()
         if workers:
             logger.error("%d workers cannot be reaped: %s", len(workers), sorted(w.process.pid for w in workers))
         try:
             # Starting a process reads the interpreter from its disk, which may take long. An empty call waits for that.
-            self._starter.submit(int).result(max(0.1, started_at + within_s - self._clock()))
+            self._starter.submit(int).result(max(0.1, started_at + within_s - time.monotonic()))
         except TimeoutError:
             logger.error("a worker is still being started; the region's file is left open")
             self._starter.shutdown(0.0)
@@ -182,7 +180,7 @@ class WorkerPool:
     def _start_idle(self) -> None:
         try:
             OWN_CODE.check()
-            worker = WorkerProcess.start(self._config, self._region, self._clock, self._hidden_variables)
+            worker = WorkerProcess.start(self._config, self._region, self._hidden_variables)
         except Exception as e:  # noqa: BLE001 - a thread's edge: waiting callers must get the error; later ones retry
             with self._changed:
                 self._starting -= 1

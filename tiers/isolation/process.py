@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -73,23 +74,16 @@ class StoreRecipe:
 class WorkerProcess:
     """A worker process. One thread owns it and calls it; any thread may use ``wait`` and ``process``."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, scratch_fd: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, scratch_fd: int) -> None:
         self.process = process
         self._scratch_fd = scratch_fd
         self._pid = os.getpid()
         self._sock = sock
         self._frames = FrameReader(sock)
-        self._clock = clock
 
     @classmethod
     def start(
-        cls,
-        config: Mapping[str, Any],
-        region: MappedRegion | None,
-        clock: Callable[[], float],
-        hidden_variables: Collection[str] = (),
+        cls, config: Mapping[str, Any], region: MappedRegion | None, hidden_variables: Collection[str]
     ) -> WorkerProcess:
         occupy_standard_streams()
         ours, theirs = socket.socketpair()
@@ -112,7 +106,7 @@ class WorkerProcess:
                     stderr=output,
                     env=environment_without(hidden_variables),
                 )
-            worker = cls(process, ours, scratch_fd, clock)
+            worker = cls(process, ours, scratch_fd)
         except BaseException:
             ours.close()
             if scratch_fd >= 0:
@@ -188,7 +182,7 @@ class WorkerProcess:
         return True
 
     def _wait_until(self, deadline: float) -> None:
-        left_s = deadline - self._clock()
+        left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         self._sock.settimeout(left_s)

@@ -72,7 +72,6 @@ class ProcessIsolatedStore(Store):
         hidden_variables: environment variables that are withheld from workers.
         memory_bytes_max: memory that a worker may allocate beyond what it has at its start; None: no limit. A worker
             that exceeds the limit dies, and its call fails as if the worker had been killed.
-        clock: monotonic seconds.
 
     Raises:
         StoreError: raised by the store's constructor. If the error is retryable and the recipe names a class with
@@ -91,19 +90,15 @@ class ProcessIsolatedStore(Store):
         close_s: float = 3.0,
         hidden_variables: Collection[str] = (),
         memory_bytes_max: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
             raise StoreConfigError("n_workers must be 1 or more; deadline_s and close_s must be more than 0")
         self.deadline_s = deadline_s
         self._close_s = close_s
-        self._clock = clock
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
         config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
-        self._pool = WorkerPool(
-            config, region=self._region, n_workers=n_workers, clock=clock, hidden_variables=hidden_variables
-        )
+        self._pool = WorkerPool(config, region=self._region, n_workers=n_workers, hidden_variables=hidden_variables)
         try:
             self.capabilities, extras = self._describe(recipe)
         except BaseException:
@@ -316,7 +311,7 @@ class ProcessIsolatedStore(Store):
             return capabilities, [name for name in calls.OPTIONAL_METHODS if hasattr(found, name)]
 
     def _deadline_at(self) -> float:
-        return self._clock() + self.deadline_s
+        return time.monotonic() + self.deadline_s
 
     def _lost(self, worker: WorkerProcess, error: Exception, key: str = "") -> StoreError:
         if self._pool.closed:
