@@ -279,7 +279,6 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
             # these batches.
             n_workers=options.n_read_threads + options.n_write_threads + LOAD_ONLY_THREADS + config.lookup_threads,
             deadline_s=config.job_deadline_s,
-            hidden_variables=frozenset(KEY_VARIABLES),
             memory_bytes_max=_worker_bytes_max(config, options, Rows(view).row_bytes),
         )
     except WorkersUnavailableError as e:

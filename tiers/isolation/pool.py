@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvtiers.tiers.daemon_pool import DaemonPool
@@ -30,7 +30,6 @@ class WorkerPool:
         config: sent to each worker at its start.
         region: memory that workers map.
         n_workers: number of workers; workers that end are replaced.
-        hidden_variables: environment variables that are withheld from workers.
 
     Attributes:
         idle: workers are taken from the end. The worker used last is next, because its caches are warm; a worker that
@@ -41,18 +40,10 @@ class WorkerPool:
         closed: whether ``close`` was called.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        *,
-        region: MappedRegion | None,
-        n_workers: int,
-        hidden_variables: Collection[str] = (),
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], *, region: MappedRegion | None, n_workers: int) -> None:
         self._config = config
         self._region = region
         self._n_workers = n_workers
-        self._hidden_variables = hidden_variables
         self._pid = os.getpid()
         # Reentrant, because the GC may end a listing's worker while this thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
@@ -180,7 +171,7 @@ class WorkerPool:
     def _start_idle(self) -> None:
         try:
             OWN_CODE.check()
-            worker = WorkerProcess.start(self._config, self._region, self._hidden_variables)
+            worker = WorkerProcess.start(self._config, self._region)
         except Exception as e:  # noqa: BLE001 - a thread's edge: waiting callers must get the error; later ones retry
             with self._changed:
                 self._starting -= 1

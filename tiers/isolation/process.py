@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
 from kvtiers.tiers.errors import RegionError, StoreConfigError
 from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
 from kvtiers.tiers.isolation.worker import FrameReader, decode_error, own_log_level, pack_frame
@@ -82,9 +83,7 @@ class WorkerProcess:
         self._frames = FrameReader(sock)
 
     @classmethod
-    def start(
-        cls, config: Mapping[str, Any], region: MappedRegion | None, hidden_variables: Collection[str]
-    ) -> WorkerProcess:
+    def start(cls, config: Mapping[str, Any], region: MappedRegion | None) -> WorkerProcess:
         occupy_standard_streams()
         ours, theirs = socket.socketpair()
         scratch_fd = -1
@@ -104,7 +103,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,  # what a library prints must not mix with the parent's output
                     stderr=output,
-                    env=environment_without(hidden_variables),
+                    env=environment_without(KEY_VARIABLES),
                 )
             worker = cls(process, ours, scratch_fd)
         except BaseException:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -69,7 +69,6 @@ class ProcessIsolatedStore(Store):
         deadline_s: time limit of one call (for one blob or a batch), from when a worker has it. Waiting for a free
             worker has a separate limit of the same length, so that no worker is killed because others hang.
         close_s: time limit of ``close``; running calls get half of it to end.
-        hidden_variables: environment variables that are withheld from workers.
         memory_bytes_max: memory that a worker may allocate beyond what it has at its start; None: no limit. A worker
             that exceeds the limit dies, and its call fails as if the worker had been killed.
 
@@ -88,7 +87,6 @@ class ProcessIsolatedStore(Store):
         n_workers: int = 2,
         deadline_s: float = 10.0,
         close_s: float = 3.0,
-        hidden_variables: Collection[str] = (),
         memory_bytes_max: int | None = None,
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
@@ -98,7 +96,7 @@ class ProcessIsolatedStore(Store):
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
         config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
-        self._pool = WorkerPool(config, region=self._region, n_workers=n_workers, hidden_variables=hidden_variables)
+        self._pool = WorkerPool(config, region=self._region, n_workers=n_workers)
         try:
             self.capabilities, extras = self._describe(recipe)
         except BaseException:
