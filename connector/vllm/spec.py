@@ -30,7 +30,6 @@ from kvtiers.connector.base import (
     OffloadingManager,
 )
 from kvtiers.connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
-from kvtiers.connector.region.shared_region import reap_stale_regions
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.connector.transfer.gpu_handler import create_handlers
 from kvtiers.connector.vllm import kv_groups, refusals, translate
@@ -135,8 +134,6 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
 
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
-        for path in reap_stale_regions():
-            logger.warning("removed the stale region %s: its engine died while starting", path)
         try:
             by_token = kv_groups.is_in_token_order(self.config, self._handed)
             return TieringOffloadingSpec(

@@ -434,7 +434,7 @@ def test_gc_needs_the_keys_and_a_dry_run_does_not(tmp_path: Path, options: dict[
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
     assert CliRunner().invoke(app, ["gc", str(config), "--dry-run"]).exit_code == 0
     result = CliRunner().invoke(app, ["gc", str(config)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "keys_file" in result.output
     (tmp_path / "keys").write_text(OLD)
     (tmp_path / "keys").chmod(0o600)
