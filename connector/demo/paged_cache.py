@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvtiers.connector.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvtiers.connector.base import CanonicalKVCaches
+from kvtiers.connector.transfer.canonical import canonicalize_kv_caches
 from kvtiers.tiers.errors import ConfigError
 
 
@@ -118,13 +119,9 @@ class PagedKVCache:
 
     def canonical(self) -> CanonicalKVCaches:
         """Return the tensors in the form that offloading expects: int8 (num_blocks, page_bytes) views, one KV group."""
-        page_bytes = self.layout.page_bytes(self.block_size)
-        return CanonicalKVCaches(
-            tensors=[
-                CanonicalKVCacheTensor(tensor.view(self.num_blocks, -1).view(torch.int8), page_bytes)
-                for tensor in self.tensors
-            ],
-            group_data_refs=[[CanonicalKVCacheRef(index, page_bytes) for index in range(len(self.tensors))]],
+        names = self.layer_names
+        return canonicalize_kv_caches(
+            dict(zip(names, self.tensors, strict=True)), [names], self.num_blocks, block_dims=dict.fromkeys(names, 0)
         )
 
 
