@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
-from kvtiers.tiers.blocks.keyring import KEY_VARIABLES, load_keys
+from kvtiers.tiers.blocks.keyring import load_keys
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, Seal
