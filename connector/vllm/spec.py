@@ -69,8 +69,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         self._keeps_storage = keeps_storage(config.extra_config)
         # vLLM's region keeps a single copy for MLA. In kvtiers' region every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
-        kv_groups.check_layout(config, self._handed.kv_cache_config)
-        kv_groups.check_attention(config, self._handed.kv_cache_config)
+        self._layers = kv_groups.stored_layers(config, self._handed.kv_cache_config)
         cache = dataclasses.replace(config.cache, blocks_per_chunk=self._chunk_of(config))
         super().__init__(dataclasses.replace(config, cache=cache))
         if getattr(config, "canonical_layout", False):
@@ -116,11 +115,11 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         wanted: int = config.cache.blocks_per_chunk if is_told else self.deployment.blocks_per_chunk
         if wanted == 1:
             return 1
-        if kv_groups.has_window(config, self._handed.kv_cache_config):
+        if kv_groups.has_window(self._layers):
             if is_told and any(hasattr(group, "sliding_window_size_in_chunks") for group in config.groups):
                 raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has already counted the window in such chunks
             why = "layers with a sliding window or chunked attention, for which vLLM stores incomplete chunks"
-        elif kv_groups.has_states(config, self._handed.kv_cache_config):
+        elif kv_groups.has_states(self._layers):
             why = "layers with recurrent states, for which vLLM stores only the state at the end of a chunk"
         else:
             return wanted
@@ -138,7 +137,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         for path in reap_stale_regions():
             logger.warning("removed the stale region %s: its engine died while starting", path)
         try:
-            by_token = kv_groups.is_in_token_order(self.config, self._handed)
+            by_token = kv_groups.is_in_token_order(self._layers, self.config, self._handed.vllm_config)
             return TieringOffloadingSpec(
                 translate.engine_spec(self, self._handed.vllm_config, by_token=by_token).config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
