@@ -1,21 +1,11 @@
-"""Files: interface to the storage of PrefixStore's files, and the translation of its errors."""
+"""Files: interface to the storage of PrefixStore's files."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-
-from kvtiers.tiers.errors import (
-    BlobNotFoundError,
-    StoreError,
-    StoreFullError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
 
 FILES_AT_ONCE = 16  # files in memory, and requests to an object store, at the same time
 
@@ -94,22 +84,3 @@ class Files(ABC):
 
     def close(self) -> None:  # noqa: B027 - not every storage holds resources
         """Release connections and threads. Does not wait for the storage; calls under way may fail."""
-
-
-@contextlib.contextmanager
-def storage_errors(path: str) -> Iterator[None]:
-    """Translate the errors of a file system to StoreError."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except FileNotFoundError as e:
-        raise BlobNotFoundError("does not exist", key=path) from e
-    except PermissionError as e:
-        raise StorePermissionError(str(e), key=path) from e
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreFullError(str(e), key=path) from e
-        raise StoreUnavailableError(str(e), key=path) from e
-    except Exception as e:  # fsspec's file systems raise what their clients raise
-        raise StoreUnavailableError(f"{type(e).__name__}: {e}", key=path) from e

@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from kvtiers.connector.prefixes.files.base import Files, storage_errors
+from kvtiers.connector.prefixes.files.base import Files
 from kvtiers.tiers.errors import StoreFullError
-from kvtiers.tiers.stores.files.posix import make_folders
+from kvtiers.tiers.stores.files.posix import make_folders, store_error
 
 FOLDER_ATTEMPTS = 8
 
@@ -32,7 +32,7 @@ class FolderFiles(Files):
     def write(self, path: str, data: bytes) -> None:
         full = self._full(path)
         part = f"{full}.{uuid.uuid4().hex}.part"
-        with storage_errors(path):
+        with _os_errors(path):
             fd = _create(part)
             try:
                 with os.fdopen(fd, "wb", buffering=0) as file:
@@ -47,7 +47,7 @@ class FolderFiles(Files):
                 raise
 
     def read(self, path: str, bytes_max: int) -> bytes:
-        with storage_errors(path), os.fdopen(self._open(path), "rb") as file:
+        with _os_errors(path), os.fdopen(self._open(path), "rb") as file:
             return file.read(bytes_max)
 
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
@@ -55,7 +55,7 @@ class FolderFiles(Files):
         for name, (path, size) in files.items():
             wanted = buffer[: size + 1]  # one byte more, to detect a file that is too long
             filled = 0
-            with storage_errors(path), os.fdopen(self._open(path), "rb", buffering=0) as file:
+            with _os_errors(path), os.fdopen(self._open(path), "rb", buffering=0) as file:
                 while filled < len(wanted) and (count := file.readinto(wanted[filled:])):
                     filled += count
             yield name, wanted[:filled]
@@ -64,26 +64,26 @@ class FolderFiles(Files):
         return os.path.exists(self._full(path))
 
     def names(self, folder: str) -> list[str]:
-        with storage_errors(folder):
+        with _os_errors(folder):
             try:
                 return sorted(entry.name for entry in os.scandir(self._full(folder)) if entry.is_file())
             except FileNotFoundError:
                 return []
 
     def unused_s(self, path: str) -> float:
-        with storage_errors(path):
+        with _os_errors(path):
             return time.time() - os.stat(self._full(path)).st_mtime
 
     def touch(self, path: str) -> None:
-        with storage_errors(path), contextlib.suppress(FileNotFoundError):
+        with _os_errors(path), contextlib.suppress(FileNotFoundError):
             os.utime(self._full(path))
 
     def delete(self, path: str) -> None:
-        with storage_errors(path), contextlib.suppress(FileNotFoundError):
+        with _os_errors(path), contextlib.suppress(FileNotFoundError):
             os.unlink(self._full(path))
 
     def delete_folder(self, folder: str) -> None:
-        with storage_errors(folder), contextlib.suppress(FileNotFoundError):
+        with _os_errors(folder), contextlib.suppress(FileNotFoundError):
             for name in self.names(folder):
                 self.delete(f"{folder}/{name}")
             os.rmdir(self._full(folder))
@@ -112,3 +112,11 @@ def _create(path: str) -> int:
             if attempt == FOLDER_ATTEMPTS:
                 raise
     raise AssertionError("count ends")
+
+
+@contextlib.contextmanager
+def _os_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise store_error(e, path) from e

@@ -30,8 +30,8 @@ else:
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
-from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
 from kvtiers.connector.prefixes.files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, SideBySide
+from kvtiers.connector.prefixes.files.stores import FsspecFiles
 from kvtiers.connector.prefixes.limits import USE_NOTED_S
 from kvtiers.connector.prefixes.place import place_at
 from kvtiers.connector.prefixes.store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
@@ -494,7 +494,8 @@ def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> N
 
 def test_once_the_answer_is_known_no_question_stays_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
-    files, go_on = FsspecFiles("memory://prefixes-line", {}), threading.Event()
+    files, go_on = files_for(place_at("memory://prefixes-line")), threading.Event()
+    assert isinstance(files, FsspecFiles)
 
     def exists(path: str) -> bool:
         if path == "broken":

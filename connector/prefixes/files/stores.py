@@ -1,4 +1,4 @@
-"""BucketFiles: the files of prefixes in an S3 bucket."""
+"""StoreFiles: the files of prefixes in a store: a bucket, or any fsspec URL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
 from kvtiers.connector.prefixes.files.base import Files
@@ -16,18 +16,19 @@ from kvtiers.tiers.errors import BlobNotFoundError
 from kvtiers.tiers.tier.concurrency import Concurrency
 
 if TYPE_CHECKING:
+    from kvtiers.tiers.stores.fsspec import FsspecStore
     from kvtiers.tiers.stores.s3.store import S3Store
 
 
-class BucketFiles(Files):
-    """Files as objects in a bucket. Layers are read and written in parallel, by threads that the first call starts.
+class StoreFiles(Files):
+    """Files as blobs of a store. Layers are read and written in parallel, by threads that the first call starts.
 
     Args:
         threads: number of threads that read at first.
         threads_max: largest number of threads.
     """
 
-    def __init__(self, store: S3Store, threads: int, threads_max: int) -> None:
+    def __init__(self, store: S3Store | FsspecStore, threads: int, threads_max: int) -> None:
         self._store = store
         self._reading = Concurrency(threads, threads_max)
         self._side_by_side = SideBySide(max(threads, threads_max), "kvtiers-prefix-s3")
@@ -104,12 +105,40 @@ class BucketFiles(Files):
             if error is not None:
                 raise error
 
+    def close(self) -> None:
+        self._store.close()
+        self._side_by_side.close()
+
+
+class BucketFiles(StoreFiles):
+    """Files in an S3 bucket."""
+
+    _store: S3Store
+
     def prepare(self) -> None:
         self._store.prepare()
 
     def check(self) -> None:
         self._store.check()
 
-    def close(self) -> None:
-        self._store.close()
-        self._side_by_side.close()
+
+class FsspecFiles(StoreFiles):
+    """Files under an fsspec URL. Many drivers answer one question at a time, so each question has its own thread."""
+
+    _store: FsspecStore
+
+    def read(self, path: str, bytes_max: int) -> bytes:
+        return self._store.get_head(path, bytes_max)  # ``get_tail`` takes two requests
+
+    def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        asked = [[self._side_by_side.submit(self.exists, path) for path in run] for run in runs]
+        counts = []
+        try:
+            for run in asked:
+                counts.append(sum(1 for _ in takewhile(result_of, run)))
+                for question in run[counts[-1] :]:
+                    question.cancel()  # questions of other lookups wait in line behind it
+        finally:  # after an error, too
+            for question in chain.from_iterable(asked[len(counts) :]):
+                question.cancel()
+        return counts
