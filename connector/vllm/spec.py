@@ -75,39 +75,30 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         if getattr(config, "canonical_layout", False):
             raise ConfigError("is not supported by KVTiersSpec; use KVTiersTier", field="canonical_layout")
         self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
-        self._manager: KVTiersManager | None = None
-        self._worker: KVTiersWorker | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
         return definitions() | tiering_definitions()
 
     def get_manager(self) -> KVTiersManager:
-        if self._manager is None:
-            pp_size = self.config.parallel.pp_size
-            spec = self._join(None)
-            self._check_workers(spec)
-            self._manager = KVTiersManager(
-                spec,
-                steps_in_flight=pp_size + _STEPS_IN_FLIGHT,
-                tier_types=[tier.type for tier in self.deployment.tiers],
-                keeps_storage=self._keeps_storage,
-                role=translate.role_of(self._handed.vllm_config),
-            )
-        return self._manager
+        spec = self._join(None)
+        self._check_workers(spec)
+        return KVTiersManager(
+            spec,
+            steps_in_flight=self.config.parallel.pp_size + _STEPS_IN_FLIGHT,
+            tier_types=[tier.type for tier in self.deployment.tiers],
+            keeps_storage=self._keeps_storage,
+            role=translate.role_of(self._handed.vllm_config),
+        )
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
-        if self._worker is None:
-            kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)
-            region = self._join(self.config.parallel.rank).region
-            try:
-                self._worker = KVTiersWorker(
-                    kv_caches, region, self.blocks_per_chunk, **self.deployment.handler.options()
-                )
-            except BaseException:
-                region.cleanup()
-                raise
-        return self._worker
+        kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)
+        region = self._join(self.config.parallel.rank).region
+        try:
+            return KVTiersWorker(kv_caches, region, self.blocks_per_chunk, **self.deployment.handler.options())
+        except BaseException:
+            region.cleanup()
+            raise
 
     def _chunk_of(self, config: Any) -> int:
         """Blocks per chunk: vLLM's option if set, else the deployment's; 1 for models with windows or states."""
@@ -139,7 +130,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         try:
             by_token = kv_groups.is_in_token_order(self._layers, self.config, self._handed.vllm_config)
             return TieringOffloadingSpec(
-                translate.engine_spec(self, self._handed.vllm_config, by_token=by_token).config,
+                translate.engine_spec(self.config, self._handed.vllm_config, by_token=by_token).config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
                 self._cell_bytes,
                 rank=rank,
@@ -363,16 +354,14 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
 
     Args:
         kv_caches: vLLM's canonical KV caches.
-        region: has ``cleanup()`` and ``create_next_view(page_bytes)`` (vLLM's own region:
-            ``create_next_worker_view(page_bytes)``). The worker owns it from now on.
+        region: has ``cleanup()`` and ``create_next_view(page_bytes)``. The worker owns it from now on.
         blocks_per_chunk: engine blocks in one slot.
         options: fields of ``connector.transfer.gpu_handler.HandlerOptions``.
     """
 
     def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int, **options: Any) -> None:
         canonical = canonical_kv_caches(kv_caches)
-        create_view = getattr(region, "create_next_view", None) or region.create_next_worker_view
-        views = [create_view(entry.page_size_bytes * blocks_per_chunk) for entry in canonical.tensors]
+        views = [region.create_next_view(entry.page_size_bytes * blocks_per_chunk) for entry in canonical.tensors]
         self._region = region
         self._store: OffloadingHandler | None
         self._load: OffloadingHandler | None

@@ -95,7 +95,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             self.cache_hit_source = translate.hit_source(str(options["type"]))
         translate.warn_of_adapters(vllm_config)
         by_token = kv_groups.is_in_token_order(layers, offloading_spec.config, vllm_config)
-        spec = translate.engine_spec(offloading_spec, vllm_config, by_token=by_token)
+        spec = translate.engine_spec(offloading_spec.config, vllm_config, by_token=by_token)
         if options.get("format") == FORMAT_VLLM_RAW:
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)

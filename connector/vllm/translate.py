@@ -152,8 +152,8 @@ def check_adapters(vllm_config: Any) -> None:
         )
 
 
-def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
-    """Build the engine's identity from vLLM's spec (or its OffloadingConfig) and VllmConfig.
+def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
+    """Build the engine's identity from vLLM's OffloadingConfig and VllmConfig.
 
     Args:
         by_token: stored bytes are in token order, whatever block size kernels use.
@@ -163,7 +163,6 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
     """
     warn_of_seeded_hashes()
     check_adapters(vllm_config)
-    config = getattr(spec, "config", spec)
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
     found = _identity_of(vllm_config)
@@ -177,7 +176,9 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
             cache=CacheConfig(
                 tokens_per_hash=config.cache.tokens_per_hash,
                 blocks_per_chunk=config.cache.blocks_per_chunk,
-                hash_algorithm=_hash_algorithm(vllm_config),
+                hash_algorithm=str(
+                    getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", "sha256")
+                ),
             ),
             parallel=ParallelConfig(
                 tp_size=parallel.tp_size,
@@ -300,11 +301,6 @@ def _cpu_kernels(model: Any, block_sizes: Iterable[int]) -> str:
     # Fallback: machines with another architecture or AMX support do not share blocks.
     supports_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     return f"{platform.machine()}{'+amx' if supports_amx else ''}"
-
-
-def _hash_algorithm(vllm_config: Any | None) -> str:
-    cache = getattr(vllm_config, "cache_config", None)
-    return str(getattr(cache, "prefix_caching_hash_algo", "sha256"))
 
 
 # ---- calls and values ------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def platforms_of(
         handed = handed_over()
         layers = kv_groups.stored_layers(config, handed.kv_cache_config)
         by_token = kv_groups.is_in_token_order(layers, config, handed.vllm_config)
-        spec = translate.engine_spec(SimpleNamespace(config=config), handed.vllm_config, by_token=by_token)
+        spec = translate.engine_spec(config, handed.vllm_config, by_token=by_token)
         return spec.config.platform
 
     return set(on_gpus(make, kinds, monkeypatch))

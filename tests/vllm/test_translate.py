@@ -155,7 +155,7 @@ def test_locality_is_the_types() -> None:
 
 def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
     """What a spec is that is made while a connector with this config is under construction."""
-    return translate.engine_spec(SimpleNamespace(config=offloading_config(**changes)), vllm_config)
+    return translate.engine_spec(offloading_config(**changes), vllm_config)
 
 
 def test_an_option_begins_a_namespace_that_names_it_unless_somebody_vouches_for_it(
