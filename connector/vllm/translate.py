@@ -15,6 +15,7 @@ Changes by release (source: ``vllm/v1/kv_offload`` of each release):
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import platform
@@ -39,6 +40,7 @@ from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, Offlo
 from kvtiers.connector.model_files import value_digest
 from kvtiers.connector.vllm import versions
 from kvtiers.connector.vllm.identity import identity, identity_digest, log_identity, readable
+from kvtiers.connector.vllm.logs import log_once
 from kvtiers.connector.vllm.weights import kv_revision
 from kvtiers.connector.vllm_config import ignored_options
 from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent
@@ -108,15 +110,12 @@ def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str,
 def warn_of_adapters(vllm_config: Any) -> None:
     """Warn, once per process, that vLLM's block hashes identify adapters only by name and path."""
     if getattr(vllm_config, "lora_config", None) is not None:
-        _warn_of_adapters()
-
-
-@cache
-def _warn_of_adapters() -> None:
-    logger.warning(
-        "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give a retrained adapter a new name "
-        "or path, or KV of the old adapter is loaded for it"
-    )
+        log_once(
+            logger,
+            logging.WARNING,
+            "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give a retrained adapter a new "
+            "name or path, or KV of the old adapter is loaded for it",
+        )
 
 
 def warn_of_reset() -> None:
@@ -365,12 +364,8 @@ def hold_back_stream(request: Any) -> None:
 def warn_of_unread(request: Any) -> None:
     """Warn, once per process, that this release of vLLM ignores a limit that a request asks for."""
     if not _READS_MAX_LOAD_TOKENS and (request.kv_transfer_params or {}).get("max_load_tokens") is not None:
-        _warn_of_unread("max_load_tokens")
-
-
-@cache
-def _warn_of_unread(name: str) -> None:
-    logger.warning("%s in a request's kv_transfer_params has no effect: vLLM reads it from 0.31 on", name)
+        text = "max_load_tokens in a request's kv_transfer_params has no effect: vLLM reads it from 0.31 on"
+        log_once(logger, logging.WARNING, text)
 
 
 def medium(name: str) -> Medium:
