@@ -2,22 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from itertools import chain, islice, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtiers.connector.prefixes.files.base import Files
-from kvtiers.connector.prefixes.files.side_by_side import SideBySide, result_of
-from kvtiers.tiers.errors import BlobNotFoundError
+from kvtiers.tiers.daemon_pool import DaemonPool
+from kvtiers.tiers.errors import BlobNotFoundError, StoreClosedError
 from kvtiers.tiers.tier.concurrency import Concurrency
 
 if TYPE_CHECKING:
     from kvtiers.tiers.stores.fsspec import FsspecStore
     from kvtiers.tiers.stores.s3.store import S3Store
+
+
+T = TypeVar("T")
+
+FILES_MIN = 4  # files that a load reads at once, however large they are
+#: Memory that a single load reads into. The n-th load under way gets 1/n; eight (LOAD_THREADS) have 174 MiB together.
+BUFFERS_BYTES_MAX = 64 << 20
+
+
+class SideBySide:
+    """A pool whose threads start with the first call: many processes create a pool, but few use it. Any thread.
+
+    Args:
+        threads: number of threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._starting = threading.Lock()  # guards _loads and _pool
+        self._loads = 0
+        self._pool: DaemonPool | None = None
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Run the call on a thread of the pool."""
+        with self._starting:
+            if self._pool is None:
+                self._pool = DaemonPool(self._threads, "kvtiers-prefix-files")
+            return self._pool.submit(call, *arguments)
+
+    @contextlib.contextmanager
+    def files_at_once(self, biggest: int) -> Iterator[int]:
+        """Yield how many files one load may have in memory while it is under way. ``biggest``: bytes of the largest."""
+        with self._starting:
+            self._loads += 1
+            share = BUFFERS_BYTES_MAX // self._loads
+        try:
+            yield max(FILES_MIN, share // max(1, biggest))
+        finally:
+            with self._starting:
+                self._loads -= 1
+
+    def close(self) -> None:
+        """Cancel calls that have not begun. Does not wait."""
+        with self._starting:
+            if self._pool is not None:
+                self._pool.shutdown(0.0)
+
+
+def result_of(future: Future[T]) -> T:
+    """Wait for a call; return its result or raise its error.
+
+    Raises:
+        StoreClosedError: the call was cancelled.
+    """
+    try:
+        return future.result()
+    except CancelledError:
+        raise StoreClosedError("the storage was closed") from None
 
 
 class StoreFiles(Files):
@@ -31,7 +91,7 @@ class StoreFiles(Files):
     def __init__(self, store: S3Store | FsspecStore, threads: int, threads_max: int) -> None:
         self._store = store
         self._reading = Concurrency(threads, threads_max)
-        self._side_by_side = SideBySide(max(threads, threads_max), "kvtiers-prefix-s3")
+        self._side_by_side = SideBySide(max(threads, threads_max))
 
     def write(self, path: str, data: bytes) -> None:
         self._store.put(path, [memoryview(data)], overwrite=True)

@@ -30,8 +30,7 @@ else:
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
-from kvtiers.connector.prefixes.files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, SideBySide
-from kvtiers.connector.prefixes.files.stores import FsspecFiles
+from kvtiers.connector.prefixes.files.stores import BUFFERS_BYTES_MAX, FILES_MIN, FsspecFiles, SideBySide
 from kvtiers.connector.prefixes.limits import USE_NOTED_S
 from kvtiers.connector.prefixes.place import place_at
 from kvtiers.connector.prefixes.store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
@@ -558,7 +557,7 @@ def test_far_file_systems_are_asked_for_many_chunks_and_all_ranks_at_once() -> N
 
 
 def test_loads_under_way_share_the_memory_that_they_read_into() -> None:
-    threads = SideBySide(1, "test")
+    threads = SideBySide(1)
     layer = BUFFERS_BYTES_MAX // 16
     share, large = threads.files_at_once, threads.files_at_once(BUFFERS_BYTES_MAX)
     with share(layer) as first, share(layer) as second, large as third:
