@@ -18,6 +18,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from kvtiers.connector.prefixes.files.stores import delete_below
 from kvtiers.connector.prefixes.format import MANIFEST_BYTES_MAX, MANIFEST_NAME, unseal
 from kvtiers.tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.isolation.process import StoreRecipe
@@ -94,7 +95,7 @@ class ChunkStore(Layer):
         if any(key != attempt for key, attempt in attempts.items()):
             self._sleep(READERS_S)
         for key, attempt in attempts.items():
-            outcomes[key] = _error_of(partial(self._delete_folder, attempt))
+            outcomes[key] = _error_of(partial(delete_below, self.inner, attempt))
         return [outcomes[key] for key in keys]
 
     def _hide(self, key: str, attempts: dict[str, str]) -> None:
@@ -106,13 +107,6 @@ class ChunkStore(Layer):
             self.inner.delete(key)
         if attempt is not None:
             attempts[key] = attempt
-
-    def _delete_folder(self, folder: str) -> None:
-        keys = [info.key for info in self.inner.keys(f"{folder}/")]
-        inner: Any = self.inner
-        for error in inner.delete_many(keys):
-            if error is not None:
-                raise error
 
     def _is_named(self, attempt: str) -> bool:
         """Whether a manifest names this attempt: one written after the listing, or missing from part of a listing."""

@@ -82,14 +82,19 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     def get_manager(self) -> KVTiersManager:
         spec = self._join(None)
-        self._check_workers(spec)
-        return KVTiersManager(
-            spec,
-            steps_in_flight=self.config.parallel.pp_size + _STEPS_IN_FLIGHT,
-            tier_types=[tier.type for tier in self.deployment.tiers],
-            keeps_storage=self._keeps_storage,
-            role=translate.role_of(self._handed.vllm_config),
-        )
+        try:
+            absent = spec.region.absent_workers()  # vLLM creates the scheduler after the workers
+            if absent and self.deployment.tiers:
+                raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
+            return KVTiersManager(
+                spec,
+                steps_in_flight=self.config.parallel.pp_size + _STEPS_IN_FLIGHT,
+                keeps_storage=self._keeps_storage,
+                role=translate.role_of(self._handed.vllm_config),
+            )
+        except BaseException:
+            spec.shutdown()
+            raise
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
         kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)
@@ -116,13 +121,6 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             return wanted
         logger.warning("blocks_per_chunk is %d and 1 is used instead: this model has %s", wanted, why)
         return 1
-
-    def _check_workers(self, spec: TieringOffloadingSpec) -> None:
-        """Refuse workers that have not mapped the scheduler's region. vLLM creates the scheduler after the workers."""
-        absent = spec.region.absent_workers()
-        if absent and self.deployment.tiers:
-            spec.shutdown()
-            raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
 
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
         for path in reap_stale_regions():
@@ -158,32 +156,21 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     GPU's own cache.
 
     Args:
-        spec: creates kvtiers' manager; shut down together with this object.
+        spec: creates kvtiers' manager and has the deployment; shut down together with this object.
         steps_in_flight: engine steps after which every worker has seen a reset.
-        tier_types: types of the tiers, in order.
         keeps_storage: whether the tiers stay in use after a reset.
         role: whether the tiers are used for loads, stores or both. The region is always used for both.
     """
 
     def __init__(
-        self,
-        spec: TieringOffloadingSpec,
-        *,
-        steps_in_flight: int,
-        tier_types: Iterable[str] = (),
-        keeps_storage: bool = False,
-        role: translate.Role | None = None,
+        self, spec: TieringOffloadingSpec, *, steps_in_flight: int, keeps_storage: bool, role: translate.Role
     ) -> None:
         self._spec = spec
-        self._role = role or translate.Role()
+        self._role = role
         self._keeps_storage = keeps_storage
-        self._tier_types = list(tier_types)
+        self._tier_types = [tier.type for tier in spec.deployment.tiers]
         places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
-        try:
-            self.tiering = spec.get_manager()
-        except BaseException:
-            spec.shutdown()
-            raise
+        self.tiering = spec.get_manager()
         self.tiering.barred = partial(translate.barred, places)
         self._blocks: OffloadingManager = self.tiering  # only the primary tier after storage was turned off
         self._steps_in_flight = steps_in_flight

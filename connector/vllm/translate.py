@@ -219,7 +219,7 @@ class Role(NamedTuple):
     stores: bool = True
 
 
-def role_of(vllm_config: Any | None) -> Role:
+def role_of(vllm_config: Any) -> Role:
     """Convert ``kv_role``: kv_producer only stores, kv_consumer only loads, others do both. Warns if it is not both."""
     kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
     role = Role(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
@@ -229,7 +229,7 @@ def role_of(vllm_config: Any | None) -> Role:
     return role
 
 
-def _model_name(vllm_config: Any | None, name: str) -> str:
+def _model_name(vllm_config: Any, name: str) -> str:
     """The model's name for namespaces.
 
     - A model in a bucket: the end of its URL, because vLLM's name for it is a folder in one host's cache.

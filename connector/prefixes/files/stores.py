@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvtiers.connector.prefixes.files.base import Files
 from kvtiers.tiers.daemon_pool import DaemonPool
 from kvtiers.tiers.errors import BlobNotFoundError, StoreClosedError
+from kvtiers.tiers.store import Store, delete_all
 from kvtiers.tiers.tier.concurrency import Concurrency
 
 if TYPE_CHECKING:
@@ -78,6 +79,17 @@ def result_of(future: Future[T]) -> T:
         return future.result()
     except CancelledError:
         raise StoreClosedError("the storage was closed") from None
+
+
+def delete_below(store: Store, folder: str) -> None:
+    """Delete all blobs below a folder.
+
+    Raises:
+        StoreError: the first error; the other blobs are deleted.
+    """
+    for error in delete_all(store, [info.key for info in store.keys(f"{folder}/")]):
+        if error is not None:
+            raise error
 
 
 class StoreFiles(Files):
@@ -160,10 +172,7 @@ class StoreFiles(Files):
         self._store.delete(path)
 
     def delete_folder(self, folder: str) -> None:
-        keys = [info.key for info in self._store.keys(f"{folder}/")]
-        for error in self._store.delete_many(keys):
-            if error is not None:
-                raise error
+        delete_below(self._store, folder)
 
     def close(self) -> None:
         self._store.close()
