@@ -33,7 +33,7 @@ def files_for(place: BoundedTierConfig) -> Files:
         StoreError: an fsspec driver connects when it is created (as ``sftp`` does), and the connection failed.
     """
     if isinstance(place, FsTierConfig | NfsTierConfig):
-        return FolderFiles(place.root_dir, place.min_free)
+        return FolderFiles(place)
     assert isinstance(place, S3TierConfig | FsspecTierConfig)
     threads_max = min(THREADS_MAX, place.n_threads_max)
     if isinstance(place, FsspecTierConfig):

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtiers.connector.prefixes.files.base import Files
 from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import BlobNotFoundError, StoreClosedError
-from kvtiers.tiers.store import Store, delete_all
+from kvtiers.tiers.errors import StoreClosedError
 from kvtiers.tiers.tier.concurrency import Concurrency
 
 if TYPE_CHECKING:
@@ -81,17 +80,6 @@ def result_of(future: Future[T]) -> T:
         raise StoreClosedError("the storage was closed") from None
 
 
-def delete_below(store: Store, folder: str) -> None:
-    """Delete all blobs below a folder.
-
-    Raises:
-        StoreError: the first error; the other blobs are deleted.
-    """
-    for error in delete_all(store, [info.key for info in store.keys(f"{folder}/")]):
-        if error is not None:
-            raise error
-
-
 class StoreFiles(Files):
     """Files as blobs of a store. Layers are read and written in parallel, by threads that the first call starts.
 
@@ -105,20 +93,14 @@ class StoreFiles(Files):
         self._reading = Concurrency(threads, threads_max)
         self._side_by_side = SideBySide(max(threads, threads_max))
 
-    def write(self, path: str, data: bytes) -> None:
-        self._store.put(path, [memoryview(data)], overwrite=True)
+    def _use_store(self) -> S3Store | FsspecStore:
+        return self._store
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         writes = [self._side_by_side.submit(self.write, path, data) for path, data in files.items()]
         wait(writes)  # before raising any error: no write may land after the caller has cleaned up
         for done in writes:
             result_of(done)
-
-    def read(self, path: str, bytes_max: int) -> bytes:
-        found = self._store.get_tail(path, bytes_max)  # needs no separate request for the size
-        if found is None:
-            raise BlobNotFoundError("does not exist", key=path)
-        return found[1]
 
     def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
         asked = iter(self._store.size_many([path for run in runs for path in run]))
@@ -162,17 +144,8 @@ class StoreFiles(Files):
         self._store.get_into(path, [data])
         return time.thread_time() - started
 
-    def exists(self, path: str) -> bool:
-        return self._store.size(path) is not None
-
     def names(self, folder: str) -> list[str]:
         return sorted(self._store.names_in(folder))
-
-    def delete(self, path: str) -> None:
-        self._store.delete(path)
-
-    def delete_folder(self, folder: str) -> None:
-        delete_below(self._store, folder)
 
     def close(self) -> None:
         self._store.close()

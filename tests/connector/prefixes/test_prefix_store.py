@@ -249,13 +249,13 @@ def test_every_byte_of_every_file_is_covered(tmp_path: Path) -> None:
 
 def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
-    replace, seen = os.replace, []
+    rename, seen = os.rename, []
 
-    def watch(source: str, target: str) -> None:
+    def watch(source: str, target: str, **folders: int) -> None:
         seen.append(store.match(hashes))
-        replace(source, target)
+        rename(source, target, **folders)
 
-    monkeypatch.setattr(os, "replace", watch)
+    monkeypatch.setattr(os, "rename", watch)
     store.publish(hashes, layers_of(2))
     assert len(seen) == 3  # two layers and the manifest, last
     assert seen == [[], [], []]
@@ -264,15 +264,15 @@ def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch
 
 def test_a_failed_publish_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
-    replace, calls = os.replace, []
+    rename, calls = os.rename, []
 
-    def fail_second(source: str, target: str) -> None:
+    def fail_second(source: str, target: str, **folders: int) -> None:
         calls.append(target)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        replace(source, target)
+        rename(source, target, **folders)
 
-    monkeypatch.setattr(os, "replace", fail_second)
+    monkeypatch.setattr(os, "rename", fail_second)
     with pytest.raises(StoreError, match="No space"):
         store.publish(hashes, layers_of(2))
     assert every_file(tmp_path) == []
@@ -307,6 +307,27 @@ def test_a_symlink_is_not_followed(tmp_path: Path) -> None:
     (chunk,) = store.match(hashes)
     with pytest.raises((SealError, StoreError)):
         load(store, chunk, hashes)
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    hashes = hashes_of(1)
+    assert store_at(str(tmp_path / "link")).publish(hashes, layers_of(1))
+    for name in ("link", "disk"):
+        store = store_at(str(tmp_path / name), read_only=True)
+        (chunk,) = store.match(hashes)
+        assert len(load(store, chunk, hashes)) == len(LAYERS)
+
+
+def test_a_folder_that_nobody_has_made_yet_is_empty(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path / "later"), read_only=True), hashes_of(1)
+    assert store.match(hashes) == []
+    assert store.counts.errors == 0
+    assert not (tmp_path / "later").exists()
+    store_at(str(tmp_path / "later")).publish(hashes, layers_of(1))
+    (chunk,) = store.match(hashes)
+    assert len(load(store, chunk, hashes)) == len(LAYERS)
 
 
 def test_a_foreign_manifest_is_a_miss(tmp_path: Path) -> None:
