@@ -7,7 +7,7 @@ exceptions are ``drain_jobs`` and ``shutdown``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,10 +112,6 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         """True: stored and presumed good. False: absent. None: not known yet; call again in a later step."""
-
-    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[bool | None]:
-        """``lookup`` for several keys, in the order in which the request needs them."""
-        return [self.lookup(key, req_context) for key in keys]
 
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
         """Request ids and their keys that were answered since the previous call: ``lookup`` may no longer return None.

@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
-from kvtiers.tiers.blocks.keyring import KEY_VARIABLES, load_keys
+from kvtiers.tiers.blocks.keyring import load_keys
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, Seal
-from kvtiers.tiers.blocks.seal_kinds import seal_factory
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
 from kvtiers.tiers.config.deployment import parse_tier
@@ -148,7 +147,9 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     if config.protection == "none":
         return partial(Seal, **options)
     keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
-    return partial(seal_factory(config.protection, keys), **options)
+    from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+
+    return partial(GcmSeal if config.protection == "aes-gcm" else GmacSeal, keys=keys, **options)
 
 
 def _is_raw(config: TierConfig) -> bool:
@@ -278,7 +279,6 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
             # these batches.
             n_workers=options.n_read_threads + options.n_write_threads + LOAD_ONLY_THREADS + config.lookup_threads,
             deadline_s=config.job_deadline_s,
-            hidden_variables=frozenset(KEY_VARIABLES),
             memory_bytes_max=_worker_bytes_max(config, options, Rows(view).row_bytes),
         )
     except WorkersUnavailableError as e:
@@ -363,20 +363,16 @@ def _start_collector(
         mapper,
         # A function creates its store in the collector's process, which ignores uses that the store cannot record.
         notes_uses=not isinstance(make_store, type) or issubclass(make_store, SupportsTouch),
-        hidden_variables=frozenset(KEY_VARIABLES),
         keys=record_keys(config),
     )
 
 
 def _why_unmappable(view: memoryview) -> str | None:
     """Why other processes cannot map the region; None if they can."""
-    from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
+    from kvtiers.tiers.isolation.mapped_file import open_mapped_file
 
-    address = address_of(view)
-    if address is None:
-        return "the region is not contiguous, writable memory"
     try:
-        fd, _ = open_mapped_file(address, view.nbytes)
+        fd, _ = open_mapped_file(view)
     except (OSError, RegionError) as e:
         return str(e)
     os.close(fd)

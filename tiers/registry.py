@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtiers.tiers.base import SecondaryTierManager
-from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP, as_store_tier
+from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP, as_store_tier, known_types
 from kvtiers.tiers.errors import ConfigError, printable
 
 # Looks at the package while it is loaded, not when a worker starts: a model is loaded in between, for minutes.
@@ -52,7 +52,7 @@ class SecondaryTierFactory:
     @classmethod
     def tier_types(cls) -> list[str]:
         """All tier types that need no ``module_path``, sorted."""
-        return sorted({*_BUILT_IN, *cls._registered, *(entry.name for entry in _entry_points())})
+        return known_types(cls._registered)
 
     @classmethod
     def create_secondary_tier(

@@ -21,10 +21,9 @@ from rich.table import Column, Table
 
 from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from kvtiers.connector.commands.options import AsJson, Config, TierName, size_option
-from kvtiers.connector.commands.output import Ticker, answer, human_bytes, note, say, show
-from kvtiers.connector.commands.places import load_deployment
-from kvtiers.connector.commands.session import session
-from kvtiers.connector.commands.signals import exit_on_signals
+from kvtiers.connector.commands.output import Ticker, answer, human_bytes, say, show
+from kvtiers.connector.commands.places import load_deployment, tell_skipped
+from kvtiers.connector.commands.session import exit_on_signals, session
 from kvtiers.connector.region.region_header import row_stride
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.base import JobMetadata
@@ -117,7 +116,7 @@ class _Bench:
             raise ConfigError(f"no tier {tier_name!r}; accepted: {', '.join(names)}", field="--tier")
         others = [tier.type for tier in self._deployment.tiers if not isinstance(tier, TierConfig)]
         if others and tier_name is None:
-            note(f"kvtiers bench: skipped: {', '.join(others)}, which is not a tier type of kvtiers")
+            tell_skipped(others)
         for tier, name in zip(tiers, names, strict=True):
             if tier_name in (None, name) and isinstance(tier, BoundedTierConfig) and tier.read_only:
                 raise ConfigError(f"is true for {name}, but a measurement stores blocks", field="read_only")

@@ -19,12 +19,12 @@ from kvtiers.connector.commands.findings import (
     NO_ANSWER,
     Finding,
     config_findings,
-    counted,
+    is_mount,
     shared_memory,
     tier_findings,
 )
-from kvtiers.connector.commands.output import answer
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
+from kvtiers.connector.commands.output import answer, cell, counted, human_age, human_bytes, make_console
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
 from kvtiers.tiers.config.mistakes import value_in_words
 from kvtiers.tiers.config.open_store import open_tool_store
@@ -41,7 +41,6 @@ from kvtiers.tiers.config.values import show_duration, show_size
 from kvtiers.tiers.daemon_pool import DaemonPool
 from kvtiers.tiers.errors import KVTiersError, printable
 from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.stores.files.mounts import file_system_type
 
 TIERS_AT_ONCE = 16
 TIERS_S_MAX = 10.0  # how long `kvtiers check` waits for storage; a broken bucket reports its error much earlier
@@ -75,7 +74,8 @@ class Examined:
         """Whether an engine can use the deployment here, in a few words."""
         if problems := list(dict.fromkeys(_place_of(f) for f in self.findings if f.level == "problem")):
             return f"not usable: {', '.join(problems)}"
-        return f"usable, with {counted(self.findings, 'warning')}" if self.texts("warning") else "usable"
+        warnings = self.texts("warning")
+        return f"usable, with {counted(len(warnings), 'warning')}" if warnings else "usable"
 
 
 def check(
@@ -93,14 +93,14 @@ def check(
         deployment = load_config(config, SecondaryTierFactory.tier_types())
     except KVTiersError as e:
         errors = str(e).split("\n")
-        verdict = f"not usable: {len(errors)} mistake{'' if len(errors) == 1 else 's'}"
+        verdict = f"not usable: {counted(len(errors), 'mistake')}"
         if as_json:
             answer({"verdict": verdict}, ok=False, errors=errors)
         else:
             for line in errors:
                 make_console().print(f"  {printable(line)}", markup=False, highlight=False)
             _tell_verdict(config, verdict)
-        raise typer.Exit(EXIT_BAD_INPUT) from e
+        raise typer.Exit(ExitCode.BAD_INPUT) from e
     examined = examine(deployment)
     verdict, problems, warnings = examined.verdict(), examined.texts("problem"), examined.texts("warning")
     if as_json:
@@ -120,17 +120,12 @@ def check(
                 make_console().print(printable(text), markup=False, highlight=False)
         _tell_verdict(config, verdict)
     if problems:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _tell_verdict(config: Path, verdict: str) -> None:
     color = "red" if verdict.startswith("not") else "yellow" if "warning" in verdict else "green"
     make_console().print(f"{cell(str(config))} is [bold {color}]{cell(verdict)}[/bold {color}]", highlight=False)
-
-
-def find_problems(deployment: DeploymentConfig) -> list[str]:
-    """Find the problems that a valid configuration would have on this machine, each with its fix."""
-    return examine(deployment).texts("problem")
 
 
 def examine(deployment: DeploymentConfig) -> Examined:
@@ -154,10 +149,9 @@ def examine(deployment: DeploymentConfig) -> Examined:
 
 def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[list[Finding], dict[str, int]]:
     found = list(tier_findings(where, tier, touch_mounts=False))
-    is_mount = isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs")
-    if isinstance(tier, ExternalTierConfig | MemoryTierConfig) or is_mount or any(f.level == "problem" for f in found):
+    if isinstance(tier, ExternalTierConfig | MemoryTierConfig) or any(finding.level == "problem" for finding in found):
         return found, {}
-    return found, _block_sizes(tier)
+    return found, {} if is_mount(tier) else _block_sizes(tier)
 
 
 def _block_sizes(tier: TierConfig) -> dict[str, int]:

@@ -1,20 +1,31 @@
-"""The command line, ``kvtiers …``: the list of commands, and the options that come before a command."""
+"""The command line, ``kvtiers …``: loads a command when it is used, adds the common options, and ends a run.
+
+A run never ends in a traceback: each exception becomes one line, an exit code and, with ``--json``, a JSON document.
+"""
 
 from __future__ import annotations
 
+import errno
+import importlib
+import json
 import os
 import signal
 import sys
-from typing import Annotated
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from kvtiers import __version__
-from kvtiers.connector.commands.group import Group
-from kvtiers.connector.commands.session import EXIT_CODES, ExitCode
+from kvtiers.connector.commands.session import CONFIG_VARIABLE, EXIT_CODES, ExitCode, Session, new_session, session
+from kvtiers.tiers.errors import ConfigError, KVTiersError
 
 _HERE = "kvtiers.connector.commands"
-#: The modules are imported when a command is used, so that --version, --help and completion start quickly.
+#: Name -> (``module:function``, one line for the list of commands). The modules are imported when a command is used,
+#: so that --version, --help and completion start quickly.
 COMMANDS = {
     "ls": (f"{_HERE}.storage:ls", "List the stored blocks."),
     "du": (f"{_HERE}.storage:du", "Show the number and size of stored blocks, by namespace and age."),
@@ -25,21 +36,223 @@ COMMANDS = {
     "warm": (f"{_HERE}.copy:warm", "Copy blocks from a far tier to a near tier until that tier is full."),
     "migrate": (f"{_HERE}.copy:migrate", "Copy all blocks from one tier to another."),
     "check": (f"{_HERE}.check:check", "Validate a configuration and describe the tiers that would run with it."),
-    "doctor": (f"{_HERE}.deployment:doctor", "Test this machine and the storage, with a fix for each problem."),
+    "doctor": (f"{_HERE}.doctor:doctor", "Test this machine and the storage, with a fix for each problem."),
     "size": (f"{_HERE}.size:size", "Compute how much storage a model's KV cache takes."),
     "bench": (f"{_HERE}.bench:bench", "Measure the speed of each hop of a deployment on this machine."),
     "demo": (f"{_HERE}.deployment:demo", "Answer a long prompt in two processes; the second loads its KV cache."),
     "vllm-config": (f"{_HERE}.deployment:vllm_config", "Print vLLM's --kv-transfer-config for a deployment."),
-    "serve-metrics": (f"{_HERE}.deployment:serve_metrics", "Serve Prometheus metrics of the storage."),
+    "serve-metrics": (f"{_HERE}.monitor:serve_metrics", "Serve Prometheus metrics of the storage."),
 }  # fmt: skip
+LogLevel = Literal["debug", "info", "warning", "error"]
+_PANEL = "Options of every command"
+_OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of standard output: storage errors arrive as StoreError
 
 
-class _Commands(Group):
-    table = COMMANDS
+def _common_options(
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v", "--verbose", count=True, show_default=False, rich_help_panel=_PANEL,
+            help="Show info log lines, and the traceback of a bug; -vv: debug log lines.",
+        ),
+    ] = 0,
+    quiet: Annotated[
+        int,
+        typer.Option(
+            "-q", "--quiet", count=True, show_default=False, rich_help_panel=_PANEL,
+            help="Show only results and errors: no notes, warnings or progress.",
+        ),
+    ] = 0,
+    log_level: Annotated[
+        LogLevel | None, typer.Option(help="Show log lines from this level on.", rich_help_panel=_PANEL)
+    ] = None,
+    no_progress: Annotated[
+        bool,
+        typer.Option(
+            "--no-progress", rich_help_panel=_PANEL,
+            help="Show no progress. It is shown after 2 s, if stderr is a terminal.",
+        ),
+    ] = False,
+) -> None:  # fmt: skip
+    """Only its parameters are used."""
+
+
+def _show_schema(context: typer.Context, value: bool) -> None:
+    if value:
+        from kvtiers.connector.commands.json_schemas import document_schema
+
+        print(json.dumps(document_schema(str(context.info_name)), indent=2))
+        raise typer.Exit
+
+
+def _schema_option(
+    json_schema: Annotated[
+        bool,
+        typer.Option(
+            "--json-schema", is_eager=True, callback=_show_schema, show_default=False,
+            help="Print the JSON schema of the output of --json, and exit.",
+        ),
+    ] = False,
+) -> None:  # fmt: skip
+    """Only its parameter is used."""
+
+
+def _command_of(function: Any) -> Any:
+    one = typer.Typer(add_completion=False)
+    one.command()(function)
+    return get_command(one)
+
+
+class Command(TyperCommand):
+    """A command with the common options. Its config argument defaults to the environment variable.
+
+    Until it is used, it has only a name and a summary: its module is imported then.
+
+    Args:
+        target: ``module:function``.
+    """
+
+    def __init__(self, name: str, target: str, summary: str) -> None:
+        self._target = target
+        super().__init__(name, short_help=summary, help=summary)
+
+    @property
+    def params(self) -> list[Any]:
+        """The command's parameters. Loads the command."""
+        self._load()
+        return self._params
+
+    @params.setter
+    def params(self, value: list[Any]) -> None:
+        self._params = value
+
+    def _load(self) -> None:
+        if self.callback is not None:
+            return
+        module, _, function = self._target.partition(":")
+        loaded = _command_of(getattr(importlib.import_module(module), function))
+        self.callback, self.help = loaded.callback, loaded.help
+        for param in loaded.params:
+            if param.name == "config" and param.param_type_name == "argument":
+                param.envvar = CONFIG_VARIABLE
+        self._has_json = any(param.name == "as_json" for param in loaded.params)
+        self._common = _command_of(_common_options).params
+        self.params = [*loaded.params, *(_command_of(_schema_option).params if self._has_json else []), *self._common]
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Note the command's name and whether it prints JSON before parsing, which may fail."""
+        current = session()
+        current.command = info_name or ""
+        self._load()
+        current.as_json = self._has_json and "--json" in args
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Take the common options out of the parameters, and run the command."""
+        session().apply({str(param.name): ctx.params.pop(param.name) for param in self._common})
+        ctx.params.pop("json_schema", None)
+        return super().invoke(ctx)
+
+
+class Group(TyperGroup):
+    """The commands of ``kvtiers``."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._common = _command_of(_common_options).params
+        self.params += self._common
+        for name, (target, summary) in COMMANDS.items():
+            self.add_command(Command(name, target, summary))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Typer itself would end silently on Ctrl-C, and with code 1 on a closed pipe."""
+        session().apply({str(param.name): ctx.params.pop(param.name) for param in self._common})
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(_interrupted(session())) from None
+        except BrokenPipeError:
+            raise typer.Exit(ExitCode.BROKEN_PIPE) from None
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line. Ends with SystemExit, or returns the exit code if ``standalone_mode`` is False."""
+        with new_session() as current:
+            try:
+                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra) or ExitCode.OK
+                sys.stdout.flush()  # here, because an error of the output is reported here
+            except SystemExit as e:  # a signal, or the shell's completion
+                code = e.code
+            except KeyboardInterrupt:
+                code = _interrupted(current)
+            except BrokenPipeError:
+                code = ExitCode.BROKEN_PIPE
+            except Exception as e:  # noqa: BLE001 - the program's edge
+                code = _explained(e, current)
+            if code and current.as_json and not current.has_answered and code != ExitCode.BROKEN_PIPE:
+                _answer_errors()
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _interrupted(current: Session) -> ExitCode:
+    from kvtiers.connector.commands.output import complain
+
+    complain(f"interrupted: {current.if_interrupted()}")
+    return ExitCode.INTERRUPTED
+
+
+def _explained(e: Exception, current: Session) -> ExitCode:
+    """Print one line about an exception, and return the exit code."""
+    from kvtiers.connector.commands.output import complain
+
+    if hasattr(e, "format_message"):  # a usage error; typer bundles click or imports it
+        from typer.rich_utils import rich_format_error
+
+        variable = getattr(getattr(e, "param", None), "envvar", None)
+        if variable and type(e).__name__ == "MissingParameter":
+            e.message = f"Give it, or set ${variable}."  # type: ignore[attr-defined]
+        current.errors.append(e.format_message())
+        rich_format_error(e)  # type: ignore[arg-type]
+        return ExitCode.BAD_INPUT
+    if isinstance(e, typer.Abort):
+        complain(f"not confirmed: {current.if_interrupted()}")
+        return ExitCode.FAILED
+    if isinstance(e, KVTiersError):
+        complain(str(e))
+        return ExitCode.BAD_INPUT if isinstance(e, ConfigError) else ExitCode.FAILED
+    if isinstance(e, OSError) and e.errno in _OUTPUT_LOST:
+        print(f"kvtiers: the output could not be written: {e.strerror}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    # Without the exception's text, which may contain secrets.
+    at = traceback.extract_tb(e.__traceback__)[-1]
+    where = f"{type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
+    complain(f"internal error: {where}; this is a bug in kvtiers, and -v shows the traceback")
+    if current.verbosity > 0:
+        print("".join(traceback.format_exception(e)), end="", file=sys.stderr)
+    return ExitCode.INTERNAL
+
+
+def _answer_errors() -> None:
+    from kvtiers.connector.commands.output import answer
+
+    try:
+        answer(None, ok=False)
+        sys.stdout.flush()
+    except OSError:
+        pass  # the exit code still says it
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=Group,
     help="KV-cache tiers for LLM servers.",
     epilog="Exit codes: "
     + "; ".join(f"{code.value} {text.partition(';')[0]}" for code, text in EXIT_CODES.items() if code <= 2)

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from kvtiers.connector.commands.options import AsJson, Config, size_option
-from kvtiers.connector.commands.output import Ticker, answer, blocks_in_words, complain, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, open_places
-from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED, session
+from kvtiers.connector.commands.output import Ticker, answer, complain, counted, human_bytes, refuse, say
+from kvtiers.connector.commands.places import Place, find_places
+from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
 from kvtiers.tiers.builtin import bound_store, record_keys
 from kvtiers.tiers.capacity.collector import listed_bytes
@@ -27,8 +27,7 @@ from kvtiers.tiers.errors import ConfigError, StoreError
 from kvtiers.tiers.store import Store, SupportsFreeBytes
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.tools.conversion import Converter
-from kvtiers.tiers.tools.copying import Copier, CopyReport, find_blocks
-from kvtiers.tiers.tools.rate import RateLimit
+from kvtiers.tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
@@ -52,19 +51,17 @@ def warm(
     as_json: AsJson = False,
 ) -> None:
     """Copy blocks from a far tier (default: the last) to a near tier (default: the first) until that tier is full."""
-    places = open_places("warm", config, None, tells=from_tier is None or to_tier is None)
-    source, target = _choose("warm", places, from_tier, -1), _choose("warm", places, to_tier, 0)
+    places = find_places(config, None, tells=from_tier is None or to_tier is None)
+    source, target = _choose(places, from_tier, -1), _choose(places, to_tier, 0)
     if len(places) == 1:
         raise refuse(
-            "warm",
             f"{config} has only one tier that outlives its process, {source.name}; add a second tier to the file, or "
             f"copy from another place with kvtiers migrate SOURCE {config}",
         )
     if namespace is not None and names is not None:
-        raise refuse("warm", "--namespace and --names are mutually exclusive")
+        raise refuse("--namespace and --names are mutually exclusive")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
-    how = _How("warm", as_json, dry_run, _rate(limit_rate))
-    _copy(source, target, prefixes, how)
+    _copy(source, target, prefixes, _How(as_json, dry_run, _rate(limit_rate), may_fill=True))
 
 
 def migrate(
@@ -83,19 +80,26 @@ def migrate(
     Between the formats vllm-raw and sealed-1, blocks are renamed and sealed again.
     """
     by_default = from_tier is None or (to_tier is None and target_config is None)
-    places = open_places("migrate", config, None, tells=by_default)
-    source = _choose("migrate", places, from_tier, 0)
-    targets = places if target_config is None else open_places("migrate", target_config, None, tells=to_tier is None)
-    target = _choose("migrate", targets, to_tier, -1)
-    _copy(source, target, [""], _How("migrate", as_json, dry_run, _rate(limit_rate)))
+    places = find_places(config, None, tells=by_default)
+    source = _choose(places, from_tier, 0)
+    targets = places if target_config is None else find_places(target_config, None, tells=to_tier is None)
+    target = _choose(targets, to_tier, -1)
+    _copy(source, target, [""], _How(as_json, dry_run, _rate(limit_rate), may_fill=False))
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    command: str
+    """How to copy.
+
+    Attributes:
+        may_fill: a full target is success, as for warm, which filled it. For migrate, which is then incomplete, it is
+            a failure.
+    """
+
     as_json: bool
     dry_run: bool
     rate: RateLimit | None
+    may_fill: bool
 
 
 def _rate(text: str | None) -> RateLimit | None:
@@ -107,13 +111,13 @@ def _rate(text: str | None) -> RateLimit | None:
     return RateLimit(bytes_per_s)
 
 
-def _choose(command: str, places: list[Place], name: str | None, default: int) -> Place:
+def _choose(places: list[Place], name: str | None, default: int) -> Place:
     if name is None:
         return places[default]
     for place in places:
         if place.name == name:
             return place
-    raise refuse(command, f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
+    raise refuse(f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
 
 
 def _read_names(path: Path) -> list[str]:
@@ -122,25 +126,25 @@ def _read_names(path: Path) -> list[str]:
             raise OSError("standard input is closed")
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise refuse("warm", f"--names: {e}") from e
+        raise refuse(f"--names: {e}") from e
     names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
-        raise refuse("warm", f"--names: {path} is empty; write the beginning of a block's name on each line")
+        raise refuse(f"--names: {path} is empty; write the beginning of a block's name on each line")
     return names
 
 
 def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> None:
-    command, dry_run = how.command, how.dry_run
+    dry_run = how.dry_run
     if _is_one_place(source, target):
-        raise refuse(command, f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
+        raise refuse(f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
     if target.read_only:
-        raise refuse(command, f"{target.name} is read_only; choose a tier that is not")
+        raise refuse(f"{target.name} is read_only; choose a tier that is not")
     protections = source.config.protection, target.config.protection
     if protections[0] != protections[1]:
         kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
-        raise refuse(command, f"both tiers must have the same protection, or engines find no blocks ({kinds})")
+        raise refuse(f"both tiers must have the same protection, or engines find no blocks ({kinds})")
     if _format(source) != _format(target) and protections[0] != "none":
-        raise refuse(command, "a protected block keeps its format; choose two tiers of the same format")
+        raise refuse("a protected block keeps its format; choose two tiers of the same format")
     started_at = time.monotonic()
     try:
         with source.open() as from_store:
@@ -163,26 +167,25 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
             finally:
                 to_store.close()
     except (StoreError, ConfigError) as e:
-        complain(command, f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
-        raise typer.Exit(EXIT_BAD_INPUT if isinstance(e, ConfigError) else EXIT_FAILED) from e
+        complain(f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
+        raise typer.Exit(ExitCode.BAD_INPUT if isinstance(e, ConfigError) else ExitCode.FAILED) from e
     result = {"from": source.where, "to": target.where, **asdict(report)}
     result["seconds"] = round(time.monotonic() - started_at, 3)
     if not how.as_json:
         _show(result)
     for left_out, why in report.left_out.items():
-        complain(command, f"{left_out} is skipped: {why}")
+        complain(f"{left_out} is skipped: {why}")
     damaged = getattr(from_store, "damaged", 0)
     if damaged:
-        complain(command, f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
+        complain(f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
     found_none = report.found_none and prefixes != [""]
     if found_none and not damaged:
-        complain(command, f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
-    # A full target is success for warm, which filled it, but a failure for migrate, which is incomplete.
-    failed = damaged or found_none or report.bad or report.errors or (report.no_room and command == "migrate")
+        complain(f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
+    failed = damaged or found_none or report.bad or report.errors or (report.no_room and not how.may_fill)
     if how.as_json:
         answer(result, ok=not failed)
     if failed:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _estimated_bytes(store: Store) -> int | None:
@@ -196,7 +199,7 @@ def _estimated_bytes(store: Store) -> int | None:
 def _how_to_continue(report: CopyReport) -> str:
     if report.dry_run:
         return "nothing was changed"
-    done = f"{blocks_in_words(report.copied)}, {human_bytes(report.copied_bytes)} copied"
+    done = f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied"
     return f"{done}; run the same command again to continue: it skips blocks that the target has"
 
 
@@ -267,23 +270,23 @@ def _is_one_place(one: Place, other: Place) -> bool:
 
 
 def _tell(ticker: Ticker, report: CopyReport) -> None:
-    ticker.tell(report.seen_bytes, f"{blocks_in_words(report.copied)}, {human_bytes(report.copied_bytes)} copied")
+    ticker.tell(report.seen_bytes, f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied")
 
 
 def _show(result: dict[str, Any]) -> None:
     speed = human_bytes(result["copied_bytes"] / max(1e-9, result["seconds"]))
     say(f"{result['from']} to {result['to']}:")
     if result["dry_run"]:
-        say(f"  would be copied: {blocks_in_words(result['copied'])}, {human_bytes(result['copied_bytes'])}")
+        say(f"  would be copied: {counted(result['copied'])}, {human_bytes(result['copied_bytes'])}")
     else:
-        say(f"  copied: {blocks_in_words(result['copied'])}, {human_bytes(result['copied_bytes'])} at {speed}/s")
+        say(f"  copied: {counted(result['copied'])}, {human_bytes(result['copied_bytes'])} at {speed}/s")
     for name, text in (
         ("present", "already present"),
         ("bad", "not copied, because the seal is bad, missing or from a newer version (see kvtiers verify)"),
         ("errors", "could not be read or written, or another engine's or a newer version's block has the name"),
     ):
         if result[name]:
-            say(f"  {text}: {blocks_in_words(result[name])}")
+            say(f"  {text}: {counted(result[name])}")
     if result["no_room"]:
         would = "would stop" if result["dry_run"] else "stopped"
         say(f"  {would}: the target is full (max_bytes, or its reserve of free space)")

@@ -11,9 +11,12 @@ import resource
 import socket
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import asdict
 
+import typer
 from rich.console import Console
 
 from kvtiers.connector.commands.doctor_storage import (
@@ -26,12 +29,14 @@ from kvtiers.connector.commands.findings import (
     NO_ANSWER,
     Finding,
     config_findings,
-    counted,
     of_error,
     shared_memory,
     tier_findings,
 )
-from kvtiers.tiers.config.deployment import DeploymentConfig
+from kvtiers.connector.commands.options import AsJson, YamlFile
+from kvtiers.connector.commands.output import answer, counted, make_console
+from kvtiers.connector.commands.session import ExitCode, session
+from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
 from kvtiers.tiers.config.open_store import open_store
 from kvtiers.tiers.config.tier_options import (
     ExternalTierConfig,
@@ -43,6 +48,8 @@ from kvtiers.tiers.config.tier_options import (
 )
 from kvtiers.tiers.config.values import show_size
 from kvtiers.tiers.errors import KVTiersError, StoreError, printable
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.store import Store
 from kvtiers.tiers.tools.inventory import block_beginnings
 
 TIER_S_MAX = 30.0  # storage that hangs longer is reported as a problem
@@ -57,11 +64,25 @@ _MARKS = {
 }
 
 
-def examine(
-    deployment: DeploymentConfig, *, environ: Mapping[str, str] = os.environ, tier_s_max: float = TIER_S_MAX
-) -> list[Finding]:
+def doctor(config: YamlFile, as_json: AsJson = False) -> None:
+    """Test whether this machine and its storage meet a deployment's needs, and print a fix for each problem.
+
+    Creates the root folders as an engine would, and writes and removes small blobs in each tier.
+    """
+    session().if_interrupted = lambda: f"a test blob of 4 KiB may be left below {PROBE_FOLDER} in a tier; run it again"
+    findings = examine(load_named(config, SecondaryTierFactory.tier_types()))
+    failed = any(finding.level == "problem" for finding in findings)
+    if as_json:
+        answer({"findings": [asdict(finding) for finding in findings]}, ok=not failed)
+    else:
+        show(findings, make_console())
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def examine(deployment: DeploymentConfig, *, tier_s_max: float = TIER_S_MAX) -> list[Finding]:
     """Run all checks, in the order of the configuration."""
-    findings = [*_host(deployment), *_engine(deployment, environ), *config_findings(deployment)]
+    findings = [*_host(deployment), *_engine(deployment), *config_findings(deployment)]
     for index, tier in enumerate(deployment.tiers):
         findings += _in_time(f"tiers[{index}] {tier.type}", tier, tier_s_max)
     return findings
@@ -75,9 +96,8 @@ def show(findings: list[Finding], console: Console) -> None:
         console.print(printable(text), markup=False, highlight=False)
         if finding.fix:
             console.print(f"        fix: {printable(finding.fix)}", markup=False, highlight=False)
-    counts = [counted(findings, "problem")]
-    if any(finding.level == "warning" for finding in findings):
-        counts.append(counted(findings, "warning"))
+    levels = Counter(finding.level for finding in findings)
+    counts = [counted(levels[level], level) for level in ("problem", "warning") if level == "problem" or levels[level]]
     console.print(f"{', '.join(counts)} in {len(findings)} findings")
 
 
@@ -165,8 +185,8 @@ def _open_files(deployment: DeploymentConfig) -> Finding:
 # ---- the engine's process --------------------------------------------------------------------------------------------
 
 
-def _engine(deployment: DeploymentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    seed = environ.get("PYTHONHASHSEED")
+def _engine(deployment: DeploymentConfig) -> Iterator[Finding]:
+    seed = os.environ.get("PYTHONHASHSEED")
     if seed is None or seed == "random":
         yield Finding(
             "note", "engine", "hash seed",
@@ -216,7 +236,7 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
         if isinstance(tier, (FsTierConfig, NfsTierConfig)):
             yield from examine_folder(where, tier)
         if isinstance(tier, S3TierConfig):
-            yield from _bucket(where, tier)
+            yield from _bucket(where, tier, store)
         yield from examine_store(where, tier, store)
         if isinstance(tier, S3TierConfig) and not tier.read_only:
             refused = getattr(store, "checksum_refused", False)
@@ -227,14 +247,14 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
             os.rmdir(os.path.join(tier.root_dir, PROBE_FOLDER))
 
 
-def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
-    from kvtiers.tiers.stores.s3.store import S3Store
+def _bucket(where: str, tier: S3TierConfig, store: Store) -> Iterator[Finding]:
+    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
 
-    with closing(S3Store(tier.store_options())) as store:
-        try:
-            keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
-        except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
-            keeps_versions = False
+    assert isinstance(store, S3Store)
+    try:
+        keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
+    except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
+        keeps_versions = False
     yield Finding("ok", where, "bucket", f"{tier.bucket} exists, and the credentials are valid")
     if keeps_versions and not tier.read_only:
         yield Finding(

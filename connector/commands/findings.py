@@ -8,17 +8,17 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvtiers.connector.commands.places import human_bytes
+from kvtiers.connector.commands.output import human_bytes
 from kvtiers.connector.region.region_file import free_bytes
 from kvtiers.tiers.builtin import make_seal
 from kvtiers.tiers.config.deployment import DeploymentConfig
-from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
+from kvtiers.tiers.config.open_store import open_store, open_tool_store
 from kvtiers.tiers.config.tier_options import (
     ExternalTierConfig,
     FsspecTierConfig,
@@ -59,12 +59,6 @@ class Finding:
     check: str
     message: str
     fix: str = ""
-
-
-def counted(findings: Iterable[Finding], level: Level) -> str:
-    """How many findings have a level, such as "2 warnings"."""
-    count = sum(finding.level == level for finding in findings)
-    return f"{count} {level}{'' if count == 1 else 's'}"
 
 
 def shared_memory(region_bytes: int) -> Finding:
@@ -115,18 +109,21 @@ def tier_findings(where: str, tier: TierConfig | ExternalTierConfig, *, touch_mo
     for field, message, fix in tier.contradictions():
         yield Finding("warning", where, field, message, fix)
     if isinstance(tier, S3TierConfig):
-        embedded = list(_refusals(where, lambda: store_recipe(tier)))
-        yield from embedded or _refusals(where, lambda: _try_bucket(tier), tier)
+        yield from _refusals(where, lambda: _try_bucket(tier), tier)
     elif isinstance(tier, FsspecTierConfig):
         yield from _refusals(where, lambda: check_drivers(tier.url), tier, "url")
     elif isinstance(tier, StoreTierConfig):
         yield from _refusals(where, lambda: _try_store(tier), tier, "options")
     elif isinstance(tier, FsTierConfig | NfsTierConfig):
-        is_mount = isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs")
         if isinstance(tier, NfsTierConfig):
             yield from mount_options(where, tier)
-        if touch_mounts or not is_mount:
+        if touch_mounts or not is_mount(tier):
             yield from _folder(where, tier)
+
+
+def is_mount(tier: TierConfig) -> bool:
+    """Whether a tier's folder is on an NFS mount, which may hang when it is touched."""
+    return isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs")
 
 
 def keys(where: str, tier: TierConfig) -> Iterator[Finding]:
@@ -147,7 +144,7 @@ def mount_options(where: str, config: NfsTierConfig) -> Iterator[Finding]:
             yield Finding("problem" if stops else "warning", where, "mount options", finding, recommended)
     if missing := missing_mount(config.root_dir):
         yield of_text("warning", where, "root_dir", missing)
-    elif not findings and file_system_type(config.root_dir).startswith("nfs"):
+    elif not findings and is_mount(config):
         yield Finding("ok", where, "mount options", "as recommended")
 
 
@@ -200,7 +197,8 @@ def _refusals(
 def _try_bucket(tier: S3TierConfig) -> None:
     from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
 
-    with closing(S3Store(tier.store_options())) as store:
+    with closing(open_store(tier)) as store:
+        assert isinstance(store, S3Store)
         store.try_out(read_only=tier.read_only)
 
 

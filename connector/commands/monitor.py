@@ -10,13 +10,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
+import typer
+
+from kvtiers.connector.commands.options import duration_option
+from kvtiers.connector.commands.output import answer
+from kvtiers.connector.commands.places import load_deployment
 from kvtiers.tiers.config.deployment import DeploymentConfig
 from kvtiers.tiers.config.open_store import open_tool_store
 from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
@@ -69,13 +76,11 @@ class ProbeResult:
     """The result of a probe.
 
     Attributes:
-        number: counts the tier's probes, from 1 on.
         began: start by the tier's clock; distinguishes this probe from the running one.
         error: class of the error; "" if the storage answered.
         free_bytes: free bytes of the file system; None for other storage.
     """
 
-    number: int
     began: float
     took_s: float
     error: str
@@ -109,13 +114,11 @@ class WatchedTier:
         self._store: Store | None = None
         self._clock = clock
         self._now = now
-        self._probes = 0
 
     def probe(self) -> ProbeResult:
         """Ask the storage for a block that is not there."""
         began = self._clock()
         self.asking_since = began
-        self._probes += 1
         error = ""
         free_bytes = None
         try:
@@ -125,8 +128,8 @@ class WatchedTier:
             error = type(e).__name__
             if not isinstance(e, (KVTiersError, OSError)):
                 logger.exception("tier %s could not be probed", self.name)
-            self._forget()
-        self.last = ProbeResult(self._probes, began, self._clock() - began, error, free_bytes)
+            self.close()
+        self.last = ProbeResult(began, self._clock() - began, error, free_bytes)
         self.asking_since = None
         return self.last
 
@@ -153,7 +156,10 @@ class WatchedTier:
 
     def close(self) -> None:
         """Release the store."""
-        self._forget()
+        store, self._store = self._store, None
+        if store is not None:
+            with contextlib.suppress(Exception):  # after an error, closing may fail, too
+                store.close()
 
     def _ask(self, store: Store) -> None:
         store.size(PROBE_KEY)
@@ -167,17 +173,11 @@ class WatchedTier:
             self._store = self._make_store(self.config)
         return self._store
 
-    def _forget(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            with contextlib.suppress(Exception):  # after an error, closing may fail, too
-                store.close()
-
 
 def _free_bytes(config: TierConfig) -> int | None:
     if not isinstance(config, (FsTierConfig, NfsTierConfig)):
         return None
-    status = os.statvfs(config.root_dir)
+    status = os.statvfs(config.root_dir)  # by its name: an open root that was removed would still be answered for
     return status.f_bavail * status.f_frsize
 
 
@@ -218,7 +218,7 @@ class StorageMonitor:
         self._clock = clock
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._published: dict[str, int] = {tier.name: 0 for tier in self._tiers}
+        self._published: dict[str, ProbeResult] = {}
         self._overdue: dict[str, float] = {}
 
     def start(self) -> None:
@@ -263,8 +263,8 @@ class StorageMonitor:
     def _publish_probe(self, tier: WatchedTier) -> None:
         metrics, name = self.metrics, tier.name
         since, last = tier.asking_since, tier.last
-        if last is not None and last.number > self._published[name]:
-            self._published[name] = last.number
+        if last is not None and last is not self._published.get(name):
+            self._published[name] = last
             is_late = last.took_s > self._probe_every_s
             if self._overdue.get(name) != last.began:  # otherwise it was already counted as a timeout
                 metrics.inc("kvtiers_storage_probes_total", name, last.error or ("timeout" if is_late else "ok"))
@@ -297,25 +297,30 @@ class StorageMonitor:
 
 
 def serve_metrics(
-    deployment: DeploymentConfig,
-    *,
-    port: int,
-    address: str,
-    probe_every_s: float,
-    scan_every_s: float,
-    stop: threading.Event,
-    started: Callable[[str], None],
-) -> None:
-    """Serve the storage's metrics until ``stop`` is set.
+    config: Annotated[
+        str,
+        typer.Argument(help="YAML file of the deployment, or only a folder or URL with blocks.", show_default=False),
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free port.")] = 9471,
+    address: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
+    probe_every: Annotated[str, typer.Option(help="Time between probes of each tier, 100ms or more.")] = "15s",
+    scan_every: Annotated[str, typer.Option(help="Time between scans, which list every block; 0: never.")] = "1h",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the URL as JSON when the server is ready.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Serve Prometheus metrics of the tiers' storage, without an engine: availability, latency, usage.
 
-    Args:
-        started: called with the URL once the server listens.
-
-    Raises:
-        ConfigError: this process can see no tier's storage, prometheus_client is missing, or the address or port
-            cannot be used.
+    For hits, circuits and verify failures, which only the engines count, set metrics.port in the configuration.
+    Ends with exit code 0 on Ctrl-C and SIGTERM.
     """
-    from kvtiers.tiers.exporter import MetricsServer
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    deployment = load_deployment(config)
+    probe_every_s = duration_option("--probe-every", probe_every, least_s=0.1)
+    scan_every_s = duration_option("--scan-every", scan_every)
+    from kvtiers.tiers.exporter import MetricsServer  # here, because prometheus_client may be missing
 
     tiers = watched_tiers(deployment)
     if not tiers:
@@ -331,7 +336,8 @@ def serve_metrics(
         raise ConfigError(f"{address!r} is not a valid host name", field="--address") from e
     try:
         monitor.start()
-        started(server.url)
+        answer({"url": server.url}) if as_json else print(f"metrics are served on {server.url}")
+        print(end="", flush=True)
         while not stop.wait(min(PUBLISH_EVERY_S, probe_every_s / 2)):  # often enough not to miss a probe
             monitor.publish()
     finally:

@@ -1,7 +1,8 @@
-"""Arguments and options that several commands share. ``group`` adds those of every command."""
+"""Arguments and options that several commands share. ``cli`` adds those of every command."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +17,9 @@ Config = Annotated[
         show_default=False,
     ),
 ]
+YamlFile = Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)]
 TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

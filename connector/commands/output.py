@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,8 +17,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.prompt import Confirm
 
 from kvtiers import __version__
-from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED, session
+from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.errors import ConfigError, StoreError, printable, printable_lines
+
+if TYPE_CHECKING:
+    from kvtiers.connector.commands.places import Place
 
 QUIET_S = 2.0  # faster work shows no progress
 TICK_S = 0.2
@@ -123,24 +126,25 @@ def cell(text: str) -> str:
 
 def note(text: str) -> None:
     """Print a remark to standard error, unless ``--quiet``. It is not an error."""
-    if not session().is_quiet:
+    if session().verbosity >= 0:
         _to_stderr(text)
 
 
-def complain(command: str, text: str) -> None:
+def complain(text: str) -> None:
     """Print an error to standard error, on one line even if the terminal is narrow. It also appears in the JSON."""
-    session().errors.append(printable_lines(text))
-    _to_stderr(f"kvtiers {command}: {printable_lines(text)}" if command else f"kvtiers: {printable_lines(text)}")
+    current = session()
+    current.errors.append(printable_lines(text))
+    _to_stderr(f"kvtiers {current.command}: {text}" if current.command else f"kvtiers: {text}")
 
 
 def _to_stderr(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(printable_lines(text), markup=False, highlight=False)
 
 
-def refuse(command: str, text: str) -> typer.Exit:
+def refuse(text: str) -> typer.Exit:
     """Print an error for bad input, and return the exception for the caller to raise."""
-    complain(command, text)
-    return typer.Exit(EXIT_BAD_INPUT)
+    complain(text)
+    return typer.Exit(ExitCode.BAD_INPUT)
 
 
 def answer(result: Mapping[str, Any] | None, *, ok: bool = True, errors: Sequence[str] = ()) -> None:
@@ -165,30 +169,27 @@ def answer(result: Mapping[str, Any] | None, *, ok: bool = True, errors: Sequenc
 class Results:
     """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers."""
 
-    def __init__(self, command: str) -> None:
-        self._command = command
-        self._failure = EXIT_FAILED
+    def __init__(self) -> None:
+        self._failure = ExitCode.FAILED
+        self._place: dict[str, Any] = {}
         self.all: list[dict[str, Any]] = []
 
-    @property
-    def last(self) -> dict[str, Any]:
-        """The last result."""
+    def add(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a result of the tier that ``of`` was given. Returns it with the tier's name and place."""
+        self.all.append({**self._place, **result})
         return self.all[-1]
 
-    def add(self, result: dict[str, Any]) -> None:
-        """Add a result."""
-        self.all.append(result)
-
     @contextmanager
-    def of(self, name: str, where: str) -> Iterator[None]:
+    def of(self, place: Place) -> Iterator[None]:
         """Context for work on a tier: a storage error becomes the tier's result."""
+        self._place = {"tier": place.name, "where": place.where}
         try:
             yield
         except (StoreError, ConfigError) as e:
-            complain(self._command, f"tier {name} at {where}: {e}")
+            complain(f"tier {place.name} at {place.where}: {e}")
             if isinstance(e, ConfigError):
-                self._failure = EXIT_BAD_INPUT
-            self.add({"tier": name, "where": where, "error": str(e)})
+                self._failure = ExitCode.BAD_INPUT
+            self.add({"error": str(e)})
 
     def end(self, *, as_json: bool = False, failed: bool = False) -> None:
         """Print all results as JSON if asked, and exit with an error if the command or a tier failed."""
@@ -199,10 +200,10 @@ class Results:
             raise typer.Exit(self._failure)
 
 
-def confirm(command: str, question: str) -> bool:
+def confirm(question: str) -> bool:
     """Ask on the terminal. Without a terminal nobody can answer, so the command is refused."""
     if sys.stdin is None or not sys.stdin.isatty():
-        raise refuse(command, "nobody can be asked, because standard input is not a terminal; give --yes")
+        raise refuse("nobody can be asked, because standard input is not a terminal; give --yes")
     return Confirm.ask(cell(question), console=Console(stderr=True), default=False)
 
 
@@ -223,6 +224,6 @@ def human_age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
-def blocks_in_words(count: int, unit: str = "block") -> str:
-    """Format a number of blocks, such as "1 block" or "2,000 blocks"."""
+def counted(count: int, unit: str = "block") -> str:
+    """Format a number of things, such as "1 block" or "2,000 blocks"."""
     return f"{count:,} {unit}{'' if count == 1 else 's'}"

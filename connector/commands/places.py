@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from kvtiers.connector.commands.output import (
-    Ticker,
-    cell,
-    complain,
-    human_age,
-    human_bytes,
-    make_console,
-    note,
-    refuse,
-    say,
-)
-from kvtiers.connector.commands.session import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.connector.commands.output import note
+from kvtiers.connector.commands.session import session
 from kvtiers.connector.prefixes.chunks import ChunkStore
 from kvtiers.connector.prefixes.limits import PrefixLimits
 from kvtiers.connector.prefixes.place import place_at, place_of_prefixes
@@ -41,13 +30,6 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.posix import store_error
 from kvtiers.tiers.tools.inventory import NAMESPACE
-
-#: The names that other command modules import from here, besides those defined below.
-__all__ = [
-    "EXIT_BAD_INPUT", "EXIT_FAILED", "Place", "PrefixPlace", "Ticker", "cell", "complain", "find_places",
-    "find_prefixes", "human_age", "human_bytes", "is_bare", "load_deployment", "make_console", "open_places", "refuse",
-    "say",
-]  # fmt: skip
 
 BARE_REGION_BYTES = 1 << 30  # of a bare folder or URL, for bench
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
@@ -89,7 +71,7 @@ class Place:
                 would belong to the command's user instead of the engine's, and the path may be a mistake.
         """
         if isinstance(self.config, FsTierConfig | NfsTierConfig):
-            _check_is_there(self.config.root_dir, "root_dir")
+            _check_is_there(self.config.root_dir)
         with closing(open_tool_store(self.config, read_only=not writes)) as store:
             yield store
 
@@ -120,16 +102,16 @@ class PrefixPlace(Place):
         return None if limits is None else limits.policy
 
 
-def _check_is_there(folder: str, name: str) -> None:
+def _check_is_there(folder: str) -> None:
     try:
         os.lstat(folder)
     except FileNotFoundError:
-        raise FolderMissingError(f"{name} {folder!r} does not exist; an engine creates it when it starts") from None
+        raise FolderMissingError(f"root_dir {folder!r} does not exist; an engine creates it when it starts") from None
     except OSError as e:
         raise store_error(e, "") from e
 
 
-def find_prefixes(config: str, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
+def find_prefixes(config: str, tier: str | None) -> list[Place]:
     """Find the prefixes of SharedStorageConnector beside the blocks of ``find_places``.
 
     Raises:
@@ -137,7 +119,7 @@ def find_prefixes(config: str, tier: str | None, tell: Callable[[str], None]) ->
     """
     found: list[Place] = []
     reasons = []
-    for place in find_places(config, tier, tell):
+    for place in find_places(config, tier):
         try:
             prefixes = place_of_prefixes(place.config)
         except ConfigError as e:
@@ -149,12 +131,12 @@ def find_prefixes(config: str, tier: str | None, tell: Callable[[str], None]) ->
     return found
 
 
-def find_places(config: str, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
+def find_places(config: str, tier: str | None, *, tells: bool = True) -> list[Place]:
     """Find the tiers of a YAML file whose storage outlives a process, or the tier that a bare folder or URL stands for.
 
     Args:
         tier: name of the only tier to return; None: all tiers.
-        tell: called with a message that names the skipped tiers, if ``tier`` is None.
+        tells: print a note that names the skipped tiers, if ``tier`` is None.
 
     Raises:
         ConfigError: the file is not accepted, there is no such tier, or commands cannot open its store.
@@ -171,8 +153,8 @@ def find_places(config: str, tier: str | None, tell: Callable[[str], None]) -> l
         if others:
             what = f"that commands can read: {', '.join(others)} is not a tier type of kvtiers"
         raise ConfigError(f"{_shown(config)} has no tier {what}", field="tiers")
-    if others and tier is None:
-        tell(f"skipped: {', '.join(others)}, which is not a tier type of kvtiers")
+    if others and tier is None and tells:
+        tell_skipped(others)
     if tier is not None:
         names = ", ".join(place.name for place in found)
         found = [place for place in found if place.name == tier]
@@ -183,27 +165,9 @@ def find_places(config: str, tier: str | None, tell: Callable[[str], None]) -> l
     return found
 
 
-def open_places(
-    command: str,
-    config: str,
-    tier: str | None,
-    find: Callable[[str, str | None, Callable[[str], None]], list[Place]] = find_places,
-    *,
-    tells: bool = True,
-) -> list[Place]:
-    """Call ``find``.
-
-    Args:
-        tells: print a message that names the skipped tiers.
-
-    Raises:
-        ConfigError: see ``find``.
-    """
-    return find(config, tier, partial(_tell, command) if tells else lambda _: None)
-
-
-def _tell(command: str, text: str) -> None:
-    note(f"kvtiers {command}: {text}")
+def tell_skipped(types: list[str]) -> None:
+    """Print a note that the command skips the tiers of these types."""
+    note(f"kvtiers {session().command}: skipped: {', '.join(types)}, which is not a tier type of kvtiers")
 
 
 def is_bare(config: str) -> bool:

@@ -10,20 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson, Config, TierName
+from kvtiers.connector.commands.options import AsJson, Config, DryRun, TierName
 from kvtiers.connector.commands.output import (
     Results,
     Ticker,
-    blocks_in_words,
     complain,
     confirm,
+    counted,
     human_bytes,
     note,
     refuse,
     say,
 )
-from kvtiers.connector.commands.places import Place, open_places
-from kvtiers.connector.commands.session import EXIT_FAILED, session
+from kvtiers.connector.commands.places import Place, find_places
+from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
 from kvtiers.tiers.tools.block_reader import read_identities
 from kvtiers.tiers.tools.inventory import Share
@@ -49,7 +49,7 @@ def rm(
         list[str] | None, typer.Option(help="Remove all namespaces of this model, such as org/name. May be repeated.")
     ] = None,
     tier: TierName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -63,20 +63,20 @@ def rm(
     """
     names, models = namespace or [], model or []
     if not names and not models:
-        raise refuse("rm", "nothing to remove: give --namespace or --model")
-    places = open_places("rm", config, tier)
+        raise refuse("nothing to remove: give --namespace or --model")
+    places = find_places(config, tier)
     kept = [place.name for place in places if place.read_only]
     if kept and not dry_run:
-        raise refuse("rm", f"{', '.join(kept)} is read_only; choose another tier with --tier")
-    results = Results("rm")
+        raise refuse(f"{', '.join(kept)} is read_only; choose another tier with --tier")
+    results = Results()
     plans = []
     for place in places:
-        with results.of(place.name, place.where):
+        with results.of(place):
             plans.append(_plan(place, names, models))
     found = {name for plan in plans for name in (*plan.blocks, *plan.models)}
     missing = [name for name in dict.fromkeys((*names, *models)) if name not in found]
     for name in missing:
-        complain("rm", f"{name} was not found in the tiers that could be listed; du shows the namespaces")
+        complain(f"{name} was not found in the tiers that could be listed; du shows the namespaces")
     if not found:
         results.end(as_json=as_json, failed=True)
     plans = [plan for plan in plans if plan.blocks]
@@ -86,16 +86,16 @@ def rm(
     if asks:
         total = _sum([share for plan in plans for share in plan.blocks.values()])
         count = sum(len(plan.blocks) for plan in plans)
-        question = f"Remove {blocks_in_words(count, 'namespace')} with {_in_words(total)}?"
-        if not confirm("rm", question):
-            complain("rm", "not confirmed: nothing was removed")
-            raise typer.Exit(EXIT_FAILED)
+        question = f"Remove {counted(count, 'namespace')} with {_in_words(total)}?"
+        if not confirm(question):
+            complain("not confirmed: nothing was removed")
+            raise typer.Exit(ExitCode.FAILED)
     for plan in plans:
-        with results.of(plan.place.name, plan.place.where):
+        with results.of(plan.place):
             removals = [] if dry_run else _remove(plan)
-            results.add(_result(plan, removals, dry_run=dry_run))
+            result = results.add({"dry_run": dry_run, "namespaces": _namespaces(plan, removals)})
             if not as_json and not dry_run:
-                _show_result(results.last)
+                _show_result(result)
             if not dry_run and getattr(plan.place.config, "max_bytes", None) is not None:
                 note(
                     f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc), "
@@ -152,7 +152,7 @@ def _remove(plan: _Plan) -> list[NamespaceRemoval]:
         Ticker(f"removing from {plan.place.name}", total.blobs, unit="blocks") as ticker,
     ):
         for name in plan.blocks:
-            done.append(NamespaceRemoval.of(store, name))
+            done.append(NamespaceRemoval(store, name))
             done[-1].run(tell)
         folders = [folder for folder in rank_folders(store) if folder.rpartition("_r")[0] in plan.blocks]
     _remove_empty(plan.place, [*folders, *plan.blocks])
@@ -167,7 +167,7 @@ def _remove_empty(place: Place, folders: list[str]) -> None:
                 os.rmdir(os.path.join(place.config.root_dir, folder))
 
 
-def _result(plan: _Plan, removals: list[NamespaceRemoval], *, dry_run: bool) -> dict[str, Any]:
+def _namespaces(plan: _Plan, removals: list[NamespaceRemoval]) -> list[dict[str, Any]]:
     by_name = {removal.namespace: removal for removal in removals}
     namespaces = []
     for name, share in plan.blocks.items():
@@ -182,12 +182,12 @@ def _result(plan: _Plan, removals: list[NamespaceRemoval], *, dry_run: bool) -> 
                 "reason": "" if removal is None else removal.error,
             }
         )
-    return {"tier": plan.place.name, "where": plan.place.where, "dry_run": dry_run, "namespaces": namespaces}
+    return namespaces
 
 
 def _show_plan(plan: _Plan, *, dry_run: bool, to_stderr: bool) -> None:
     would = "would be removed" if dry_run else "to be removed"
-    lines = [f"{plan.place.name} at {plan.place.where}: {would}: {blocks_in_words(len(plan.blocks), 'namespace')}"]
+    lines = [f"{plan.place.name} at {plan.place.where}: {would}: {counted(len(plan.blocks), 'namespace')}"]
     lines += [f"  {name}: {_in_words(share)}" for name, share in plan.blocks.items()]
     for line in lines:
         say(line, to_stderr=to_stderr)
@@ -198,11 +198,11 @@ def _show_result(result: dict[str, Any]) -> None:
     say(f"{result['tier']} at {result['where']}: removed {_in_words(gone)}")
     for one in result["namespaces"]:
         if one["failed"]:
-            files = blocks_in_words(one["failed"], "file")
+            files = counted(one["failed"], "file")
             say(f"  {one['namespace']}: could not be removed: {files} ({one['reason']})")
         if one["written"]:
             say(
-                f"  {one['namespace']}: {blocks_in_words(one['written'])} written meanwhile stay: an engine uses this "
+                f"  {one['namespace']}: {counted(one['written'])} written meanwhile stay: an engine uses this "
                 "namespace; stop it, and run the same command again"
             )
     if not all(one["written"] for one in result["namespaces"]):
@@ -218,4 +218,4 @@ def _sum(shares: Iterable[Share]) -> Share:
 
 
 def _in_words(share: Share) -> str:
-    return f"{blocks_in_words(share.blobs)}, {human_bytes(share.bytes)}"
+    return f"{counted(share.blobs)}, {human_bytes(share.bytes)}"

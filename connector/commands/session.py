@@ -1,4 +1,4 @@
-"""One run of the command line: its common options, its exit code, and what it says if it ends early.
+"""One run of the command line: its common options, its exit code, and how it ends early.
 
 Imports only the standard library, so that ``kvtiers --version`` and ``--help`` start quickly.
 """
@@ -6,7 +6,9 @@ Imports only the standard library, so that ``kvtiers --version`` and ``--help`` 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -40,7 +42,6 @@ EXIT_CODES: Mapping[ExitCode, str] = {
     ExitCode.BROKEN_PIPE: "the program that read the output has ended, such as `head`",
     ExitCode.TERMINATED: "ended by SIGTERM",
 }
-EXIT_FAILED, EXIT_BAD_INPUT = ExitCode.FAILED, ExitCode.BAD_INPUT
 
 _LEVELS = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
 
@@ -76,11 +77,6 @@ class Session:
         self.log_level = options["log_level"] or self.log_level
         if self.log_level is not None or self.verbosity:
             _LOGGER.setLevel(self._level())
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether notes and totals are left out."""
-        return self.verbosity < 0
 
     def _level(self) -> int:
         if self.log_level is not None:
@@ -121,3 +117,28 @@ class _LogLines(logging.Handler):
             print(f"kvtiers: {record.levelname.lower()}: {self.format(record)}", file=sys.stderr)
         except (OSError, ValueError):  # standard error is closed
             pass
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGHUP (a lost connection), so that temporary files are removed.
+
+    SIGHUP stays ignored under nohup. Outside the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def end(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # a second signal would interrupt the clean-up
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

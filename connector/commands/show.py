@@ -12,7 +12,7 @@ import typer
 
 from kvtiers.connector.commands.options import AsJson, TierName
 from kvtiers.connector.commands.output import Results, Ticker, complain, human_age, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import CONFIG_VARIABLE
 from kvtiers.connector.commands.storage import utc
 from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in
@@ -47,17 +47,17 @@ def show(
     Exits with 1 if no tier has it, or if a block is bad or cannot be read.
     """
     config, name = _arguments(what)
-    results = Results("show")
-    for place in open_places("show", config, tier):
-        with results.of(place.name, place.where), place.open() as store:
+    results = Results()
+    for place in find_places(config, tier):
+        with results.of(place), place.open() as store:
             found = _describe(place, store, name)
-            results.add({"tier": place.name, "where": place.where, "found": found})
+            results.add({"found": found})
             if not as_json:
                 for one in found:
                     _show(place, one)
     found = [one for result in results.all for one in result.get("found", ())]
     if not found:
-        complain("show", f"no tier has {name!r}; du shows the namespaces, ls the blocks")
+        complain(f"no tier has {name!r}; du shows the namespaces, ls the blocks")
     results.end(
         as_json=as_json, failed=not found or any(one.get("verdict") in ("bad", "not readable") for one in found)
     )
@@ -68,7 +68,7 @@ def _arguments(what: list[str]) -> tuple[str, str]:
     if len(what) == 1 and default:
         return default, what[0]
     if len(what) != 2:
-        raise refuse("show", f"give a configuration and one name; or one name, with ${CONFIG_VARIABLE} set")
+        raise refuse(f"give a configuration and one name; or one name, with ${CONFIG_VARIABLE} set")
     return what[0], what[1]
 
 
@@ -82,7 +82,6 @@ def _describe(place: Place, store: Store, name: str) -> list[dict[str, Any]]:
         found = _find_by_hash(store, name)
     else:
         raise refuse(
-            "show",
             f"{name!r} is not a name; accepted is a namespace (du), a block (ls), or {HASH_DIGITS_MIN} or more "
             "hexadecimal digits of a block's hash",
         )

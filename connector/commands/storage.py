@@ -7,20 +7,20 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
-from kvtiers.connector.commands.options import AsJson, Config, TierName
+from kvtiers.connector.commands.options import AsJson, Config, DryRun, TierName
 from kvtiers.connector.commands.output import (
     Results,
     Ticker,
-    blocks_in_words,
     cell,
+    counted,
     human_age,
     human_bytes,
     note,
@@ -35,7 +35,6 @@ from kvtiers.connector.commands.places import (
     find_places,
     find_prefixes,
     is_bare,
-    open_places,
 )
 from kvtiers.connector.commands.session import session
 from kvtiers.tiers.blocks.neighbors import namespaces_in
@@ -53,7 +52,6 @@ from kvtiers.tiers.tools.namespaces import differences, differences_in_words
 
 DAY_S = 86_400
 YEAR_MAX = 9999  # of ISO 8601
-DRY_RUN_GC = "Only show what would be removed."
 
 
 class SortKey(StrEnum):
@@ -70,15 +68,6 @@ _ORDERS: dict[SortKey, Callable[[tuple[KeyInfo, BlockName]], Any]] = {
     SortKey.SIZE: lambda block: (-block[0].size, block[0].key),
     SortKey.AGE: lambda block: (-block[0].mtime, block[0].key),
 }
-
-
-@runtime_checkable
-class _Expires(Protocol):
-    """A store whose storage can expire blobs by itself: ``tiers.stores.s3.store.S3Store``."""
-
-    def folders(self) -> list[str]: ...
-
-    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool: ...
 
 
 def ls(
@@ -101,10 +90,10 @@ def ls(
 
     Without --sort, any number of blocks is listed as a stream: memory does not grow.
     """
-    results = Results("ls")
-    for place in open_places("ls", config, tier):
+    results = Results()
+    for place in find_places(config, tier):
         total = Share()
-        with results.of(place.name, place.where), place.open() as store:
+        with results.of(place), place.open() as store:
             for info, name in _in_order(place, list_blocks(store, prefix), sort, limit):
                 total.add(info.size)
                 if as_json:
@@ -113,9 +102,9 @@ def ls(
                     print(json.dumps(line))
                 else:
                     print(f"{info.size:>12} {utc(info.mtime)} {place.name} {printable(info.key)}")
-            results.add({"tier": place.name, "where": place.where, **asdict(total)})
+            results.add(asdict(total))
             if not as_json:
-                note(f"{place.name} at {place.where}: {blocks_in_words(total.blobs)}, {human_bytes(total.bytes)}")
+                note(f"{place.name} at {place.where}: {counted(total.blobs)}, {human_bytes(total.bytes)}")
     results.end(as_json=as_json)
 
 
@@ -127,8 +116,8 @@ def _in_order(
         return
     order = _ORDERS[sort]
     with Ticker(f"listing {place.name}", unit="blocks") as ticker:
-        counted = ticker.each(blocks)
-        found = sorted(counted, key=order) if limit is None else heapq.nsmallest(limit, counted, key=order)
+        blocks = ticker.each(blocks)
+        found = sorted(blocks, key=order) if limit is None else heapq.nsmallest(limit, blocks, key=order)
     yield from found
 
 
@@ -137,34 +126,33 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
 
     Namespaces of one model are told apart by the options in which they differ.
     """
-    results = Results("du")
-    for place in open_places("du", config, tier):
+    results = Results()
+    for place in find_places(config, tier):
         inventory = Inventory()
         started_at = time.monotonic()
         now = time.time()
-        with results.of(place.name, place.where):
+        with results.of(place):
             with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
                 for info in ticker.each(store.keys()):
                     inventory.add(info, now)
                 used = used_bytes(store)
                 namespaces, _ = namespaces_in(store)
             limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
-            result = _du_result(place, inventory, used, limit, time.monotonic() - started_at)
-            result["namespaces"] = differences(namespaces)
-            results.add(result)
+            took_s = time.monotonic() - started_at
+            result = results.add(_du_result(inventory, used, limit, took_s) | {"namespaces": differences(namespaces)})
             if not as_json:
                 _show_du(result)
     done = [result for result in results.all if "error" not in result]
     if not as_json and len(done) > 1:
         blobs, size = (sum(result["blocks"][name] for result in done) for name in ("blobs", "bytes"))
-        say(f"total of {len(done)} tiers: {blocks_in_words(blobs)}, {human_bytes(size)}")
+        say(f"total of {len(done)} tiers: {counted(blobs)}, {human_bytes(size)}")
     results.end(as_json=as_json)
 
 
 def gc(
     config: Config,
     tier: TierName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_GC)] = False,
+    dry_run: DryRun = False,
     max_bytes: Annotated[
         str | None, typer.Option(help="The limit of a bare folder or URL, such as 200GiB. A YAML file has its own.")
     ] = None,
@@ -187,17 +175,16 @@ def gc(
     """Remove blocks past their ttl and, above gc_high x max_bytes, the least recently used blocks."""
     if prefixes and lifecycle:
         raise typer.BadParameter("applies only to blocks and excludes --prefixes", param_hint="--lifecycle")
-    places = open_places("gc", config, tier, find_prefixes if prefixes else find_places)
+    places = find_prefixes(config, tier) if prefixes else find_places(config, tier)
     places = _with_bounds(config, places, max_bytes, ttl)
     if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
-        raise refuse("gc", "--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
+        raise refuse("--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
     if not dry_run:
         session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
-    results = Results("gc")
+    results = Results()
     for place in places:
-        with results.of(place.name, place.where):
-            result = {"tier": place.name, "where": place.where, **_collect(place, dry_run=dry_run)}
-            results.add(result)
+        with results.of(place):
+            result = results.add(_collect(place, dry_run=dry_run))
             if not as_json:
                 _show_gc(result, "chunk" if prefixes else "block")
             if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
@@ -271,9 +258,11 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
 
     Returns the new rules.
     """
+    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
+
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:
-        assert isinstance(store, _Expires)
+        assert isinstance(store, S3Store)
         versions = store.expire_after(days, block_beginnings(store.folders()))
     return {"expire_after_days": days, "expire_versions": versions}
 
@@ -295,16 +284,12 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
     return report
 
 
-def _du_result(
-    place: Place, inventory: Inventory, used: int | None, limit: int | None, seconds: float
-) -> dict[str, Any]:
+def _du_result(inventory: Inventory, used: int | None, limit: int | None, seconds: float) -> dict[str, Any]:
     groups = [
         {"namespace": namespace, "rank": rank, "group": group, **asdict(share)}
         for (namespace, rank, group), share in sorted(inventory.blocks.items())
     ]
     return {
-        "tier": place.name,
-        "where": place.where,
         "blocks": asdict(inventory.total),
         "groups": groups,
         "ages": {name: asdict(share) for name, share in inventory.ages.items()},
@@ -323,7 +308,7 @@ def _show_du(result: dict[str, Any]) -> None:
         known = "not accounted yet" if used is None else f"{human_bytes(used)} accounted"
         stored = blocks["bytes"] + result["other"]["bytes"]
         bound = f", {stored / limit:.0%} of max_bytes {human_bytes(limit)} ({known})"
-    what = blocks_in_words(blocks["blobs"])
+    what = counted(blocks["blobs"])
     say(f"{result['tier']} at {result['where']}: {what}, {human_bytes(blocks['bytes'])}{bound}")
     apart = result["namespaces"]
     differs = any(apart.get(group["namespace"]) for group in result["groups"])
@@ -340,7 +325,7 @@ def _show_du(result: dict[str, Any]) -> None:
     for age, share in result["ages"].items():
         label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")
         if share["blobs"]:
-            say(f"  {label}: {blocks_in_words(share['blobs'])}, {human_bytes(share['bytes'])}")
+            say(f"  {label}: {counted(share['blobs'])}, {human_bytes(share['bytes'])}")
         lower = age
     other = result["other"]
     if other["blobs"]:
@@ -364,13 +349,13 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
         return
     verb = "would be removed" if result["dry_run"] else "removed"
     took = human_age(result["seconds"]) if result["seconds"] >= 1 else "less than 1s"
-    say(f"{place}: {blocks_in_words(result['blobs'], 'blob')}, {human_bytes(result['bytes'])}, listed in {took}")
+    say(f"{place}: {counted(result['blobs'], 'blob')}, {human_bytes(result['bytes'])}, listed in {took}")
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
-        say(f"  {verb} by {reason}: {blocks_in_words(count, unit)}, {size}")
+        say(f"  {verb} by {reason}: {counted(count, unit)}, {size}")
     if result["gave_up"]:
         say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:
-        say(f"  could not be removed: {blocks_in_words(result['kept_by_error'], unit)}")
+        say(f"  could not be removed: {counted(result['kept_by_error'], unit)}")
     if result["own_bytes"]:
         say(f"  quarantined and partly written: {human_bytes(result['own_bytes'])}")

@@ -6,18 +6,17 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvtiers.connector.commands.options import AsJson, Config, TierName
-from kvtiers.connector.commands.output import Results, Ticker, blocks_in_words, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, open_places
+from kvtiers.connector.commands.output import Results, Ticker, counted, human_bytes, refuse, say
+from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import session
 from kvtiers.tiers.config.open_store import tool_recipe
 from kvtiers.tiers.errors import ConfigError, public_url
@@ -59,21 +58,21 @@ def verify(
 ) -> None:
     """Check the seals of all stored blocks: that each block matches its name, and is complete and unchanged."""
     chosen = _parse_subset(subset, seed)
-    places = open_places("verify", config, tier)
+    places = find_places(config, tier)
     kept = [place.name for place in places if place.read_only]
     if repair and not dry_run and kept:
-        raise refuse("verify", f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
+        raise refuse(f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
     if dry_run and not repair:
-        raise refuse("verify", "--dry-run: without --repair nothing is changed; give both, or neither")
+        raise refuse("--dry-run: without --repair nothing is changed; give both, or neither")
     ours = state is not None and _check_state(state)
     work = _Work(chosen, repair and not dry_run, state, workers or len(os.sched_getaffinity(0)))
     session().if_interrupted = lambda: _how_to_continue(work)
-    results = Results("verify")
+    results = Results()
     for place in places:
-        with results.of(place.name, place.where):
-            results.add({**_verify_place(place, work), "dry_run": dry_run})
+        with results.of(place):
+            result = results.add({**_verify_place(place, work), "dry_run": dry_run})
             if not as_json:
-                _show(results.last)
+                _show(result)
     checked = [result for result in results.all if "error" not in result]
     if state is not None and checked == results.all:  # all is done
         state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
@@ -116,7 +115,7 @@ def _parse_subset(text: str | None, seed: int) -> Subset:
 
 
 def _how_to_continue(work: _Work) -> str:
-    done = f"{blocks_in_words(work.n_blocks)} checked"
+    done = f"{counted(work.n_blocks)} checked"
     if work.repair:
         done += ", bad blocks among them moved aside"
     if work.state is None:
@@ -140,9 +139,9 @@ def _check_state(path: Path) -> bool:
         path.open("a").close()
         text = path.read_text()
     except (OSError, ValueError) as e:
-        raise refuse("verify", f"--state {path} cannot be used: {e}") from e
+        raise refuse(f"--state {path} cannot be used: {e}") from e
     if not STATE_BEGINS.startswith(text[: len(STATE_BEGINS)]):
-        raise refuse("verify", f"--state {path} is not a state file of verify; name another file")
+        raise refuse(f"--state {path} is not a state file of verify; name another file")
     return not was_there or text.startswith(STATE_BEGINS)
 
 
@@ -177,8 +176,6 @@ def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
     total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
     now_bytes = total.bytes - sum(result.bytes for result in done.values())
     return {
-        "tier": place.name,
-        "where": place.where,
         **{name: value for name, value in asdict(total).items() if name != "unit"},
         "subset": subset.share,
         "moves_aside": moves_aside,
@@ -188,35 +185,11 @@ def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
     }
 
 
-class _Remember:
-    """Appends each result to a state file as one line.
-
-    Args:
-        file: must be unbuffered: after a failed write, closing a buffered file would fail again.
-    """
-
-    def __init__(self, file: FileIO | None, place: str) -> None:
-        self._file = file
-        self._place = place
-
-    def __call__(self, result: UnitResult) -> None:
-        self.end_line(json.dumps({"place": self._place, "result": asdict(result)}))
-
-    def end_line(self, text: str = "") -> None:
-        """Append the rest of a line."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(f"{text}\n".encode())
-        except OSError as e:
-            raise refuse("verify", f"--state {self._file.name} cannot be written: {e.strerror}") from e
-
-
 @contextmanager
-def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitResult], _Remember]]:
-    """Yield a place's earlier results, and a function that appends new ones. Incomplete lines are skipped."""
+def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitResult], Callable[[UnitResult], None]]]:
+    """Yield a place's earlier results, and a function that appends a new one as a line. Skips incomplete lines."""
     if path is None:
-        yield {}, _Remember(None, place)
+        yield {}, lambda _: None
         return
     done = {}
     text = path.read_text() if path.exists() else ""
@@ -228,35 +201,42 @@ def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitR
                 done[result.unit] = result
         except (ValueError, KeyError, TypeError):
             continue
+    # Unbuffered, because after a failed write, closing a buffered file would fail again.
     with path.open("ab", buffering=0) as file:
-        remember = _Remember(file, place)
+
+        def end_line(text: str) -> None:
+            try:
+                file.write(f"{text}\n".encode())
+            except OSError as e:
+                raise refuse(f"--state {path} cannot be written: {e.strerror}") from e
+
         if text and not text.endswith("\n"):
-            remember.end_line()
-        yield done, remember
+            end_line("")
+        yield done, lambda result: end_line(json.dumps({"place": place, "result": asdict(result)}))
 
 
 def _show(result: dict[str, Any]) -> None:
     resumed = f", {result['resumed_units']} parts in an earlier run" if result["resumed_units"] else ""
     speed = f"{human_bytes(result['bytes_per_s'])}/s"
     size = human_bytes(result["bytes"])
-    what = blocks_in_words(result["blocks"])
+    what = counted(result["blocks"])
     part = "" if result["subset"] == 1 else f" (a subset of {result['subset'] * 100:.4g}%)"
     say(f"{result['tier']} at {result['where']}: {what}, {size} checked{part} at {speed}{resumed}")
     for reason, count in Counter(reason for _, reason in result["bad"]).items():
-        say(f"  bad ({reason}): {blocks_in_words(count)}")
+        say(f"  bad ({reason}): {counted(count)}")
     for key, reason in result["bad"][:BAD_SHOWN_MAX]:
         say(f"    {key} ({reason})")
     if result["bad_count"] > BAD_SHOWN_MAX:
         say(f"    … and {result['bad_count'] - BAD_SHOWN_MAX:,} more; --json names them")
     moved = "moved aside" if result["moves_aside"] else "deleted"
     if result["quarantined"]:
-        say(f"  {moved}: {blocks_in_words(result['quarantined'])}")
+        say(f"  {moved}: {counted(result['quarantined'])}")
     if result["dry_run"] and (would := result["bad_count"] - result["kept"]):
-        say(f"  would be {moved}: {blocks_in_words(would)}")
+        say(f"  would be {moved}: {counted(would)}")
     if result["foreign"]:
-        say(f"  from a newer version or without a seal, not verified: {blocks_in_words(result['foreign'])}")
+        say(f"  from a newer version or without a seal, not verified: {counted(result['foreign'])}")
     if result["errors"]:
-        say(f"  could not be read: {blocks_in_words(result['errors'])}")
+        say(f"  could not be read: {counted(result['errors'])}")
     if not result["bad_count"] and not result["errors"]:
         if not result["blocks"]:
             say("  there are no blocks to verify")

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 from kvtiers.tiers.errors import ConfigError
 
@@ -35,10 +36,12 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
             server = cleanup.enter_context(moto_server())
         except ImportError as e:
             raise ConfigError("needs moto: pip install 'kvtiers[demo]'", field="embedded") from e
-        import boto3
 
-        _set_environment({**server.environment, **dict.fromkeys(PROFILE_VARIABLES), **_no_proxy()}, cleanup)
-        client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name="us-east-1")
+        # Restores the environment as it was, with what is removed below.
+        cleanup.enter_context(mock.patch.dict(os.environ, {**server.environment, **_no_proxy()}))
+        for name in PROFILE_VARIABLES:
+            os.environ.pop(name, None)
+        client = server.client()
         for tier in embedded:
             client.create_bucket(Bucket=tier["bucket"])
             tier["endpoint_url"] = server.endpoint_url
@@ -50,15 +53,3 @@ def _no_proxy() -> dict[str, str]:
     hosts = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
     before = hosts["no_proxy"] or hosts["NO_PROXY"]
     return {name: ",".join(filter(None, (own or before, SERVER_HOST))) for name, own in hosts.items()}
-
-
-def _set_environment(values: Mapping[str, str | None], cleanup: contextlib.ExitStack) -> None:
-    """Set variables, or unset them where the value is None, until ``cleanup``."""
-    for name, value in values.items():
-        before = os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-        if before is None:
-            cleanup.callback(os.environ.pop, name, None)
-        else:
-            cleanup.callback(os.environ.__setitem__, name, before)

@@ -61,7 +61,6 @@ class LoadedModel:
         module: the transformers model, in evaluation mode.
         tokenizer: the transformers tokenizer.
         stop_token_ids: tokens that end an answer.
-        size_bytes: size of the weights.
     """
 
     name: str
@@ -69,7 +68,11 @@ class LoadedModel:
     module: Any
     tokenizer: Any
     stop_token_ids: frozenset[int]
-    size_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the weights."""
+        return int(self.module.get_memory_footprint(return_buffers=False))
 
     @property
     def device(self) -> torch.device:
@@ -169,7 +172,6 @@ def load_model(source: ModelSource, stage: Stage = lambda _: None) -> LoadedMode
         module=module,
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(module),
-        size_bytes=_size_bytes(module),
     )
 
 
@@ -184,9 +186,7 @@ def _load_gguf(source: ModelSource, sha256: str | None, stage: Stage) -> tuple[A
         cache = None
         stage("checking the cache of weights")
         try:
-            unlocked = WeightsCache(cache_root())
-            lock.enter_context(unlocked.locked())
-            cache = unlocked
+            cache = lock.enter_context(WeightsCache.locked(cache_root()))
         except OSError as e:
             logger.warning("the cache of converted weights cannot be used: %s", e)
         if cache is not None and (folder := cache.find(origin)) is not None:
@@ -217,7 +217,7 @@ def _keep(cache: WeightsCache, origin: Source, tokenizer: Any, module: Any) -> N
         module.save_pretrained(folder)
 
     try:
-        cache.store(origin, _size_bytes(module), save)
+        cache.store(origin, module.get_memory_footprint(return_buffers=False), save)
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as e:
         logger.warning("the converted weights are not kept; the next process will convert them again: %s", e)
 
@@ -241,10 +241,6 @@ def _pretrained(source: ModelSource, stage: Stage) -> tuple[Any, Any]:
         reason = str(e).strip().partition("\n")[0]
         raise ConfigError(f"{source.path!r} cannot be loaded: {reason}", field="--model") from e
     return tokenizer, module
-
-
-def _size_bytes(module: Any) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def _stop_token_ids(module: Any) -> frozenset[int]:

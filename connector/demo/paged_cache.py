@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvtiers.connector.base import CanonicalKVCaches
 from kvtiers.connector.transfer.canonical import canonicalize_kv_caches
@@ -87,6 +87,7 @@ class PagedKVCache:
     Attributes:
         tensors: per layer (num_blocks, 2, block_size, kv_heads, head_dim), contiguous; index 0 of the second dimension
             holds keys, 1 values.
+        block_ids: all blocks, in the order in which a request uses them.
     """
 
     def __init__(self, layout: KVLayout, *, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -99,7 +100,7 @@ class PagedKVCache:
         self.tensors = [torch.empty(shape, dtype=layout.dtype, device=device).zero_() for _ in range(layout.num_layers)]
         # A layer's blocks are copied here, in order, for attention. All layers share it; it has one layer's size.
         self.workspace = torch.empty_like(self.tensors[0]).zero_()
-        self._free = list(reversed(range(num_blocks)))
+        self.block_ids = list(range(num_blocks))
 
     @property
     def block_bytes(self) -> int:
@@ -123,16 +124,6 @@ class PagedKVCache:
             dict(zip(names, self.tensors, strict=True)), [names], self.num_blocks, block_dims=dict.fromkeys(names, 0)
         )
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` free blocks and return their ids, or None if there are not enough."""
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Return blocks to the free blocks."""
-        self._free += reversed(block_ids)
-
 
 class RequestCache(Cache):
     """One request's view of the paged memory, with the interface that transformers expects.
@@ -143,9 +134,7 @@ class RequestCache(Cache):
         on_layer: called with a layer's index when its keys and values are written.
     """
 
-    def __init__(
-        self, memory: PagedKVCache, block_ids: Sequence[int], on_layer: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, memory: PagedKVCache, block_ids: Sequence[int], on_layer: Callable[[int], None]) -> None:
         self.memory = memory
         self.on_layer = on_layer
         self.block_ids = torch.tensor(block_ids, device=memory.device)
@@ -165,10 +154,8 @@ class RequestCache(Cache):
         self.rows = torch.cat((blocks * 2, blocks * 2 + 1))
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _PagedLayer(DynamicLayer):
     """One layer of a RequestCache."""
-
-    is_sliding = False
 
     def __init__(self, owner: RequestCache, layer_idx: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -199,17 +186,6 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         both = ordered.view(2, -1, *tensor.shape[3:])[:, :length].transpose(1, 2)
         return both[:1], both[1:]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the memory already exists."""
-
     def get_seq_length(self) -> int:
         """Return the number of tokens whose KV is in the blocks, without the tokens of the running forward."""
         return self._owner.num_computed
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of the keys that ``update`` returns."""
-        return self._owner.num_computed + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return the capacity of the request's blocks, in tokens."""
-        return len(self._owner.block_ids) * self._owner.memory.block_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,15 +100,6 @@ class ProcessFigures:
     kv_bytes: int
     region_bytes: int
     last_warning: str = ""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ProcessFigures:
-        """The inverse of ``dataclasses.asdict``, through JSON."""
-        fields = dict(data)
-        for name in ("answer", "edited", "edited_cold"):
-            if fields[name] is not None:
-                fields[name] = Answer(**fields[name] | {"token_ids": tuple(fields[name]["token_ids"])})
-        return cls(**fields | {"hops": tuple(Hop(**hop) for hop in fields["hops"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,22 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import queue
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtiers.connector.commands.signals import exit_on_signals
+from kvtiers.connector.commands.session import exit_on_signals
 from kvtiers.connector.demo.embedded_s3 import start_embedded_s3
 from kvtiers.connector.demo.model import check_extra, find_model
 from kvtiers.connector.demo.report import DemoReport, ProcessFigures
@@ -108,21 +109,14 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
             cold = _run_worker(task | {"is_warm": False}, bars, "cold")
             warm = _run_worker(task | {"is_warm": True, "deployment": elsewhere}, bars, "warm")
     report = DemoReport(model.name, cold, warm, _public(deployment) | {"block_size": options.block_size})
-    unwritten = _write_json(report, options.json_file)
-    report.print(console)
-    if unwritten is not None:
-        raise ConfigError(f"{options.json_file} cannot be written: {unwritten.strerror}", field="--json") from unwritten
-    return 1 if report.problem else 0
-
-
-def _write_json(report: DemoReport, path: Path | None) -> OSError | None:
-    """Write the figures before they are printed: if printing fails, the run is not lost. Returns the error, if any."""
     try:
-        if path is not None:
-            report.write_json(path)
+        if options.json_file is not None:
+            report.write_json(options.json_file)
     except OSError as e:
-        return e
-    return None
+        raise ConfigError(f"{options.json_file} cannot be written: {e.strerror}", field="--json") from e
+    finally:
+        report.print(console)  # whichever of the two fails, the run is not lost
+    return 1 if report.problem else 0
 
 
 def _check_json_file(path: Path | None) -> None:
@@ -190,20 +184,23 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
         ConfigError: the process rejected its input.
         KVTiersError: the process died, or reported nothing for too long.
     """
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvtiers.connector.demo.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=_environment(task["model"]["is_local"]),
-        )
+    output, theirs = socket.socketpair()  # not a pipe: a socket has a timeout
+    with tempfile.TemporaryFile() as errors, output:
+        started_s = time.monotonic()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvtiers.connector.demo.worker"],
+                stdin=subprocess.PIPE,
+                stdout=theirs.fileno(),
+                stderr=errors,
+                env=_environment(task["model"]["is_local"]),
+            )
         try:
             bars.show(name, "starting a fresh process", 0, 0)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # if it died already, its output says why
-                process.stdin.write(json.dumps(task).encode())
-            for event in _events(process):
+                process.stdin.write(json.dumps(task | {"started_s": started_s}).encode())
+            for event in _events(output):
                 match event["event"]:
                     case "progress":
                         bars.show(name, event["stage"], event["done"], event["total"])
@@ -211,7 +208,7 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
                         raise ConfigError(event["message"])
                     case "result":
                         bars.finish()
-                        return ProcessFigures.from_json(event["figures"])
+                        return TypeAdapter(ProcessFigures).validate_python(event["figures"])
             code = _wait(process)
             errors.seek(0)
             tail = errors.read().decode(errors="replace").splitlines()[-STDERR_LINES_SHOWN:]
@@ -231,31 +228,18 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the process's events until it closes its output.
+def _events(output: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield a process's events until it closes its output.
 
     Raises:
         KVTiersError: the process reported nothing for too long.
     """
-    lines: queue.Queue[bytes] = queue.Queue()
-    assert process.stdout is not None
-    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=SILENCE_S_MAX)
-        except queue.Empty:
-            raise KVTiersError(f"the process reported nothing for {SILENCE_S_MAX:g} s and was killed") from None
-        if not line:
-            return
-        event: dict[str, Any] = json.loads(line)
-        yield event
-
-
-def _pump(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put(b"")
+    output.settimeout(SILENCE_S_MAX)
+    try:
+        with output.makefile("rb") as lines:
+            yield from map(json.loads, lines)
+    except TimeoutError:
+        raise KVTiersError(f"the process reported nothing for {SILENCE_S_MAX:g} s and was killed") from None
 
 
 def _environment(offline: bool) -> dict[str, str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -34,7 +35,6 @@ MANIFEST = "manifest.json"
 NEW_PREFIX = "new-"
 CACHE_NAME = "kvtiers-models"
 MANIFEST_BYTES_MAX = 1 << 20
-READ_BYTES = 1 << 20
 FREE_BYTES_MIN = 1 << 30  # left free on the cache's disk, or the conversion is not kept
 
 
@@ -53,39 +53,40 @@ class Source:
 
 
 class WeightsCache:
-    """Converted models in one folder.
-
-    Processes: any number at once. ``locked`` lets one at a time in; the kernel frees the lock of a killed process.
+    """Converted models in one folder. Use it inside ``locked``.
 
     Args:
-        root: the cache's folder; made on first use.
+        root: the cache's folder.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
+    @classmethod
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the cache's lock. Another process waits here before its own conversion or load.
+    def locked(cls, root: Path) -> Iterator[WeightsCache]:
+        """Make the cache's folder on its first use, and hold its lock.
+
+        Another process waits here before its own conversion or load. The kernel frees the lock of a killed process.
 
         Raises:
-            OSError: the cache's folder cannot be made, opened or locked.
+            OSError: the folder cannot be made, opened or locked.
         """
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            yield cls(root)
         finally:
             os.close(descriptor)
 
     def find(self, source: Source) -> Path | None:
-        """Return the folder of a converted model, or None if there is no intact one. Call it under ``locked``."""
+        """Return the folder of a converted model, or None if there is no intact one."""
         folder = self._root / source.sha256
         return folder if _is_intact(folder, source) else None
 
     def store(self, source: Source, size_bytes: int, save: Callable[[Path], None]) -> None:
-        """Keep a converted model in place of whatever the cache holds. Call it under ``locked``.
+        """Keep a converted model in place of whatever the cache holds.
 
         Args:
             size_bytes: size of the converted weights.
@@ -147,12 +148,9 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
         if not entry.is_file(follow_symlinks=False):
             raise OSError(errno.EINVAL, "not a plain file", entry.path)
         if entry.name != MANIFEST:
-            size, checksum = 0, xxhash.xxh3_128()
             with open(entry.path, "rb") as f:
-                while piece := f.read(READ_BYTES):
-                    checksum.update(piece)
-                    size += len(piece)
-            files[entry.name] = {"size_bytes": size, "xxh3_128": checksum.hexdigest()}
+                checksum = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
+                files[entry.name] = {"size_bytes": f.tell(), "xxh3_128": checksum}
     return files
 
 

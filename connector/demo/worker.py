@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TextIO
 
 from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
@@ -42,6 +41,7 @@ class WorkerTask:
         is_warm: whether to look for the prompt in the tiers, and to answer an edited prompt as well.
         deployment: as in the YAML, sizes in bytes. The region may be omitted.
         block_size: tokens in one of the engine's blocks.
+        started_s: when this process was started, by the machine's monotonic clock, which all processes share.
     """
 
     is_warm: bool
@@ -51,6 +51,7 @@ class WorkerTask:
     deployment: dict[str, Any]
     max_new_tokens: int
     block_size: int
+    started_s: float
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerTask:
@@ -86,20 +87,9 @@ class Events:
 
 
 class LastWarning(logging.StreamHandler[TextIO]):
-    """Context manager that keeps the last warning or error of kvtiers. It still prints them all to standard error."""
+    """Keeps the last warning or error of kvtiers, and still prints them all to standard error."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.setLevel(logging.WARNING)
-        self.message = ""
-        self._logger = logging.getLogger("kvtiers")
-
-    def __enter__(self) -> LastWarning:
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.removeHandler(self)
+    message = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep and print a record. Any thread."""
@@ -145,7 +135,7 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
     try:
         events.progress("warming up")
         engine.warm_up()
-        start_s = age_s()
+        start_s = time.monotonic() - task.started_s  # with imports, a large part of the start
         main_answer = answer(prompt, "", load=task.is_warm, store=True)
         hops = _hops(engine, spec)
         edited_answer = edited_cold = None
@@ -194,13 +184,6 @@ def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentCo
     return TieringOffloadingSpec(config, deployment, memory.block_bytes * deployment.blocks_per_chunk)
 
 
-def age_s() -> float:
-    """Return the seconds since this process started, to 10 ms. Imports, a large part of the start, are included."""
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22: ticks since boot; the name before ")" may have spaces
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def peak_rss_bytes() -> int:
     """Return this process's largest resident memory so far (VmHWM)."""
     with open("/proc/self/status", encoding="ascii") as f:
@@ -211,9 +194,11 @@ def peak_rss_bytes() -> int:
 def main() -> int:
     """Entry point of the process; returns its exit code."""
     events = Events(own_output())
+    warning = LastWarning()
+    warning.setLevel(logging.WARNING)
+    logging.getLogger("kvtiers").addHandler(warning)
     try:
-        with LastWarning() as warning:
-            figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)
+        figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)
     except KVTiersError as e:
         events.send("error", message=str(e))
         return 2
@@ -224,7 +209,7 @@ def main() -> int:
 def _answer(engine: Engine, prompt: Sequence[int], max_new_tokens: int, *, load: bool, store: bool) -> Answer:
     """Answer a prompt and wait until its blocks are in every tier."""
     bytes_before = engine.loaded.bytes
-    request = engine.run(engine.submit(prompt, max_new_tokens=max_new_tokens, load=load, store=store))
+    request = engine.run(prompt, max_new_tokens=max_new_tokens, load=load, store=store)
     engine.drain()
     return Answer(
         num_prompt_tokens=request.num_prompt_tokens,

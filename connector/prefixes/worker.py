@@ -5,8 +5,9 @@ Loads and publications run on threads. The engine's thread starts them, polls th
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from functools import cache, partial
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 
-from kvtiers.connector.prefixes.loads import Load
 from kvtiers.connector.prefixes.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
 from kvtiers.connector.prefixes.requests import Transfer
 from kvtiers.connector.prefixes.store import PrefixStore
@@ -28,6 +28,45 @@ logger = get_logger(__name__)
 IDLE_WAIT_S = 0.001
 SAVE_BYTES_MAX = 4 << 30  # of copies that wait to be published; on CUDA torch pins such memory, and keeps it
 SAY_EVERY_S = 60.0
+
+
+class Load:
+    """A load under way. Its thread writes into the paged buffers, but never after the load was given up.
+
+    Hung storage may block a thread forever, but a request must not wait for the thread. When the thread finally reads
+    its bytes, their target blocks may belong to another request, so they must not be written.
+
+    Attributes:
+        blocks: ids of the blocks that the load fills.
+        late_at: when to give up the load, on ``time.monotonic``.
+        future: future of the loading call; set by the code that submits the call.
+    """
+
+    future: Future[None]
+
+    def __init__(self, blocks: list[int], late_at: float) -> None:
+        self.blocks = blocks
+        self.late_at = late_at
+        self._given_up = False
+        self._writing = threading.Lock()
+
+    def write(self, call: Callable[[], None]) -> None:
+        """Run ``call``, which writes the blocks. It must only touch memory: ``give_up`` waits until it has ended.
+
+        Raises:
+            KVTiersError: the load was given up.
+        """
+        with self._writing:
+            if self._given_up:
+                raise KVTiersError("the load was given up")
+            call()
+
+    def give_up(self) -> bool:
+        """Give up the load: its thread writes nothing after this call. Returns whether the load had begun."""
+        had_begun = not self.future.cancel()
+        with self._writing:
+            self._given_up = True
+        return had_begun
 
 
 class PrefixWorker:

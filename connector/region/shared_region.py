@@ -15,7 +15,6 @@ from kvtiers.connector.region.region_file import (
     allocate_anonymous,
     join_named,
     pieces,
-    reap_stale_regions,
     region_path,
     remove_name,
     show_size,
@@ -28,8 +27,6 @@ from kvtiers.tiers.stores.files.posix import occupy_standard_streams
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["RegionGeometry", "SharedOffloadRegion", "reap_stale_regions"]
 
 logger = get_logger(__name__)
 
@@ -54,7 +51,6 @@ class SharedOffloadRegion:
 
     Attributes:
         geometry: the region's shape.
-        setup_s: seconds that allocating and mapping took.
 
     Raises:
         ConfigError: an argument is not accepted; the message names it.
@@ -101,27 +97,24 @@ class SharedOffloadRegion:
         except OSError as e:
             raise RegionError(f"region {what}: {e.strerror}") from e
         _populate(self._mmap, self.geometry.size_bytes)
-        self.setup_s = clock() - started_at
         logger.info(
             "region %s: %d blocks of %d bytes (%s) ready in %.2f s",
             what,
             num_blocks,
             self.geometry.row_stride,
             show_size(self.geometry.size_bytes),
-            self.setup_s,
+            clock() - started_at,
         )
 
     @classmethod
-    def anonymous(
-        cls, num_blocks: int, cpu_page_size: int, num_workers: int = 1, rank: int | None = 0
-    ) -> SharedOffloadRegion:
-        """Create a region without a name: a memfd sealed against resizing.
+    def anonymous(cls, num_blocks: int, cpu_page_size: int) -> SharedOffloadRegion:
+        """Create a region without a name, for one worker: a memfd sealed against resizing.
 
         Raises:
             ConfigError: an argument is not accepted; the message names it.
             RegionError: too little memory.
         """
-        return cls(None, num_blocks, cpu_page_size, num_workers, rank)
+        return cls(None, num_blocks, cpu_page_size, num_workers=1, rank=0)
 
     @property
     def fd(self) -> int:

@@ -25,8 +25,8 @@ from kvtiers.connector.vllm import refusals, translate
 from kvtiers.connector.vllm.contract import implements
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.logs import log_as_vllm
-from kvtiers.connector.vllm.spec import KVTiersManager
-from kvtiers.connector.vllm_config import connector_options
+from kvtiers.connector.vllm.spec import KVTiersManager, KVTiersSpec
+from kvtiers.connector.vllm_config import connector_options, deployment_from
 from kvtiers.vllm import register
 
 
@@ -55,6 +55,20 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         """Take a worker's KV tensors. vLLM calls this after it has created all connectors of the process."""
         refusals.check_siblings()
         super().register_kv_caches(kv_caches)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Any) -> bool:
+        """Return False, because nothing is done layer by layer.
+
+        On GPUs, vLLM asks this before it loads the model. So wrong options stop it within seconds.
+
+        Raises:
+            ConfigError: as for the class.
+        """
+        options = connector_options(extra_config)
+        if options["spec_name"] == KVTiersSpec.__name__:  # for the other way, connector_options has read them
+            deployment_from(options)
+        return False
 
     @classmethod
     def build_prom_metrics(

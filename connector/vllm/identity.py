@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -21,6 +22,7 @@ from typing import Any
 
 from kvtiers.connector.model_files import value_digest
 from kvtiers.connector.vllm import versions
+from kvtiers.connector.vllm.logs import log_once
 from kvtiers.connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.plain_logs import get_logger
@@ -76,12 +78,8 @@ def readable(found: Mapping[str, Any]) -> dict[str, str]:
 def log_identity(found: Mapping[str, Any]) -> None:
     """Log the options that count, once per process."""
     if found:
-        _log_identity(", ".join(f"{name}={value}" for name, value in readable(found).items()))
-
-
-@cache
-def _log_identity(shown: str) -> None:
-    logger.info("part of the namespace, as not at its default: %s", shown)
+        shown = ", ".join(f"{name}={value}" for name, value in readable(found).items())
+        log_once(logger, logging.INFO, f"part of the namespace, as not at its default: {shown}")
 
 
 def is_ignored(owner: type, name: str) -> bool:
@@ -150,14 +148,11 @@ def _plain(value: Any, place: str) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if type(value).__module__ == "torch":  # a dtype or a device
         return str(value)
-    _say_that_the_type_counts(place, f"{type(value).__module__}.{type(value).__qualname__}")
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-@cache
-def _say_that_the_type_counts(place: str, kind: str) -> None:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if "PydanticUndefined" not in kind and kind != "dataclasses._MISSING_TYPE":  # no value: nothing is left out
-        logger.warning("%s is a %s: only its type is part of the namespace, not its value", place, kind)
+        text = f"{place} is a {kind}: only its type is part of the namespace, not its value"
+        log_once(logger, logging.WARNING, text)
+    return kind
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ vLLM's OffloadingConfig does not tell a group's kind; the KVCacheConfig that vLL
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -18,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtiers.connector.vllm import translate
-from kvtiers.connector.vllm.handed import HandedOver
 from kvtiers.tiers.errors import ConfigError
 
 # R-SWA (newer releases only) keeps a window of the generated tokens.
@@ -26,31 +26,68 @@ _RSWA = getattr(kv_cache_interface, "RSWASpec", ())
 _WINDOWS = (ChunkedLocalAttentionSpec, SlidingWindowSpec, _RSWA)
 
 
-def has_window(config: Any, kv_cache_config: Any) -> bool:
-    """Whether a group keeps only the blocks of a window.
-
-    For such a group vLLM stores a chunk whose last block exists, even if its first blocks have left the window. In
-    their place vLLM would store arbitrary bytes. With one block per chunk this cannot happen.
+def stored_layers(config: Any, kv_cache_config: Any) -> list[Any]:
+    """Return the KV cache spec of each offloaded layer.
 
     Args:
         config: vLLM's OffloadingConfig.
         kv_cache_config: vLLM's KVCacheConfig.
+
+    Raises:
+        ConfigError: vLLM does not hand over the bytes of a block in this KV cache layout, or a token's KV depends on
+            more than the tokens before it. Says what to change.
     """
-    return any(isinstance(kind, _WINDOWS) for kind in _layer_specs(config, kv_cache_config))
+    layers: list[Any] = []
+    for index, group in enumerate(config.groups):
+        # Before 0.32 all groups are offloaded. A worker has one spec per layer, the scheduler one spec per group.
+        spec = kv_cache_config.kv_cache_groups[getattr(group, "group_id", index)].kv_cache_spec
+        layers += getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec)).values()
+    layout = getattr(config, "kv_cache_layout", None)
+    if layout == "LHBNC":
+        raise ConfigError(
+            f"is {layout}, which splits a block into one piece per head, and vLLM hands over only one of the pieces: "
+            "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
+            field="kv_cache_layout",
+        )
+    if layout and layout.startswith("B") and layers and all(isinstance(layer, MambaSpec) for layer in layers):
+        raise ConfigError(
+            f"is {layout}, and this model has only Mamba states, for which vLLM hands over the wrong rows in this "
+            "layout: set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
+            field="kv_cache_layout",
+        )
+    _refuse_non_causal(layers)
+    if any(isinstance(layer, _RSWA) for layer in layers) and not config.extra_config.get("offload_prompt_only", True):
+        raise ConfigError(
+            "is false, and this model (R-SWA) sees a whole prompt, but only a window of the tokens that it generates. "
+            "KV of generated tokens would be loaded for a prompt with the same tokens; leave it out",
+            field="offload_prompt_only",
+        )
+    return layers
 
 
-def has_states(config: Any, kv_cache_config: Any) -> bool:
-    """Whether a group keeps recurrent states (Mamba, linear attention, short convolutions).
+def has_window(layers: Iterable[Any]) -> bool:
+    """Whether a layer keeps only the blocks of a window.
+
+    For its group vLLM stores a chunk whose last block exists, even if its first blocks have left the window. In
+    their place vLLM would store arbitrary bytes. With one block per chunk this cannot happen.
+
+    Args:
+        layers: from ``stored_layers``.
+    """
+    return any(isinstance(layer, _WINDOWS) for layer in layers)
+
+
+def has_states(layers: Iterable[Any]) -> bool:
+    """Whether a layer keeps recurrent states (Mamba, linear attention, short convolutions).
 
     vLLM keeps a state only at the token where a step of prefill ends. It offers that state to a connector only if a
     chunk ends at the same token. The last step of a prompt ends with the prompt's last whole block, so a chunk always
     ends there only if chunks have one block.
 
     Args:
-        config: vLLM's OffloadingConfig.
-        kv_cache_config: vLLM's KVCacheConfig.
+        layers: from ``stored_layers``.
     """
-    return any(isinstance(kind, MambaSpec) for kind in _layer_specs(config, kv_cache_config))
+    return any(isinstance(layer, MambaSpec) for layer in layers)
 
 
 def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
@@ -62,21 +99,21 @@ def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
     )
 
 
-def is_in_token_order(config: Any, handed: HandedOver) -> bool:
+def is_in_token_order(layers: Collection[Any], config: Any, vllm_config: Any) -> bool:
     """Whether the bytes of a block are in token order on every GPU, whatever block size CUDA's kernels use.
 
     This is also true of blocks that no kernel splits. A layer's spec counts the tokens of one DCP rank, ``config``
     those of all ranks; the check uses the specs.
 
     Args:
+        layers: from ``stored_layers``.
         config: vLLM's OffloadingConfig.
     """
-    specs = _layer_specs(config, handed.kv_cache_config)
-    are_small = all(spec.block_size <= translate.KERNEL_BLOCK_TOKENS for spec in specs)
-    return are_small or _is_plain_mla(config, specs, handed.vllm_config)
+    are_small = all(layer.block_size <= translate.KERNEL_BLOCK_TOKENS for layer in layers)
+    return are_small or _is_plain_mla(layers, config, vllm_config)
 
 
-def _is_plain_mla(config: Any, specs: list[Any], vllm_config: Any) -> bool:
+def _is_plain_mla(layers: Collection[Any], config: Any, vllm_config: Any) -> bool:
     """Whether all layers are MLA with one vector per token and nothing else.
 
     With one head, a kernel's block is a sequence of tokens, and all CUDA backends write tokens with the same function
@@ -87,74 +124,23 @@ def _is_plain_mla(config: Any, specs: list[Any], vllm_config: Any) -> bool:
         return False
     head_size = vllm_config.model_config.get_head_size()
     is_plain = all(
-        type(spec) is MLAAttentionSpec
-        and spec.head_size == head_size  # an indexer has another head size
-        and spec.page_size_bytes == spec.block_size * head_size * spec.dtype.itemsize
-        for spec in specs
+        type(layer) is MLAAttentionSpec
+        and layer.head_size == head_size  # an indexer has another head size
+        and layer.page_size_bytes == layer.block_size * head_size * layer.dtype.itemsize
+        for layer in layers
     )
     # The scheduler has only one layer's spec for a whole group. If the group has an indexer, the sizes do not add up.
-    return is_plain and sum(spec.page_size_bytes for spec in specs) == config.worker_kv_bytes_per_block
+    return is_plain and sum(layer.page_size_bytes for layer in layers) == config.worker_kv_bytes_per_block
 
 
-def check_layout(config: Any, kv_cache_config: Any) -> None:
-    """Refuse KV cache layouts for which vLLM does not hand over the bytes of a block.
-
-    Args:
-        config: vLLM's OffloadingConfig.
-        kv_cache_config: vLLM's KVCacheConfig.
-
-    Raises:
-        ConfigError: names the layouts that are accepted.
-    """
-    layout = getattr(config, "kv_cache_layout", None)
-    if layout == "LHBNC":
+def _refuse_non_causal(layers: Iterable[Any]) -> None:
+    """Refuse prompt tokens that see later tokens (prefix LM). vLLM then turns off its own cache, but not connectors."""
+    if any(getattr(layer, "non_causal", False) for layer in layers):
         raise ConfigError(
-            f"is {layout}, which splits a block into one piece per head, and vLLM hands over only one of the pieces: "
-            "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
-            field="kv_cache_layout",
+            "this model's attention is not causal: KV of a prompt's beginning depends on the prompt's end, so it "
+            "cannot be reused; run the model without a KV connector",
+            field="kv_connector",
         )
-    kinds = _layer_specs(config, kv_cache_config)
-    if layout and layout.startswith("B") and kinds and all(isinstance(kind, MambaSpec) for kind in kinds):
-        raise ConfigError(
-            f"is {layout}, and this model has only Mamba states, for which vLLM hands over the wrong rows in this "
-            "layout: set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
-            field="kv_cache_layout",
-        )
-
-
-def check_attention(config: Any, kv_cache_config: Any) -> None:
-    """Refuse models in which a token's KV depends on more than the tokens before it.
-
-    Args:
-        config: vLLM's OffloadingConfig.
-        kv_cache_config: vLLM's KVCacheConfig.
-
-    Raises:
-        ConfigError: says what to change.
-    """
-    kinds = _layer_specs(config, kv_cache_config)
-    if any(map(is_non_causal, kinds)):
-        raise no_prefixes()
-    if any(isinstance(kind, _RSWA) for kind in kinds) and not config.extra_config.get("offload_prompt_only", True):
-        raise ConfigError(
-            "is false, and this model (R-SWA) sees a whole prompt, but only a window of the tokens that it generates. "
-            "KV of generated tokens would be loaded for a prompt with the same tokens; leave it out",
-            field="offload_prompt_only",
-        )
-
-
-def is_non_causal(kind: Any) -> bool:
-    """Whether prompt tokens see later tokens (prefix LM). vLLM turns off its own prefix cache, but not connectors."""
-    return bool(getattr(kind, "non_causal", False))
-
-
-def no_prefixes() -> ConfigError:
-    """The error for a model for which ``is_non_causal`` is true."""
-    return ConfigError(
-        "this model's attention is not causal: KV of a prompt's beginning depends on the prompt's end, so it cannot be "
-        "reused; run the model without a KV connector",
-        field="kv_connector",
-    )
 
 
 def prefix_spec(kv_cache_config: Any) -> Any:
@@ -178,8 +164,7 @@ def prefix_spec(kv_cache_config: Any) -> Any:
             "SharedStorageConnector takes one, of full attention or MLA; use KVTiersConnector",
             field="kv_connector",
         )
-    if any(map(is_non_causal, kinds)):
-        raise no_prefixes()
+    _refuse_non_causal(kinds)
     return groups[0].kv_cache_spec
 
 
@@ -203,13 +188,3 @@ def check_pages(kv_caches: Any, config: Any, kv_cache_config: Any) -> None:
             "would be lost; try another VLLM_KV_CACHE_LAYOUT, or another --block-size",
             field="kv_cache_layout",
         )
-
-
-def _layer_specs(config: Any, kv_cache_config: Any) -> list[Any]:
-    """The KV cache spec of each offloaded layer."""
-    specs: list[Any] = []
-    for index, group in enumerate(config.groups):
-        # Before 0.32 all groups are offloaded. A worker has one spec per layer, the scheduler one spec per group.
-        spec = kv_cache_config.kv_cache_groups[getattr(group, "group_id", index)].kv_cache_spec
-        specs += getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec)).values()
-    return specs

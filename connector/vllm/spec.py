@@ -30,7 +30,6 @@ from kvtiers.connector.base import (
     OffloadingManager,
 )
 from kvtiers.connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
-from kvtiers.connector.region.shared_region import reap_stale_regions
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.connector.transfer.gpu_handler import create_handlers
 from kvtiers.connector.vllm import kv_groups, refusals, translate
@@ -69,46 +68,41 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         self._keeps_storage = keeps_storage(config.extra_config)
         # vLLM's region keeps a single copy for MLA. In kvtiers' region every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
-        kv_groups.check_layout(config, self._handed.kv_cache_config)
-        kv_groups.check_attention(config, self._handed.kv_cache_config)
+        self._layers = kv_groups.stored_layers(config, self._handed.kv_cache_config)
         cache = dataclasses.replace(config.cache, blocks_per_chunk=self._chunk_of(config))
         super().__init__(dataclasses.replace(config, cache=cache))
         if getattr(config, "canonical_layout", False):
             raise ConfigError("is not supported by KVTiersSpec; use KVTiersTier", field="canonical_layout")
         self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
-        self._manager: KVTiersManager | None = None
-        self._worker: KVTiersWorker | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
         return definitions() | tiering_definitions()
 
     def get_manager(self) -> KVTiersManager:
-        if self._manager is None:
-            pp_size = self.config.parallel.pp_size
-            spec = self._join(None)
-            self._check_workers(spec)
-            self._manager = KVTiersManager(
+        spec = self._join(None)
+        try:
+            absent = spec.region.absent_workers()  # vLLM creates the scheduler after the workers
+            if absent and self.deployment.tiers:
+                raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
+            return KVTiersManager(
                 spec,
-                steps_in_flight=pp_size + _STEPS_IN_FLIGHT,
-                tier_types=[tier.type for tier in self.deployment.tiers],
+                steps_in_flight=self.config.parallel.pp_size + _STEPS_IN_FLIGHT,
                 keeps_storage=self._keeps_storage,
                 role=translate.role_of(self._handed.vllm_config),
             )
-        return self._manager
+        except BaseException:
+            spec.shutdown()
+            raise
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
-        if self._worker is None:
-            kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)
-            region = self._join(self.config.parallel.rank).region
-            try:
-                self._worker = KVTiersWorker(
-                    kv_caches, region, self.blocks_per_chunk, **self.deployment.handler.options()
-                )
-            except BaseException:
-                region.cleanup()
-                raise
-        return self._worker
+        kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)
+        region = self._join(self.config.parallel.rank).region
+        try:
+            return KVTiersWorker(kv_caches, region, self.blocks_per_chunk, **self.deployment.handler.options())
+        except BaseException:
+            region.cleanup()
+            raise
 
     def _chunk_of(self, config: Any) -> int:
         """Blocks per chunk: vLLM's option if set, else the deployment's; 1 for models with windows or states."""
@@ -116,31 +110,22 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         wanted: int = config.cache.blocks_per_chunk if is_told else self.deployment.blocks_per_chunk
         if wanted == 1:
             return 1
-        if kv_groups.has_window(config, self._handed.kv_cache_config):
+        if kv_groups.has_window(self._layers):
             if is_told and any(hasattr(group, "sliding_window_size_in_chunks") for group in config.groups):
                 raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has already counted the window in such chunks
             why = "layers with a sliding window or chunked attention, for which vLLM stores incomplete chunks"
-        elif kv_groups.has_states(config, self._handed.kv_cache_config):
+        elif kv_groups.has_states(self._layers):
             why = "layers with recurrent states, for which vLLM stores only the state at the end of a chunk"
         else:
             return wanted
         logger.warning("blocks_per_chunk is %d and 1 is used instead: this model has %s", wanted, why)
         return 1
 
-    def _check_workers(self, spec: TieringOffloadingSpec) -> None:
-        """Refuse workers that have not mapped the scheduler's region. vLLM creates the scheduler after the workers."""
-        absent = spec.region.absent_workers()
-        if absent and self.deployment.tiers:
-            spec.shutdown()
-            raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
-
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
-        for path in reap_stale_regions():
-            logger.warning("removed the stale region %s: its engine died while starting", path)
         try:
-            by_token = kv_groups.is_in_token_order(self.config, self._handed)
+            by_token = kv_groups.is_in_token_order(self._layers, self.config, self._handed.vllm_config)
             return TieringOffloadingSpec(
-                translate.engine_spec(self, self._handed.vllm_config, by_token=by_token).config,
+                translate.engine_spec(self.config, self._handed.vllm_config, by_token=by_token).config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
                 self._cell_bytes,
                 rank=rank,
@@ -168,32 +153,21 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     GPU's own cache.
 
     Args:
-        spec: creates kvtiers' manager; shut down together with this object.
+        spec: creates kvtiers' manager and has the deployment; shut down together with this object.
         steps_in_flight: engine steps after which every worker has seen a reset.
-        tier_types: types of the tiers, in order.
         keeps_storage: whether the tiers stay in use after a reset.
         role: whether the tiers are used for loads, stores or both. The region is always used for both.
     """
 
     def __init__(
-        self,
-        spec: TieringOffloadingSpec,
-        *,
-        steps_in_flight: int,
-        tier_types: Iterable[str] = (),
-        keeps_storage: bool = False,
-        role: translate.Role | None = None,
+        self, spec: TieringOffloadingSpec, *, steps_in_flight: int, keeps_storage: bool, role: translate.Role
     ) -> None:
         self._spec = spec
-        self._role = role or translate.Role()
+        self._role = role
         self._keeps_storage = keeps_storage
-        self._tier_types = list(tier_types)
+        self._tier_types = [tier.type for tier in spec.deployment.tiers]
         places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
-        try:
-            self.tiering = spec.get_manager()
-        except BaseException:
-            spec.shutdown()
-            raise
+        self.tiering = spec.get_manager()
         self.tiering.barred = partial(translate.barred, places)
         self._blocks: OffloadingManager = self.tiering  # only the primary tier after storage was turned off
         self._steps_in_flight = steps_in_flight
@@ -364,16 +338,14 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
 
     Args:
         kv_caches: vLLM's canonical KV caches.
-        region: has ``cleanup()`` and ``create_next_view(page_bytes)`` (vLLM's own region:
-            ``create_next_worker_view(page_bytes)``). The worker owns it from now on.
+        region: has ``cleanup()`` and ``create_next_view(page_bytes)``. The worker owns it from now on.
         blocks_per_chunk: engine blocks in one slot.
         options: fields of ``connector.transfer.gpu_handler.HandlerOptions``.
     """
 
     def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int, **options: Any) -> None:
         canonical = canonical_kv_caches(kv_caches)
-        create_view = getattr(region, "create_next_view", None) or region.create_next_worker_view
-        views = [create_view(entry.page_size_bytes * blocks_per_chunk) for entry in canonical.tensors]
+        views = [region.create_next_view(entry.page_size_bytes * blocks_per_chunk) for entry in canonical.tensors]
         self._region = region
         self._store: OffloadingHandler | None
         self._load: OffloadingHandler | None

@@ -67,14 +67,13 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         index: int = 0,
     ) -> None:
         handed = handed_over()
-        vllm_config, kv_cache_config = handed.vllm_config, handed.kv_cache_config
+        vllm_config = handed.vllm_config
         refusals.check_one_host(vllm_config)
-        kv_groups.check_layout(offloading_spec.config, kv_cache_config)
-        kv_groups.check_attention(offloading_spec.config, kv_cache_config)
+        layers = kv_groups.stored_layers(offloading_spec.config, handed.kv_cache_config)
         if offloading_spec.blocks_per_chunk > 1:
-            if kv_groups.has_window(offloading_spec.config, kv_cache_config):
+            if kv_groups.has_window(layers):
                 raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
-            if kv_groups.has_states(offloading_spec.config, kv_cache_config):
+            if kv_groups.has_states(layers):
                 logger.warning(
                     "blocks_per_chunk is %d, and this model has layers with recurrent states, for which vLLM stores "
                     "only the state at the end of a chunk: most prompts will have no hits; set blocks_per_chunk: 1",
@@ -95,8 +94,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if hasattr(self, "cache_hit_source"):  # from 0.32 on; vLLM's default calls every storage a disk
             self.cache_hit_source = translate.hit_source(str(options["type"]))
         translate.warn_of_adapters(vllm_config)
-        by_token = kv_groups.is_in_token_order(offloading_spec.config, handed)
-        spec = translate.engine_spec(offloading_spec, vllm_config, by_token=by_token)
+        by_token = kv_groups.is_in_token_order(layers, offloading_spec.config, vllm_config)
+        spec = translate.engine_spec(offloading_spec.config, vllm_config, by_token=by_token)
         if options.get("format") == FORMAT_VLLM_RAW:
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)

@@ -15,6 +15,7 @@ Changes by release (source: ``vllm/v1/kv_offload`` of each release):
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import platform
@@ -39,6 +40,7 @@ from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, Offlo
 from kvtiers.connector.model_files import value_digest
 from kvtiers.connector.vllm import versions
 from kvtiers.connector.vllm.identity import identity, identity_digest, log_identity, readable
+from kvtiers.connector.vllm.logs import log_once
 from kvtiers.connector.vllm.weights import kv_revision
 from kvtiers.connector.vllm_config import ignored_options
 from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent
@@ -108,15 +110,12 @@ def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str,
 def warn_of_adapters(vllm_config: Any) -> None:
     """Warn, once per process, that vLLM's block hashes identify adapters only by name and path."""
     if getattr(vllm_config, "lora_config", None) is not None:
-        _warn_of_adapters()
-
-
-@cache
-def _warn_of_adapters() -> None:
-    logger.warning(
-        "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give a retrained adapter a new name "
-        "or path, or KV of the old adapter is loaded for it"
-    )
+        log_once(
+            logger,
+            logging.WARNING,
+            "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give a retrained adapter a new "
+            "name or path, or KV of the old adapter is loaded for it",
+        )
 
 
 def warn_of_reset() -> None:
@@ -152,8 +151,8 @@ def check_adapters(vllm_config: Any) -> None:
         )
 
 
-def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
-    """Build the engine's identity from vLLM's spec (or its OffloadingConfig) and VllmConfig.
+def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
+    """Build the engine's identity from vLLM's OffloadingConfig and VllmConfig.
 
     Args:
         by_token: stored bytes are in token order, whatever block size kernels use.
@@ -163,7 +162,6 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
     """
     warn_of_seeded_hashes()
     check_adapters(vllm_config)
-    config = getattr(spec, "config", spec)
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
     found = _identity_of(vllm_config)
@@ -177,7 +175,9 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
             cache=CacheConfig(
                 tokens_per_hash=config.cache.tokens_per_hash,
                 blocks_per_chunk=config.cache.blocks_per_chunk,
-                hash_algorithm=_hash_algorithm(vllm_config),
+                hash_algorithm=str(
+                    getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", "sha256")
+                ),
             ),
             parallel=ParallelConfig(
                 tp_size=parallel.tp_size,
@@ -219,7 +219,7 @@ class Role(NamedTuple):
     stores: bool = True
 
 
-def role_of(vllm_config: Any | None) -> Role:
+def role_of(vllm_config: Any) -> Role:
     """Convert ``kv_role``: kv_producer only stores, kv_consumer only loads, others do both. Warns if it is not both."""
     kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
     role = Role(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
@@ -229,7 +229,7 @@ def role_of(vllm_config: Any | None) -> Role:
     return role
 
 
-def _model_name(vllm_config: Any | None, name: str) -> str:
+def _model_name(vllm_config: Any, name: str) -> str:
     """The model's name for namespaces.
 
     - A model in a bucket: the end of its URL, because vLLM's name for it is a folder in one host's cache.
@@ -302,11 +302,6 @@ def _cpu_kernels(model: Any, block_sizes: Iterable[int]) -> str:
     return f"{platform.machine()}{'+amx' if supports_amx else ''}"
 
 
-def _hash_algorithm(vllm_config: Any | None) -> str:
-    cache = getattr(vllm_config, "cache_config", None)
-    return str(getattr(cache, "prefix_caching_hash_algo", "sha256"))
-
-
 # ---- calls and values ------------------------------------------------------------------------------------------
 
 
@@ -369,12 +364,8 @@ def hold_back_stream(request: Any) -> None:
 def warn_of_unread(request: Any) -> None:
     """Warn, once per process, that this release of vLLM ignores a limit that a request asks for."""
     if not _READS_MAX_LOAD_TOKENS and (request.kv_transfer_params or {}).get("max_load_tokens") is not None:
-        _warn_of_unread("max_load_tokens")
-
-
-@cache
-def _warn_of_unread(name: str) -> None:
-    logger.warning("%s in a request's kv_transfer_params has no effect: vLLM reads it from 0.31 on", name)
+        text = "max_load_tokens in a request's kv_transfer_params has no effect: vLLM reads it from 0.31 on"
+        log_once(logger, logging.WARNING, text)
 
 
 def medium(name: str) -> Medium:

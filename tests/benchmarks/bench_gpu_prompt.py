@@ -58,8 +58,7 @@ def make_model(layers: int, hidden: int, dtype: torch.dtype, device: torch.devic
     finally:
         torch.set_default_dtype(before)
     module.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    return LoadedModel("random-llama", "20261127", module, None, NEVER, size_bytes)
+    return LoadedModel("random-llama", "20261127", module, None, NEVER)
 
 
 def run(model: LoadedModel, memory: PagedKVCache, prompt: Sequence[int], root: str, *, load: bool) -> dict[str, Any]:
@@ -76,9 +75,8 @@ def run(model: LoadedModel, memory: PagedKVCache, prompt: Sequence[int], root: s
     engine = Engine(model, memory, spec, store_chunks_max=rows)
     try:
         engine.warm_up()
-        request = engine.submit(prompt, max_new_tokens=NEW_TOKENS, load=load, store=not load)
+        request = engine.run(prompt, max_new_tokens=NEW_TOKENS, load=load, store=not load)
         blocks = len(prompt) // engine.chunk_tokens * BLOCKS_PER_CHUNK
-        engine.run(request)
         kv = [tensor[request.block_ids[:blocks]].view(torch.int8) for tensor in memory.tensors]
         answered = time.perf_counter()
         engine.drain()

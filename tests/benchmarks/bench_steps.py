@@ -31,7 +31,6 @@ from kvtiers.tiers.stores.files.posix import (
     OPEN_FOLDER,
     OPEN_READ,
     close_reader,
-    link_open_file,
     openat2,
     regular_size,
 )
@@ -90,7 +89,7 @@ class Blocks:
             dir_fd = openat2(self.root_fd, folder, OPEN_FOLDER)
             fd = os.open(".", OPEN_UNNAMED, FILE_MODE, dir_fd=dir_fd)
             os.pwritev(fd, [row, self.trailer], 0)
-            link_open_file(fd, last, dir_fd)
+            os.link(f"/proc/self/fd/{fd}", last, dst_dir_fd=dir_fd)
             os.close(fd)
             close_reader(dir_fd)
 

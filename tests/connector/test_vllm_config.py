@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.prefixes.place import seconds_of, shared_place
 from kvtiers.connector.vllm_config import connector_options, deployment_from, keeps_storage, vllm_config
 from kvtiers.tiers.config.deployment import parse_tier
@@ -80,7 +80,7 @@ def test_vllms_own_format_goes_behind_vllms_own_spec_only(tmp_path: Path) -> Non
     path.write_text("region: {size: 64MiB}\ntiers: [{type: memory}, {type: fs, root_dir: /mnt/a, format: vllm-raw}]\n")
     assert set(vllm_config(path)) == {"tier", "shared_storage"}
     told = CliRunner().invoke(app, ["vllm-config", str(path), "--way", "spec"], env={"COLUMNS": "300"})
-    assert told.exit_code == EXIT_BAD_INPUT
+    assert told.exit_code == ExitCode.BAD_INPUT
     assert "this file does not support spec: tiers[1].format: vllm-raw works only with the way tier" in told.output
 
 
@@ -107,7 +107,7 @@ def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path,
     with pytest.raises(ConfigError, match=f"^config_file: .* prefixes: {key}: "):
         shared_place({"config_file": str(path)})
     told = CliRunner().invoke(app, ["vllm-config", str(path), "--way", "shared_storage"], env={"COLUMNS": "300"})
-    assert told.exit_code == EXIT_BAD_INPUT
+    assert told.exit_code == ExitCode.BAD_INPUT
     said = "" if key == "embedded" else "this file does not support shared_storage: "  # only the demo can run it at all
     assert f"{said}tiers[0].{key}: " in told.output
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from kvtiers.connector.commands.monitor import StorageMonitor, WatchedTier
-from kvtiers.connector.commands.places import human_bytes
+from kvtiers.connector.commands.output import human_bytes
 from kvtiers.connector.manager.primary import CPUPrimaryTier
 from kvtiers.connector.manager.tiering import TieringOffloadingManager
 from kvtiers.connector.region.shared_region import SharedOffloadRegion

@@ -19,16 +19,14 @@ class CpuTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # 
     """TieringOffloadingSpec with a worker for CPU tensors."""
 
     def get_worker(self, kv_caches: Any) -> Any:
-        worker: Any = getattr(self, "_worker", None)
-        if worker is None:
-            # By position: until 0.29 the chunks were called blocks.
-            num_chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
-            region = SharedOffloadRegion(
-                self._engine_id,
-                num_chunks,
-                self.config.parallel.rank,
-                self.kv_bytes_per_chunk,
-                self.cpu_page_size_per_worker,
-            )
-            worker = self._worker = KVTiersWorker(kv_caches, region, self.blocks_per_chunk)
-        return worker
+        # By position: until 0.29 the chunks were called blocks.
+        num_chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
+        region = SharedOffloadRegion(
+            self._engine_id,
+            num_chunks,
+            self.config.parallel.rank,
+            self.kv_bytes_per_chunk,
+            self.cpu_page_size_per_worker,
+        )
+        region.create_next_view = region.create_next_worker_view  # its name in kvtiers
+        return KVTiersWorker(kv_caches, region, self.blocks_per_chunk)

@@ -112,6 +112,11 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
     assert isinstance(create(view, type="void"), NullTier)
 
 
+def test_a_packages_store_is_among_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.tiers.config.deployment._store_entry_points", lambda: {"own": "my_store:make_store"})
+    assert "own" in SecondaryTierFactory.tier_types()
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [

@@ -19,6 +19,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvtiers.connector.vllm import translate
@@ -27,6 +29,7 @@ from kvtiers.connector.vllm.handed import handed_over
 from kvtiers.connector.vllm_config import deployment_from, ignored_options
 from kvtiers.connector.vllm_config import vllm_config as printed
 from kvtiers.tiers.errors import ConfigError
+from tests.tiny_model import make_model_dir
 from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
 
 pytestmark = pytest.mark.outside
@@ -246,3 +249,35 @@ def test_the_api_process_gets_the_metrics_of_the_spec_that_is_made(file: Path, m
     )
     config = config_of({"config_file": str(file)})
     assert KVTiersConnector.build_prom_metrics(config, {}, [], {}) == "KVTiersSpec"
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "named"),
+    [
+        ("KVTiersConnector", {"cpu_bytes_to_use": "1GiB", "tiers": [{"type": "fs"}]}, r"tiers\[0\]\.root_dir"),
+        (
+            "KVTiersConnector",
+            {"way": "tier", "cpu_bytes_to_use": "1GiB", "tiers": [{"type": "ftp"}]},
+            r"tiers\[0\]\.type",
+        ),
+        ("SharedStorageConnector", {"shared_storage_path": "/kv", "max_byte": "1GiB"}, "max_byte"),
+    ],
+)
+def test_where_vllm_may_capture_graphs_wrong_options_stop_it_before_it_loads_the_model(
+    connector: str, extra: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda _: True))
+    transfer = KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path="kvtiers.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+    engine = EngineArgs(
+        model=str(make_model_dir(tmp_path / "model")),
+        skip_tokenizer_init=True,
+        kv_transfer_config=transfer,
+        compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"},
+    )
+    with pytest.raises(ValueError, match=named):
+        engine.create_engine_config()

@@ -21,6 +21,7 @@ import vllm.config
 from kvtiers.connector.vllm import identity as module
 from kvtiers.connector.vllm import versions
 from kvtiers.connector.vllm.identity import identity, identity_digest, is_ignored
+from kvtiers.connector.vllm.logs import log_once
 from kvtiers.connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
 from kvtiers.tiers.errors import ConfigError
 from tests.vllm.engines import VllmConfig
@@ -190,7 +191,7 @@ def test_values_are_the_same_in_whatever_order_they_were_written(one: Any, other
 def test_an_object_that_cannot_be_told_from_others_counts_by_its_type_and_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    module._say_that_the_type_counts.cache_clear()
+    log_once.cache_clear()
     first, second = (identity(Holder({"plugin": object()}), {}) for _ in range(2))
     assert first == second
     assert "held is a builtins.object: only its type is part of the namespace, not its value" in caplog.text
@@ -214,7 +215,7 @@ print("ID", json.dumps(identity(vllm.config.VllmConfig(), {}), default=str))
 
 def test_what_is_logged_has_no_secret(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    module._log_identity.cache_clear()
+    log_once.cache_clear()
     module.log_identity({"a": True, "b": "triton", "c": "hf_0123456789abcdefghijkl", "d": {"key": "secret"}})
     assert "a=True, b=triton, c=(" in caplog.text
     assert "hf_" not in caplog.text

@@ -59,7 +59,7 @@ def test_a_window_of_what_was_generated_is_one() -> None:
     rswa = engines.attention(kv_cache_interface.RSWASpec, rswa_window=32)
     extra = {"cpu_bytes_to_use": 1 << 20, "blocks_per_chunk": 1, "tiers": [{"type": "memory"}]}
     config = config_of([rswa], extra)
-    assert kv_groups.has_window(config, engines.kv_cache_config(rswa))
+    assert kv_groups.has_window(kv_groups.stored_layers(config, engines.kv_cache_config(rswa)))
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "from_the_file"])
@@ -204,8 +204,9 @@ def platforms_of(
 
     def make() -> str | None:
         handed = handed_over()
-        by_token = kv_groups.is_in_token_order(config, handed)
-        spec = translate.engine_spec(SimpleNamespace(config=config), handed.vllm_config, by_token=by_token)
+        layers = kv_groups.stored_layers(config, handed.kv_cache_config)
+        by_token = kv_groups.is_in_token_order(layers, config, handed.vllm_config)
+        spec = translate.engine_spec(config, handed.vllm_config, by_token=by_token)
         return spec.config.platform
 
     return set(on_gpus(make, kinds, monkeypatch))

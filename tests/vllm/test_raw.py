@@ -100,7 +100,7 @@ def test_names_are_those_of_the_installed_file_mapper(tmp_path: Path, changes: d
         blocks_per_chunk = 4
 
     vllms_own = VllmsFileMapper.from_offloading_spec(str(tmp_path), Spec, 4, True)
-    spec = translate.engine_spec(Spec, VllmConfig())
+    spec = translate.engine_spec(Spec.config, VllmConfig())
     object.__setattr__(spec, "vllm_layout", translate.vllm_layout(Spec))
     mapper = VllmFileMapper.from_offloading_spec(str(tmp_path), spec, extra_fields=strict_fields(spec))
     for key in [*keys(20), *keys(20, first=100)]:

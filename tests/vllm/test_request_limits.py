@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
 from kvtiers.connector.vllm import translate
+from kvtiers.connector.vllm.logs import log_once
 from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, kv_caches, offloading_config
 from tests.waiting import wait_for
 
@@ -146,7 +147,7 @@ def test_a_limit_that_this_release_does_not_know_is_told(
     is_known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(translate, "_READS_MAX_LOAD_TOKENS", is_known)
-    translate._warn_of_unread.cache_clear()
+    log_once.cache_clear()
     for params in (None, {}, {"max_offload_tokens": 1}):
         translate.warn_of_unread(SimpleNamespace(kv_transfer_params=params))
     assert not caplog.text

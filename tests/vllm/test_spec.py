@@ -30,7 +30,7 @@ from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.stores.files.folder_store import FolderStore
+from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.tier.store_tier import DRAIN_SHARE, StoreTierManager
 from tests.vllm.engines import (
     BLOCK_BYTES,
@@ -274,9 +274,9 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
     tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread"}
     manager = engines(blocks=64, tiers=[{**tier, **PATIENT}]).manager
     context = request("waits")
-    answers, size, rounds = threading.Event(), FolderStore.size, []
+    answers, size, rounds = threading.Event(), LocalStore.size, []
 
-    def size_when_told(store: FolderStore, key: str) -> int | None:
+    def size_when_told(store: LocalStore, key: str) -> int | None:
         assert answers.wait(120)
         found: int | None = size(store, key)
         return found
@@ -286,7 +286,7 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
         rounds.append(found)
         return (24 if found == [LookupResult.HIT] * 6 else None), True
 
-    monkeypatch.setattr(FolderStore, "size", size_when_told)
+    monkeypatch.setattr(LocalStore, "size", size_when_told)
     monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
     connector = object.__new__(KVTiersConnector)
     connector._manager = manager

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConf
 
 from kvtiers.connector import model_files
 from kvtiers.connector.vllm import translate, weights
+from kvtiers.connector.vllm.logs import log_once
 from kvtiers.tiers.base import JobResult, OffloadingEvent
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
 from kvtiers.tiers.errors import ConfigError
@@ -80,10 +81,9 @@ def test_hashes_that_no_other_process_has_are_warned_of(
 
 @pytest.mark.parametrize("lora", [None, SimpleNamespace(max_loras=1)])
 def test_adapters_that_are_known_by_name_are_warned_of_once(lora: Any, caplog: pytest.LogCaptureFixture) -> None:
-    translate._warn_of_adapters.cache_clear()
+    log_once.cache_clear()
     for _ in range(2):
         translate.warn_of_adapters(VllmConfig(lora_config=lora))
-    translate._warn_of_adapters.cache_clear()
     assert caplog.text.count("LoRA adapters are known by name and path") == (lora is not None)
 
 
@@ -155,7 +155,7 @@ def test_locality_is_the_types() -> None:
 
 def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
     """What a spec is that is made while a connector with this config is under construction."""
-    return translate.engine_spec(SimpleNamespace(config=offloading_config(**changes)), vllm_config)
+    return translate.engine_spec(offloading_config(**changes), vllm_config)
 
 
 def test_an_option_begins_a_namespace_that_names_it_unless_somebody_vouches_for_it(

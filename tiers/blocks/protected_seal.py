@@ -19,7 +19,7 @@ import hmac
 import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import xxhash
@@ -32,7 +32,6 @@ from kvtiers.tiers.blocks.seal import (
     PAYLOAD_CHECKSUM_AT,
     TAG_AT,
     Authentication,
-    Checksum,
     RunningChecksum,
     Seal,
 )
@@ -62,80 +61,34 @@ class _Proof(NamedTuple):
     tag: bytes
 
 
-class Ciphers:
-    """The keys of one purpose and namespace; the first key seals new blocks. Only ``to_json`` reveals the keys.
-
-    Args:
-        keys: id -> 32 bytes, from ``KeyRing.derive``.
-    """
-
-    __slots__ = ("_by_id", "current_id")
-
-    def __init__(self, keys: Mapping[int, bytes]) -> None:
-        self._by_id = {number: AES256(key) for number, key in keys.items()}
-        self.current_id = next(iter(keys))
-
-    def __contains__(self, key_id: int) -> bool:
-        return key_id in self._by_id
-
-    def cipher(self, key_id: int, nonce: bytes) -> Cipher[GCM]:
-        """AES-256-GCM with the key of this id."""
-        return Cipher(self._by_id[key_id], GCM(nonce))
-
-    def to_json(self) -> list[tuple[int, str]]:
-        """The keys, for a worker process."""
-        return [(number, cipher.key.hex()) for number, cipher in self._by_id.items()]
-
-
-def ciphers_from_json(keys: Sequence[tuple[int, str]]) -> Ciphers:
-    """The inverse of ``Ciphers.to_json``."""
-    return Ciphers({number: bytes.fromhex(key) for number, key in keys})
-
-
 class _KeyedSeal(Seal):
     """Base of both seals with keys. Immutable; any thread may use it.
 
     Args:
         fingerprint, rank, options: see ``Seal``.
-        keys: the ring.
-        ciphers: instead of ``keys``: the keys derived from a ring for this purpose and namespace.
+        keys: the ring, or the keys derived from it for this purpose and namespace: id -> 32 bytes; the first key seals
+            new blocks. Only ``to_json`` reveals them.
     """
 
     _purpose: bytes
 
-    def __init__(
-        self,
-        fingerprint: bytes,
-        rank: int,
-        *,
-        keys: KeyRing | None = None,
-        ciphers: Ciphers | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, fingerprint: bytes, rank: int, *, keys: KeyRing | Mapping[int, bytes], **options: Any) -> None:
         super().__init__(fingerprint, rank, **options)
-        if ciphers is None:
-            assert keys is not None
-            ciphers = Ciphers(keys.derive(self._purpose, fingerprint))
-        self._ciphers = ciphers
-        self._key_id = ciphers.current_id
+        if isinstance(keys, KeyRing):
+            keys = keys.derive(self._purpose, fingerprint)
+        self._ciphers = {number: AES256(key) for number, key in keys.items()}
+        self._key_id = next(iter(keys))
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"authentication": int(self._authentication), "ciphers": self._ciphers.to_json()}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Seal:
-        return cls(
-            bytes.fromhex(fields["fingerprint"]),
-            fields["rank"],
-            checksum=Checksum(fields["checksum"]),
-            writer_id=bytes.fromhex(fields["writer_id"]),
-            ciphers=ciphers_from_json(fields["ciphers"]),
-            shares_folder=fields["shares_folder"],
-        )
+        keys = [(number, cipher.key.hex()) for number, cipher in self._ciphers.items()]
+        return super().to_json() | {"authentication": int(self._authentication), "keys": keys}
 
     def check_trailer(self, key: OffloadKey, trailer: Trailer, payload_length: int) -> None:
         super().check_trailer(key, trailer, payload_length)
         self._proof(trailer)
+
+    def _cipher(self, key_id: int, nonce: bytes) -> Cipher[GCM]:
+        return Cipher(self._ciphers[key_id], GCM(nonce))
 
     def _proof(self, trailer: Trailer) -> _Proof:
         """Read key id, nonce and tag from a trailer that has passed the other checks."""
@@ -174,7 +127,7 @@ class GmacSeal(_KeyedSeal):
     open_in_place = verify
 
     def _tag(self, key_id: int, nonce: bytes, trailer: Trailer, payload: memoryview) -> bytes:
-        mac = self._ciphers.cipher(key_id, nonce).encryptor()
+        mac = self._cipher(key_id, nonce).encryptor()
         mac.authenticate_additional_data(memoryview(trailer)[:TAG_AT])
         mac.authenticate_additional_data(payload)
         mac.finalize()
@@ -209,7 +162,7 @@ class GcmSeal(_KeyedSeal):
         nonce = os.urandom(NONCE_BYTES)
         trailer[TAG_AT - NONCE_BYTES : TAG_AT] = nonce
         stored = _buffer(payload.nbytes)
-        cipher = self._ciphers.cipher(self._key_id, nonce).encryptor()
+        cipher = self._cipher(self._key_id, nonce).encryptor()
         cipher.authenticate_additional_data(_associated(trailer))
         cipher.update_into(payload, stored)
         cipher.finalize()
@@ -235,7 +188,7 @@ class GcmSeal(_KeyedSeal):
 
     def _decrypt(self, stored: memoryview, trailer: Trailer, payload: memoryview) -> None:
         proof = self._proof(trailer)
-        cipher = self._ciphers.cipher(proof.key_id, proof.nonce).decryptor()
+        cipher = self._cipher(proof.key_id, proof.nonce).decryptor()
         cipher.authenticate_additional_data(_associated(trailer))
         cipher.update_into(stored, payload)
         try:

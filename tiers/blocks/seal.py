@@ -44,11 +44,10 @@ BLOCK_HASH_BYTES_MAX = 64
 PAYLOAD_MULTIPLE_BYTES = 4096
 
 _HEAD = struct.Struct("<8sHHHHQ32sIIH64s6x16s16sQI12s16s")
-_IDENTITY = struct.Struct("<8sHHHHQ32sIIH64s")  # the first fields, which a reader knows before it reads
 _CHECK = struct.Struct("<Q")
 _ZEROS = bytes(TRAILER_BYTES - _HEAD.size - _CHECK.size)
 FINGERPRINT_AT, PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 24, 136, 192, _HEAD.size
-assert (_IDENTITY.size, CHECK_AT) == (130, 208)
+assert CHECK_AT == 208
 TRAILER_FIELDS_BYTES = _HEAD.size + _CHECK.size  # the rest is zero
 #: In place of a trailer, for a block that vLLM's own tier stored without one, under ``format: vllm-raw``.
 NO_TRAILER = b"KVNOSEAL" + bytes(TRAILER_BYTES - 8)
@@ -163,7 +162,10 @@ class Seal:
         self._shares_folder = shares_folder
 
     def to_json(self) -> dict[str, Any]:
-        """The fields for a child process to create the same trailers. For a seal with keys they include the keys."""
+        """The fields for a child process to create the same trailers: see ``isolation.mover``.
+
+        For a seal with keys they include the keys.
+        """
         return {
             "fingerprint": self._fingerprint.hex(),
             "rank": self._rank,
@@ -172,24 +174,6 @@ class Seal:
             "takes_unverified": self._takes_unverified,
             "shares_folder": self._shares_folder,
         }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Seal:
-        """The inverse of ``to_json``. ``tiers.blocks.seal_kinds.seal_from_json`` also creates seals with keys.
-
-        Raises:
-            ValueError: the seal has keys. (Without its keys it would accept and create unprotected blocks.)
-        """
-        if "authentication" in fields:
-            raise ValueError("this seal has keys: use seal_from_json")
-        return cls(
-            bytes.fromhex(fields["fingerprint"]),
-            fields["rank"],
-            checksum=Checksum(fields["checksum"]),
-            writer_id=bytes.fromhex(fields["writer_id"]),
-            takes_unverified=fields["takes_unverified"],
-            shares_folder=fields["shares_folder"],
-        )
 
     def running_checksum(self, payload: memoryview) -> RunningChecksum:
         """Start the checksum of a payload that is moved in pieces."""
@@ -277,8 +261,6 @@ class Seal:
         self, key: OffloadKey, trailer: bytes | bytearray | memoryview, payload_length: int
     ) -> tuple[int, bytes]:
         trailer = bytes(trailer)  # one small copy, because memoryviews are compared element by element
-        if self._is_expected(key, trailer, payload_length):
-            return self._checksum, trailer[PAYLOAD_CHECKSUM_AT : PAYLOAD_CHECKSUM_AT + 16]
         if len(trailer) != TRAILER_BYTES:
             raise SealError(SealReason.SIZE, f"the trailer has {len(trailer)} bytes, not {TRAILER_BYTES}")
         (magic, version, trailer_length, checksum, authentication, length, fingerprint, group, rank, hash_length,
@@ -311,36 +293,9 @@ class Seal:
             raise SealError(SealReason.GROUP, f"belongs to group {group}")
         if rank != self._rank:
             raise SealError(SealReason.RANK, f"belongs to rank {rank}, not {self._rank}")
-        if checksum not in DIGESTS or not self._takes(authentication):
+        if checksum not in DIGESTS or authentication != self._authentication:
             raise self._other_means(checksum, authentication)
         return checksum, expected
-
-    def _is_expected(self, key: OffloadKey, trailer: bytes, payload_length: int) -> bool:
-        """Whether a trailer would pass all checks, in one fast comparison that cannot say which check fails."""
-        block_hash = get_offload_block_hash(key)
-        try:
-            identity = _IDENTITY.pack(
-                MAGIC,
-                VERSION,
-                TRAILER_BYTES,
-                self._checksum,
-                self._authentication,
-                payload_length,
-                self._fingerprint,
-                get_offload_group_idx(key),
-                self._rank,
-                len(block_hash),
-                block_hash,
-            )
-        except struct.error:  # a value does not fit its field, such as an unknown kind of protection
-            return False
-        return (
-            len(trailer) == TRAILER_BYTES
-            and len(block_hash) <= BLOCK_HASH_BYTES_MAX
-            and trailer.startswith(identity)
-            and trailer.endswith(_ZEROS)
-            and _is_sound(trailer)
-        )
 
     def is_foreign(self, trailer: bytes | bytearray | memoryview) -> bool:
         """Whether a block of any size belongs to another engine that shares the folder."""
@@ -348,9 +303,6 @@ class Seal:
         if not self._shares_folder or len(trailer) != TRAILER_BYTES or trailer[: len(MAGIC)] != MAGIC:
             return False
         return _is_sound(trailer) and fingerprint_in(trailer) != self._fingerprint
-
-    def _takes(self, authentication: int) -> bool:
-        return authentication == self._authentication
 
     def _is_taken_unverified(self, trailer: bytes | bytearray | memoryview) -> bool:
         return self._takes_unverified and bytes(trailer) == NO_TRAILER

@@ -31,14 +31,23 @@ from dataclasses import replace
 from functools import partial
 
 from kvtiers.tiers.capacity.ages import Ages
-from kvtiers.tiers.capacity.books import Books
 from kvtiers.tiers.capacity.lease import Lease
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import UNREADABLE, RecordKeys
 from kvtiers.tiers.capacity.removal import UNCOUNTED, Blobs, CollectReport, Listed, measure, shrink
 from kvtiers.tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
 from kvtiers.tiers.capacity.schedule import NO_TIMES, Schedule, StorageClock
-from kvtiers.tiers.capacity.usage import Baseline, Measured, read_baseline, read_measured
+from kvtiers.tiers.capacity.usage import (
+    USAGE_PREFIX,
+    Baseline,
+    Measured,
+    forget_writers,
+    held_and_wanted,
+    publish_measured,
+    read_baseline,
+    read_measured,
+    read_usage,
+)
 from kvtiers.tiers.errors import StoreConfigError, StoreError, StoreFullError
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import NamesBlocks, Store, SupportsSweep
@@ -79,10 +88,13 @@ class Collector:
         self._room = Room(store, policy, monotonic)
         names = store.is_block if isinstance(store, NamesBlocks) else is_block
         self._blobs = Blobs(store, self.lease, self._room, names, on_removed, on_progress, monotonic)
-        self._books = Books(store, policy, keys)
         self._schedule = Schedule(policy, clock, monotonic)
         # A living writer's record is at most two thirds of ``writer_s`` old, so a smaller step does no harm.
         self._storage_clock = StorageClock(store, names, self.lease, step_s=policy.writer_s / 6)
+        self._measured_id = ""  # of the last measurement that this collector published
+        self._is_crammed = False  # there was no space to publish the last measurement
+        # The measurement and the writers' records that last showed enough space.
+        self._enough_for: tuple[str, int, set[tuple[str, int, float]]] | None = None
         self._stuck_bytes = 0  # bytes that the last run should have removed and could not
         self._told_foreign = False
 
@@ -103,10 +115,10 @@ class Collector:
             return True
         if self._schedule.is_old(measured) or measured is None:
             # If the storage was too full to publish the measurement, do not run again at once.
-            return not self._books.is_crammed or self._schedule.has_rested(TRIAL_EVERY_S)
+            return not self._is_crammed or self._schedule.has_rested(TRIAL_EVERY_S)
         # Only the collector that measured last tries a put, on behalf of all collectors of the root.
-        is_full = measured.id == self._books.measured_id and self._room.is_full()
-        if is_full or self._room.missing_bytes(FREE_HIGH) > 0 or self._books.want_room(measured):
+        is_full = measured.id == self._measured_id and self._room.is_full()
+        if is_full or self._room.missing_bytes(FREE_HIGH) > 0 or self._want_room(measured):
             return self._schedule.has_rested()
         self._schedule.end_rest()
         return False
@@ -157,7 +169,7 @@ class Collector:
         blobs = report.blobs - report.removed_blobs["ttl"]
         measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock())
         self._room.note_stored(kept)
-        if report.dry_run or self._books.publish(measured, baseline):
+        if report.dry_run or self._publish(measured, baseline):
             self._make_room(report, listed, measured, baseline, ages, ttl_s)
             self._schedule.end(has_removed=any(report.removed_blobs.values()))
         else:
@@ -189,7 +201,7 @@ class Collector:
         elif excess > 0:
 
             def shrink_by(cut_bytes: int) -> int:
-                cut, subtract = listed.histogram.cut(cut_bytes), partial(self._books.subtract, measured, baseline)
+                cut, subtract = listed.histogram.cut(cut_bytes), partial(self._subtract, measured, baseline)
                 return shrink(
                     self._blobs, report, ages, cut, excess, subtract, ttl_s=ttl_s, grace_s=self._policy.grace_s
                 )
@@ -214,7 +226,11 @@ class Collector:
                 "removed to make room, until they are removed", listed.foreign_bytes, self._policy.max_bytes,
             )  # fmt: skip
         self._told_foreign = is_foreign
-        excess = self._books.excess_bytes(measured, baseline, listed.foreign_bytes)
+        excess = 0
+        if self._policy.max_bytes is not None:
+            # Not used_bytes(): it counts blobs stored since the listing began twice if they were listed as well.
+            held, wanted = held_and_wanted(self._store, dead=baseline.dead, keys=self._keys)
+            excess = self._policy.excess_bytes(measured.bytes, held=held, wanted=wanted, foreign=listed.foreign_bytes)
         # What a dry run would remove counts as removed, but still takes space.
         freed = report.removed_bytes["ttl"] if report.dry_run else 0
         if self._room.missing_bytes(FREE_HIGH) > freed:
@@ -223,6 +239,40 @@ class Collector:
             # The storage is full with what is stored now, so use that as its limit.
             return measured.bytes - self._policy.low_bytes(measured.bytes, measured.bytes, listed.foreign_bytes)
         return excess
+
+    def _publish(self, measured: Measured, baseline: Baseline) -> bool:
+        """Publish a measurement. False: another collector has published one meanwhile, which is the valid one now."""
+        try:
+            if not publish_measured(self._store, measured, baseline.measured_id, self._keys):
+                return False
+            self._measured_id, self._is_crammed = measured.id, False
+            forget_writers(self._store, baseline, keys=self._keys)
+        except StoreFullError as e:
+            self._is_crammed = True
+            logger.debug("no room for the measurement: %s", e)  # until then the writers' accounts are too high
+        return True
+
+    def _subtract(self, measured: Measured, baseline: Baseline, removed_bytes: int) -> bool:
+        """Publish a measurement less what was removed since. False: as for ``_publish``."""
+        # max(): removed blocks may include some that were stored after the measurement.
+        left = replace(measured, bytes=max(0, measured.bytes - removed_bytes))
+        # The measurement may not be published yet, because the storage was too full.
+        is_published = self._measured_id == measured.id
+        return self._publish(left, Baseline(measured_id=measured.id) if is_published else baseline)
+
+    def _want_room(self, measured: Measured) -> bool:
+        """Whether writers need a collector to remove blocks before they can go on."""
+        if self._policy.max_bytes is None:
+            return False
+        # Reading the writers' records takes a request each, so they are read only if one was replaced since.
+        records = {(info.key, info.size, info.mtime) for info in self._store.keys(USAGE_PREFIX)}
+        seen = measured.id, measured.bytes, records
+        if seen == self._enough_for:
+            return False
+        usage = read_usage(self._store, keys=self._keys)
+        is_short = usage is None or self._policy.is_short(*usage)
+        self._enough_for = None if is_short else seen
+        return is_short
 
 
 def is_block(key: str) -> bool:

@@ -8,12 +8,13 @@ import subprocess
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from queue import Full, Queue
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
@@ -50,9 +51,7 @@ class CollectorLink:
         policy: the limits.
         mapper: names the tier's own blocks; only their removals are reported.
         notes_uses: whether the store can record uses.
-        hidden_variables: environment variables to hide from the process.
         keys: keys to authenticate records with; passed to the process through its standard input.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -63,9 +62,7 @@ class CollectorLink:
         mapper: FileMapper,
         *,
         notes_uses: bool = True,
-        hidden_variables: Collection[str] = (),
         keys: RecordKeys | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         config = {"policy": asdict(policy), "prefix": mapper.block_prefix, "log_level": own_log_level()}
@@ -75,8 +72,6 @@ class CollectorLink:
         # A use must be recorded well before the block's ttl ends.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S
         self._notes_uses = notes_uses
-        self._hidden_variables = hidden_variables
-        self._clock = clock
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
         self._unnoted: deque[OffloadKey] = deque()  # in the order in which the process got them
@@ -141,14 +136,14 @@ class CollectorLink:
     def _read(self) -> None:
         pause_s = RESTART_S[0]
         while not self._closed.is_set():
-            started_at = self._clock()
+            started_at = time.monotonic()
             try:
                 self._serve()
             except Exception as e:  # noqa: BLE001 - a thread's edge: whatever it was, another collector is started
                 logger.warning("tier %s: its collector cannot be used: %s: %s", self._name, type(e).__name__, e)
             if self._closed.is_set():
                 return
-            pause_s = RESTART_S[0] if self._clock() - started_at > RESTART_S[1] else min(RESTART_S[1], 2 * pause_s)
+            pause_s = RESTART_S[0] if time.monotonic() - started_at > RESTART_S[1] else min(RESTART_S[1], 2 * pause_s)
             logger.warning("tier %s: its collector ended; another is started in %.0f s", self._name, pause_s)
             self._report({"error": "it ended"})  # else nobody would notice a process that is killed in each run
             self._closed.wait(pause_s)
@@ -161,7 +156,7 @@ class CollectorLink:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment_without(self._hidden_variables),
+            env=environment_without(KEY_VARIABLES),
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -213,7 +208,7 @@ class CollectorLink:
 
     def _feed(self) -> None:
         while (keys := self._uses.get()) is not None and not self._closed.is_set():
-            now = self._clock()
+            now = time.monotonic()
             due = [key for key in keys if self._is_due(key, now)]
             with self._input:
                 self._unnoted.extend(due)

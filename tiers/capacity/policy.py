@@ -77,7 +77,3 @@ class CapacityPolicy:
         If foreign files take nearly all of the limit, going down to ``low`` would remove every block each time.
         """
         return int(max(self.low * limit, (foreign + (high if foreign < high else limit)) / 2))
-
-    def longer_rest_s(self, rest_s: float) -> float:
-        """How long to rest after a run that removed nothing, if the rest before it was ``rest_s``."""
-        return min(self.every_s, max(self.poll_s, 2 * rest_s))

@@ -1,7 +1,6 @@
 """Room: how much free space the storage itself has, independent of ``max_bytes``.
 
-``Freed`` tracks how much free space removals gain, ``Patience`` pauses removals that gain none, and ``Trial`` tries a
-put.
+``Freed`` tracks how much free space removals gain, and ``Patience`` pauses removals that gain none.
 """
 
 from __future__ import annotations
@@ -101,39 +100,6 @@ class Patience:
         self._was_futile = is_futile
 
 
-class Trial:
-    """Tries whether the storage takes a block: free bytes do not show exhausted inodes or a user's quota."""
-
-    def __init__(self, store: Store, monotonic: Callable[[], float]) -> None:
-        self._store = store
-        self._monotonic = monotonic
-        self._tried_at = float("-inf")
-        self._tries_whole = False
-        self.is_full = False
-
-    def is_full_after(self, after_s: float, largest_bytes: int) -> bool:
-        """Whether the storage is full. Makes a new trial if the last one was more than ``after_s`` seconds ago."""
-        if self._monotonic() - self._tried_at >= after_s:
-            self.is_full = self._try(max(1, largest_bytes), whole=self._tries_whole or after_s <= 0)
-            self._tries_whole |= self.is_full
-            self._tried_at = self._monotonic()
-        return self.is_full
-
-    def _try(self, size: int, *, whole: bool) -> bool:
-        # Random bytes, because some file systems do not store zeros.
-        piece = memoryview(os.urandom(min(size, TRIAL_BYTES_MAX)))
-        count, rest = divmod(size, len(piece)) if whole else (1, 0)
-        try:
-            self._store.put(TRIAL, [*(count * [piece]), piece[:rest]], overwrite=True)
-            self._store.delete(TRIAL)
-        except StoreFullError as e:
-            logger.info("the storage is full: %s", e)
-            return True
-        except StoreError as e:
-            logger.debug("whether there is room is not known: %s", e)  # the error will show up elsewhere
-        return False
-
-
 class Room:
     """Watches the storage's free space while blocks are removed. For the collector's thread.
 
@@ -150,7 +116,9 @@ class Room:
         self._store = store
         self._min_free_bytes = policy.min_free_bytes
         self._monotonic = monotonic
-        self._trial = Trial(store, monotonic)
+        self._tried_at = float("-inf")  # when a put was last tried, and whether the storage refused it
+        self._is_full = False
+        self._tries_whole = False
         self._patience = Patience()
         self._freed = Freed()
         self._ended = Freed()  # earlier removals, not judged yet
@@ -208,7 +176,7 @@ class Room:
         Raises:
             StoreError: the free space cannot be read.
         """
-        self._trial.is_full = False
+        self._is_full = False
         self._left_bytes -= size
         free = self._free_bytes()
         if free is not None:
@@ -223,9 +191,29 @@ class Room:
     def is_full(self, *, after_s: float = TRIAL_EVERY_S) -> bool:
         """Whether the storage refuses a block. Makes a trial put if the last answer is older than ``after_s``.
 
-        The trial has at most ``TRIAL_BYTES_MAX``, or the size of the largest block if ``after_s`` is 0 or a trial
-        has failed before. Buckets are not tried, because a bucket may keep every version of the trial.
+        Free bytes do not show exhausted inodes or a user's quota. The trial has at most ``TRIAL_BYTES_MAX``, or the
+        size of the largest block if ``after_s`` is 0 or a trial has failed before. Buckets are not tried, because a
+        bucket may keep every version of the trial.
         """
         if not isinstance(self._store, SupportsFreeBytes) or self._patience.is_resting(self._monotonic()):
             return False
-        return self._trial.is_full_after(after_s, self.largest_bytes)
+        if self._monotonic() - self._tried_at >= after_s:
+            self._is_full = self._try_put(max(1, self.largest_bytes), whole=self._tries_whole or after_s <= 0)
+            self._tries_whole |= self._is_full
+            self._tried_at = self._monotonic()
+        return self._is_full
+
+    def _try_put(self, size: int, *, whole: bool) -> bool:
+        """Put a trial and remove it. Returns whether the storage has no room for it."""
+        # Random bytes, because some file systems do not store zeros.
+        piece = memoryview(os.urandom(min(size, TRIAL_BYTES_MAX)))
+        count, rest = divmod(size, len(piece)) if whole else (1, 0)
+        try:
+            self._store.put(TRIAL, [*(count * [piece]), piece[:rest]], overwrite=True)
+            self._store.delete(TRIAL)
+        except StoreFullError as e:
+            logger.info("the storage is full: %s", e)
+            return True
+        except StoreError as e:
+            logger.debug("whether there is room is not known: %s", e)  # the error will show up elsewhere
+        return False

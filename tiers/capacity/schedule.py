@@ -41,7 +41,8 @@ class Schedule:
 
     def end(self, *, has_removed: bool) -> None:
         """Note the end of a run. If it removed nothing, the next rest is twice as long, up to ``every_s``."""
-        self._rest_s = 0.0 if has_removed else self._policy.longer_rest_s(self._rest_s)
+        longer_s = min(self._policy.every_s, max(self._policy.poll_s, 2 * self._rest_s))
+        self._rest_s = 0.0 if has_removed else longer_s
         self._ended_at = self._monotonic()
 
     def end_rest(self) -> None:

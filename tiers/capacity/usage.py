@@ -38,8 +38,6 @@ meanwhile (tmpfs moves it to another position in the folder).
 Invalid records: a record that fails its checks (see ``records``), or states an impossible size, counts as missing.
 Without a measurement nothing is granted until the next one. A writer whose record is lost may have reserved any number
 of bytes, so nothing is granted until it publishes the record again (it does so before each grant) or counts as dead.
-Earlier versions kept records without a checksum in ``writers/`` and ``usage/``. Those are never read, and the collector
-removes them.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ logger = get_logger(__name__)
 MEASURED = f"{OWN_PREFIX}measured"
 USAGE_PREFIX = f"{OWN_PREFIX}grants/"
 WRITERS_PREFIX = f"{OWN_PREFIX}members/"
-OLD_PREFIXES = (f"{OWN_PREFIX}usage/", f"{OWN_PREFIX}writers/")  # written by versions whose records had no checksum
 AT_S_MAX = 1e15  # excludes NaN and integers too large for float arithmetic
 BYTES_MAX = 1 << 63
 READERS_MAX = 32  # concurrent reads of other writers' records, if each read waits for a network
@@ -97,13 +94,11 @@ class Baseline:
     Attributes:
         base: see ``Measured``.
         dead: writers whose records can be removed after the measurement is published.
-        old: expired records of versions whose records had no checksum; they can be removed as well.
         measured_id: ID of the previous measurement; None: there was none, or it cannot be read.
     """
 
     base: dict[str, int | None] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
-    old: list[str] = field(default_factory=list)
     measured_id: str | None = None
 
 
@@ -165,8 +160,6 @@ def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys
         elif usage is not None:
             baseline.base[writer] = usage.reserved if dead else usage.settled
         # A living writer with an unreadable record gets no base, so all that is read of it later counts.
-    for prefix in OLD_PREFIXES:
-        baseline.old.extend(info.key for info in store.keys(prefix) if abs(now - info.mtime) > writer_s)
     return baseline
 
 
@@ -176,17 +169,11 @@ def forget_writers(store: Store, baseline: Baseline, *, keys: RecordKeys | None 
         usage = _read_usage(store, writer, keys)
         if usage is not None and usage is not UNKNOWN and usage.reserved != baseline.base.get(writer):
             continue  # alive: what it reserved in the meantime is in no measurement
-        _delete(store, WRITERS_PREFIX + writer, USAGE_PREFIX + writer)
-    for key in baseline.old:
-        _delete(store, key)
-
-
-def _delete(store: Store, *keys: str) -> None:
-    try:
-        for key in keys:
-            store.delete(key)
-    except UNREADABLE as e:
-        logger.warning("the record of a writer stays: %s", e)
+        try:
+            store.delete(WRITERS_PREFIX + writer)
+            store.delete(USAGE_PREFIX + writer)
+        except UNREADABLE as e:
+            logger.warning("the record of a writer stays: %s", e)
 
 
 def used_bytes(store: Store, *, own: tuple[str, int] | None = None, keys: RecordKeys | None = None) -> int | None:

@@ -224,7 +224,7 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         ConfigError: see ``parse_config``.
     """
     if not isinstance(data, dict):
-        known = _known_types(registered)
+        known = known_types(registered)
         raise Mistakes([("", f"{show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
     tier_type = data.get("type")
     model: type[TierConfig] | type[ExternalTierConfig]
@@ -237,7 +237,7 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         shown += ", with its variables replaced,"
     if not isinstance(tier_type, str):
         problem = "is required" if tier_type is None else f"{shown} is not a tier type"
-        raise Mistakes([("type", f"{problem}; accepted: {', '.join(_known_types(registered))}")])
+        raise Mistakes([("type", f"{problem}; accepted: {', '.join(known_types(registered))}")])
     data = data | {"type": tier_type}
     if data.get("module_path") in (None, ""):  # the same as leaving it out
         data = {name: value for name, value in data.items() if name != "module_path"}
@@ -247,7 +247,7 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         model = ExternalTierConfig
     elif tier_type in TIER_MODELS:
         model = TIER_MODELS[tier_type]
-    elif tier_type in (known := _known_types(registered)):
+    elif tier_type in (known := known_types(registered)):
         model = ExternalTierConfig
     else:
         meant = did_you_mean(tier_type, known)
@@ -326,8 +326,11 @@ def _accept_variables(properties: dict[str, dict[str, Any]]) -> None:
             properties[name] = {"anyOf": [accepted, {"type": "string", "pattern": r"\$"}]}
 
 
-def _known_types(registered: Collection[str]) -> list[str]:
-    """All tier types. Slow: reading the entry points of all installed packages takes some milliseconds."""
+def known_types(registered: Collection[str]) -> list[str]:
+    """All tier types that need no ``module_path``, sorted.
+
+    Slow: reading the entry points of all installed packages takes some milliseconds.
+    """
     installed = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
     return sorted({*TIER_MODELS, *registered, *installed, *_store_entry_points()})
 

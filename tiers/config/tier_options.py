@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -38,12 +39,6 @@ from kvtiers.tiers.config.values import (
 from kvtiers.tiers.config.variables import AS_WRITTEN, escape, expand
 from kvtiers.tiers.errors import HIDDEN, ConfigError, public_url
 from kvtiers.tiers.stores.s3.options import TIMEOUT_S_MAX, S3Options
-
-#: Keys of the s3 tier that are passed to the store unchanged.
-_S3_SAME_NAMES = (
-    "bucket", "prefix", "endpoint_url", "region", "addressing_style", "profile", "role_arn", "ca_bundle", "verify",
-    "allow_insecure", "sse", "sse_kms_key_id", "storage_class", "checksum", "retries", "client",
-)  # fmt: skip
 
 MAX_BYTES_MIN = 1 << 20
 LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
@@ -463,7 +458,8 @@ class S3TierConfig(NetworkTierConfig):
         Raises:
             ConfigError: a value is invalid.
         """
-        own = {name: getattr(self, name) for name in _S3_SAME_NAMES}
+        names = (option.name for option in fields(S3Options))
+        own = {name: getattr(self, name) for name in names if name in S3TierConfig.model_fields}
         return S3Options(
             **own,
             request_timeout_s=self.request_timeout,

@@ -150,16 +150,15 @@ def matching(pattern: str, accepted: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SizeIn:
-    """The type of a field for a size in bytes, from ``least`` to ``most``."""
+    """The type of a field for a size in bytes, of ``least`` or more."""
 
     least: int = 0
-    most: int = SIZE_MAX
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return no_info_before_validator_function(parse_size, int_schema(ge=self.least, le=self.most))
+        return no_info_before_validator_function(parse_size, int_schema(ge=self.least, le=SIZE_MAX))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        return _in_schema("integer", _UNITS) | {"minimum": self.least, "maximum": self.most}
+        return _in_schema("integer", _UNITS) | {"minimum": self.least, "maximum": SIZE_MAX}
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def first_page(store: Any, _region: memoryview, prefix: str, _raw: memoryview) -
     return page if len(page) <= LISTING_PAGE_KEYS else None
 
 
-_listings: dict[str, Iterator[Any]] = {}  # at most one, in a process of its own
+_listings: dict[str, Iterator[Any]] = {}  # at most one: a worker whose listing does not end is discarded
 
 
 def next_page(store: Any, _region: memoryview, prefix: str, _raw: memoryview) -> list[tuple[str, int, float]]:

@@ -36,15 +36,18 @@ def address_of(part: memoryview) -> int | None:
     return ctypes.addressof(ctypes.c_char.from_buffer(part))
 
 
-def open_mapped_file(address: int, length: int) -> tuple[int, int]:
-    """Open the file behind ``length`` bytes at ``address``.
+def open_mapped_file(region: memoryview) -> tuple[int, int]:
+    """Open the file behind a region.
 
     Returns:
         A descriptor, which the caller must close, and the offset of the first byte in the file.
 
     Raises:
-        RegionError: the memory is not a mapping of a single file, or the file cannot be opened.
+        RegionError: the region is not a writable mapping of a single file, or the file cannot be opened.
     """
+    address, length = address_of(region), region.nbytes
+    if address is None:
+        raise RegionError("the region is empty or read-only")
     mappings = [m for m in _mappings() if m.start < address + length and m.end > address]
     if not mappings or mappings[0].start > address or mappings[-1].end < address + length:
         raise RegionError("/proc/self/maps does not show the region")

@@ -22,8 +22,7 @@ from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
-from kvtiers.tiers.blocks.seal_kinds import seal_from_json
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Checksum, Seal
 from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store
@@ -39,7 +38,6 @@ _FIELDS = tuple(each.name for each in fields(Batch))
 _KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable", "stuck"})
 _COUNTERS = frozenset({"outcomes", "errors", "verify_failures"})
 JOINED_S = 0.02  # of work in a message of several tasks, so that a job does not wait longer for other jobs' blocks
-BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
 
 
 WorkerFunction = Callable[[Any, memoryview, Any, memoryview], object]
@@ -126,7 +124,7 @@ class IsolatedMover(BlockMover):
             "is_load": is_load,
             "threads": threads,
             "batches": [(len(task.pairs), min(task.deadline - now, self.begin_s)) for task in tasks],
-            "to_replace": [] if is_load else [place for place, (key, _) in enumerate(pairs) if key in self.to_replace],
+            "to_replace": [] if is_load else [place for place, (key, _) in enumerate(pairs) if self.must_replace(key)],
         }
         puts_bytes = 0 if is_load else len(pairs) * (self._rows.row_bytes + TRAILER_BYTES)
         try:
@@ -185,42 +183,12 @@ class IsolatedMover(BlockMover):
         )
 
 
-def make_mover(
-    name: str,
-    store: Store,
-    name_prefix: str,
-    seal: Seal,
-    rows: Rows,
-    clock: Callable[[], float],
-    *,
-    worker_threads: int = 1,
-    worker_threads_max: int = 1,
-    begin_s: float | None = None,
-    message_blocks_max: int = 1,
-) -> BlockMover:
-    """Create the mover for a store: an ``IsolatedMover`` if the store runs in worker processes.
-
-    Args:
-        worker_threads: number of threads that a worker uses for its first batches.
-        worker_threads_max: maximum number for later batches; more than one only if blocks spend most time waiting.
-        begin_s, message_blocks_max: see ``IsolatedMover``.
-    """
-    if not (isinstance(store, RunsInWorkers) and store.maps_region):
-        return BlockMover(name, store, name_prefix, seal, rows, clock)
-    mover = IsolatedMover(name, store, name_prefix, seal, rows, clock)
-    if max(worker_threads, worker_threads_max) > 1:
-        mover.loading, mover.storing = (Concurrency(worker_threads, worker_threads_max) for _ in range(2))
-    mover.message_blocks_max = message_blocks_max
-    mover.begin_s = BEGIN_SHARE * store.deadline_s if begin_s is None else begin_s
-    return mover
-
-
 def move_batches(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
     """In the worker: move the batches of a message, and return the ``Batch`` of each as JSON values."""
     mine = _worker_mover(request["mover"], store, region)
     mover = mine.mover
     pairs = unpack_pairs(packed)
-    mover.to_replace = {pairs[place][0] for place in request["to_replace"]}
+    mover.must_replace = {pairs[place][0] for place in request["to_replace"]}.__contains__
     move = mover.load_batch if request["is_load"] else mover.store_batch
     started, cpu_started = time.monotonic(), time.process_time()
     windows, at = [], 0
@@ -279,6 +247,22 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
         _movers.clear()
         mine = _movers[description] = _WorkerMover(mover, warnings, said)
     return mine
+
+
+def seal_from_json(fields: dict[str, Any]) -> Seal:
+    """The inverse of ``Seal.to_json``. Imports cryptography only if the seal has keys."""
+    identity = bytes.fromhex(fields["fingerprint"]), fields["rank"]
+    options = {
+        "checksum": Checksum(fields["checksum"]),
+        "writer_id": bytes.fromhex(fields["writer_id"]),
+        "shares_folder": fields["shares_folder"],
+    }
+    if "authentication" not in fields:
+        return Seal(*identity, takes_unverified=fields["takes_unverified"], **options)
+    from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+
+    kind = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}[fields["authentication"]]
+    return kind(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)
 
 
 def _move_by_threads(move: Callable[[Iterable[Pair]], Batch], windows: Sequence[Window], threads: int) -> list[Batch]:

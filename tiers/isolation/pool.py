@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import CancelledError, Future
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from kvtiers.tiers.daemon_pool import DaemonPool
@@ -22,47 +22,34 @@ class WorkersUnavailableError(StoreUnavailableError):
 
 
 class WorkerPool:
-    """Workers for calls, one call at a time each, and extra workers on request. Any thread of its process may call.
+    """Workers for calls, one call at a time each. Any thread of its process may call.
 
     A worker is in ``idle``, or belongs to the single thread that has taken it. ``_changed`` guards the tables.
 
     Args:
         config: sent to each worker at its start.
         region: memory that workers map.
-        n_workers: number of workers for calls; workers that end are replaced.
-        clock: monotonic seconds.
-        hidden_variables: environment variables that are withheld from workers.
+        n_workers: number of workers; workers that end are replaced.
 
     Attributes:
         idle: workers are taken from the end. The worker used last is next, because its caches are warm; a worker that
             was just started comes last, because it must create its store first.
-        workers: workers for calls, idle or not.
+        workers: all workers, idle or not.
         stuck_calls: number of killed workers that are not reaped yet: they may still touch the parts of their calls.
-        kills: number of workers for calls that were killed or found dead so far.
+        kills: number of workers that were killed or found dead so far.
         closed: whether ``close`` was called.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        *,
-        region: MappedRegion | None,
-        n_workers: int,
-        clock: Callable[[], float],
-        hidden_variables: Collection[str] = (),
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], *, region: MappedRegion | None, n_workers: int) -> None:
         self._config = config
         self._region = region
         self._n_workers = n_workers
-        self._clock = clock
-        self._hidden_variables = hidden_variables
         self._pid = os.getpid()
         # Reentrant, because the GC may end a listing's worker while this thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._starting = 0
         self._failures = 0  # how often a start failed and no worker was left
         self._failure = ""
-        self._further: set[WorkerProcess] = set()  # extra workers, of ``start_further``
         self.idle: list[WorkerProcess] = []
         self.workers: set[WorkerProcess] = set()
         self.stuck_calls = 0
@@ -115,33 +102,11 @@ class WorkerPool:
 
     def discard(self, worker: WorkerProcess) -> None:
         """Kill, reap and replace a worker that was taken."""
-        self._reap(worker, self.workers)
+        self._reap(worker)
         with self._changed:
             self.kills += 1
             if not self.closed:
                 self._start_missing()
-
-    def start_further(self, wait_s_max: float) -> WorkerProcess:
-        """Start an extra worker, to be ended with ``end_further``.
-
-        Raises:
-            TimeoutError: the worker did not start in time. If it starts later, it is ended.
-            OSError: the worker cannot be started.
-            RuntimeError: the pool is closed, or the worker would run different code than this process.
-        """
-        place = self._starter.submit(self._start, self._further)
-        try:
-            return place.result(wait_s_max)
-        except CancelledError:
-            raise RuntimeError("the store was closed") from None
-        except TimeoutError:
-            if not place.cancel():
-                place.add_done_callback(self._end_late)
-            raise
-
-    def end_further(self, worker: WorkerProcess) -> None:
-        """Kill and reap an extra worker."""
-        self._reap(worker, self._further)
 
     def close(self, within_s: float) -> bool:
         """End all workers; running calls get half of the time to end. Workers that cannot be reaped are left to die.
@@ -157,20 +122,20 @@ class WorkerPool:
                 return False
             self.closed = True
             idle, self.idle = self.idle, []
-            workers = self.workers | self._further
+            workers = set(self.workers)
             self._changed.notify_all()
         for worker in idle:
             worker.hang_up()
-        started_at = self._clock()
+        started_at = time.monotonic()
         for kill_at in (started_at + within_s / 2, started_at + within_s):
-            workers = {worker for worker in workers if not worker.wait(kill_at - self._clock())}
+            workers = {worker for worker in workers if not worker.wait(kill_at - time.monotonic())}
             for worker in workers:
                 worker.process.kill()
         if workers:
             logger.error("%d workers cannot be reaped: %s", len(workers), sorted(w.process.pid for w in workers))
         try:
             # Starting a process reads the interpreter from its disk, which may take long. An empty call waits for that.
-            self._starter.submit(int).result(max(0.1, started_at + within_s - self._clock()))
+            self._starter.submit(int).result(max(0.1, started_at + within_s - time.monotonic()))
         except TimeoutError:
             logger.error("a worker is still being started; the region's file is left open")
             self._starter.shutdown(0.0)
@@ -186,7 +151,7 @@ class WorkerPool:
                 self._changed.notify()
             return not self.closed
 
-    def _reap(self, worker: WorkerProcess, table: set[WorkerProcess]) -> None:
+    def _reap(self, worker: WorkerProcess) -> None:
         """Kill a worker and wait until it is reaped."""
         with self._changed:
             self.stuck_calls += 1
@@ -195,11 +160,7 @@ class WorkerPool:
         worker.process.wait()
         with self._changed:
             self.stuck_calls -= 1
-            table.discard(worker)
-
-    def _end_late(self, place: Future[WorkerProcess]) -> None:
-        if place.exception() is None:
-            self.end_further(place.result())
+            self.workers.discard(worker)
 
     def _start_missing(self) -> None:
         """Start replacements until there are ``n_workers``. Call it under the lock."""
@@ -209,7 +170,8 @@ class WorkerPool:
 
     def _start_idle(self) -> None:
         try:
-            worker = self._start(self.workers)
+            OWN_CODE.check()
+            worker = WorkerProcess.start(self._config, self._region)
         except Exception as e:  # noqa: BLE001 - a thread's edge: waiting callers must get the error; later ones retry
             with self._changed:
                 self._starting -= 1
@@ -220,12 +182,6 @@ class WorkerPool:
             return
         with self._changed:
             self._starting -= 1
+            self.workers.add(worker)
         if not self._hand_on(worker, fresh=True):
-            self._reap(worker, self.workers)
-
-    def _start(self, table: set[WorkerProcess]) -> WorkerProcess:
-        OWN_CODE.check()
-        worker = WorkerProcess.start(self._config, self._region, self._clock, self._hidden_variables)
-        with self._changed:
-            table.add(worker)
-        return worker
+            self._reap(worker)

@@ -8,10 +8,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
 from kvtiers.tiers.errors import RegionError, StoreConfigError
 from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
 from kvtiers.tiers.isolation.worker import FrameReader, decode_error, own_log_level, pack_frame
@@ -73,24 +75,15 @@ class StoreRecipe:
 class WorkerProcess:
     """A worker process. One thread owns it and calls it; any thread may use ``wait`` and ``process``."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, scratch_fd: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, scratch_fd: int) -> None:
         self.process = process
         self._scratch_fd = scratch_fd
         self._pid = os.getpid()
         self._sock = sock
         self._frames = FrameReader(sock)
-        self._clock = clock
 
     @classmethod
-    def start(
-        cls,
-        config: Mapping[str, Any],
-        region: MappedRegion | None,
-        clock: Callable[[], float],
-        hidden_variables: Collection[str] = (),
-    ) -> WorkerProcess:
+    def start(cls, config: Mapping[str, Any], region: MappedRegion | None) -> WorkerProcess:
         occupy_standard_streams()
         ours, theirs = socket.socketpair()
         scratch_fd = -1
@@ -110,9 +103,9 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,  # what a library prints must not mix with the parent's output
                     stderr=output,
-                    env=environment_without(hidden_variables),
+                    env=environment_without(KEY_VARIABLES),
                 )
-            worker = cls(process, ours, scratch_fd, clock)
+            worker = cls(process, ours, scratch_fd)
         except BaseException:
             ours.close()
             if scratch_fd >= 0:
@@ -188,7 +181,7 @@ class WorkerProcess:
         return True
 
     def _wait_until(self, deadline: float) -> None:
-        left_s = deadline - self._clock()
+        left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         self._sock.settimeout(left_s)
@@ -206,15 +199,12 @@ class MappedRegion:
         self._view = view.cast("B")  # held, so that the region stays mapped at its address
         self.length = self._view.nbytes
         self.fd, self.offset = -1, 0
-        address = address_of(self._view)
         try:
-            if address is None:
-                raise RegionError("the region is empty or read-only")
             occupy_standard_streams()
-            self.fd, self.offset = open_mapped_file(address, self.length)
+            self.fd, self.offset = open_mapped_file(self._view)
         except (OSError, RegionError) as e:
             logger.warning("workers cannot map the region (%s); every block is copied once more", str(e))
-        self._start = address or 0
+        self._start = address_of(self._view) or 0
 
     def locate(self, parts: Sequence[memoryview]) -> tuple[list[tuple[int, int]], list[memoryview]]:
         """A blob's parts as segments (see ``worker``), and those of its parts that lie outside the region."""

@@ -25,9 +25,8 @@ A worker dies with its parent, by the end of its socket and by PR_SET_PDEATHSIG.
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -35,7 +34,6 @@ from kvtiers.tiers.errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
-    StoreThrottledError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -52,13 +50,12 @@ logger = get_logger(__name__)
 
 RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # code that tiers ``run`` in workers; imported while they are idle
 BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
-LISTINGS_MAX = 4  # at the same time; each has its own process
 ABANDON_S = 0.5
 REDELIVERIES_MAX = 8  # deliveries of one call, if workers die before they take it
 
 
 class ProcessIsolatedStore(Store):
-    """A store layer. Any thread of the process that created it may call; ``_lock`` guards the count of listings.
+    """A store layer. Any thread of the process that created it may call.
 
     It has ``get_tail``, ``quarantine`` and ``folders`` if its store has them. It always has ``size_many``,
     ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function in a
@@ -72,10 +69,8 @@ class ProcessIsolatedStore(Store):
         deadline_s: time limit of one call (for one blob or a batch), from when a worker has it. Waiting for a free
             worker has a separate limit of the same length, so that no worker is killed because others hang.
         close_s: time limit of ``close``; running calls get half of it to end.
-        hidden_variables: environment variables that are withheld from workers.
         memory_bytes_max: memory that a worker may allocate beyond what it has at its start; None: no limit. A worker
             that exceeds the limit dies, and its call fails as if the worker had been killed.
-        clock: monotonic seconds.
 
     Raises:
         StoreError: raised by the store's constructor. If the error is retryable and the recipe names a class with
@@ -92,23 +87,16 @@ class ProcessIsolatedStore(Store):
         n_workers: int = 2,
         deadline_s: float = 10.0,
         close_s: float = 3.0,
-        hidden_variables: Collection[str] = (),
         memory_bytes_max: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
             raise StoreConfigError("n_workers must be 1 or more; deadline_s and close_s must be more than 0")
         self.deadline_s = deadline_s
         self._close_s = close_s
-        self._clock = clock
-        self._lock = threading.RLock()  # reentrant: the GC may end an unfinished listing while this thread holds it
-        self._listings = 0
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
         config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
-        self._pool = WorkerPool(
-            config, region=self._region, n_workers=n_workers, clock=clock, hidden_variables=hidden_variables
-        )
+        self._pool = WorkerPool(config, region=self._region, n_workers=n_workers)
         try:
             self.capabilities, extras = self._describe(recipe)
         except BaseException:
@@ -130,7 +118,7 @@ class ProcessIsolatedStore(Store):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process IDs of the workers for calls (workers for listings are not included)."""
+        """Process IDs of the workers."""
         return sorted(worker.process.pid for worker in list(self._pool.workers))
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
@@ -155,36 +143,27 @@ class ProcessIsolatedStore(Store):
             raise failure
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """See ``Store.keys``. A listing of more than one page has its own process, which takes 0.1 s to start. The
-        start and each page have a time limit of ``deadline_s``.
+        """See ``Store.keys``. A listing of more than one page keeps a worker until it ends.
 
-        Raises:
-            StoreThrottledError: LISTINGS_MAX listings are running already.
+        Each page has a time limit of ``deadline_s``.
         """
         page = self._call(calls.first_page, prefix)
         if page is not None:
             yield from starmap(KeyInfo, page)
             return
-        self._pool.check_usable()
-        with self._lock:
-            if self._listings >= LISTINGS_MAX:
-                raise StoreThrottledError(f"{LISTINGS_MAX} listings are already running")
-            self._listings += 1
-        worker = None
+        worker = self._take_worker()
+        is_usable = False  # until the listing has ended, the worker holds its state
         try:
-            worker = self._pool.start_further(self.deadline_s)
             while page := worker.call(calls.next_page, prefix, self._deadline_at()):
                 yield from starmap(KeyInfo, page)
+            is_usable = True
         except TimeoutError as e:
-            what = "the start of a listing's worker" if worker is None else "a page of the listing"
-            raise StoreTimeoutError(f"{what} took more than {self.deadline_s:g} s") from e
-        except (OSError, EOFError, RuntimeError) as e:
+            text = f"a page of the listing took more than {self.deadline_s:g} s; its worker was killed"
+            raise StoreTimeoutError(text) from e
+        except (OSError, EOFError) as e:
             raise self._lost(worker, e) from e
         finally:
-            if worker is not None:
-                self._pool.end_further(worker)
-            with self._lock:
-                self._listings -= 1
+            (self._pool.give_back if is_usable else self._pool.discard)(worker)
 
     def close(self) -> None:
         """See ``Store.close``. Takes at most ``close_s``; workers that cannot be reaped by then are left to die."""
@@ -330,16 +309,14 @@ class ProcessIsolatedStore(Store):
             return capabilities, [name for name in calls.OPTIONAL_METHODS if hasattr(found, name)]
 
     def _deadline_at(self) -> float:
-        return self._clock() + self.deadline_s
+        return time.monotonic() + self.deadline_s
 
-    def _lost(self, worker: WorkerProcess | None, error: Exception, key: str = "") -> StoreError:
+    def _lost(self, worker: WorkerProcess, error: Exception, key: str = "") -> StoreError:
         if self._pool.closed:
             return StoreClosedError("the store was closed", key=key)
-        if worker is None:
-            return StoreUnavailableError(f"no worker could be started: {error}", key=key)
         return StoreUnavailableError(f"worker {worker.process.pid} died during the call: {error!r}", key=key)
 
-    def _take_worker(self, key: str) -> WorkerProcess:
+    def _take_worker(self, key: str = "") -> WorkerProcess:
         try:
             return self._pool.take(self.deadline_s)
         except TimeoutError as e:

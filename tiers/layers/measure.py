@@ -68,29 +68,20 @@ class MeasureStore(Layer):
         finally:
             self._observe(Observation("keys", outcome, self._clock() - started, count, 0))
 
-    def _around(self, method: str, call: Callable[[], T], size: int) -> T:
+    def _around(self, method: str, call: Callable[[], T], size: int, keys: int = 1) -> T:
         started = self._clock()
         outcome = "ok"
         try:
-            return call()
+            answer = call()
+            outcomes = answer if isinstance(answer, list) else ()
+            outcome = next((type(e).__name__ for e in outcomes if isinstance(e, Exception)), "ok")
+            return answer
         except BaseException as e:
             outcome = type(e).__name__
             raise
         finally:
             moved = size if outcome == "ok" else 0
-            self._observe(Observation(method, outcome, self._clock() - started, 1, moved))
+            self._observe(Observation(method, outcome, self._clock() - started, keys, moved))
 
     def _around_batch(self, method: str, items: Sequence[Any], size: int) -> list[Any]:
-        started = self._clock()
-        outcome = "ok"
-        try:
-            outcomes: list[Any] = getattr(self.inner, method)(items)
-            failed = next((e for e in outcomes if isinstance(e, Exception)), None)
-            outcome = type(failed).__name__ if failed else "ok"
-            return outcomes
-        except BaseException as e:
-            outcome = type(e).__name__
-            raise
-        finally:
-            moved = size if outcome == "ok" else 0
-            self._observe(Observation(method, outcome, self._clock() - started, len(items), moved))
+        return self._around(method, lambda: getattr(self.inner, method)(items), size, len(items))

@@ -10,7 +10,7 @@ root's ``.tmp`` folder and then moved. The next process that opens the root remo
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import errno
 import os
 import time
@@ -204,6 +204,25 @@ class FsspecStore(Store):
             tail = tail[start:]  # a web server may ignore the range and send the whole blob
         return size, bytes(tail)
 
+    def get_head(self, key: str, length: int) -> bytes:
+        """The blob's first ``min(length, size)`` bytes, by one request.
+
+        Raises:
+            BlobNotFoundError: nothing is stored under ``key``.
+        """
+        check_key(key)
+        place = self._current(key)
+        return bytes(self._run(key, lambda: self._call("cat_file", place.path(key), start=0, end=length)))[:length]
+
+    def names_in(self, folder: str) -> list[str]:
+        """List the last components of the keys directly in a folder; one request."""
+        place = self._current(folder)
+        try:
+            entries = self._run(folder, lambda: self._call("ls", place.path(folder), detail=True))
+        except BlobNotFoundError:
+            return []
+        return [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+
     def folders(self) -> list[str]:
         """See ``SupportsFolders``."""
         place = self._current("")
@@ -298,18 +317,11 @@ class FsspecStore(Store):
         fs = self._place.fs
         if not fs.async_impl:
             return [_result_or_error(getattr(fs, method), path) for path in paths]
-        from fsspec.asyn import sync
+        from fsspec.asyn import _run_coros_in_chunks, sync  # private, but drivers import it, too
 
-        async def ask() -> list[Any]:
-            turns = asyncio.Semaphore(fs.batch_size or ASKED_AT_ONCE)
-
-            async def one(path: str) -> Any:
-                async with turns:
-                    return await asyncio.wait_for(getattr(fs, f"_{method}")(path), self._timeout_s)
-
-            return await asyncio.gather(*map(one, paths), return_exceptions=True)
-
-        found: list[Any] = sync(fs.loop, ask)
+        limits = {"batch_size": fs.batch_size or ASKED_AT_ONCE, "timeout": self._timeout_s}
+        asked = [getattr(fs, f"_{method}")(path) for path in paths]
+        found: list[Any] = sync(fs.loop, partial(_run_coros_in_chunks, asked, return_exceptions=True, **limits))
         return found
 
     def _size(self, path: str) -> int | None:
@@ -438,10 +450,7 @@ class FsspecStore(Store):
             error = type(e)(str(e), key=key)
         except Exception as e:  # noqa: BLE001 - drivers may raise anything
             error = translate(e, key)
-        try:
-            raise error
-        finally:
-            del error  # its traceback refers to this frame, which would keep the caller's memory alive
+        raise copy.copy(error)  # ``error`` is in this frame; a traceback would refer back to it in a cycle
 
 
 def _result_or_error(call: Callable[[str], Any], path: str) -> Any:

@@ -51,9 +51,8 @@ TEMPORARY_FOLDER: Final = ".tmp"
 _MILLISECONDS_FIELD: Final = "modificationTime"  # webhdfs
 _TIME_FIELDS: Final = (
     *("mtime", "LastModified", "last_modified", "updated", "modified", "created"),
-    *("modify", _MILLISECONDS_FIELD, "last_commit"),  # ftp, webhdfs, hf
+    *(_MILLISECONDS_FIELD, "last_commit"),  # webhdfs, hf
 )
-
 
 _ABSENT_STATUSES: Final = (404, 410)
 
@@ -138,19 +137,13 @@ def mtime_of(info: Mapping[str, Any]) -> float:
         if isinstance(value, Mapping):  # hf reports a commit
             value = value.get("date")
         if isinstance(value, str):
-            value = _parse_time(value)
+            try:
+                value = datetime.fromisoformat(value)
+            except ValueError:
+                continue
         if isinstance(value, datetime):
             return value.timestamp()
     return 0.0
-
-
-def _parse_time(text: str) -> datetime | None:
-    if text[: len("YYYYMMDDhhmmss")].isdecimal():  # ftp's MLSD, in UTC, perhaps with a fraction
-        text = f"{text[:8]}T{text[8:14]}Z"
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        return None  # such as the "Nov 13 11:26" of ftp servers without MLSD
 
 
 def translate(error: Exception, key: str) -> StoreError:

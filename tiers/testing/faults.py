@@ -262,7 +262,6 @@ class SyscallFaults:
     def __enter__(self) -> Self:
         seam = _Os(self)
         openat2 = functools.partial(self._make_call, "openat2", posix.openat2)
-        link_open_file = functools.partial(self._make_call, "linkat", posix.link_open_file)
         for module, name, replacement in (
             (posix, "os", seam),
             (vectored_io, "os", seam),
@@ -271,7 +270,6 @@ class SyscallFaults:
             (folder_listing, "os", seam),
             (vllm_raw, "os", seam),
             (posix, "openat2", openat2),
-            (publish, "link_open_file", link_open_file),
         ):
             self._patches.enter_context(mock.patch.object(module, name, replacement))
         return self

@@ -45,6 +45,8 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from kvtiers.tiers.isolation.process import python_command
+
 START_S_MAX = 120.0  # on a busy machine
 ANSWER_S_MAX = 60.0
 
@@ -125,23 +127,12 @@ class FuseMount:
         self.path.mkdir(parents=True, exist_ok=True)
         self._control, theirs = socket.socketpair()
         with theirs:
-            command = [
-                sys.executable,
-                "-m",
-                "kvtiers.tiers.testing.fuse",
-                str(theirs.fileno()),
-                str(self.backing),
-                str(self.path),
-            ]
+            arguments = str(theirs.fileno()), str(self.backing), str(self.path)
             self._server = subprocess.Popen(
-                command,
+                python_command("kvtiers.tiers.testing.fuse", *arguments),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry and isinstance(entry, str)),
-                },
             )
         self._lines = self._control.makefile("r")
         try:
@@ -409,10 +400,12 @@ def _damage(faults: Sequence[FuseFault], data: bytearray) -> bytearray:
     return data
 
 
-def _serve(control_fd: int, backing: str, path: str) -> None:
+def main() -> None:
+    """Entry point of the server's process."""
     import mfusepy
 
-    with socket.socket(fileno=control_fd) as control:
+    control_fd, backing, path = sys.argv[1:]
+    with socket.socket(fileno=int(control_fd)) as control:
         mfusepy.FUSE(
             _PassThrough(backing, _Plan(), control),
             path,
@@ -424,7 +417,3 @@ def _serve(control_fd: int, backing: str, path: str) -> None:
             entry_timeout=0,
             negative_timeout=0,
         )
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2], sys.argv[3])

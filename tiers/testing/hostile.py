@@ -7,12 +7,13 @@ only clients with limits on memory and time can be tested with them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Final
 
 DRIP_S: Final = 0.05  # pause between two bytes: shorter than any socket timeout
 HUGE_BYTES: Final = (1 << 63) - 1
+PIECE_BYTES: Final = 3 << 16
 
 
 class Hostile(StrEnum):
@@ -30,74 +31,30 @@ class Hostile(StrEnum):
     DRIPPING_HEADERS = "dripping_headers"
 
 
-_PIECE: Final = b"<a>" * (64 << 10)
-
 _STATUS: Final = b"HTTP/1.1 %d Answer\r\n"
 _HEADERS: Final = b'ETag: "e"\r\nLast-Modified: Thu, 26 Nov 2026 00:00:00 GMT\r\nContent-Type: application/xml\r\n'
+_HUGE_BODY: Final = _STATUS + _HEADERS + b"Content-Length: %d\r\n\r\n<" % HUGE_BYTES
+_CHUNKED: Final = _STATUS + _HEADERS + b"Transfer-Encoding: chunked\r\n\r\n"
+_CHUNK: Final = b"%x\r\n%b\r\n" % (PIECE_BYTES, b"<a>" * (PIECE_BYTES // 3))
 
-
-def _huge_length(status: int) -> Iterator[bytes]:
-    yield _STATUS % status + _HEADERS + b"Content-Length: %d\r\n\r\n<" % HUGE_BYTES
-    yield from _drip()
-
-
-def _endless_body(status: int) -> Iterator[bytes]:
-    yield _STATUS % status + _HEADERS + b"Transfer-Encoding: chunked\r\n\r\n"
-    while True:
-        yield b"%x\r\n%b\r\n" % (len(_PIECE), _PIECE)
-
-
-def _endless_chunk_size() -> Iterator[bytes]:
-    yield _STATUS % 200 + _HEADERS + b"Transfer-Encoding: chunked\r\n\r\n"
-    while True:
-        yield b"1" * len(_PIECE)
-
-
-def _endless_continue() -> Iterator[bytes]:
-    while True:
-        yield b"HTTP/1.1 100 Continue\r\n\r\n" * 1000
-
-
-def _endless_headers() -> Iterator[bytes]:
-    yield _STATUS % 200
-    while True:
-        yield b"x-header: value\r\n" * 1000
-
-
-def _endless_header() -> Iterator[bytes]:
-    yield _STATUS % 200 + b"x-header: "
-    while True:
-        yield b"v" * len(_PIECE)
-
-
-def _dripping_headers() -> Iterator[bytes]:
-    yield _STATUS % 200
-    yield from _drip()
-
-
-def _drip() -> Iterator[bytes]:
-    while True:
-        yield b"x"
-
-
-#: fault -> endless pieces of its response
-_ANSWERS: Mapping[Hostile, Callable[[], Iterator[bytes]]] = {
-    Hostile.HUGE_LENGTH: lambda: _huge_length(200),
-    Hostile.HUGE_LENGTH_404: lambda: _huge_length(404),
-    Hostile.ENDLESS_BODY: lambda: _endless_body(200),
-    Hostile.ENDLESS_BODY_404: lambda: _endless_body(404),
-    Hostile.ENDLESS_BODY_503: lambda: _endless_body(503),
-    Hostile.ENDLESS_CHUNK_SIZE: _endless_chunk_size,
-    Hostile.ENDLESS_CONTINUE: _endless_continue,
-    Hostile.ENDLESS_HEADERS: _endless_headers,
-    Hostile.ENDLESS_HEADER: _endless_header,
-    Hostile.DRIPPING_HEADERS: _dripping_headers,
+#: fault -> the beginning of its response, and the piece that is then sent again and again
+_ANSWERS: Mapping[Hostile, tuple[bytes, bytes]] = {
+    Hostile.HUGE_LENGTH: (_HUGE_BODY % 200, b"x"),
+    Hostile.HUGE_LENGTH_404: (_HUGE_BODY % 404, b"x"),
+    Hostile.ENDLESS_BODY: (_CHUNKED % 200, _CHUNK),
+    Hostile.ENDLESS_BODY_404: (_CHUNKED % 404, _CHUNK),
+    Hostile.ENDLESS_BODY_503: (_CHUNKED % 503, _CHUNK),
+    Hostile.ENDLESS_CHUNK_SIZE: (_CHUNKED % 200, b"1" * PIECE_BYTES),
+    Hostile.ENDLESS_CONTINUE: (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    Hostile.ENDLESS_HEADERS: (_STATUS % 200, b"x-header: value\r\n" * 1000),
+    Hostile.ENDLESS_HEADER: (_STATUS % 200 + b"x-header: ", b"v" * PIECE_BYTES),
+    Hostile.DRIPPING_HEADERS: (_STATUS % 200, b"x"),
 }
 
 
 def send_hostile(fault: Hostile, send: Callable[[bytes], object], stopping: threading.Event) -> None:
     """Send a hostile response until ``stopping`` is set or the client disconnects (``send`` raises OSError)."""
-    for piece in _ANSWERS[fault]():
-        if stopping.wait(DRIP_S if len(piece) == 1 else 0):
-            return
+    beginning, piece = _ANSWERS[fault]
+    send(beginning)
+    while not stopping.wait(DRIP_S if len(piece) == 1 else 0):
         send(piece)

@@ -318,7 +318,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault is Fault.IGNORE_RANGE:
             headers = {name: value for name, value in request.headers.items() if name != "range"}
-            request = replace(request, headers=headers)
+            request, fault = replace(request, headers=headers), None
         answer = self.server.owner.s3.answer(request)
         if fault is Fault.LOST_ACK:
             self._reset()
@@ -339,8 +339,6 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is Fault.NO_LENGTH:
             self._send_head(answer, {"Transfer-Encoding": "chunked"})
             self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
-        elif fault is Fault.IGNORE_RANGE:
-            self._send(answer)
         else:
             self._send_half(answer, fault)
 

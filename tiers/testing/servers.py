@@ -181,8 +181,9 @@ class SeaweedServer:
                 env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "2", "TMPDIR": str(self._folder)},
             )
         try:
-            _wait_for_answer(self.s3.endpoint_url, self._process)
-            _wait_for_volume_server(self._ports["master"], self._process)
+            _wait_for_answer(self.s3.endpoint_url, b"", self._process)
+            # Until the volume server has reported, no object can be put.
+            _wait_for_answer(f"http://127.0.0.1:{self._ports['master']}/dir/status", b"DataNodes", self._process)
         except (RuntimeError, TimeoutError) as error:
             lines = (self._folder / "log").read_text(errors="replace").splitlines()
             # Show errors and the fatal error (glog's E and F), but not the hundreds of lines of goroutines after it.
@@ -342,25 +343,16 @@ def _wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], what:
         time.sleep(POLL_S)
 
 
-def _wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_answer(url: str, text: bytes, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server's answer contains the text. b"": until there is any answer, also an error."""
+
     def answers() -> bool:
         try:
-            urllib.request.urlopen(url, timeout=START_S_MAX).close()
+            with urllib.request.urlopen(url, timeout=START_S_MAX) as answer:
+                return text in answer.read()
         except urllib.error.HTTPError:
-            return True  # 403 is an answer
+            return not text
         except OSError:
             return False
-        return True
 
     _wait_for(answers, process, url)
-
-
-def _wait_for_volume_server(master_port: int, process: subprocess.Popen[bytes]) -> None:
-    def has_volumes() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{master_port}/dir/status", timeout=START_S_MAX) as answer:
-                return b"DataNodes" in answer.read()
-        except OSError:
-            return False
-
-    _wait_for(has_volumes, process, "weed's volume server")

@@ -13,11 +13,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import TypeVar
 from urllib.parse import quote
 from xml.sax.saxutils import escape, unescape
-
-T = TypeVar("T")
 
 PAGE_KEYS = 1000
 _QUOTES = {"&quot;": '"', "&apos;": "'"}
@@ -74,23 +71,22 @@ class TinyS3:
 
     def get_object(self, bucket: str, key: str) -> bytes | None:
         """Return an object's data without a request; None if it does not exist."""
-        found = self._do(lambda objects: objects.get((bucket, key)))
+        with self._lock:
+            found = self._objects.get((bucket, key))
         return None if found is None else found.data
 
     def put_object(self, bucket: str, key: str, data: bytes) -> None:
         """Store an object without a request."""
-        self._do(lambda objects: objects.__setitem__((bucket, key), _Object(data, time.time())))
+        with self._lock:
+            self._objects[bucket, key] = _Object(data, time.time())
 
     def remove_objects(self, bucket: str, which: Callable[[str], bool]) -> int:
         """Remove the objects whose keys ``which`` accepts, without a request. Returns their number."""
-
-        def remove(objects: dict[tuple[str, str], _Object]) -> int:
-            places = [place for place in objects if place[0] == bucket and which(place[1])]
+        with self._lock:
+            places = [place for place in self._objects if place[0] == bucket and which(place[1])]
             for place in places:
-                del objects[place]
-            return len(places)
-
-        return self._do(remove)
+                del self._objects[place]
+        return len(places)
 
     def answer(self, request: Request) -> Answer:
         """Execute a request."""
@@ -102,10 +98,12 @@ class TinyS3:
         if request.method == "PUT":
             return self._put((bucket, key), request)
         if request.method == "DELETE":
-            self._do(lambda objects: objects.pop((bucket, key), None))
+            with self._lock:
+                self._objects.pop((bucket, key), None)
             return Answer(204)
         if request.method in ("GET", "HEAD"):
-            found = self._do(lambda objects: objects.get((bucket, key)))
+            with self._lock:
+                found = self._objects.get((bucket, key))
             return error(404, "NoSuchKey") if found is None else _get(found, request.headers.get("range", ""))
         return error(405, "MethodNotAllowed")
 
@@ -120,14 +118,11 @@ class TinyS3:
 
     def _put(self, place: tuple[str, str], request: Request) -> Answer:
         made = _Object(request.body, time.time())
-
-        def insert(objects: dict[tuple[str, str], _Object]) -> bool:
-            if request.headers.get("if-none-match") == "*" and place in objects:
-                return False
-            objects[place] = made
-            return True
-
-        return Answer(200, headers={"ETag": made.etag}) if self._do(insert) else error(412, "PreconditionFailed")
+        with self._lock:
+            if request.headers.get("if-none-match") == "*" and place in self._objects:
+                return error(412, "PreconditionFailed")
+            self._objects[place] = made
+        return Answer(200, headers={"ETag": made.etag})
 
     def _answer_for_bucket(self, request: Request, bucket: str) -> Answer:
         region = {"x-amz-bucket-region": self.region}
@@ -135,7 +130,9 @@ class TinyS3:
             return Answer(200, headers=region)
         if request.method == "POST" and "delete" in request.query:
             keys = [unescape(key, _QUOTES) for key in re.findall(r"<Key>(.*?)</Key>", request.body.decode())]
-            self._do(lambda objects: [objects.pop((bucket, key), None) for key in keys])
+            with self._lock:
+                for key in keys:
+                    self._objects.pop((bucket, key), None)
             deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
             return Answer(200, _xml("DeleteResult", deleted))
         if request.method == "GET" and request.query.get("list-type") == "2":
@@ -147,13 +144,12 @@ class TinyS3:
         after = query.get("continuation-token") or query.get("start-after", "")
         delimiter = query.get("delimiter", "")
         size = min(PAGE_KEYS, int(query.get("max-keys", PAGE_KEYS)))
-        names = self._do(
-            lambda objects: {
+        with self._lock:
+            names = {
                 _listed_as(key, prefix, delimiter): blob
-                for (place, key), blob in objects.items()
+                for (place, key), blob in self._objects.items()
                 if place == bucket and key.startswith(prefix)
             }
-        )
         keys = sorted((key for key in names if key.encode() > after.encode()), key=str.encode)
         page, more = keys[:size], keys[size:]
         encode = quote if query.get("encoding-type") == "url" else escape
@@ -174,10 +170,6 @@ class TinyS3:
                 f"<Size>{len(blob.data)}</Size></Contents>"
             )
         return _xml("ListBucketResult", "".join(parts))
-
-    def _do(self, change: Callable[[dict[tuple[str, str], _Object]], T]) -> T:
-        with self._lock:
-            return change(self._objects)
 
 
 def error(status: int, code: str, **headers: str) -> Answer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -128,11 +128,10 @@ class BlockMover:
         cut: the reason why blocks that have not started fail; "" lets them start. The scheduler's thread sets it, so
             that the backlog of a dead tier ends at once.
         removes_bad: whether bad blocks are moved aside or deleted.
-        to_replace: blocks that a store overwrites even if they look good, because their last load failed.
+        must_replace: whether a store overwrites a block even if it looks good, because its last load failed.
     """
 
     removes_bad = True
-    to_replace: Container[OffloadKey] = ()
 
     def __init__(
         self,
@@ -148,6 +147,7 @@ class BlockMover:
         self.name = name
         self.store = store
         self.cut = ""
+        self.must_replace: Callable[[OffloadKey], bool] = lambda _: False
         self._say_at = float("-inf")  # when the next warning is allowed; threads that race may warn twice
         # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
@@ -223,7 +223,7 @@ class BlockMover:
         published = self._put(name, key, row, overwrite=False)
         if published:
             return "moved"
-        overwrite = key in self.to_replace
+        overwrite = self.must_replace(key)
         is_bad = False
         try:
             self._check_stored(key, name)

@@ -7,7 +7,7 @@ nothing new about the storage. So an error that may concern a single block count
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.tier.block_mover import Batch
@@ -21,19 +21,13 @@ REST_S_MAX = 60.0  # removals by other hosts may go unnoticed for as long
 
 
 class TierHealth:
-    """Passes results to the circuit. Scheduler thread only, except that any thread may test keys with ``to_replace``.
-
-    Attributes:
-        to_replace: blocks whose last load failed with an error that may be theirs alone, or found a bad block that
-            could not be removed. The next store overwrites them.
-    """
+    """Passes results to the circuit. Scheduler thread only, except that any thread may call ``must_replace``."""
 
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
         self._failed_lookups = FailedKeys(KEYS_MAX)
         self._unreadable = FailedKeys(KEYS_MAX)
         self._stuck = FailedKeys(STUCK_KEYS_MAX)
-        self.to_replace = _AnyOf(self._unreadable, self._stuck)
 
     def looked_up(self, counts: LookupCounts) -> bool:
         """Record lookups. True: only keys that failed before have failed; look up another key to test the storage."""
@@ -74,6 +68,13 @@ class TierHealth:
         for fault in faults:
             self._circuit.fail(op, fault)
         return []
+
+    def must_replace(self, key: OffloadKey) -> bool:
+        """Whether the next store must overwrite a block, because its last load failed.
+
+        That load failed with an error that may be the block's alone, or found a bad block that could not be removed.
+        """
+        return key in self._unreadable or key in self._stuck
 
     def rest_s(self, key: OffloadKey) -> float:
         """How long a block that could not be read or removed counts as absent: about as long as it has been failing."""
@@ -116,13 +117,3 @@ class FailedKeys:
         if self._keys:
             for key in keys:
                 self._keys.pop(key, None)
-
-
-class _AnyOf:
-    """Contains the keys that are in any of several containers."""
-
-    def __init__(self, *parts: Container[object]) -> None:
-        self._parts = parts
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in part for part in self._parts)

@@ -21,13 +21,14 @@ from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.blocks.seal import Checksum, Seal
 from kvtiers.tiers.errors import QueueFullError
-from kvtiers.tiers.isolation.mover import RunsInWorkers, make_mover
+from kvtiers.tiers.isolation.mover import IsolatedMover, RunsInWorkers
 from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, SupportsGetMany
 from kvtiers.tiers.tier.batches import deal, side_by_side
-from kvtiers.tiers.tier.block_mover import Batch, MoveTask, Rows
+from kvtiers.tiers.tier.block_mover import Batch, BlockMover, MoveTask, Rows
 from kvtiers.tiers.tier.circuit import Circuit, CircuitState, Kind
+from kvtiers.tiers.tier.concurrency import Concurrency
 from kvtiers.tiers.tier.counts import TierCounts
 from kvtiers.tiers.tier.events import KeysSinceJobStart, UnreadEvents
 from kvtiers.tiers.tier.health import TierHealth
@@ -43,6 +44,7 @@ DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 LOOKUPS_END_S = 0.5  # in addition to shutdown_s; time for running lookups to end
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
+BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
 LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
 
 
@@ -165,20 +167,8 @@ class StoreTierManager(SecondaryTierManager):
         self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
-        seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
-        self._mover = make_mover(
-            self.name,
-            store,
-            mapper.name_prefix,
-            seal,
-            self._rows,
-            clock,
-            worker_threads=options.worker_threads,
-            worker_threads_max=options.worker_threads_max,
-            begin_s=options.worker_begin_s,
-            message_blocks_max=max(1, min(options.task_bytes, options.task_bytes_max) // self._rows.row_bytes),
-        )
-        self._mover.removes_bad = not options.read_only
+        self._clock = clock
+        self._mover = self._make_mover()
         self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._num_threads = options.n_read_threads + options.n_write_threads
         self._pool = DualQueueThreadPool[MoveTask, Batch](
@@ -204,8 +194,7 @@ class StoreTierManager(SecondaryTierManager):
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
         self._health = TierHealth(self._circuit)
-        self._mover.to_replace = self._health.to_replace
-        self._clock = clock
+        self._mover.must_replace = self._health.must_replace
         self._in_flight: dict[int, _InFlight] = {}
         self._published_during_loads = KeysSinceJobStart()
         self._gone_during_stores = KeysSinceJobStart()
@@ -221,6 +210,22 @@ class StoreTierManager(SecondaryTierManager):
         self._probe_key = make_offload_key(bytes(32), 0)
         self._needs_extra_lookup = False
         self._counts = TierCounts(self.metrics, self.name, collects=collector is not None, clock=clock)
+
+    def _make_mover(self) -> BlockMover:
+        mapper, options = self.mapper, self._options
+        seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
+        parts = self.name, self.store, mapper.name_prefix, seal, self._rows, self._clock
+        mover = BlockMover(*parts)
+        if isinstance(self.store, RunsInWorkers) and self.store.maps_region:
+            mover = isolated = IsolatedMover(*parts)
+            begin_s, task_bytes = options.worker_begin_s, min(options.task_bytes, options.task_bytes_max)
+            isolated.begin_s = BEGIN_SHARE * self.store.deadline_s if begin_s is None else begin_s
+            isolated.message_blocks_max = max(1, task_bytes // self._rows.row_bytes)
+            threads = options.worker_threads, options.worker_threads_max
+            if max(threads) > 1:
+                isolated.loading, isolated.storing = Concurrency(*threads), Concurrency(*threads)
+        mover.removes_bad = not options.read_only
+        return mover
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from kvtiers.tiers.store import KeyInfo, Store, SupportsAges, SupportsTail, size
 from kvtiers.tiers.tools.block_reader import BlockReader, read_identities, read_small
 from kvtiers.tiers.tools.conversion import Converter
 from kvtiers.tiers.tools.inventory import BlockName, list_blocks
-from kvtiers.tiers.tools.rate import RateLimit
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once
@@ -93,6 +92,32 @@ def find_blocks(store: Store, prefixes: Iterable[str]) -> Iterator[Block]:
         yield from list_blocks(store, prefix)
 
 
+class RateLimit:
+    """Delays threads so that they move at most ``bytes_per_s`` together. Any thread may call it.
+
+    Each piece of work is given a time slot of its own, after the slots given before; a thread waits for its slot. Time
+    in which nothing was moved is not made up for.
+
+    Args:
+        bytes_per_s: more than 0.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _free_at; held for a few instructions
+        self._free_at = clock()
+
+    def reserve(self, size_bytes: int) -> float:
+        """Take the next slot for ``size_bytes``. Returns the seconds until it begins."""
+        with self._lock:
+            now = self._clock()
+            begins_at = max(now, self._free_at)
+            self._free_at = begins_at + size_bytes / self._bytes_per_s
+        return begins_at - now
+
+
 class Copier:
     """Copies blocks. For one thread; it starts worker threads of its own.
 
@@ -103,7 +128,6 @@ class Copier:
         dry_run: only find out what would be copied; the target is only read.
         rate: bounds how fast blocks are copied; None: no bound.
         on_progress: called with the report after each batch, and every ``PROGRESS_EVERY_S``.
-        now: Unix seconds.
     """
 
     def __init__(
@@ -117,7 +141,6 @@ class Copier:
         dry_run: bool = False,
         rate: RateLimit | None = None,
         on_progress: Callable[[CopyReport], None] = lambda _: None,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self._source = source
         self._target = target
@@ -133,7 +156,6 @@ class Copier:
             BlockReader(source, takes_unverified=takes_unverified, takes_protected=as_stored) for _ in range(THREADS)
         ]
         self._namespaces: set[str] = set()
-        self._now = now
         self.report = CopyReport(dry_run=dry_run)
 
     def copy(self, blocks: Iterable[Block]) -> CopyReport:
@@ -328,7 +350,7 @@ class Copier:
         """Write the block; an existing blob is not a good block of this namespace and is replaced."""
         used_at = self._source.used_at(move.info) if isinstance(self._source, SupportsAges) else move.info.mtime
         if used_at > 0 and isinstance(self._target, SupportsAges):
-            self._target.put_aged(move.target, parts, used_at=min(used_at, self._now()))
+            self._target.put_aged(move.target, parts, used_at=min(used_at, time.time()))
         else:
             self._target.put(move.target, parts, overwrite=True)
 

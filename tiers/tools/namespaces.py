@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
@@ -117,15 +117,10 @@ class NamespaceRemoval:
 
     store: Store
     namespace: str
-    removed: Share
+    removed: Share = field(default_factory=Share)
     failed: int = 0
     written: int = 0
     error: str = ""
-
-    @classmethod
-    def of(cls, store: Store, namespace: str) -> NamespaceRemoval:
-        """Prepare a removal."""
-        return cls(store, namespace, Share())
 
     def run(self, on_progress: Callable[[Share], None] = lambda _: None) -> None:
         """Remove the namespace.

@@ -10,17 +10,20 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
 from dataclasses import asdict
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
+from kvtiers.tiers.daemon_pool import DaemonPool
 from kvtiers.tiers.errors import StoreError, StoreUnavailableError
 from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, python_command
 from kvtiers.tiers.isolation.worker import make_store, own_output
 from kvtiers.tiers.tools.verify import ALL, Subset, UnitResult, Verifier, decode_result
+
+KILLED_S_MAX = 5.0  # for threads to see that their workers were killed
 
 
 def main() -> None:
@@ -49,12 +52,8 @@ def verify_units(
     Raises:
         StoreError: a unit could not be listed, or a worker died. Results already yielded remain valid.
     """
-    waiting: SimpleQueue[str] = SimpleQueue()
-    for unit in units:
-        waiting.put(unit)
-    answers: SimpleQueue[UnitResult | StoreError | None] = SimpleQueue()
     config = json.dumps({**recipe.encode(), "repair": repair, "subset": asdict(subset)})
-    processes = [
+    workers = [
         subprocess.Popen(
             python_command("kvtiers.tiers.tools.verify_processes"),
             stdin=subprocess.PIPE,
@@ -64,59 +63,37 @@ def verify_units(
         )
         for _ in range(min(n_workers, len(units)))
     ]
-    threads = [
-        threading.Thread(target=_serve, args=(process, config, waiting, answers), daemon=True) for process in processes
-    ]
-    for thread in threads:
-        thread.start()
+    idle: SimpleQueue[tuple[subprocess.Popen[str], str]] = SimpleQueue()  # with what a worker must be told first
+    for worker in workers:
+        idle.put((worker, f"{config}\n"))
+    pool = DaemonPool(len(workers), "kvtiers-verify")
     try:
-        left = len(threads)
-        while left:
-            answer = answers.get()
-            if isinstance(answer, StoreError):
-                raise answer
-            if answer is None:
-                left -= 1
-            else:
-                yield answer
+        for result in as_completed([pool.submit(_check, unit, idle) for unit in units]):
+            yield result.result()
     finally:
-        for process in processes:
-            process.kill()
-        for thread in threads:
-            thread.join()
-        for process in processes:
-            process.wait()
+        for worker in workers:
+            worker.kill()
+        pool.shutdown(KILLED_S_MAX)
+        for worker in workers:
+            worker.communicate()
 
 
-def _serve(
-    process: subprocess.Popen[str],
-    config: str,
-    waiting: SimpleQueue[str],
-    answers: SimpleQueue[UnitResult | StoreError | None],
-) -> None:
-    """Give units to one worker until none are left."""
-    assert process.stdin is not None
-    assert process.stdout is not None
+def _check(unit: str, idle: SimpleQueue[tuple[subprocess.Popen[str], str]]) -> UnitResult:
+    """Have an idle worker check a unit."""
+    worker, greeting = idle.get()
+    assert worker.stdin is not None
+    assert worker.stdout is not None
     try:
-        with process.stdin, process.stdout:
-            process.stdin.write(config + "\n")
-            while True:
-                try:
-                    unit = waiting.get_nowait()
-                except Empty:
-                    break
-                process.stdin.write(json.dumps(unit) + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-                if not line.endswith("\n"):  # end of output, or an incomplete line
-                    answers.put(StoreUnavailableError(f"the worker that checked {unit}* died"))
-                    return
-                answer = json.loads(line)
-                if "error" in answer:
-                    answers.put(StoreUnavailableError(answer["error"]))
-                    return
-                answers.put(decode_result(answer["result"]))
-    except Exception as e:  # noqa: BLE001 - a thread's edge: whatever it was, the command waits for an answer
-        answers.put(StoreUnavailableError(f"a worker died: {type(e).__name__}: {e}"))
-        return
-    answers.put(None)
+        worker.stdin.write(f"{greeting}{json.dumps(unit)}\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+        if not line.endswith("\n"):
+            raise EOFError("its answer is incomplete")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise StoreUnavailableError(answer["error"])
+        return decode_result(answer["result"])
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as e:
+        raise StoreUnavailableError(f"the worker that checked {unit}* died: {type(e).__name__}: {e}") from e
+    finally:
+        idle.put((worker, ""))

@@ -158,6 +158,18 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return FileMapper.from_offloading_spec("", spec, extra_fields=fields)
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Any) -> bool:
+        """Return False, because nothing is done layer by layer.
+
+        On GPUs, vLLM asks this before it loads the model. So wrong options stop it within seconds.
+
+        Raises:
+            ConfigError: an option is missing or not accepted.
+        """
+        shared_place(extra_config)
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixStats:
         """Create a PrefixStats from counts sent by another process."""
         return PrefixStats(data=data or {})

@@ -15,7 +15,7 @@ from kvtiers.connector.commands.bench import _FileCeiling
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER
-from tests.connector.commands.test_storage_commands import NAMES, result_of, root
+from tests.connector.commands.test_storage_commands import NAMES, result_of, root, write_tiers
 from tests.connector.commands.test_storage_commands import run as run_command
 
 __all__ = ["root"]  # a fixture
@@ -99,9 +99,7 @@ def test_one_tier_as_a_table(config: str) -> None:
 
 
 def test_a_tier_of_others_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("region: {size: 1MiB}\ntiers:\n- {type: Mine, module_path: mine}\n")
-    code, out = run(str(path), "--block-size", "64KiB")
+    code, out = run(write_tiers(tmp_path / "c.yaml", "type: Mine, module_path: mine"), "--block-size", "64KiB")
     assert code == 0, out
     assert "kvtiers bench: skipped: Mine, which is not a tier type of kvtiers" in out
 

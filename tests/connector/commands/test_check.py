@@ -12,15 +12,15 @@ import pytest
 import yaml
 
 from kvtiers.connector.commands import check, findings
-from kvtiers.connector.commands.check import find_problems
 from kvtiers.connector.commands.findings import Finding
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
-from tests.connector.commands.test_storage_commands import result_of, run
+from tests.connector.commands.test_doctor import deployment, fs
+from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
 from tests.identity import CONFIG, FakeSpec, block_key
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -52,6 +52,11 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result_of(out)["config"]["region"]["size"] == 1 << 20
 
 
+def problems(*given: dict[str, Any], **more: Any) -> list[str]:
+    """What ``check`` finds wrong with these tiers on this machine."""
+    return check.examine(deployment(*given, **more)).texts("problem")
+
+
 EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
 
 
@@ -68,7 +73,7 @@ def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str)
     config = tmp_path / "c.yaml"
     config.write_text(f'region: {{size: 1MiB}}\n"{EVIL}": 1\ntiers:\n- {tier}\n')
     code, out = run("check", str(config))
-    assert code == EXIT_BAD_INPUT
+    assert code == ExitCode.BAD_INPUT
     shown = "k\\x1b[2J\\u202e\\x9b1m[red]\\nOK, all is good"
     assert f"  {shown}: is not a known key" in out
     assert all(line.isprintable() for line in out.split("\n"))
@@ -77,21 +82,17 @@ def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str)
 
 
 def test_check_shows_what_a_good_file_names_as_it_is(tmp_path: Path) -> None:
-    config = tmp_path / "[red]c.yaml"
     place = f'"{tmp_path}/{EVIL}"'
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {place}, min_free: 1}}\n")
-    code, out = run("check", str(config))
+    code, out = run("check", write_tiers(tmp_path / "[red]c.yaml", f"type: fs, root_dir: {place}, min_free: 1"))
     assert (code, "[red]c.yaml is usable" in out.replace("\n", "")) == (0, True)
     assert all(line.isprintable() for line in out.split("\n"))
 
 
 def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    fs = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d}}"
-    url = f"{{type: fsspec, url: 'file://{tmp_path}/far', ttl: 12h}}"
-    free = f"{{type: fs, name: free, root_dir: {tmp_path}/free, min_free: 1}}"
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {fs}\n- {url}\n- {free}\n")
-    code, out = run("check", str(config))
+    fs = f"type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d"
+    url = f"type: fsspec, url: 'file://{tmp_path}/far', ttl: 12h"
+    free = f"type: fs, name: free, root_dir: {tmp_path}/free, min_free: 1"
+    code, out = run("check", write_tiers(tmp_path / "c.yaml", fs, url, free))
     assert code == 0
     out = " ".join(out.split())
     assert "all writers together store at most 10 GiB; above 95% of that the least recently used" in out
@@ -101,13 +102,12 @@ def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
 
 
 def test_check_names_each_mistake(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: memory}\n- {type: memory, max_bytes: 10 Gigs}\n")
-    code, out = run("check", str(config))
-    assert code == EXIT_BAD_INPUT
+    config = write_tiers(tmp_path / "c.yaml", "type: memory", "type: memory, max_bytes: 10 Gigs")
+    code, out = run("check", config)
+    assert code == ExitCode.BAD_INPUT
     assert "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB" in out
-    code, out = run("check", str(config), "--json")
-    assert code == EXIT_BAD_INPUT
+    code, out = run("check", config, "--json")
+    assert code == ExitCode.BAD_INPUT
     assert result_of(out) == {"verdict": "not usable: 1 mistake"}
     document = json.loads(out)
     assert not document["ok"]
@@ -117,7 +117,7 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
 def test_check_of_nothing(tmp_path: Path) -> None:
     assert run("check")[0] == 2
     code, out = run("check", str(tmp_path / "none.yaml"))
-    assert code == EXIT_BAD_INPUT
+    assert code == ExitCode.BAD_INPUT
     assert "cannot be read" in out
 
 
@@ -140,7 +140,7 @@ def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
             ],
         }
     )
-    found = find_problems(config)
+    found = check.examine(config).texts("problem")
     assert [finding.split(":")[0] for finding in found] == ["region.size", "tiers[0].root_dir", "tiers[1].min_free"]
     assert "--shm-size" in found[0]
 
@@ -157,7 +157,7 @@ def test_storage_that_hangs_is_a_problem_and_hides_no_other(tmp_path: Path, monk
     monkeypatch.setattr(check, "wait", lambda asked, _: asked[1].result(120))
     tiers = [fs(tmp_path / "kv"), {"type": "none_such", "module_path": "none_such"}]
     try:
-        hung, absent = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+        hung, absent = problems(*tiers)
         assert hung == "tiers[0]: no answer within 300 s; check that the server is up and that the mount does not hang"
         assert absent.startswith("tiers[1]")
     finally:
@@ -168,7 +168,7 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "kv").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "kv")
     for root, message in ((tmp_path / "link", "is a symbolic link"), (tmp_path / ("a" * 300), "File name too long")):
-        (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(root)]}))
+        (found,) = problems(fs(root))
         assert found.startswith("tiers[0].root_dir: ")
         assert message in found
 
@@ -176,7 +176,7 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", refuse)  # a folder above it that may not be searched
-    (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
+    (found,) = problems(fs(tmp_path / "kv"))
     assert f"{tmp_path}/kv cannot be accessed by uid {os.getuid()}: Permission denied" in found
 
 
@@ -215,10 +215,9 @@ def test_check_finds_what_an_engine_refuses(
     given = {
         name: value.replace("HERE", str(tmp_path)) if name == "root_dir" else value for name, value in tier.items()
     }
-    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [given]})
-    (found,) = find_problems(deployment)
+    (found,) = problems(given)
     assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
-    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    spec = TieringOffloadingSpec(CONFIG, deployment(given), 65_536)
     with pytest.raises((ConfigError, StoreError)):
         spec.get_manager()
     spec.shutdown()
@@ -247,52 +246,40 @@ def test_check_names_packages_that_are_missing(
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}]} | config))
+    found = problems({"type": "memory"}, **config)
     assert [(problem.split(": ")[0], "pip install 'kvtiers[" in problem) for problem in found] == [(field, True)]
 
 
 def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (check, findings):
-        monkeypatch.setattr(module, "file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr(findings, "file_system_type", lambda root: "nfs4")
     for module, name in ((findings, "_folder"), (check, "_block_sizes")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a dead mount would hang here"))
     tier = {"type": "nfs", "root_dir": str(tmp_path)}
-    assert find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})) == []
+    assert problems(tier) == []
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("ext4", True), ("overlay", True), ("ceph", False), ("nfs4", False)])
 def test_an_nfs_tier_whose_mount_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
-    for module in (
-        "kvtiers.connector.commands.check",
-        "kvtiers.connector.commands.findings",
-        "kvtiers.tiers.stores.files.mounts",
-    ):
+    for module in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
         monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
-    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
     said = f"root_dir: {tmp_path}/kv is not on an NFS mount ({kind})"
     config = tmp_path / "c.json"
-    config.write_text(deployment.model_dump_json())
+    config.write_text(deployment(tier).model_dump_json())
     code, out = run("check", str(config))
     assert (code, f"tiers[0].{said}" in out) == (0, is_told)
     code, out = run("check", str(config), "--json")
     assert [note.partition(";")[0] for note in result_of(out)["notes"]] == [f"tiers[0].{said}"] * is_told
-    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    spec = TieringOffloadingSpec(CONFIG, deployment(tier), 65_536)
     spec.get_manager()
     spec.shutdown()
     assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told
 
 
-def fs(root: Path) -> dict[str, Any]:
-    return {"type": "fs", "root_dir": str(root), "min_free": 0}
-
-
 def test_names_that_look_like_markup(tmp_path: Path) -> None:
-    config = tmp_path / "[b].yaml"
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0}}\n")
-    code, out = run("check", str(config))
+    code, out = run("check", write_tiers(tmp_path / "[b].yaml", f"type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0"))
     assert code == 0
     assert "[b].yaml is usable" in out
 
@@ -307,7 +294,7 @@ def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(findings, "_try_bucket", ask)
     tiers = [{"type": "s3", "bucket": f"kv-{name}", "name": name} for name in ("c", "a", "b")]
-    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+    found = problems(*tiers)
     assert found == [
         f"tiers[{n}]: endpoint: {name} does not answer; start it" for n, name in enumerate(("c", "a", "b"))
     ]
@@ -319,14 +306,14 @@ def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{}], 0, "usable"),
         ([], 0, "usable, with 1 warning"),
         ([{"ttl": "30s", "lookup_total_s": "100ms"}], 0, "usable, with 2 warnings"),
-        ([{"min_free": "900PiB"}], EXIT_FAILED, "not usable: tiers[0].min_free"),
+        ([{"min_free": "900PiB"}], ExitCode.FAILED, "not usable: tiers[0].min_free"),
         (
             [{"auth": "gmac", "keys_env": "NOT_SET", "min_free": "900PiB"}, {"min_free": "900PiB", "ttl": "1s"}],
-            EXIT_FAILED,
+            ExitCode.FAILED,
             "not usable: tiers[0].keys_env, tiers[0].min_free, tiers[1].min_free",
         ),
-        ([{"max_bites": 1}, {"ttl": "soon"}], EXIT_BAD_INPUT, "not usable: 2 mistakes"),
-        ([{"root_dir": "server:/export"}], EXIT_BAD_INPUT, "not usable: 1 mistake"),
+        ([{"max_bites": 1}, {"ttl": "soon"}], ExitCode.BAD_INPUT, "not usable: 2 mistakes"),
+        ([{"root_dir": "server:/export"}], ExitCode.BAD_INPUT, "not usable: 1 mistake"),
     ],
 )
 def test_the_verdict_comes_last(
@@ -344,7 +331,7 @@ def test_the_verdict_comes_last(
 def test_contradicting_options_are_told_with_what_to_write(tmp_path: Path) -> None:
     same = {"gc_low": 0.5, "gc_high": 0.5, "max_bytes": "1MiB"}
     s3 = {"type": "s3", "bucket": "kvb", "n_threads_max": 4, "request_timeout": "20s", "connect_timeout": "30s"}
-    tiers = parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path) | same | {"ttl": "1m"}, s3]}).tiers
+    tiers = deployment(fs(tmp_path) | same | {"ttl": "1m"}, s3).tiers
     told = [[": ".join(one) for one in tier.contradictions()] for tier in tiers]  # type: ignore[union-attr]
     assert told == [
         [
@@ -369,19 +356,17 @@ def test_defaults_do_not_contradict() -> None:
     places += [{"type": "fsspec", "url": "gs://b"}, {"type": "store", "module_path": "m"}]
     for place in places:
         limits = {} if place["type"] == "memory" else {"max_bytes": "1GiB", "ttl": "7d"}
-        tier = parse_config({"region": {"size": "1MiB"}, "tiers": [place | limits]}).tiers[0]
+        tier = deployment(place | limits).tiers[0]
         assert list(tier.contradictions()) == []  # type: ignore[union-attr]
 
 
 def test_a_limit_beyond_the_disk_is_told_what_to_write(tmp_path: Path) -> None:
     tier = fs(tmp_path / "kv") | {"max_bytes": "900PiB", "min_free": "1MiB"}
-    examined = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    examined = check.examine(deployment(tier))
     (warning,) = examined.texts("warning")
     assert warning.startswith("tiers[0].max_bytes: 921600.0 TiB is more than the file system of ")
     limit = warning.rpartition("write at most ")[2]
-    assert check.examine(
-        parse_config({"region": {"size": "1MiB"}, "tiers": [tier | {"max_bytes": limit}]})
-    ).verdict() == ("usable")
+    assert check.examine(deployment(tier | {"max_bytes": limit})).verdict() == "usable"
 
 
 def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

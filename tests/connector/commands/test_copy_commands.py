@@ -30,7 +30,7 @@ from kvtiers.tiers.testing.servers import moto_server
 from kvtiers.tiers.tools.conversion import Conversion, Converter
 from kvtiers.tiers.tools.copying import Copier, find_blocks
 from kvtiers.tiers.tools.inventory import BlockName
-from tests.connector.commands.test_storage_commands import ok, result_of, run
+from tests.connector.commands.test_storage_commands import ok, result_of, run, write_tiers
 from tests.connector.commands.test_verify_command import COUNT, NAMES, SIZE, flip, make_newer, put_blocks
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
@@ -56,10 +56,8 @@ def near(tmp_path: Path) -> Path:
 
 
 def write_config(near: Path, far: Path, *options: str) -> str:
-    path = near.parent / "c.yaml"
-    tiers = f"- {{{', '.join(('type: fs', 'name: near', f'root_dir: {near}', *options))}}}\n"
-    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n{tiers}- {{type: nfs, name: far, root_dir: {far}}}\n")
-    return str(path)
+    first = ", ".join(("type: fs", "name: near", f"root_dir: {near}", *options))
+    return write_tiers(near.parent / "c.yaml", first, f"type: nfs, name: far, root_dir: {far}")
 
 
 def stored(root: Path) -> dict[str, bytes]:
@@ -324,12 +322,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_to_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
-    there = tmp_path / "s3.yaml"
-    there.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{bucket}}}\n")
+    there = write_tiers(tmp_path / "s3.yaml", bucket)
     config = write_config(near, far)
-    assert result_of(ok("migrate", config, str(there), "--from", "far", "--json"))["copied"] == COUNT
-    assert "all blocks are intact" in ok("verify", str(there))
-    assert result_of(ok("migrate", str(there), config, "--to", "near", "--json"))["copied"] == COUNT
+    assert result_of(ok("migrate", config, there, "--from", "far", "--json"))["copied"] == COUNT
+    assert "all blocks are intact" in ok("verify", there)
+    assert result_of(ok("migrate", there, config, "--to", "near", "--json"))["copied"] == COUNT
     assert stored(near) == stored(far)
 
 
@@ -364,14 +361,14 @@ def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
 
 def test_blocks_keep_their_age_in_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
     before = make_old(far)
-    there, further = tmp_path / "s3.yaml", tmp_path / "further.yaml"
-    for path in (there, further):
-        own = bucket.replace("prefix: p", f"prefix: aged/{path.stem}")
-        path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{own}}}\n")
+    there, further = (
+        write_tiers(tmp_path / f"{name}.yaml", bucket.replace("prefix: p", f"prefix: aged/{name}"))
+        for name in ("s3", "further")
+    )
     config = write_config(near, far)
-    ok("migrate", config, str(there), "--from", "far")
-    ok("migrate", str(there), str(further))
-    ok("migrate", str(further), config, "--to", "near")
+    ok("migrate", config, there, "--from", "far")
+    ok("migrate", there, further)
+    ok("migrate", further, config, "--to", "near")
     assert used_at(near) == pytest.approx(before, abs=1e-3)
 
 
@@ -417,15 +414,14 @@ def test_a_dry_run_tells_what_is_left_out(near: Path, far: Path) -> None:
 def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
     """Whose listings have names and no sizes."""
     config = write_config(near, far)
-    there = tmp_path / "web.yaml"
     with serve_folder(far) as server:
-        there.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fsspec, url: '{server.url}', read_only: true}}\n")
-        assert result_of(ok("migrate", str(there), config, "--to", "near", "--json"))["copied"] == COUNT
+        there = write_tiers(tmp_path / "web.yaml", f"type: fsspec, url: '{server.url}', read_only: true")
+        assert result_of(ok("migrate", there, config, "--to", "near", "--json"))["copied"] == COUNT
         assert stored(near) == stored(far)
-        assert result_of(ok("migrate", str(there), config, "--to", "near", "--json"))["present"] == COUNT
-        assert "all blocks are intact" in ok("verify", str(there))
-        assert f"{COUNT} blocks" in ok("du", str(there))
-        assert len(ok("ls", str(there)).splitlines()) >= COUNT
+        assert result_of(ok("migrate", there, config, "--to", "near", "--json"))["present"] == COUNT
+        assert "all blocks are intact" in ok("verify", there)
+        assert f"{COUNT} blocks" in ok("du", there)
+        assert len(ok("ls", there).splitlines()) >= COUNT
 
 
 def test_faults_on_the_way() -> None:
@@ -507,10 +503,7 @@ def test_one_place_by_two_names_is_no_migration(near: Path, far: Path, tmp_path:
     """Who then removed what it calls the old one would lose everything."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
-    other = tmp_path / "other.yaml"
-    other.write_text(
-        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {spelling.format(far=far, link=link)}}}\n"
-    )
-    code, out = run("migrate", write_config(near, far), str(other), "--from", "far")
+    other = write_tiers(tmp_path / "other.yaml", f"type: fs, root_dir: {spelling.format(far=far, link=link)}")
+    code, out = run("migrate", write_config(near, far), other, "--from", "far")
     assert code == 2
     assert "are the same place" in out

@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
-from typer.testing import CliRunner
 
 from kvtiers.connector.commands import check, doctor, doctor_storage, findings
-from kvtiers.connector.commands.check import find_problems
-from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.doctor_storage import examine_namespaces, examine_store
 from kvtiers.connector.commands.findings import Finding
-from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.capacity.usage import MEASURED
@@ -33,7 +30,7 @@ from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.store import Capabilities, KeyInfo
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import S3Server, moto_server
-from tests.connector.commands.test_storage_commands import ok, result_of
+from tests.connector.commands.test_storage_commands import ok, result_of, run
 from tests.connector.commands.test_verify_command import put_blocks
 from tests.identity import FakeSpec
 from tests.s3_clients import use_credentials
@@ -386,7 +383,6 @@ def test_a_file_system_without_hard_links_is_no_matter_of_rights(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    monkeypatch.setattr("kvtiers.tiers.stores.files.publish.link_open_file", link)
     findings = examine(deployment(fs(tmp_path)))
     (found,) = [f for f in findings if f.where.startswith("tiers") and f.level == "problem"]
     assert "no hard links" in found.message
@@ -501,7 +497,8 @@ def test_what_others_named_is_shown_as_text(tmp_path: Path) -> None:
 
 def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
-    findings = examine(parse_config({"region": {"size": "900PiB"}, "tiers": [{"type": "memory"}]}), environ={})
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    findings = examine(parse_config({"region": {"size": "900PiB"}, "tiers": [{"type": "memory"}]}))
     assert levels(findings, "host") == {
         "/dev/shm": "problem",
         "memory": "problem",
@@ -510,13 +507,14 @@ def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert all(finding.fix for finding in findings if finding.level == "problem")
     assert one(findings, "hash seed").level == "note"
-    assert one(examine(deployment(), environ={"PYTHONHASHSEED": "0"}), "hash seed").level == "ok"
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert one(examine(deployment()), "hash seed").level == "ok"
 
 
 def test_a_tmpfs_without_a_limit_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 7, 255)))  # size=0
     assert one(examine(deployment()), "/dev/shm").level == "ok"
-    assert not [problem for problem in find_problems(deployment()) if problem.startswith("region.size")]
+    assert not [text for text in check.examine(deployment()).texts("problem") if text.startswith("region.size")]
 
 
 def test_a_containers_memory_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,18 +590,17 @@ def test_tiers_that_nothing_can_be_asked_of() -> None:
 def test_the_command(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
-    result = CliRunner().invoke(app, ["doctor", str(config)])
-    assert result.exit_code in (0, EXIT_FAILED)  # the machine's own limits may be a problem
-    assert "atomic rename" in result.output
-    result = CliRunner().invoke(app, ["doctor", str(config), "--json"])
-    findings = result_of(result.output)["findings"]
+    code, out = run("doctor", str(config))
+    assert code in (0, ExitCode.FAILED)  # the machine's own limits may be a problem
+    assert "atomic rename" in out
+    code, out = run("doctor", str(config), "--json")
+    findings = result_of(out)["findings"]
     assert set(findings[0]) == {"level", "where", "check", "message", "fix"}
-    assert (result.exit_code == EXIT_FAILED) == any(f["level"] == "problem" for f in findings)
+    assert (code == ExitCode.FAILED) == any(f["level"] == "problem" for f in findings)
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv", min_free="900PiB")]}))
-    result = CliRunner().invoke(app, ["doctor", str(config)])
-    assert result.exit_code == EXIT_FAILED
-    assert "fix: make room, or lower min_free" in result.output
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")]).exit_code == EXIT_BAD_INPUT
+    code, out = run("doctor", str(config))
+    assert (code, "fix: make room, or lower min_free" in out) == (ExitCode.FAILED, True)
+    assert run("doctor", str(tmp_path / "none.yaml"))[0] == ExitCode.BAD_INPUT
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,12 +24,21 @@ from kvtiers.connector.commands.cli import COMMANDS, app
 from kvtiers.connector.commands.json_schemas import RESULTS, document_schema
 from kvtiers.connector.commands.output import Ticker
 from kvtiers.connector.commands.places import is_bare, load_deployment
-from kvtiers.connector.commands.session import EXIT_CODES, ExitCode, new_session, session
+from kvtiers.connector.commands.session import EXIT_CODES, ExitCode, exit_on_signals, new_session, session
 from kvtiers.tiers.config.tier_options import FsspecTierConfig, FsTierConfig, S3TierConfig
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.tools.copying import Copier
-from tests.connector.commands.test_storage_commands import NAMES, SIZE, ok, result_of, root, run, write_config
+from tests.connector.commands.test_storage_commands import (
+    NAMES,
+    SIZE,
+    ok,
+    result_of,
+    root,
+    run,
+    write_config,
+    write_tiers,
+)
 from tests.waiting import wait_for
 
 __all__ = ["root"]  # a fixture
@@ -110,7 +120,7 @@ def test_the_verbosity_counts_options_before_and_after_the_command(root: Path, m
     import logging
 
     storage_logger = logging.getLogger("kvtiers.test")
-    monkeypatch.setattr(storage, "open_places", look)
+    monkeypatch.setattr(storage, "find_places", look)
     shown = {}
     for options in ("", "-v", "-q", "-v ls -v", "--log-level error", "-q --log-level debug"):
         before, _, after = options.partition("ls")
@@ -149,7 +159,7 @@ def test_an_unexpected_exception_is_one_line(root: Path, monkeypatch: pytest.Mon
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(storage, "open_places", fail)
+    monkeypatch.setattr(storage, "find_places", fail)
     result = CliRunner().invoke(app, ["du", str(root)])
     assert result.exit_code == ExitCode.INTERNAL
     assert re.fullmatch(
@@ -219,7 +229,7 @@ def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
     [
         ("typer", -signal.SIGINT),
         ("pydantic", ExitCode.INTERRUPTED),
-        pytest.param("kvtiers.connector.commands.group", -signal.SIGINT, marks=pytest.mark.full),
+        pytest.param("kvtiers.connector.commands.session", -signal.SIGINT, marks=pytest.mark.full),
         pytest.param("kvtiers.connector.commands.storage", ExitCode.INTERRUPTED, marks=pytest.mark.full),
         pytest.param("kvtiers.tiers.stores.files.local", ExitCode.INTERRUPTED, marks=pytest.mark.full),
     ],
@@ -287,6 +297,76 @@ def test_a_session_ends_with_its_run() -> None:
         assert session() is current
         current.command = "x"
     assert session().command == ""
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_end_the_clean_up_of_the_first(first: signal.Signals, second: signal.Signals) -> None:
+    """A service manager or a shell that closes sends both."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    cleaned_up: list[bool] = []
+
+    def work() -> None:
+        with exit_on_signals():
+            try:
+                os.kill(os.getpid(), first)
+            finally:
+                os.kill(os.getpid(), second)
+                cleaned_up.append(True)
+
+    try:
+        with pytest.raises(SystemExit, match=str(128 + first)):
+            work()
+        assert not {signal.getsignal(number) for number in numbers} & {signal.SIG_IGN, signal.SIG_DFL}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert cleaned_up == [True]
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with exit_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("check", "--json"), ("gc",)),
+        *(
+            pytest.param(arguments, marks=pytest.mark.full)
+            for arguments in (("check",), ("verify", "--json"), ("ls", "-q"), ("--help",))
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "kv").mkdir()
+    config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path / 'kv'}, min_free: 0, ttl: 7d")
+    command = shlex.join([*CLI, *arguments, config])
+    ended = subprocess.run(["/bin/sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_refusal_is_one_line_in_a_pipe(tmp_path: Path) -> None:
+    config = tmp_path / "a-name-that-is-long-enough-to-be-wrapped-at-eighty-columns" / "c.yaml"
+    ended = subprocess.run([*CLI, "doctor", str(config)], capture_output=True, text=True, check=False)
+    assert ended.stderr == f"kvtiers doctor: {config}: cannot be read: No such file or directory\n"
+
+
+def test_an_output_that_takes_nothing_more_is_said_in_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([*CLI, "check", "--schema"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "kvtiers: the output could not be written: No space left on device\n",
+    )
 
 
 # ---- folders and URLs instead of a file ------------------------------------------------------------------------------
@@ -424,13 +504,9 @@ def test_du_tells_namespaces_of_a_model_apart_and_adds_tiers_up(root: Path) -> N
     assert tier["namespaces"] == {
         path.parent.name: {"dtype": f'"{fields["dtype"]}"'}, sibling: {"dtype": '"fp8"'}
     }  # fmt: skip
-    config = root.parent / "two.yaml"
     LocalStore(root.parent / "far").close()
-    config.write_text(
-        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, name: near, root_dir: {root}}}\n"
-        f"- {{type: fs, name: far, root_dir: {root.parent}/far}}\n"
-    )
-    assert "total of 2 tiers: 11 blocks, 44 KiB" in ok("du", str(config))
+    tiers = [f"type: fs, name: {path.name}, root_dir: {path}" for path in (root, root.parent / "far")]
+    assert "total of 2 tiers: 11 blocks, 44 KiB" in ok("du", write_tiers(root.parent / "two.yaml", *tiers))
 
 
 def test_progress_shows_the_amount_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,14 +546,25 @@ def test_bench_blames_the_option_that_is_wrong(root: Path) -> None:
         assert (code, said in out) == (2, True), out
 
 
+def test_vllm_config(tmp_path: Path) -> None:
+    config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path}")
+    ways = json.loads(ok("vllm-config", config))
+    assert {"spec", "tier"} <= ways.keys()
+    assert json.loads(ok("vllm-config", config, "--way", "spec")) == ways["spec"]
+    assert run("vllm-config", config, "--way", "x")[0] == 2
+    assert run("vllm-config", str(tmp_path / "none.yaml"))[0] == ExitCode.BAD_INPUT
+
+
+def test_demo_refuses_bad_input(tmp_path: Path) -> None:
+    assert run("demo", "--config", str(tmp_path / "none.yaml"))[0] == ExitCode.BAD_INPUT
+
+
 def test_vllm_config_refuses_what_only_the_demo_can_run(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: s3, bucket: kvb, embedded: true}\n")
-    code, out = run("vllm-config", str(config))
+    code, out = run("vllm-config", write_tiers(tmp_path / "c.yaml", "type: s3, bucket: kvb, embedded: true"))
     assert code == 2
     assert "tiers[0].embedded: starts a server that only kvtiers demo has; give an endpoint_url instead" in out
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {tmp_path}}}\n")
-    assert set(result_of(ok("vllm-config", str(config), "--json", "--way", "tier"))["ways"]) == {"tier"}
+    config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path}")
+    assert set(result_of(ok("vllm-config", config, "--json", "--way", "tier"))["ways"]) == {"tier"}
 
 
 def test_warm_with_one_tier_says_what_to_write(root: Path) -> None:

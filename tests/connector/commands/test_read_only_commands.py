@@ -11,7 +11,7 @@ from kvtiers.connector.commands.doctor_storage import examine_folder, examine_st
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import open_store
 from kvtiers.tiers.config.tier_options import FsTierConfig
-from tests.connector.commands.test_storage_commands import ok, run
+from tests.connector.commands.test_storage_commands import ok, run, write_tiers
 from tests.connector.commands.test_verify_command import NAMES, flip, root
 from tests.tiers.stores.test_read_only import tree
 
@@ -20,11 +20,9 @@ __all__ = ["root"]  # a fixture
 
 @pytest.fixture
 def config(root: Path, tmp_path: Path) -> str:
-    path = tmp_path / "c.yaml"
-    near = f"{{type: fs, name: near, root_dir: {tmp_path}/near, min_free: 0}}"
-    shared = f"{{type: fs, name: shared, root_dir: {root}, read_only: true, ttl: 1s}}"
-    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {near}\n- {shared}\n")
-    return str(path)
+    near = f"type: fs, name: near, root_dir: {tmp_path}/near, min_free: 0"
+    shared = f"type: fs, name: shared, root_dir: {root}, read_only: true, ttl: 1s"
+    return write_tiers(tmp_path / "c.yaml", near, shared)
 
 
 def test_it_is_looked_into_and_copied_from(config: str, root: Path) -> None:

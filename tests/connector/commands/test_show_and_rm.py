@@ -28,7 +28,7 @@ from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import moto_server
 from kvtiers.tiers.tools import namespaces
 from kvtiers.tiers.tools.namespaces import NamespaceRemoval, namespace_names, rank_folders
-from tests.connector.commands.test_storage_commands import ok, result_of, run
+from tests.connector.commands.test_storage_commands import ok, result_of, run, write_tiers
 from tests.connector.commands.test_verify_command import COUNT, MAPPER, NAMES, SIZE, flip, make_newer, put_blocks, root
 from tests.s3_clients import use_credentials
 
@@ -195,7 +195,7 @@ def test_it_asks_unless_yes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (code, "give --yes" in out) == (2, True)
     asked: list[str] = []
 
-    def answer(_: str, question: str) -> bool:
+    def answer(question: str) -> bool:
         asked.append(question)
         return len(asked) > 1
 
@@ -277,11 +277,10 @@ def test_what_cannot_be_removed_is_told(root: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_read_only_tier_is_refused(root: Path) -> None:
-    config = root.parent / "c.yaml"
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}, read_only: true}}\n")
-    code, out = run("rm", str(config), "--model", MODEL, "--yes")
+    config = write_tiers(root.parent / "c.yaml", f"type: fs, root_dir: {root}, read_only: true")
+    code, out = run("rm", config, "--model", MODEL, "--yes")
     assert (code, "fs is read_only" in out) == (2, True)
-    assert "would be removed: 1 namespace" in ok("rm", str(config), "--model", MODEL, "--dry-run")
+    assert "would be removed: 1 namespace" in ok("rm", config, "--model", MODEL, "--dry-run")
 
 
 def test_an_interrupted_removal_says_how_far_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +307,7 @@ def test_vllms_own_config_stays(root: Path) -> None:
     store = _SharedFolders()
     put_blocks(store)
     store.put(f"{NAMESPACE}/kvtiers-0123456789ab.json", [memoryview(b"{}")])
-    removal = NamespaceRemoval.of(store, NAMESPACE)
+    removal = NamespaceRemoval(store, NAMESPACE)
     removal.run()
     assert (removal.removed.blobs, removal.failed, removal.written) == (COUNT, 0, 0)
     assert [info.key for info in store.keys("")] == [f"{NAMESPACE}/config.json"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.json_schemas import document_schema
-from kvtiers.connector.commands.places import human_age, human_bytes
+from kvtiers.connector.commands.output import human_age, human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.capacity.lease import Lease
@@ -65,11 +65,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def write_config(root: Path, *options: str) -> str:
-    path = root.parent / "c.yaml"
-    lines = ["region: {size: 1MiB}", "tiers:", f"- {{type: fs, root_dir: {root}, {', '.join(options)}}}"]
-    path.write_text("\n".join([*lines, "- {type: memory}\n"]))
+def write_tiers(path: Path, *tiers: str) -> str:
+    """Write the YAML file of a deployment with tiers of these options. Returns its path."""
+    path.write_text("\n".join(["region: {size: 1MiB}", "tiers:", *(f"- {{{tier}}}" for tier in tiers), ""]))
     return str(path)
+
+
+def write_config(root: Path, *options: str) -> str:
+    return write_tiers(root.parent / "c.yaml", f"type: fs, root_dir: {root}, {', '.join(options)}", "type: memory")
 
 
 def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -> None:
@@ -86,11 +89,8 @@ def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: 
     """A folder that root's command made would keep the engine of another user from starting."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    path = tmp_path / "c.yaml"
-    options = "type: nfs, min_free: 0, ttl: 1h"
-    tiers = [f"- {{{options}, name: {name}, root_dir: {tmp_path / name}}}\n" for name in ("a", "b")]
-    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n{''.join(tiers)}")
-    ok(*command, str(path))
+    tiers = [f"type: nfs, min_free: 0, ttl: 1h, name: {name}, root_dir: {tmp_path / name}" for name in ("a", "b")]
+    ok(*command, write_tiers(tmp_path / "c.yaml", *tiers))
     assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
 
 
@@ -154,13 +154,11 @@ def test_gc(root: Path) -> None:
 @pytest.mark.parametrize("command", [("ls",), ("du",), ("gc",), ("gc", "--dry-run"), ("verify",), ("warm",)])
 def test_a_folder_that_is_not_there_is_told_and_not_made(command: tuple[str, ...], tmp_path: Path) -> None:
     here, mistyped = tmp_path / "here", tmp_path / "mistyped"
-    config = tmp_path / "c.yaml"
-    config.write_text(
-        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {here}}}\n"
-        f"- {{type: nfs, root_dir: {mistyped}, ttl: 1h}}\n"
+    config = write_tiers(
+        tmp_path / "c.yaml", f"type: fs, root_dir: {here}", f"type: nfs, root_dir: {mistyped}, ttl: 1h"
     )
     LocalStore(here).close()
-    code, out = run(*command, str(config))
+    code, out = run(*command, config)
     assert code == 1
     assert f"'{mistyped}' does not exist" in out
     assert not mistyped.exists()
@@ -189,7 +187,7 @@ def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_gc_that_gives_up_to_another_collector_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.tiers.capacity.books.publish_measured", lambda *_: False)
+    monkeypatch.setattr("kvtiers.tiers.capacity.collector.publish_measured", lambda *_: False)
     config = write_config(root, "ttl: 5.5h")
     assert "another collector has measured meanwhile" in ok("gc", config)
     (result,) = result_of(ok("gc", config, "--json"))["tiers"]
@@ -204,13 +202,10 @@ def test_which_tier(root: Path) -> None:
         assert code == 2
         assert "accepted: near" in out
         assert run(command, str(root / "none.yaml"))[0] == 2
-    only_memory = root / "memory.yaml"
-    only_memory.write_text("region: {size: 1MiB}\ntiers: [{type: memory, max_bytes: 1MiB}]\n")
-    code, out = run("du", str(only_memory))
+    code, out = run("du", write_tiers(root / "memory.yaml", "type: memory, max_bytes: 1MiB"))
     assert code == 2
     assert "no tier whose storage outlives its process" in out
-    only_memory.write_text("region: {size: 1MiB}\ntiers: [{type: Mine, module_path: mine}]\n")
-    code, out = run("du", str(only_memory))
+    code, out = run("du", write_tiers(root / "theirs.yaml", "type: Mine, module_path: mine"))
     assert code == 2
     assert "no tier that commands can read: Mine is not a tier type of kvtiers" in out
 
@@ -231,9 +226,7 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
     code, out = run("du", write_config(tmp_path / "kv"))
     assert code == 1
     assert "must be a folder" in out
-    config = tmp_path / "c.yaml"
-    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {tmp_path}/kv/below}}\n")
-    code, out = run("du", str(config))
+    code, out = run("du", write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path}/kv/below"))
     assert code == 1
     assert "Not a directory" in out  # rather than that it is not there: as where a folder above may not be read
 
@@ -284,19 +277,17 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             client.put_object(Bucket="bucket", Key=f"p/{name}", Body=bytes(SIZE))
         for name in (f"p/{NAMESPACE}/config.json", "p/notes_r1/plan.txt", "other-team/results"):
             client.put_object(Bucket="bucket", Key=name, Body=b"precious")
-        config = tmp_path / "c.yaml"
-        tier = f"{{type: s3, bucket: bucket, prefix: p, endpoint_url: '{server.endpoint_url}', ttl: 10d}}"
-        config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {tier}\n")
-        assert "s3 at s3://bucket/p: 10 blocks, 40 KiB" in ok("du", str(config))
-        ok("gc", str(config), "--lifecycle")
+        tier = f"type: s3, bucket: bucket, prefix: p, endpoint_url: '{server.endpoint_url}'"
+        config = write_tiers(tmp_path / "c.yaml", f"{tier}, ttl: 10d")
+        assert "s3 at s3://bucket/p: 10 blocks, 40 KiB" in ok("du", config)
+        ok("gc", config, "--lifecycle")
         (rule,) = client.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
         assert rule["Expiration"]["Days"] == 10
         names = [found["Key"] for found in client.list_objects_v2(Bucket="bucket")["Contents"]]
         expiring = {name for name in names if name.startswith(rule["Filter"]["Prefix"])}
         assert expiring == {f"p/{name}" for name in NAMES}  # nobody else's object, and no config.json
-        assert len(ok("ls", str(config), "-q").splitlines()) == 10
-        config.write_text(config.read_text().replace(", ttl: 10d", ""))
-        out = ok("gc", str(config), "--lifecycle")
+        assert len(ok("ls", config, "-q").splitlines()) == 10
+        out = ok("gc", write_tiers(tmp_path / "c.yaml", tier), "--lifecycle")
         assert "the bucket has no kvtiers rule that removes blocks" in out
         with pytest.raises(client.exceptions.ClientError, match="NoSuchLifecycleConfiguration"):
             client.get_bucket_lifecycle_configuration(Bucket="bucket")
@@ -310,18 +301,15 @@ def test_a_lifecycle_is_a_buckets(root: Path) -> None:
 
 @pytest.mark.parametrize("command", ["du", "ls", "gc", "verify"])
 def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
-    path = root.parent / "two.yaml"
-    near = f"{{type: fs, name: near, root_dir: {root.parent}/absent, ttl: 9h}}"
-    path.write_text(
-        f"region: {{size: 1MiB}}\ntiers:\n- {near}\n- {{type: nfs, name: far, root_dir: {root}, ttl: 9d}}\n"
-    )
-    code, out = run(command, str(path))
+    near = f"type: fs, name: near, root_dir: {root.parent}/absent, ttl: 9h"
+    config = write_tiers(root.parent / "two.yaml", near, f"type: nfs, name: far, root_dir: {root}, ttl: 9d")
+    code, out = run(command, config)
     assert code == 1
     assert "tier near at " in out
     assert "does not exist; an engine creates it" in out.replace("\n", " ")
     assert (NAMES[0] if command == "ls" else "far at ") in out
     if command != "ls":
-        near_result, far_result = result_of(run(command, str(path), "--json")[1])["tiers"]
+        near_result, far_result = result_of(run(command, config, "--json")[1])["tiers"]
         assert "does not exist" in near_result["error"]
         assert "error" not in far_result
 
@@ -386,14 +374,12 @@ def test_sizes_and_ages_in_words() -> None:
 
 def write_theirs(root: Path, name: str = "theirs.yaml") -> str:
     """A tier that is not ours, and two that are."""
-    path = root.parent / name
-    fs = [
-        f"- {{type: fs, name: {name}, root_dir: {path}, min_free: 0}}"
-        for name, path in (("near", root), ("far", f"{root}-2"))
-    ]
     LocalStore(f"{root}-2").close()
-    path.write_text("\n".join(["region: {size: 1MiB}", "tiers:", "- {type: Mine, module_path: mine}", *fs, ""]))
-    return str(path)
+    fs = [
+        f"type: fs, name: {tier}, root_dir: {path}, min_free: 0"
+        for tier, path in (("near", root), ("far", f"{root}-2"))
+    ]
+    return write_tiers(root.parent / name, "type: Mine, module_path: mine", *fs)
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "verify", "warm"])
@@ -428,9 +414,8 @@ def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, com
     odd.parent.mkdir(parents=True)
     odd.write_bytes(bytes(2 * SIZE))
     config = write_config(root)
-    other = root.parent / "other.yaml"
-    other.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root.parent}/other, min_free: 0}}\n")
-    _, out = run(command, config, *([str(other)] if command == "migrate" else []))
+    other = write_tiers(root.parent / "other.yaml", f"type: fs, root_dir: {root.parent}/other, min_free: 0")
+    _, out = run(command, config, *([other] if command == "migrate" else []))
     assert "\\x9b2J\\u202e[bold]" in out
     assert out.replace("\n", "").isprintable()
 

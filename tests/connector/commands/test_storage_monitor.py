@@ -3,36 +3,35 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar, Literal
 
 import pytest
-import yaml
 
+from kvtiers.connector.commands import monitor
 from kvtiers.connector.commands.monitor import (
     OTHER,
     STORAGE_METRICS,
     StorageMonitor,
     WatchedTier,
-    serve_metrics,
     watched_tiers,
 )
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
-from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
+from kvtiers.tiers.errors import StoreUnavailableError
 from kvtiers.tiers.metrics import METRICS, MetricKind
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import moto_server
+from tests.connector.commands.test_frame import CLI
+from tests.connector.commands.test_storage_commands import run, write_tiers
 from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
-
-ROOT = Path(__file__).parents[3]
 
 
 class Bench:
@@ -289,21 +288,15 @@ def test_names_follow_the_conventions_and_are_not_the_engines() -> None:
         ("192.0.2.1", "192.0.2.1 cannot be served: Cannot assign requested address"),
     ],
 )
-def test_an_address_that_cannot_be_had_is_named(tmp_path: Path, address: str, said: str) -> None:
-    tier = {"type": "fs", "root_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=re.escape(f"--address: {said}")):
-        serve_metrics(
-            parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}),
-            port=0,
-            address=address,
-            probe_every_s=1.0,
-            scan_every_s=0.0,
-            stop=threading.Event(),
-            started=lambda _: pytest.fail("it was served"),
-        )
+def test_an_address_that_cannot_be_had_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, said: str
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+    code, out = run("serve-metrics", str(tmp_path), "--port", "0", "--address", address)
+    assert (code, f"--address: {said}" in out) == (2, True), out
 
 
-def test_no_probe_ends_between_two_looks_at_it(tmp_path: Path) -> None:
+def test_no_probe_ends_between_two_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(threading.Event):
         waits: ClassVar[list[float]] = []
 
@@ -312,36 +305,21 @@ def test_no_probe_ends_between_two_looks_at_it(tmp_path: Path) -> None:
             self.waits.append(timeout)
             return True
 
-    serve_metrics(
-        parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}),
-        port=0,
-        address="127.0.0.1",
-        probe_every_s=0.1,
-        scan_every_s=0.0,
-        stop=Stop(),
-        started=lambda _: None,
-    )
-    assert max(Stop.waits) < 0.1
+    # Also for the thread that probes, which waits for 0.1 s.
+    monkeypatch.setattr(monitor, "threading", SimpleNamespace(Event=Stop, Thread=threading.Thread))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    code, out = run("serve-metrics", str(tmp_path), "--port", "0", "--probe-every", "100ms", "--scan-every", "0")
+    assert code == 0, out
+    assert min(Stop.waits) == 0.05
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     (root / block(A)).parent.mkdir(parents=True)
     (root / block(A)).write_bytes(bytes(100))
-    config = tmp_path / "c.yaml"
-    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": str(root)}]}))
-    command = [
-        sys.executable,
-        "-m",
-        "kvtiers.connector.commands.cli",
-        "serve-metrics",
-        str(config),
-        "--port",
-        "0",
-        "--probe-every",
-        "1",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {root}")
+    command = [*CLI, "serve-metrics", config, "--port", "0", "--probe-every", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         port = int(re.search(r":(\d+)/metrics", process.stdout.readline())[1])  # type: ignore[index]

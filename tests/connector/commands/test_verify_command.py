@@ -35,10 +35,11 @@ from kvtiers.tiers.tools.block_reader import BlockReader
 from kvtiers.tiers.tools.inventory import BlockName, parse_block_name
 from kvtiers.tiers.tools.verify import Subset, UnitResult, Verifier, find_units
 from kvtiers.tiers.tools.verify_processes import verify_units
-from tests.connector.commands.test_storage_commands import ok, result_of
+from tests.connector.commands.test_storage_commands import ok, result_of, write_tiers
 from tests.connector.commands.test_storage_commands import run as run_command
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
+from tests.tiers.stores.files.test_local_faults import Damaged
 
 MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
 COUNT, SIZE = 40, 8192
@@ -69,9 +70,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(root: Path) -> str:
-    path = root.parent / "c.yaml"
-    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}}}\n")
-    return str(path)
+    return write_tiers(root.parent / "c.yaml", f"type: fs, root_dir: {root}")
 
 
 run = partial(run_command, "verify")
@@ -162,7 +161,7 @@ def test_repair_where_nothing_can_be_moved_aside_deletes(config: str, root: Path
 
 
 def test_repair_of_a_storage_without_quarantine_deletes(config: str, root: Path) -> None:
-    Path(config).write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fsspec, url: 'file://{root}'}}\n")
+    write_tiers(Path(config), f"type: fsspec, url: 'file://{root}'")
     flip(root / NAMES[0], 100)
     code, out = run(config, "--repair")
     assert code == 0
@@ -212,29 +211,8 @@ def test_a_folder_that_may_not_be_read_keeps_no_other_from_being_checked(
     assert (result.blocks >= 1, result.errors) == (True, 1)
 
 
-class Damaged:
-    """The module ``os`` on a disk that cannot read the folders and inodes of these names."""
-
-    def __init__(self, names: set[str]) -> None:
-        self.names = names
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def open(self, path: str, *args: Any, **options: Any) -> int:
-        return os.open(self._checked(path), *args, **options)
-
-    def stat(self, path: str, **options: Any) -> os.stat_result:
-        return os.stat(self._checked(path), **options)
-
-    def _checked(self, path: str) -> str:
-        if path in self.names:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return path
-
-
 def test_a_damaged_file_is_an_error(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_listing, "os", Damaged({Path(NAMES[0]).name}))
+    monkeypatch.setattr(folder_listing, "os", Damaged({Path(NAMES[0]).name}, errno.EIO))
     result = Verifier(LocalStore(root)).check(unit_of(NAMES[0]))
     assert result.errors == 1
     code, out = run(config)  # its workers are processes that can read it: the command's own listing could not
@@ -343,7 +321,8 @@ def test_an_interrupted_run_leaves_its_state(
 
 
 def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtiers.tiers.stores.s3.store import S3Options, S3Store
+    from kvtiers.tiers.stores.s3.options import S3Options
+    from kvtiers.tiers.stores.s3.store import S3Store
 
     state = tmp_path / "state"
     with moto_server() as server:
@@ -353,10 +332,7 @@ def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypat
             put_blocks(store)
 
         def verify_at(endpoint_url: str, stop_after: int | None) -> str:
-            config = tmp_path / "c.yaml"
-            config.write_text(
-                f"region: {{size: 1MiB}}\ntiers:\n- {{type: s3, bucket: kvcache, endpoint_url: '{endpoint_url}'}}\n"
-            )
+            config = write_tiers(tmp_path / "c.yaml", f"type: s3, bucket: kvcache, endpoint_url: '{endpoint_url}'")
 
             def check(recipe: StoreRecipe, units: Sequence[str], **options: Any) -> Iterator[Any]:
                 yield from map(UnitResult, units[:stop_after])
@@ -364,7 +340,7 @@ def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypat
                     raise StoreUnavailableError("gone")
 
             monkeypatch.setattr("kvtiers.connector.commands.verify.verify_units", check)
-            return run(str(config), "--state", str(state))[1]
+            return run(config, "--state", str(state))[1]
 
         assert "gone" in verify_at(server.endpoint_url, 2)
         assert "parts before" not in verify_at(server.endpoint_url.replace("127.0.0.1", "localhost"), 3)
@@ -490,18 +466,15 @@ def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, co
     odd = root / NAMES[0].replace("_r0/", f"_r{2**32}/")
     odd.parent.mkdir(parents=True)
     odd.write_bytes((root / NAMES[0]).read_bytes())
-    target = root.parent / "target.yaml"
-    target.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root.parent}/other, min_free: 0}}\n")
-    arguments = [config, str(target)] if command == "migrate" else [config]
+    target = write_tiers(root.parent / "target.yaml", f"type: fs, root_dir: {root.parent}/other, min_free: 0")
+    arguments = [config, target] if command == "migrate" else [config]
     assert f"{COUNT} blocks" in ok(command, *arguments)
 
 
 def test_its_processes_have_no_keys(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs none."""
     monkeypatch.setenv("KVTIERS_SECRETS", "ab" * 32)
-    Path(config).write_text(
-        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}, auth: gmac, keys_env: KVTIERS_SECRETS}}\n"
-    )
+    write_tiers(Path(config), f"type: fs, root_dir: {root}, auth: gmac, keys_env: KVTIERS_SECRETS")
     environments = []
     popen = subprocess.Popen
 

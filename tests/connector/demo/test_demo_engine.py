@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return LoadedModel("tiny", "1", make_tiny_llama(), None, frozenset(), 0)
-
-
-def memory_for(model: LoadedModel, num_blocks: int = 24) -> PagedKVCache:
-    layout = KVLayout.of_model(model.module)
-    return PagedKVCache(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=model.device)
+    return LoadedModel("tiny", "1", make_tiny_llama(), None, frozenset())
 
 
 def reference(model: LoadedModel, prompt: list[int]) -> list[int]:
@@ -54,7 +50,46 @@ def reference(model: LoadedModel, prompt: list[int]) -> list[int]:
     return [int(token) for token in out[0, len(prompt) :]]
 
 
-# ---- the engine alone ------------------------------------------------------------------------------------------
+Start = Callable[..., tuple[Engine, TieringOffloadingSpec]]
+
+
+@pytest.fixture
+def start(model: LoadedModel, tmp_path: Path) -> Iterator[Start]:
+    """Makes an engine with a region and a folder of blocks. Another engine on the same folder is another process."""
+    started: list[tuple[Engine, TieringOffloadingSpec]] = []
+
+    def start(
+        blocks_per_chunk: int = 1, region_blocks: int = 32, of: LoadedModel = model
+    ) -> tuple[Engine, TieringOffloadingSpec]:
+        layout = KVLayout.of_model(of.module)
+        memory = PagedKVCache(layout, num_blocks=24, block_size=BLOCK_SIZE, device=of.device)
+        random.Random(len(started)).shuffle(memory.block_ids)
+        row_bytes = -(-memory.block_bytes * blocks_per_chunk // 4096) * 4096
+        tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0, "isolation": "thread", **PATIENT}
+        deployment = parse_config(
+            {
+                "region": {"size": region_blocks * row_bytes},
+                "blocks_per_chunk": blocks_per_chunk,
+                "tiers": [tier],
+            }
+        )
+        spec = make_spec(of, memory, deployment)
+        started.append((Engine(of, memory, spec, store_chunks_max=region_blocks), spec))
+        return started[-1]
+
+    yield start
+    for engine, spec in started:
+        engine.shutdown()
+        spec.shutdown()
+
+
+def ask(engine: Engine, prompt: list[int], **options: Any) -> Request:
+    request = engine.run(prompt, max_new_tokens=NEW_TOKENS, **options)
+    engine.drain()
+    return request
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------
 
 
 def test_layout_is_read_off_the_model(model: LoadedModel) -> None:
@@ -63,15 +98,17 @@ def test_layout_is_read_off_the_model(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize("prefill_chunk_tokens", [1, 7, 4096])
 @pytest.mark.parametrize("length", [1, 4, 31, 50])
-def test_cold_generation_equals_transformers(model: LoadedModel, length: int, prefill_chunk_tokens: int) -> None:
-    engine = Engine(model, memory_for(model))
+def test_cold_generation_equals_transformers(
+    model: LoadedModel, start: Start, length: int, prefill_chunk_tokens: int
+) -> None:
+    engine, _ = start()
     prompt = PROMPT[:length]
-    request = engine.run(engine.submit(prompt, max_new_tokens=NEW_TOKENS, prefill_chunk_tokens=prefill_chunk_tokens))
+    request = ask(engine, prompt, prefill_chunk_tokens=prefill_chunk_tokens)
     assert request.answer == reference(model, prompt)
     assert request.ttft_s > 0
 
 
-def test_sliding_windows() -> None:
+def test_sliding_windows(start: Start) -> None:
     """Layers that see the last tokens only find the others in their blocks, and look away."""
     config = transformers.Gemma3TextConfig(
         vocab_size=64,
@@ -85,36 +122,25 @@ def test_sliding_windows() -> None:
         initializer_range=0.3,
         eos_token_id=None,
     )
-    gemma = LoadedModel("tiny", "1", transformers.Gemma3ForCausalLM(config).eval(), None, frozenset(), 0)
-    engine = Engine(gemma, memory_for(gemma))
-    request = engine.run(engine.submit(PROMPT, max_new_tokens=NEW_TOKENS, prefill_chunk_tokens=7))
+    gemma = LoadedModel("tiny", "1", transformers.Gemma3ForCausalLM(config).eval(), None, frozenset())
+    engine, _ = start(of=gemma)
+    request = ask(engine, PROMPT, prefill_chunk_tokens=7)
     assert request.answer == reference(gemma, PROMPT)
 
 
-def test_requests_share_the_memory(model: LoadedModel) -> None:
-    """Three requests in memory for two: one waits, and gets what the others give back."""
-    engine = Engine(model, memory_for(model, num_blocks=31))
-    prompts = [PROMPT, PROMPT[10:], PROMPT[5:45]]
-    requests = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts]
-    for request in requests:
-        engine.run(request)
-    assert [request.answer for request in requests] == [reference(model, prompt) for prompt in prompts]
-
-
-def test_a_stop_token_ends_the_answer(model: LoadedModel) -> None:
+def test_a_stop_token_ends_the_answer(model: LoadedModel, start: Start) -> None:
     expected = reference(model, PROMPT)
     stop = expected[3]
-    stopping = LoadedModel("tiny", "1", model.module, None, frozenset({stop}), 0)
-    engine = Engine(stopping, memory_for(model))
-    request = engine.run(engine.submit(PROMPT, max_new_tokens=NEW_TOKENS))
-    assert request.answer == expected[: expected.index(stop) + 1]
+    stopping = LoadedModel("tiny", "1", model.module, None, frozenset({stop}))
+    engine, _ = start(of=stopping)
+    assert ask(engine, PROMPT).answer == expected[: expected.index(stop) + 1]
 
 
 @pytest.mark.parametrize(("prompt", "new_tokens"), [([], 1), ([1], 0), (PROMPT * 2, 1)])
-def test_what_can_never_run_is_refused(model: LoadedModel, prompt: list[int], new_tokens: int) -> None:
-    engine = Engine(model, memory_for(model))
+def test_what_can_never_run_is_refused(start: Start, prompt: list[int], new_tokens: int) -> None:
+    engine, _ = start()
     with pytest.raises(ConfigError, match="accepted are"):
-        engine.submit(prompt, max_new_tokens=new_tokens)
+        engine.run(prompt, max_new_tokens=new_tokens)
 
 
 def test_a_model_without_plain_attention_is_refused() -> None:
@@ -166,40 +192,7 @@ def test_a_model_whose_keys_depend_on_the_length_is_refused(rope: dict[str, Any]
         KVLayout.of_model(transformers.LlamaForCausalLM(config).eval())
 
 
-# ---- with offloading: a new engine on the same folder is another process --------------------------------------------
-
-Start = Callable[..., tuple[Engine, TieringOffloadingSpec]]
-
-
-@pytest.fixture
-def start(model: LoadedModel, tmp_path: Path) -> Iterator[Start]:
-    started: list[tuple[Engine, TieringOffloadingSpec]] = []
-
-    def start(blocks_per_chunk: int = 1, region_blocks: int = 32) -> tuple[Engine, TieringOffloadingSpec]:
-        memory = memory_for(model)
-        row_bytes = -(-memory.block_bytes * blocks_per_chunk // 4096) * 4096
-        tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0, "isolation": "thread", **PATIENT}
-        deployment = parse_config(
-            {
-                "region": {"size": region_blocks * row_bytes},
-                "blocks_per_chunk": blocks_per_chunk,
-                "tiers": [tier],
-            }
-        )
-        spec = make_spec(model, memory, deployment)
-        started.append((Engine(model, memory, spec, store_chunks_max=region_blocks), spec))
-        return started[-1]
-
-    yield start
-    for engine, spec in started:
-        engine.shutdown()
-        spec.shutdown()
-
-
-def ask(engine: Engine, prompt: list[int], **options: Any) -> Request:
-    request = engine.run(engine.submit(prompt, max_new_tokens=NEW_TOKENS, **options))
-    engine.drain()
-    return request
+# ---- what is stored and loaded ----------------------------------------------------------------------------------
 
 
 def tokens_forwarded(model: LoadedModel, engine: Engine, prompt: list[int]) -> tuple[Request, list[int]]:
@@ -288,7 +281,6 @@ def test_an_answer_waits_for_a_tier_that_has_the_prompt_to_store(
     model: LoadedModel, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, spec = start(region_blocks=16)
-    assert engine._manager is not None
     monkeypatch.setattr(engine._manager, "on_schedule_end", lambda: None)  # the tier reports nothing meanwhile
     ask(engine, PROMPT, load=False)
     assert blocks_lost(spec) == 0
@@ -332,7 +324,6 @@ class BrokenHandler(OffloadingHandler):
 def test_a_failed_load_is_computed_again(model: LoadedModel, start: Start, accepts: bool) -> None:
     engine, spec = start()
     ask(engine, PROMPT)
-    assert engine._load_handler is not None
     engine._load_handler = BrokenHandler(engine._load_handler, accepts=accepts)
     request = ask(engine, PROMPT)
     assert request.blocks_hit == request.blocks_total
@@ -344,7 +335,6 @@ def test_a_failed_load_is_computed_again(model: LoadedModel, start: Start, accep
 @pytest.mark.parametrize("accepts", [False, True])
 def test_a_failed_store_is_a_miss_later(model: LoadedModel, start: Start, accepts: bool) -> None:
     engine, _ = start()
-    assert engine._store_handler is not None
     engine._store_handler = BrokenHandler(engine._store_handler, accepts=accepts)
     assert ask(engine, PROMPT).answer == reference(model, PROMPT)
     again = ask(engine, PROMPT, store=False)
@@ -356,18 +346,16 @@ def test_a_store_never_comes_before_the_first_token(
     model: LoadedModel, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = start()
-    manager = engine._manager
-    assert manager is not None
     answered: list[int] = []
-    prepare_store = manager.prepare_store
+    prepare_store = engine._manager.prepare_store
 
     def spy(keys: Collection[OffloadKey], context: Any) -> Any:
-        answered.append(len(request.answer))
+        assert engine._request is not None
+        answered.append(len(engine._request.answer))
         return prepare_store(keys, context)
 
-    monkeypatch.setattr(manager, "prepare_store", spy)
-    request = engine.submit(PROMPT, max_new_tokens=NEW_TOKENS, prefill_chunk_tokens=8)
-    engine.run(request)
+    monkeypatch.setattr(engine._manager, "prepare_store", spy)
+    engine.run(PROMPT, max_new_tokens=NEW_TOKENS, prefill_chunk_tokens=8)
     assert answered
     assert answered[0] == 1
 

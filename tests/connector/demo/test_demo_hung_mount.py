@@ -113,10 +113,10 @@ def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, TieringOfflo
     started: list[tuple[Engine, TieringOffloadingSpec]] = []
 
     def start(deadlines: dict[str, float] = PATIENT) -> tuple[Engine, TieringOffloadingSpec]:
-        loaded = LoadedModel("tiny", "1", model, None, frozenset(), 0)
+        loaded = LoadedModel("tiny", "1", model, None, frozenset())
         memory = PagedKVCache(KVLayout.of_model(model), num_blocks=256, block_size=BLOCK_SIZE, device=loaded.device)
         spec = make_spec(loaded, memory, parse_config(nfs_config(mount, 4 << 20, deadlines)))
-        started.append((Engine(loaded, memory, spec), spec))
+        started.append((Engine(loaded, memory, spec, store_chunks_max=spec.region.geometry.num_blocks), spec))
         return started[-1]
 
     yield start
@@ -126,7 +126,7 @@ def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, TieringOfflo
 
 
 def ask(engine: Engine, *, store: bool = True) -> Request:
-    return engine.run(engine.submit(PROMPT, max_new_tokens=NEW_TOKENS, store=store))
+    return engine.run(PROMPT, max_new_tokens=NEW_TOKENS, store=store)
 
 
 def test_tokens_are_equal_and_in_time(

@@ -29,8 +29,7 @@ SOURCE = Source("a" * 64, 1000, "converter 1")
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[WeightsCache]:
-    cache = WeightsCache(tmp_path / "cache")
-    with cache.locked():
+    with WeightsCache.locked(tmp_path / "cache") as cache:
         yield cache
 
 
@@ -139,7 +138,7 @@ HOLDER = """
 import os, sys
 from pathlib import Path
 from kvtiers.connector.demo.weights_cache import WeightsCache
-with WeightsCache(Path(sys.argv[1])).locked():
+with WeightsCache.locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
 """

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvtiers.connector.prefixes import requests as prefix_requests
-from kvtiers.connector.prefixes.loads import Load
 from kvtiers.connector.prefixes.paged_buffer import extract_slots, inject_slots, token_pages
+from kvtiers.connector.prefixes.worker import Load
 from kvtiers.tiers.errors import ConfigError, KVTiersError
 
 BLOCKS, SIZE = 12, 4

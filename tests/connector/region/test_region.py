@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.region import region_file, region_header
-from kvtiers.connector.region.region_file import region_path, remove_name
+from kvtiers.connector.region.region_file import reap_stale_regions, region_path, remove_name
 from kvtiers.connector.region.region_header import NUM_WORKERS_MAX
-from kvtiers.connector.region.shared_region import SharedOffloadRegion, reap_stale_regions
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.errors import ConfigError, RegionError
 from kvtiers.tiers.testing.faults import run_in_child
 
@@ -89,7 +89,7 @@ def test_views_past_the_cell_are_refused() -> None:
 
 
 def test_the_scheduler_has_no_cell() -> None:
-    region = SharedOffloadRegion.anonymous(2, 100, rank=None)
+    region = SharedOffloadRegion(None, 2, 100, num_workers=1, rank=None)
     with pytest.raises(RegionError, match="scheduler"):
         region.create_next_view(10)
     region.cleanup()
@@ -168,7 +168,7 @@ def test_a_tensor_alone_keeps_the_memory_mapped() -> None:
 
 
 def test_an_anonymous_region_cannot_be_resized() -> None:
-    region = SharedOffloadRegion.anonymous(3, PAGE, num_workers=2, rank=None)
+    region = SharedOffloadRegion(None, 3, PAGE, num_workers=2, rank=None)
     with pytest.raises(PermissionError):
         os.ftruncate(region.fd, 0)
     with pytest.raises(PermissionError):

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from kvtiers.connector.region.region_file import region_path
-from kvtiers.connector.region.shared_region import SharedOffloadRegion, reap_stale_regions
+from kvtiers.connector.region.region_file import reap_stale_regions, region_path
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.errors import RegionError
 from tests.promises import Record
 from tests.waiting import wait_for

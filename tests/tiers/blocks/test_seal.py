@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -118,24 +119,15 @@ def test_every_identity_field_alone_is_a_miss() -> None:
     assert reason(seal(), KEY, PAYLOAD, tail[:-1]) is SealReason.SIZE
 
 
-def test_all_checks_in_one_take_what_they_take_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_fields_that_say_nothing_about_the_block_may_differ() -> None:
     """Each byte of the fields changed, and the trailer's own checksum made right."""
-
-    def outcomes() -> list[SealReason | None]:
-        found: list[SealReason | None] = []
-        for offset in range(208):
-            try:
-                seal().check_trailer(KEY, _resealed(offset, trailer()[offset] ^ 1), len(PAYLOAD))
-                found.append(None)
-            except SealError as e:
-                found.append(e.reason)
-        return found
-
-    in_one = outcomes()
-    monkeypatch.setattr(Seal, "_is_expected", lambda *_: False)
-    assert in_one == outcomes()
+    accepted = 0
+    for offset in range(208):
+        with suppress(SealError):
+            seal().check_trailer(KEY, _resealed(offset, trailer()[offset] ^ 1), len(PAYLOAD))
+            accepted += 1
     # What is behind a hash of 32 bytes, padding, digest, writer, time, key id, nonce, tag.
-    assert in_one.count(None) == 32 + 6 + 16 + 16 + 8 + 4 + 12 + 16
+    assert accepted == 32 + 6 + 16 + 16 + 8 + 4 + 12 + 16
 
 
 def test_unknown_version_and_means_are_foreign_not_corrupt() -> None:

@@ -23,7 +23,6 @@ from kvtiers.tiers.capacity.account import GRANT_SHARE, Account, BoundedStore
 from kvtiers.tiers.capacity.records import OWN_PREFIX, RecordKeys, get_record, put_record
 from kvtiers.tiers.capacity.usage import (
     MEASURED,
-    OLD_PREFIXES,
     USAGE_PREFIX,
     WRITERS_PREFIX,
     Baseline,
@@ -603,21 +602,15 @@ def test_a_record_that_no_writer_can_have_is_none(usage: dict[str, object]) -> N
     assert held_and_wanted(store) == (0, 0)
 
 
-def test_records_of_older_versions_are_not_believed_and_go() -> None:
+def test_a_measurement_without_a_checksum_is_not_believed() -> None:
     store, bounded, clock = make()
-    old = {prefix + "0123456789abcdef": b'{"reserved":-900,"settled":0,"wanted":0}' for prefix in OLD_PREFIXES}
-    for key, text in {**old, MEASURED: b'{"id":"a","bytes":-99999,"blobs":0,"base":{},"at":0}'}.items():
-        store.put(key, as_parts(text.ljust(512)))
+    store.put(MEASURED, as_parts(b'{"id":"a","bytes":-99999,"blobs":0,"base":{},"at":0}'.ljust(512)))
     with pytest.raises(StoreFullError, match="not measured"):
         bounded.put("a", as_parts(b"1"))
     measure(store, clock())
     clock.now += 1
     bounded.put("a", as_parts(bytes(1000)))
     assert used_bytes(store) == 1000
-    assert [key for prefix in OLD_PREFIXES for key in list_keys(store, prefix)] == sorted(old)
-    clock.now += WRITER_S + 1
-    measure(store, clock())
-    assert list_keys(store) == [MEASURED, "a"]
 
 
 def test_record_keys_show_themselves_nowhere() -> None:

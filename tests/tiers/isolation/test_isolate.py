@@ -35,10 +35,10 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
+from kvtiers.tiers.isolation.mapped_file import open_mapped_file
 from kvtiers.tiers.isolation.pool import WorkersUnavailableError
 from kvtiers.tiers.isolation.process import SCRATCH_KEEP_BYTES, MappedRegion, WorkerProcess
-from kvtiers.tiers.isolation.store import LISTINGS_MAX, RUN_MODULES, ProcessIsolatedStore, StoreRecipe
+from kvtiers.tiers.isolation.store import RUN_MODULES, ProcessIsolatedStore, StoreRecipe
 from kvtiers.tiers.isolation.worker import FrameReader, decode_error, encode_error, pack_frame
 from kvtiers.tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine, SupportsTail
 from kvtiers.tiers.stores.files.local import LocalStore
@@ -127,11 +127,7 @@ def make(tmp_path: Path, region: Region) -> Iterator[Make]:
     made: list[ProcessIsolatedStore] = []
 
     def make(store_class: type[Store] = LocalStore, **options: object) -> ProcessIsolatedStore:
-        limits = {
-            name: options.pop(name)
-            for name in ("n_workers", "deadline_s", "close_s", "hidden_variables")
-            if name in options
-        }
+        limits = {name: options.pop(name) for name in ("n_workers", "deadline_s", "close_s") if name in options}
         limits.setdefault("deadline_s", WAIT_S_MAX)
         limits.setdefault("n_workers", 1)
         recipe = StoreRecipe.of(store_class, **{"root_dir": tmp_path / "root", **options})
@@ -227,10 +223,8 @@ def test_a_region_of_several_kinds(tmp_path: Path) -> None:
         ("file", mmap.mmap(file_fd, 3 * mmap.PAGESIZE)),
     ):
         view = memoryview(mapping)[100:]
-        address = address_of(view)
-        assert address is not None
         try:
-            found, offset = open_mapped_file(address, len(view))
+            found, offset = open_mapped_file(view)
         except RegionError:
             if kind != "file":  # overlayfs and btrfs show another device in /proc/self/maps than fstat does
                 raise
@@ -248,10 +242,8 @@ def test_looking_for_the_regions_file_drops_no_lock_of_the_process(tmp_path: Pat
     with (tmp_path / "lock").open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for view in (region.view, memoryview(mapping)):
-            address = address_of(view)
-            assert address is not None
             try:
-                os.close(open_mapped_file(address, len(view))[0])
+                os.close(open_mapped_file(view)[0])
             except RegionError:
                 pass  # it takes a capability
             done = subprocess.run([sys.executable, "-c", probe, file.name], stderr=subprocess.PIPE, check=False)
@@ -455,32 +447,19 @@ def test_a_listing_that_hangs(make: Make) -> None:
     assert store.stuck_calls == 0
 
 
-def test_a_listing_whose_worker_does_not_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_that_nobody_finishes_gives_up_its_worker(make: Make) -> None:
     store = make(PlainStore, n_workers=1)
-    assert store.size("a") is None
-    may_start = threading.Event()
-    real_start = WorkerProcess.start
-    started: list[WorkerProcess] = []
-
-    def start(*arguments: Any) -> WorkerProcess:
-        assert may_start.wait(WAIT_S_MAX)
-        started.append(real_start(*arguments))
-        return started[-1]
-
-    monkeypatch.setattr(WorkerProcess, "start", start)
-    start_further = store._pool.start_further
-    with ThreadPoolExecutor(2) as pool, monkeypatch.context() as hasty:
-        hasty.setattr(store._pool, "start_further", lambda _: start_further(1.0))
-        listings = [pool.submit(list_keys, store) for _ in range(2)]  # one waits for its start, one behind it
-        try:
-            for listing in listings:
-                with pytest.raises(StoreTimeoutError, match="the start of a listing's worker took more than"):
-                    listing.result(WAIT_S_MAX / 2)
-        finally:
-            may_start.set()
+    pids = store.worker_pids
     assert len(list_keys(store)) == 512
-    wait_for(lambda: not store._pool._further, within_s=WAIT_S_MAX)
-    assert [is_gone(worker.process.pid) for worker in started] == [True, True]  # the first one's, and the last one's
+    assert store.worker_pids == pids
+    listing = store.keys()
+    assert next(listing).key == "first"
+    with deadline(store, 0.1), pytest.raises(StoreTimeoutError, match="no worker was free"):
+        store.size("a")
+    del listing
+    gc.collect()
+    assert len(list_keys(store)) == 512  # from the start
+    assert store.worker_pids != pids
 
 
 def test_a_stuck_call_is_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,10 +619,11 @@ def test_where_no_worker_can_be_started_it_is_said(make: Make, monkeypatch: pyte
             make()
 
 
-def test_workers_do_not_see_what_is_hidden_from_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_see_the_keys(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.tiers.isolation.process.KEY_VARIABLES", {"KEYS"})
     monkeypatch.setenv("KEYS", "CANARY")
     monkeypatch.setenv("OTHER", "CANARY")
-    store = make(hidden_variables=("KEYS",))
+    store = make()
     store.put("f/a", [memoryview(b"data")])
     for pid in store.worker_pids:
         seen = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -906,17 +886,6 @@ def test_the_region_is_let_go(tmp_path: Path) -> None:
     region.view.release()
     region.mapping.close()
     os.close(region.fd)
-
-
-def test_listings_are_limited(make: Make) -> None:
-    store = make(PlainStore)
-    listings = [store.keys() for _ in range(LISTINGS_MAX)]
-    assert [next(listing).key for listing in listings] == ["first"] * LISTINGS_MAX
-    with pytest.raises(StoreThrottledError):
-        next(store.keys())
-    del listings
-    gc.collect()
-    assert next(store.keys()).key == "first"
 
 
 def test_a_worker_imports_little(make: Make) -> None:

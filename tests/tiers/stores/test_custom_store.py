@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvtiers.connector.commands.check import find_problems
+from kvtiers.connector.commands import check
 from kvtiers.connector.commands.cli import app
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
@@ -193,7 +193,7 @@ def test_its_bound_its_keys_and_every_command(
 
     config = tmp_path / "kv.yaml"
     config.write_text(yaml.safe_dump({"region": REGION, "tiers": [tier]}))
-    assert find_problems(parse_config({"region": REGION, "tiers": [tier]})) == []
+    assert check.examine(parse_config({"region": REGION, "tiers": [tier]})).texts("problem") == []
     runner = CliRunner()
     for command in ("ls", "du", "gc", "verify"):
         done = runner.invoke(app, [command, str(config), "--json"])

@@ -600,9 +600,7 @@ def test_missing_bucket(moto: S3Server, boto_models_once: None) -> None:
         ({"mtime": 12.5}, 12.5),
         ({"LastModified": datetime(2026, 1, 2, tzinfo=UTC)}, 1767312000.0),
         ({"updated": "2026-01-02T00:00:00Z"}, 1767312000.0),
-        ({"modify": "20260102000000"}, 1767312000.0),  # ftp
-        ({"modify": "20260102000000.123"}, 1767312000.0),
-        ({"modify": "Jan 2 10:00"}, 0.0),  # ftp without MLSD
+        ({"updated": "Jan 2 10:00"}, 0.0),
         ({"modificationTime": 1767312000500}, 1767312000.5),  # webhdfs
         ({"last_commit": {"oid": "1", "date": datetime(2026, 1, 2, tzinfo=UTC)}}, 1767312000.0),  # hf
         ({"last_commit": None}, 0.0),

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from kvtiers.tiers.stores.memory import MemoryStore
-from kvtiers.tiers.tools.copying import Copier, CopyReport, find_blocks
-from kvtiers.tiers.tools.rate import RateLimit
+from kvtiers.tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
 from tests.connector.commands.test_verify_command import COUNT, SIZE, put_blocks
 
 BLOB = SIZE + 4096

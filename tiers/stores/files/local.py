@@ -1,30 +1,73 @@
-"""LocalStore: one file per blob, ``<root_dir>/<key>``, on a file system of this host.
+"""LocalStore: one file per blob, ``<root_dir>/<key>``, on a file system of this host. Base of the other file stores.
 
-The implementation is in ``folder_store``, ``posix`` and ``publish``.
+The docstring of ``posix`` describes how a blob is read, and the docstring of ``publish`` how a blob is published. The
+root also holds ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, kept for an operator to inspect).
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.store import Capabilities
-from kvtiers.tiers.stores.files.folder_store import FolderStore
-from kvtiers.tiers.stores.files.publish import Publisher
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    InvalidKeyError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreError,
+    StoreUnavailableError,
+    printable,
+)
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
+from kvtiers.tiers.stores.files.cleanup import own_bytes, remove_blobs, sweep_quarantine, touch_blob
+from kvtiers.tiers.stores.files.listing import folder_names, walk
+from kvtiers.tiers.stores.files.posix import (
+    ABSENT,
+    RootFolder,
+    blob_size,
+    read_blob,
+    read_tail,
+    remove_blob,
+    store_error,
+)
+from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
+from kvtiers.tiers.stores.vectored_io import write_all
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+PUBLISH_ATTEMPTS_MAX = 5  # attempts of a put whose folder is removed while it is being written
+LOGGED_FOLDERS_MAX = 16  # folders that are logged, each once, because they cannot be read or removed
 
 
-class LocalStore(FolderStore):
-    """Stores blobs as files of this host; see ``FolderStore``.
+class LocalStore(Store):
+    """Stores blobs as files. Any thread may call, also in forked children. ``_lock`` is held to replace ``_root``.
+    ``_logged_folders`` only grows; without a lock, two threads may log the same folder twice.
+
+    Files are created with mode 0600 and folders with 0700. Nothing outside the root is read or written, even if other
+    users put links into it: a symbolic link, a FIFO or a device under a key raises BlobCorruptError.
 
     Args:
-        root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
+        root_dir: the root folder. It is created if it is missing, and again by a put if it was removed. Its parents may
+            be symbolic links; the root itself must not be one.
+        read_only: the root must exist; opening and ``sweep`` remove nothing. (Callers make no other writing calls.)
+        min_free_bytes: a put that would leave less free space than this raises StoreFullError. 0: no limit. See
+            ``FreeSpace`` for several processes.
         durability: "data": a stored blob survives a power failure; a put of 2 MiB then takes 8 ms instead of 0.6 ms.
             "none": a power failure may lose or corrupt a blob; its seal reveals the corruption. With either setting, a
             process that dies leaves no incomplete blob.
-        clock: Unix seconds, to compute the age of other hosts' files in ``.tmp``.
+        quarantine_count_max: maximum number of bad blobs in ``.quarantine``; further bad blobs are deleted.
+
+    Attributes:
+        damaged: number of folders and files that listings skipped because the disk could not read them.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -32,6 +75,7 @@ class LocalStore(FolderStore):
     """
 
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=False)
+    _unnamed_files = True  # publish with O_TMPFILE where the file system supports it
 
     def __init__(
         self,
@@ -41,17 +85,243 @@ class LocalStore(FolderStore):
         min_free_bytes: int = 0,
         durability: Literal["none", "data"] = "none",
         quarantine_count_max: int = 1024,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if durability not in ("none", "data"):
             raise ConfigError(f"{durability!r} is not accepted; write none or data", field="durability")
-        super().__init__(
-            root_dir,
-            publisher=Publisher(durable=durability == "data"),
-            read_only=read_only,
-            min_free_bytes=min_free_bytes,
-            quarantine_count_max=quarantine_count_max,
-            now=lambda root: clock(),  # noqa: ARG005 - a local file system has this host's clock
-            monotonic=monotonic,
-        )
+        if min_free_bytes < 0:
+            raise ConfigError(f"{min_free_bytes} is not accepted; write 0 or more bytes", field="min_free_bytes")
+        self.root_dir = os.path.abspath(root_dir)
+        self._space = FreeSpace(min_free_bytes) if min_free_bytes else None
+        self._quarantine_count_max = quarantine_count_max
+        self._publisher = Publisher(durable=durability == "data", unnamed_files=self._unnamed_files)
+        self._read_only = read_only
+        self._lock = threading.Lock()
+        self._logged_folders: set[str] = set()
+        self.damaged = 0
+        root = self._open_root(make=not read_only)
+        self._root: RootFolder | None = root
+        if read_only:
+            return
+        try:
+            sweep(root, lambda: self._now(root))
+        except (OSError, StoreError) as e:
+            # Blobs can be read even if leftover files cannot be removed (in a read-only root, say).
+            # Log the text: a handler that keeps the record would keep the exception's frames, and so the root open.
+            logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return self._put(key, parts, None, overwrite=overwrite)
+
+    def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        """See ``SupportsAges``."""
+        return self._put(key, parts, None, overwrite=True, used_at=used_at)
+
+    def used_at(self, info: KeyInfo) -> float:
+        """See ``SupportsAges``."""
+        return info.mtime
+
+    def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
+        """See ``SupportsPieces``."""
+        return self._put(key, parts, look, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._get_into(key, parts, None)
+
+    def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
+        """See ``SupportsPieces``."""
+        self._get_into(key, parts, look)
+
+    def size(self, key: str) -> int | None:
+        return self._call(blob_size, key)
+
+    def delete(self, key: str) -> None:
+        self._call(remove_blob, key)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        """List blobs, except those below more than ``FOLDERS_DEEP_MAX`` folders."""
+        self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
+        root = self._use_root(None)
+        try:
+            yield from walk(root, prefix, self._log_skipped)
+        except OSError as e:
+            raise store_error(e, prefix) from e
+
+    def close(self) -> None:
+        with self._lock:
+            self._root = None
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """See ``SupportsTail``."""
+        return self._call(read_tail, key, length, absent=(errno.ENOENT,))
+
+    def quarantine(self, key: str) -> None:
+        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target).
+
+        If it cannot be moved, it is deleted, except for a folder that is not empty.
+        """
+        if why := self._call(self._publisher.quarantine, key, self._quarantine_count_max):
+            self._log_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
+
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+        """See ``SupportsDeleteMany``. Folders that become empty are removed too."""
+        root = self._use_root(None)
+        outcomes: dict[str, Exception | None] = {}
+        for key in keys:
+            try:
+                outcomes[check_key(key)] = None
+            except InvalidKeyError as e:
+                outcomes[key] = e
+        good = [key for key, error in outcomes.items() if error is None]
+        failed = remove_blobs(root, good, self._log_kept_folder)
+        outcomes.update((key, store_error(e, key)) for key, e in failed.items())
+        return [outcomes[key] for key in keys]
+
+    def touch(self, key: str) -> None:
+        """See ``SupportsTouch``."""
+        self._call(touch_blob, key)
+
+    def sweep(self, quarantine_s_max: float) -> int:
+        """See ``SupportsSweep``."""
+        root = self._use_root(None)
+        try:
+            if self._read_only:
+                return own_bytes(root)
+            try:
+                now = self._now(root)
+            except OSError as e:
+                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                # Reading the server's clock needs a free inode. If it fails, keep files whose removal depends on age.
+                now = float("-inf")
+            try:
+                sweep(root, lambda: now)
+            except PermissionError as e:
+                self._log_skipped(PRIVATE_FOLDER, e)
+            sweep_quarantine(root, now, quarantine_s_max)
+            return own_bytes(root)
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def folders(self) -> list[str]:
+        """See ``SupportsFolders``."""
+        self._after_miss(self._use_root(None))
+        root = self._use_root(None)
+        try:
+            return folder_names(root)
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def free_bytes(self) -> int:
+        """See ``SupportsFreeBytes``."""
+        try:
+            return self._use_root(None).free_bytes()
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def _now(self, root: RootFolder) -> float:  # noqa: ARG002 - for subclasses
+        """Unix seconds, by the clock that sets the times of files below a root: this host's."""
+        return time.time()
+
+    def _put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        look: Look | None,
+        *,
+        overwrite: bool,
+        used_at: float | None = None,
+    ) -> bool:
+        def write(fd: int) -> None:
+            self._write(fd, key=key, parts=parts, look=look)
+            if used_at is not None:
+                os.utime(fd, (used_at, used_at))
+
+        def publish(root: RootFolder, key: str) -> bool:
+            if self._space is None:
+                return self._publish(root, key, write, overwrite=overwrite)
+            with self._space.reserved(root, parts_size(parts), key):
+                return self._publish(root, key, write, overwrite=overwrite)
+
+        return bool(self._call(publish, key, absent=()))
+
+    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
+        self._call(read_blob, key, parts, look, absent=())
+
+    def _call(
+        self, function: Callable[..., T], key: str, *arguments: Any, absent: Collection[int] = ABSENT
+    ) -> T | None:
+        """Call ``function(root, key, *arguments)``. Returns None if it fails with an errno in ``absent``.
+
+        Raises:
+            StoreError: it fails with another error.
+        """
+        root = self._use_root(key)
+        try:
+            return function(root, key, *arguments)
+        except OSError as e:
+            self._after_miss(root)
+            if e.errno in absent:
+                return None
+            raise store_error(e, key) from e
+
+    def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:  # noqa: ARG002 - for subclasses
+        """Fill a new file."""
+        write_all(fd, parts, look)
+
+    def _publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
+        for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
+            try:
+                return self._publisher.publish(root, key, write, overwrite=overwrite)
+            except FileNotFoundError:
+                if attempts_left and root.is_removed():
+                    root = self._replace_root(root, make=True)
+        raise StoreUnavailableError(f"its folder was removed during each of {PUBLISH_ATTEMPTS_MAX} attempts", key=key)
+
+    def _log_skipped(self, name: str, e: OSError) -> None:
+        is_damaged = not isinstance(e, PermissionError)
+        self.damaged += is_damaged
+        reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
+        self._log_once(name, f"is skipped, {reason}", e.strerror or str(e))
+
+    def _log_kept_folder(self, folder: str, e: OSError) -> None:
+        self._log_once(folder, "is kept, even if it is empty", e.strerror or str(e))
+
+    def _log_once(self, name: str, what: str, why: str) -> None:
+        if name not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
+            self._logged_folders.add(name)
+            logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, why)
+
+    def _use_root(self, key: str | None) -> RootFolder:
+        """Return the current root, which stays usable until the caller drops it. Checks ``key`` unless it is None."""
+        root = self._root
+        if root is None:
+            raise StoreClosedError(f"the store at {self.root_dir} is closed", key=key or "")
+        if key is not None:
+            check_key(key)
+        return root
+
+    def _after_miss(self, root: RootFolder) -> None:
+        """After a failed call: if the root was removed, open the root that replaced it, if there is one."""
+        if root.is_removed():
+            try:
+                self._replace_root(root, make=False)
+            except StoreError:
+                pass  # no new root yet; the next put creates it, or reports why it cannot
+
+    def _replace_root(self, removed: RootFolder, *, make: bool) -> RootFolder:
+        with self._lock:
+            if self._root is removed:
+                self._root = self._open_root(make=make)
+            if self._root is None:
+                raise StoreClosedError(f"the store at {self.root_dir} is closed")
+            return self._root
+
+    def _open_root(self, *, make: bool) -> RootFolder:
+        try:
+            return RootFolder(self.root_dir, make=make)
+        except OSError as e:
+            error = store_error(e, "")
+            if isinstance(error, (BlobNotFoundError, BlobCorruptError, InvalidKeyError)):
+                error = StoreConfigError(str(error))
+            # Name the folder, because an operator has to look at it.
+            raise type(error)(f"root_dir {self.root_dir!r} must be a folder (not a symbolic link): {error}") from e

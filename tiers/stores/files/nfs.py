@@ -22,104 +22,46 @@ If the server hangs, every call here hangs, and a thread in such a call cannot b
 from __future__ import annotations
 
 import errno
-import os
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 from kvtiers.tiers.errors import BlobNotFoundError, StoreUnavailableError
 from kvtiers.tiers.store import Capabilities, Look
-from kvtiers.tiers.stores.files.folder_store import FolderStore
-from kvtiers.tiers.stores.files.publish import Publisher, storage_time
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.files.posix import ABSENT, RootFolder
+from kvtiers.tiers.stores.files.publish import storage_time
 
 T = TypeVar("T")
 
 
-class NfsStore(FolderStore):
-    """Stores blobs as files that other hosts can read; see ``FolderStore``.
-
-    Args:
-        root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
-
-    Raises:
-        ConfigError: an argument is not accepted.
-        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is not a folder or cannot be created.
-    """
+class NfsStore(LocalStore):
+    """Stores blobs as files that other hosts can read; see ``LocalStore``."""
 
     # Of concurrent link(2) calls exactly one succeeds, even across hosts. A call mostly waits for the server.
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+    _unnamed_files = False
 
-    def __init__(
-        self,
-        root_dir: str | os.PathLike[str],
-        *,
-        read_only: bool = False,
-        min_free_bytes: int = 0,
-        quarantine_count_max: int = 1024,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            root_dir,
-            publisher=Publisher(unnamed_files=False),
-            read_only=read_only,
-            min_free_bytes=min_free_bytes,
-            quarantine_count_max=quarantine_count_max,
-            now=storage_time,
-            monotonic=monotonic,
-        )
-
-    def _put(
-        self,
-        key: str,
-        parts: Sequence[memoryview],
-        look: Look | None,
-        *,
-        overwrite: bool,
-        used_at: float | None = None,
-    ) -> bool:
-        put = super()._put
-        return _retry_if_stale(lambda: put(key, parts, look, overwrite=overwrite, used_at=used_at))
+    def _now(self, root: RootFolder) -> float:
+        return storage_time(root)
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         try:
-            _retry_if_stale(lambda: super(NfsStore, self)._get_into(key, parts, look))
+            super()._get_into(key, parts, look)
         except StoreUnavailableError as e:
             if _is_stale(e):
                 raise BlobNotFoundError("removed by another host", key=key) from e
             raise
 
-    def size(self, key: str) -> int | None:
-        return self._none_if_stale(lambda: super(NfsStore, self).size(key))
-
-    def delete(self, key: str) -> None:
-        self._none_if_stale(lambda: super(NfsStore, self).delete(key))
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """See ``SupportsTail``."""
-        return self._none_if_stale(lambda: super(NfsStore, self).get_tail(key, length))
-
-    def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``."""
-        self._none_if_stale(lambda: super(NfsStore, self).quarantine(key))
-
-    @staticmethod
-    def _none_if_stale(call: Callable[[], T | None]) -> T | None:
+    def _call(
+        self, function: Callable[..., T], key: str, *arguments: Any, absent: Collection[int] = ABSENT
+    ) -> T | None:
         try:
-            return _retry_if_stale(call)
+            return super()._call(function, key, *arguments, absent=absent)
         except StoreUnavailableError as e:
-            if _is_stale(e):
-                return None
-            raise
-
-
-def _retry_if_stale(call: Callable[[], T]) -> T:
-    """Make the call, and retry once after ESTALE. The retry looks names up again and reopens the root if needed."""
-    try:
-        return call()
-    except StoreUnavailableError as e:
-        if not _is_stale(e):
-            raise
-    return call()
+            if not _is_stale(e):
+                raise
+        # The second call looks names up again and reopens the root if needed. If it fails too, the file is gone.
+        return super()._call(function, key, *arguments, absent=(*absent, errno.ESTALE) if absent else ())
 
 
 def _is_stale(error: StoreUnavailableError) -> bool:

@@ -13,8 +13,8 @@ Reading a blob takes four system calls::
 O_NONBLOCK, because opening a FIFO would otherwise wait for its writer. Writing is in ``publish``.
 
 ``posix``, ``vectored_io``, ``publish``, ``listing`` and ``cleanup`` make all system calls of these stores through the
-module-level names ``os``, ``openat2`` and ``link_open_file``. ``tiers.testing.faults.SyscallFaults`` replaces these
-names to make the n-th call fail. Functions here raise OSError unless their docstring says otherwise; the store
+module-level names ``os`` and ``openat2``. ``tiers.testing.faults.SyscallFaults`` replaces these names to make the n-th
+call fail. Functions here raise OSError unless their docstring says otherwise; the store
 translates it with ``store_error``.
 """
 
@@ -74,6 +74,9 @@ ERRORS: Mapping[int, type[StoreError]] = {
 }
 """errno -> error class. Any other errno (EIO, ESTALE, EMFILE, ENOMEM, …) may be temporary: StoreUnavailableError."""
 
+#: There is no file: the name is absent, or a folder on the path is a file or a link.
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
 
 def store_error(e: OSError, key: str) -> StoreError:
     """Translate an OSError of an operation on ``key`` into a StoreError."""
@@ -82,15 +85,14 @@ def store_error(e: OSError, key: str) -> StoreError:
 
 
 def is_absent(e: OSError) -> bool:
-    """Whether the error means that there is no file: the name is absent, or a folder on the path is a file or link."""
-    return e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+    """Whether the error means that there is no file: see ``ABSENT``."""
+    return e.errno in ABSENT
 
 
 # ---- a confined root folder ------------------------------------------------------------------------------------------
 
 _OPENAT2 = 437  # the same number on all architectures; Linux added the call in 5.6
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x02, 0x04, 0x08
-_AT_EMPTY_PATH = 0x1000
 _HOW = struct.Struct("=QQQ")  # struct open_how: flags, mode, resolve
 
 
@@ -100,13 +102,9 @@ def _how(flags: int) -> bytes:
 
 
 # ctypes releases the GIL during a call.
-_libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall  # libc has no wrapper for openat2
+_syscall = ctypes.CDLL(None, use_errno=True).syscall  # libc has no wrapper for openat2
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
-_linkat = _libc.linkat  # os.link does not support AT_EMPTY_PATH
-_linkat.restype = ctypes.c_int
-_linkat.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
 
 
 def openat2(dir_fd: int, path: str, flags: int) -> int:
@@ -119,13 +117,6 @@ def openat2(dir_fd: int, path: str, flags: int) -> int:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), path)
-
-
-def link_open_file(fd: int, name: str, dir_fd: int) -> None:
-    """Give an open file a name. Before Linux 6.10, this needs CAP_DAC_READ_SEARCH; without it, it fails with ENOENT."""
-    if _linkat(fd, b"", dir_fd, os.fsencode(name), _AT_EMPTY_PATH) < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), name)
 
 
 def open_stepwise(dir_fd: int, path: str, flags: int) -> int:
@@ -262,6 +253,11 @@ class RootFolder:
             with contextlib.suppress(OSError):
                 if os.fstat(fd).st_uid == 0:
                     os.fchown(fd, *self._owner)
+
+    def free_bytes(self) -> int:
+        """Free bytes of the file system that this user may use."""
+        status = os.fstatvfs(self.fd)
+        return status.f_bavail * status.f_frsize
 
     def is_removed(self) -> bool:
         """Whether the folder was removed or moved since it was opened, so its path is now absent or another folder."""

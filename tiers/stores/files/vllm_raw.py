@@ -105,18 +105,10 @@ class VllmRawStore(LocalStore):
             is_block = parse_block_name(info.key) is not None
             yield KeyInfo(info.key, info.size + TRAILER_BYTES, info.mtime) if is_block else info
 
-    def _put(
-        self,
-        key: str,
-        parts: Sequence[memoryview],
-        look: Look | None,
-        *,
-        overwrite: bool,
-        used_at: float | None = None,
-    ) -> bool:
+    def _put(self, key: str, parts: Sequence[memoryview], *arguments: Any, **options: Any) -> bool:
         if parse_block_name(key) is not None:
             _split(key, parts)
-        return super()._put(key, parts, look, overwrite=overwrite, used_at=used_at)
+        return super()._put(key, parts, *arguments, **options)
 
     def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         if parse_block_name(key) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -77,10 +78,7 @@ class Attempts:
             pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
             out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start
             if not error.retryable or attempt == self._options.retries or out_of_time:
-                try:
-                    raise error
-                finally:
-                    del error  # its traceback refers to this frame, and so to the caller's memory
+                raise copy.copy(error)  # ``error`` is in this frame; a traceback would refer back to it in a cycle
             attempt += 1
             self._sleep(pause_s)
 

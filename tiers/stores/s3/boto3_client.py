@@ -105,11 +105,7 @@ class Boto3Client:
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
         """See ``DataPlane``."""
         started = self._clock()
-        try:
-            answer = self._client.get_object(Bucket=self._options.bucket, Key=key)
-        except BOTO_ERRORS as e:
-            raise self._session.translate(e) from None
-        self._raise_unless_object(answer)
+        answer = self._ask_about(key, self._client.get_object)
         self._read_body(answer, parts, size, started)
         if look is not None:
             look_at(look, 0, parts)
@@ -118,11 +114,9 @@ class Boto3Client:
         """See ``DataPlane``."""
         started = self._clock()
         try:
-            answer = self._client.get_object(Bucket=self._options.bucket, Key=key, Range=f"bytes=-{length}")
-        except BOTO_ERRORS as e:
-            self._raise_unless_absent(e)
+            answer = self._ask_about(key, self._client.get_object, Range=f"bytes=-{length}")
+        except BlobNotFoundError:
             return None
-        self._raise_unless_object(answer)
         tail = bytearray(min(length, answer.get("ContentLength", length)))
         self._read_body(answer, [memoryview(tail)] if tail else [], len(tail), started)
         size = str(answer.get("ContentRange", len(tail))).rpartition("/")[2]
@@ -133,11 +127,9 @@ class Boto3Client:
     def size(self, key: str) -> int | None:
         """See ``DataPlane``."""
         try:
-            answer = self._client.head_object(Bucket=self._options.bucket, Key=key)
-        except BOTO_ERRORS as e:
-            self._raise_unless_absent(e)
+            answer = self._ask_about(key, self._client.head_object)
+        except BlobNotFoundError:
             return None
-        self._raise_unless_object(answer)
         size = answer.get("ContentLength")
         if size is None:  # for example, a proxy compresses responses
             raise missing_header("Content-Length", self._session.place)
@@ -147,6 +139,14 @@ class Boto3Client:
         """End the watchdog and close the client that the session does not own."""
         self._watchdog.close()
         self._unsigned.close()
+
+    def _ask_about(self, key: str, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+        try:
+            answer = call(Bucket=self._options.bucket, Key=key, **arguments)
+        except BOTO_ERRORS as e:
+            raise self._session.translate(e) from None
+        self._raise_unless_object(answer)
+        return answer
 
     def _read_body(self, answer: Mapping[str, Any], parts: Sequence[memoryview], size: int, started: float) -> None:
         announced = answer.get("ContentLength")
@@ -179,11 +179,6 @@ class Boto3Client:
             if "Body" in answer:
                 answer["Body"].close()
             raise missing_header("ETag", self._session.place)
-
-    def _raise_unless_absent(self, error: Exception) -> None:
-        translated = self._session.translate(error)
-        if not isinstance(translated, BlobNotFoundError):
-            raise translated from None
 
 
 class _Body:

@@ -9,9 +9,8 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -39,19 +38,23 @@ class S3Control:
         self._own = f"{self._options.prefix}/" if self._options.prefix else ""
         self._asking = threading.BoundedSemaphore(session.options.max_connections)
 
-    def list_page(self, prefix: str, *, token: str = "") -> tuple[list[KeyInfo], str]:
-        """List up to 1,000 objects by their whole names; also return the next page's token, "" after the last page.
+    def list_page(self, prefix: str, delimiter: str = "", token: str = "") -> tuple[list[KeyInfo], list[str], str]:
+        """List up to 1,000 objects and folders by their whole names; also return the next page's token, "" if none.
 
         boto3's parser is slow (50 ms of CPU per page), but obstore refuses a page that holds a name like "a//b".
 
         Args:
+            delimiter: "/" to list what is directly below the prefix, folders included; "" to list all objects below it.
             token: from the previous page.
         """
-        start = {"ContinuationToken": token} if token else {}
-        page = self._list(Prefix=prefix, **start)
-        with self._reject_bad_listing():
+        more = {"ContinuationToken": token, "Delimiter": delimiter}
+        page = self._list(Prefix=prefix, **{name: value for name, value in more.items() if value})
+        try:
             found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
-        return found, self._next_token(page, token)
+            folders = [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
+        except (KeyError, TypeError, AttributeError):  # an entry without its name, size or date
+            raise StoreConfigError(NO_S3.format(self._session.endpoint_url)) from None
+        return found, folders, self._next_token(page, token)
 
     def delete(self, key: str) -> None:
         """Delete an object by its whole name; absent is success. (obstore would trust any page with status 200.)"""
@@ -78,13 +81,8 @@ class S3Control:
             VagueRefusalError: the response names no object, so it may not come from S3.
         """
         objects = [{"Key": key} for key in keys]
-        try:
-            # Not "Quiet": its response would be as empty as a page of HTML.
-            answer = self._ask(
-                self._session.client.delete_objects, Bucket=self._options.bucket, Delete={"Objects": objects}
-            )
-        except BOTO_ERRORS as e:
-            raise without_absence(self._session.translate(e), self._session.place) from None
+        # Not "Quiet": its response would be as empty as a page of HTML.
+        answer = self._ask_bucket(self._session.client.delete_objects, Delete={"Objects": objects})
         if not (answer.get("Deleted") or answer.get("Errors")):
             raise VagueRefusalError(NO_S3.format(self._session.endpoint_url))
         failed: dict[str, StoreError] = {}
@@ -97,11 +95,7 @@ class S3Control:
         return failed
 
     def check(self) -> None:
-        """Verify the endpoint, credentials, clock, bucket and region with one request.
-
-        Raises:
-            StoreError: its message begins with the cause: endpoint, secret, clock, bucket or region.
-        """
+        """See ``S3Store.check``."""
         answer = self._list(Prefix=self._options.prefix, MaxKeys=1)
         # boto3 follows redirects to the right region, which slows down every request; obstore does not follow them.
         region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._session.region)
@@ -109,11 +103,7 @@ class S3Control:
             raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")
 
     def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps old versions of keys with the prefixes ``beginnings``, and no rule removes them all.
-
-        Raises:
-            StoreError: the bucket does not say whether it keeps versions.
-        """
+        """See ``S3Store.keeps_versions``."""
         if self._versioning() != "Enabled":
             return False
         try:
@@ -124,33 +114,8 @@ class S3Control:
         prefixes = tuple(prefix for rule in rules if (prefix := _expires_versions_of(rule)) is not None)
         return not all(name.startswith(prefixes) for name in names)
 
-    def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
-        """List the names directly below a prefix: first folders (names followed by "/"), then objects."""
-        folders: list[str] = []
-        objects: list[str] = []
-        token = ""
-        while True:
-            start = {"ContinuationToken": token} if token else {}
-            page = self._list(Prefix=prefix, Delimiter="/", **start)
-            with self._reject_bad_listing():
-                folders += [folder["Prefix"][len(prefix) : -1] for folder in page.get("CommonPrefixes", ())]
-                objects += [found["Key"][len(prefix) :] for found in page.get("Contents", ())]
-            token = self._next_token(page, token)
-            if not token:
-                return folders, objects
-
     def expire_after(self, days: int | None, beginnings: Sequence[str]) -> bool:
-        """Set lifecycle rules by which the bucket deletes objects ``days`` after they were written (None: never).
-
-        The rules cover names below the store's prefix that start with one of ``beginnings``. If the bucket may keep
-        versions, the rules also delete these a day after they were replaced or deleted, even if ``days`` is None. Our
-        earlier rules for the prefix are replaced; other rules stay. Returns whether the rules delete versions.
-
-        Raises:
-            ValueError: ``days`` is below 1; S3 counts whole days.
-            StoreError: the bucket refused the rules.
-        """
-        bucket = self._options.bucket
+        """See ``S3Store.expire_after``."""
         rule_id = f"{LIFECYCLE_ID}:{self._options.prefix}"
         # An ID without digits is a rule of an earlier kvtiers version, for everything below the prefix.
         ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
@@ -164,27 +129,24 @@ class S3Control:
         # A setting of the bucket, which AWS would reset to its default if we left it out.
         also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
         rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
-        try:
-            if rules:
-                change = self._session.client.put_bucket_lifecycle_configuration
-                self._ask(change, Bucket=bucket, LifecycleConfiguration={"Rules": rules}, **also)
-            elif before:
-                self._ask(self._session.client.delete_bucket_lifecycle, Bucket=bucket)
-        except BOTO_ERRORS as e:
-            raise self._session.translate(e) from None
+        if rules:
+            change = self._session.client.put_bucket_lifecycle_configuration
+            self._ask_bucket(change, LifecycleConfiguration={"Rules": rules}, **also)
+        elif before:
+            self._ask_bucket(self._session.client.delete_bucket_lifecycle)
         return versions
 
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-        """Make a request, and wait at most ``attempt_timeout_s`` for its result."""
+        """Make a request, and wait at most ``attempt_timeout_s`` for its result. Raises also ``BOTO_ERRORS``."""
         timeout_s = self._options.attempt_timeout_s
         deadline = time.monotonic() + timeout_s
         # Abandoned requests count until they end, so that a slow server cannot hold more than max_connections threads.
         if not self._asking.acquire(timeout=timeout_s):
             raise deadline_error(timeout_s, self._session.place)
         try:
-            asked = begin("kvtiers-s3-control", partial(call, **arguments))
+            asked = begin("kvtiers-s3-control", partial(call, Bucket=self._options.bucket, **arguments))
         except StoreError:
             self._asking.release()
             raise
@@ -196,19 +158,22 @@ class S3Control:
     def _ask_about(self, key: str, call: Callable[..., dict[str, Any]]) -> dict[str, Any] | None:
         """Make a request about an object; None if the object is absent."""
         try:
-            return self._ask(call, Bucket=self._options.bucket, Key=key)
+            return self._ask(call, Key=key)
         except BOTO_ERRORS as e:
             if not isinstance(error := self._session.translate(e), BlobNotFoundError):
                 raise error from None
             return None
 
-    def _versioning(self) -> str:
-        """Enabled, Suspended, or "" if the bucket never had versions."""
+    def _ask_bucket(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+        """Make a request about the bucket, to which S3 never answers that an object is absent."""
         try:
-            found = self._ask(self._session.client.get_bucket_versioning, Bucket=self._options.bucket)
+            return self._ask(call, **arguments)
         except BOTO_ERRORS as e:
             raise without_absence(self._session.translate(e), self._session.place) from None
-        return str(found.get("Status", ""))
+
+    def _versioning(self) -> str:
+        """Enabled, Suspended, or "" if the bucket never had versions."""
+        return str(self._ask_bucket(self._session.client.get_bucket_versioning).get("Status", ""))
 
     def _may_have_versions(self) -> bool:
         try:
@@ -220,39 +185,28 @@ class S3Control:
 
     def _lifecycle(self) -> dict[str, Any]:
         try:
-            return self._ask(self._session.client.get_bucket_lifecycle_configuration, Bucket=self._options.bucket)
-        except boto_errors.ClientError as e:
-            if code_of(e.response.get("Error", {})) != "NoSuchLifecycleConfiguration":
-                raise without_absence(self._session.translate(e), self._session.place) from None
-            return {}
+            return self._ask(self._session.client.get_bucket_lifecycle_configuration)
         except BOTO_ERRORS as e:
-            raise self._session.translate(e) from None
+            code = code_of(e.response.get("Error", {})) if isinstance(e, boto_errors.ClientError) else ""
+            if code == "NoSuchLifecycleConfiguration":
+                return {}
+            raise without_absence(self._session.translate(e), self._session.place) from None
 
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
-            answer = self._ask(self._session.client.list_objects_v2, Bucket=self._options.bucket, **arguments)
-        except boto_errors.ClientError as e:
-            code = code_of(e.response.get("Error", {}))
-            status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            # S3 sends an error document. Without one, botocore's code is the HTTP status; HTML has no code at all.
-            has_no_reason = (not code or code.isdigit()) and status in (400, 401, 403)
-            is_not_s3 = has_no_reason or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket")
-            if is_not_s3 and is_from_s3(e):
-                raise StoreConfigError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {status})") from None
-            raise self._session.translate(e) from None
+            answer = self._ask(self._session.client.list_objects_v2, **arguments)
         except BOTO_ERRORS as e:
+            if isinstance(e, boto_errors.ClientError) and is_from_s3(e):
+                code = code_of(e.response.get("Error", {}))
+                status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                # S3 sends an error document. Without one, botocore's code is the HTTP status; HTML has no code at all.
+                has_no_reason = (not code or code.isdigit()) and status in (400, 401, 403)
+                if has_no_reason or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket"):
+                    raise StoreConfigError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {status})") from None
             raise self._session.translate(e) from None
         if "Name" not in answer:  # botocore parses a page of HTML as XML
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
         return answer
-
-    @contextmanager
-    def _reject_bad_listing(self) -> Iterator[None]:
-        """Raise StoreConfigError if the block finds a listing's entry without its size or date."""
-        try:
-            yield
-        except (KeyError, TypeError, AttributeError):
-            raise StoreConfigError(NO_S3.format(self._session.endpoint_url)) from None
 
     def _next_token(self, page: dict[str, Any], token: str) -> str:
         """The token of the next page, "" after the last.

@@ -95,19 +95,15 @@ def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str
 
     def delete_waiting() -> None:
         for name in waiting:
-            outcomes[name] = try_to(name)
-
-    def try_to(name: str) -> StoreError | None:
-        if lasting:
-            return lasting[0]
-        try:
-            delete(name)
-        except StoreError as e:
-            e = e.with_traceback(None)  # the traceback refers to ``lasting``
-            if e.retryable:
-                lasting.append(e)
-            return e
-        return None
+            error = lasting[0] if lasting else None
+            if error is None:
+                try:
+                    delete(name)
+                except StoreError as e:
+                    error = e.with_traceback(None)  # the traceback refers to ``lasting``
+                    if e.retryable:
+                        lasting.append(error)
+            outcomes[name] = error
 
     run_in_threads("kvtiers-s3-delete", min(DELETERS_MAX, len(names)), delete_waiting)
     return {name: error for name in names if (error := outcomes[name]) is not None}

@@ -116,7 +116,7 @@ class ObstoreClient:
         self._checked = self._plain if checksum == "none" else self._make(checksum, signed=False)
         storage_class = session.options.storage_class
         self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
-        self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
+        self._attributes = {"Storage-Class": storage_class} if storage_class else {}
 
     def put(
         self,
@@ -135,7 +135,7 @@ class ObstoreClient:
                 store,
                 key,
                 parts,
-                attributes={**(self._attributes or {}), **(metadata or {})} or None,
+                attributes={**self._attributes, **(metadata or {})},
                 mode="create" if create else "overwrite",
                 use_multipart=False,
             )
@@ -174,22 +174,18 @@ class ObstoreClient:
         try:
             result = obstore.get(self._plain, key, options={"range": {"suffix": length}})
             return self._size_of(result.meta), bytes(result.bytes())
-        except FileNotFoundError as e:
+        except (BaseError, OSError, ValueError) as e:
             self._raise_unless_absent(e, started)
             return None
-        except (BaseError, OSError, ValueError) as e:
-            raise self._translate(e, started) from None
 
     def size(self, key: str) -> int | None:
         """See ``DataPlane``."""
         started = self._clock()
         try:
             return self._size_of(obstore.head(self._plain, key))
-        except FileNotFoundError as e:
+        except (BaseError, OSError, ValueError) as e:
             self._raise_unless_absent(e, started)
             return None
-        except (BaseError, OSError, ValueError) as e:
-            raise self._translate(e, started) from None
 
     def close(self) -> None:
         """Close the direct reader's connections. obstore closes its own when it is garbage-collected."""
@@ -256,8 +252,8 @@ class ObstoreClient:
             raise missing_header("ETag", self._session.place)
         return found["size"]
 
-    def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
-        """Raise unless the 404 is for the key, not the bucket. A HEAD's 404 has no body; it counts as the key's."""
+    def _raise_unless_absent(self, error: Exception, started: float) -> None:
+        """Raise unless the error is a 404 for the key, not the bucket. A HEAD's has no body; it counts as the key's."""
         translated = self._translate(error, started)
         if not isinstance(translated, BlobNotFoundError):
             raise translated from None

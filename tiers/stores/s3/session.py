@@ -35,7 +35,7 @@ from botocore.httpsession import get_cert_path
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError
 from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
 from kvtiers.tiers.stores.s3.boto_config import BotoConfig
 from kvtiers.tiers.stores.s3.boto_errors import translate
@@ -105,9 +105,7 @@ class S3Session:
         except ValueError:  # boto3 raises it if the endpoint of the environment or the profile is not a URL
             raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is not a URL") from None
         if chain is None:
-            raise StorePermissionError(
-                "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
-            )
+            raise self.translate(boto_errors.NoCredentialsError())
         self.endpoint_url: str = self.client.meta.endpoint_url
         self.place = replace(self.place, region=self.region, endpoint_url=self.endpoint_url)
         try:

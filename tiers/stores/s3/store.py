@@ -15,6 +15,7 @@ after growing, jittered pauses. No attempt starts in the second half of ``reques
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import re
 import time
@@ -52,8 +53,6 @@ from kvtiers.tiers.stores.s3.put_form import REFUSALS, PutForm, describe_refusal
 from kvtiers.tiers.stores.s3.trial import try_each_client
 from kvtiers.tiers.stores.vectored_io import look_at
 from kvtiers.tiers.stores.watchdog import begin
-
-__all__ = ["S3Options", "S3Store"]
 
 logger = get_logger(__name__)
 
@@ -112,10 +111,9 @@ class S3Store(Store):
             except RequestRefusedError as e:
                 refused = e.with_traceback(None)
             if self._clock() > latest_start:
-                try:
-                    raise refused
-                finally:
-                    refused = None  # its traceback refers to this frame, and so to the caller's memory
+                # A copy: with a traceback, ``refused`` and this frame would refer to each other, and so hold the
+                # caller's memory until the next garbage collection.
+                raise copy.copy(refused)
         if not overwrite and self._size(key, latest_start) is not None:
             return False
         published = self._put(key, plain, latest_start, create=False)
@@ -171,10 +169,8 @@ class S3Store(Store):
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, 1,000 per request. Skip objects whose names are not valid keys, such as folder markers."""
         root = self.options.object_key("")
-        token = ""
-        while True:
-            page, token = self._list_page(root + prefix, token)
-            for info in page:
+        for objects, _ in self._pages(root + prefix):
+            for info in objects:
                 key = info.key[len(root) :]
                 try:
                     check_key(key)
@@ -183,8 +179,6 @@ class S3Store(Store):
                 # Some servers treat the prefix "a//" as "a/".
                 if key.startswith(prefix):
                     yield KeyInfo(key, info.size, info.mtime)
-            if not token:
-                return
 
     def close(self) -> None:
         self._attempts.close()
@@ -303,8 +297,8 @@ class S3Store(Store):
         Raises:
             StoreError: the bucket cannot be listed.
         """
-        own = f"{self.options.prefix}/" if self.options.prefix else ""
-        return self._attempts.run("", lambda clients: clients.control.list_folder(own))[0]
+        own = self.options.object_key("")
+        return [name[len(own) : -1] for _, folders in self._pages(own, "/") for name in folders]
 
     def names_in(self, folder: str) -> list[str]:
         """List the last components of the keys directly in a folder; one request per 1,000 keys and subfolders.
@@ -313,14 +307,14 @@ class S3Store(Store):
             StoreError: the folder cannot be listed.
         """
         own = self.options.object_key(f"{folder}/")
-        return self._attempts.run(folder, lambda clients: clients.control.list_folder(own))[1]
+        return [info.key[len(own) :] for objects, _ in self._pages(own, "/") for info in objects]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
         """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
 
-        The rules cover keys with the prefixes ``beginnings``. They replace those of earlier calls; the bucket's other
-        rules stay. Returns whether the bucket may keep old versions; if so, the rules delete these a day after they
-        were replaced or deleted, whatever ``days`` is.
+        The rules cover keys with the prefixes ``beginnings``. They replace those of earlier calls for the store's
+        prefix; the bucket's other rules stay. Returns whether the bucket may keep old versions; if so, the rules
+        delete these a day after they were replaced or deleted, whatever ``days`` is.
 
         Raises:
             ValueError: ``days`` is below 1; S3 counts whole days.
@@ -378,10 +372,7 @@ class S3Store(Store):
                 logger.warning("%r: %s", self, describe_refusal(refused, forms[0], form, self.options.checksum))
             return published
         assert refused is not None
-        try:
-            raise refused
-        finally:
-            del refused  # as in ``put``
+        raise copy.copy(refused)  # as in ``put``
 
     def _put_as(
         self,
@@ -404,21 +395,27 @@ class S3Store(Store):
             missing = e.with_traceback(None)
         if self._is_listed(name, parts_size(plain), latest_start):
             return True
-        try:
-            raise missing
-        finally:
-            del missing  # as in ``put``
+        raise copy.copy(missing)  # as in ``put``
 
     def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
         """Whether the bucket lists the object. Decides a put whose response lacks the header that proves success."""
         try:
-            found, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
+            found, _, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
         except StoreError:
             return False
         return bool(found) and (found[0].key, found[0].size) == (name, size)
 
-    def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
-        return self._attempts.run("", lambda clients: clients.control.list_page(prefix, token=token))
+    def _pages(self, prefix: str, delimiter: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
+        """List the objects and folders below a prefix of whole names, 1,000 per request."""
+        token = ""
+        while True:
+            objects, folders, token = self._list_page(prefix, delimiter, token)
+            yield objects, folders
+            if not token:
+                return
+
+    def _list_page(self, prefix: str, delimiter: str, token: str) -> tuple[list[KeyInfo], list[str], str]:
+        return self._attempts.run("", lambda clients: clients.control.list_page(prefix, delimiter, token))
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
         if self._batches_refused:
@@ -455,10 +452,7 @@ class S3Store(Store):
             with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
                 tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
                 return tail and tail[0]
-        try:
-            raise refused
-        finally:
-            del refused  # as in ``put``, which may be the caller
+        raise copy.copy(refused)  # as in ``put``, which may be the caller
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -11,7 +11,7 @@ from concurrent.futures import wait
 from itertools import pairwise
 
 from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.store import Store
+from kvtiers.tiers.store import Store, SupportsPieces, SupportsQuarantine, SupportsTail, SupportsTouch
 
 SIZES_BYTES = (0, 1, 4095, 4096, 4097, (1 << 20) + 4096)
 LARGE_BYTES = (9 << 20) + 4096  # more than 8 MiB, from which clients of object stores split blobs
@@ -79,6 +79,27 @@ def fetch(store: Store, key: str, size: int) -> bytes:
 def list_keys(store: Store, prefix: str = "") -> list[str]:
     """Return the listed keys, sorted. A key that is listed twice appears twice."""
     return sorted(info.key for info in store.keys(prefix))
+
+
+def calls_by_key(store: Store) -> dict[str, Callable[[str], object]]:
+    """Return every call of the store that takes one key: name -> the call."""
+    calls: dict[str, Callable[[str], object]] = {
+        "put": lambda key: store.put(key, as_parts(b"1")),
+        "put with overwrite": lambda key: store.put(key, as_parts(b"1"), overwrite=True),
+        "get_into": lambda key: fetch(store, key, 1),
+        "size": store.size,
+        "delete": store.delete,
+    }
+    if isinstance(store, SupportsTail):
+        calls["get_tail"] = lambda key: store.get_tail(key, 1)
+    if isinstance(store, SupportsQuarantine):
+        calls["quarantine"] = store.quarantine
+    if isinstance(store, SupportsTouch):
+        calls["touch"] = store.touch
+    if isinstance(store, SupportsPieces):
+        calls["put_pieces"] = lambda key: store.put_pieces(key, as_parts(b"1"), lambda *_: None)
+        calls["get_pieces_into"] = lambda key: store.get_pieces_into(key, [memoryview(bytearray(1))], lambda *_: None)
+    return calls
 
 
 class GuardedParts:

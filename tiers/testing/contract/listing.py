@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
-from kvtiers.tiers.store import (
-    KeyInfo,
-    Store,
-    SupportsPieces,
-    SupportsQuarantine,
-    SupportsTail,
-    SupportsTouch,
-    check_key,
-)
+from kvtiers.tiers.store import KeyInfo, Store, check_key
 from kvtiers.tiers.testing.contract.data import (
     BAD_KEYS,
     GOOD_KEYS,
     KEYS_COUNT_LARGE,
     as_parts,
+    calls_by_key,
     fetch,
     list_keys,
     wait_until,
@@ -53,26 +45,8 @@ class ListingRules(StorePlace):
         assert [self.peek(store, key) for key in keys] == [key.encode() for key in keys]
 
     def test_bad_keys_are_refused_everywhere(self, store: Store) -> None:
-        calls: dict[str, Callable[[str], object]] = {
-            "put": lambda key: store.put(key, as_parts(b"1")),
-            "put with overwrite": lambda key: store.put(key, as_parts(b"1"), overwrite=True),
-            "get_into": lambda key: fetch(store, key, 1),
-            "size": store.size,
-            "delete": store.delete,
-        }
-        if isinstance(store, SupportsTail):
-            calls["get_tail"] = lambda key: store.get_tail(key, 1)
-        if isinstance(store, SupportsQuarantine):
-            calls["quarantine"] = store.quarantine
-        if isinstance(store, SupportsTouch):
-            calls["touch"] = store.touch
-        if isinstance(store, SupportsPieces):
-            calls["put_pieces"] = lambda key: store.put_pieces(key, as_parts(b"1"), lambda *_: None)
-            calls["get_pieces_into"] = lambda key: store.get_pieces_into(
-                key, [memoryview(bytearray(1))], lambda *_: None
-            )
         for key in BAD_KEYS:
-            for name, call in calls.items():
+            for name, call in calls_by_key(store).items():
                 try:
                     call(key)
                 except InvalidKeyError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -56,8 +56,5 @@ class StorePlace(ABC):
         if not store.capabilities.shared:
             yield store, store
             return
-        second = self.reopen(store)
-        try:
+        with closing(self.reopen(store)) as second:
             yield store, second
-        finally:
-            second.close()

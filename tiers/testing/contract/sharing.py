@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -19,14 +20,19 @@ from kvtiers.tiers.store import (
     SupportsFolders,
     SupportsFreeBytes,
     SupportsGetMany,
-    SupportsPieces,
-    SupportsQuarantine,
     SupportsSizeMany,
     SupportsSweep,
     SupportsTail,
-    SupportsTouch,
 )
-from kvtiers.tiers.testing.contract.data import LARGE_BYTES, as_parts, fetch, list_keys, make_data, run_in_threads
+from kvtiers.tiers.testing.contract.data import (
+    LARGE_BYTES,
+    as_parts,
+    calls_by_key,
+    fetch,
+    list_keys,
+    make_data,
+    run_in_threads,
+)
 from kvtiers.tiers.testing.contract.place import StorePlace
 from kvtiers.tiers.testing.faults import run_in_child, start_child, wait_child
 
@@ -45,13 +51,10 @@ class SharingRules(StorePlace):
         if not store.capabilities.shared:
             pytest.skip("not capabilities.shared")
         store.put("f/a", as_parts(b"from the first"))
-        second = self.reopen(store)
-        try:
+        with closing(self.reopen(store)) as second:
             assert fetch(second, "f/a", 14) == b"from the first"
             second.put("f/a", as_parts(b"from the other"), overwrite=True)
             second.put("f/b", as_parts(b"b"))
-        finally:
-            second.close()
         assert fetch(store, "f/a", 14) == b"from the other"
         assert list_keys(store) == ["f/a", "f/b"]
 
@@ -60,11 +63,8 @@ class SharingRules(StorePlace):
             pytest.skip("not capabilities.shared")
         store.put("f/a", as_parts(b"1234"))
         store.close()
-        second = self.reopen(store)
-        try:
+        with closing(self.reopen(store)) as second:
             assert fetch(second, "f/a", 4) == b"1234"
-        finally:
-            second.close()
 
     def test_what_another_handle_changed_is_seen_at_once(self, store: Store) -> None:
         """A store caches nothing about a key: not its size, its tail, its absence or a listing."""
@@ -219,13 +219,10 @@ class SharingRules(StorePlace):
                 os.close(readable)
                 os.kill(child, signal.SIGKILL)
                 wait_child(child)
-            after = self.reopen(store)
-            try:
+            with closing(self.reopen(store)) as after:
                 for each in (store, after):
                     assert _listed(each) <= {("f/a", LARGE_BYTES)}
                     assert _fetched(each, "f/a", LARGE_BYTES) in (None, *versions)
-            finally:
-                after.close()
         store.put("f/b", as_parts(b"mine"))
         assert fetch(store, "f/b", 4) == b"mine"
 
@@ -235,29 +232,14 @@ class SharingRules(StorePlace):
         store.put("a", as_parts(b"1"))
         store.close()
         store.close()
-        calls: list[Callable[[], object]] = [
-            lambda: store.put("a", as_parts(b"1")),
-            lambda: store.put("b", as_parts(b"1"), overwrite=True),
-            lambda: fetch(store, "a", 1),
-            lambda: store.size("a"),
-            lambda: store.delete("a"),
-            lambda: list(store.keys()),
-        ]
-        if isinstance(store, SupportsTail):
-            calls.append(lambda: store.get_tail("a", 1))
-        if isinstance(store, SupportsQuarantine):
-            calls.append(lambda: store.quarantine("a"))
+        calls: list[Callable[[], object]] = [partial(call, "a") for call in calls_by_key(store).values()]
+        calls.append(lambda: list(store.keys()))
         if isinstance(store, SupportsSizeMany):
             calls.append(lambda: store.size_many(["a"]))
         if isinstance(store, SupportsDeleteMany):
             calls.append(lambda: store.delete_many(["a"]))
         if isinstance(store, SupportsGetMany):
             calls.append(lambda: store.get_many_into([("a", [memoryview(bytearray(1))])]))
-        if isinstance(store, SupportsPieces):
-            calls.append(lambda: store.put_pieces("b", as_parts(b"1"), lambda *_: None))
-            calls.append(lambda: store.get_pieces_into("a", [memoryview(bytearray(1))], lambda *_: None))
-        if isinstance(store, SupportsTouch):
-            calls.append(lambda: store.touch("a"))
         if isinstance(store, SupportsSweep):
             calls.append(lambda: store.sweep(0.0))
         if isinstance(store, SupportsFolders):

@@ -500,7 +500,6 @@ def test_a_file_system_without_hard_links_is_named(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", link)
-    monkeypatch.setattr("kvtiers.tiers.stores.files.publish.link_open_file", link)
     store = store_class(tmp_path)
     with pytest.raises(StoreConfigError, match="no hard links"):
         store.put("f/a", as_parts(b"1"))

@@ -47,7 +47,7 @@ def test_nothing_that_nfs_lacks_is_used(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.undo()
     assert not [flags for flags in opened if flags & os.O_TMPFILE == os.O_TMPFILE or flags & os.O_DIRECT]
     assert opened, "the seam must have seen the calls"
-    assert not {"fsync", "fdatasync", "linkat"} & set(calls.calls)
+    assert not {"fsync", "fdatasync"} & set(calls.calls)
 
 
 def test_a_put_looks_no_name_up(tmp_path: Path) -> None:

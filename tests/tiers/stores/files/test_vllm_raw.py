@@ -172,7 +172,7 @@ class TestStore:
             assert self.get(store) == (self.payload, self.trailer)
             if not faults.failed:
                 break
-        assert {"setxattr", "pwritev", "rename" if planted else "linkat"} <= struck
+        assert {"setxattr", "pwritev", "rename" if planted else "link"} <= struck
 
     def test_a_file_system_without_attributes_is_refused(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def none(*_: object) -> bytes:

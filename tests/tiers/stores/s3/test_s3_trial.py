@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector.commands.check import find_problems
+from kvtiers.connector.commands import check
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.errors import StoreConfigError, StoreError, StoreTimeoutError
 from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
@@ -76,7 +76,7 @@ def test_step_that_fails_is_named_and_nothing_stays(
     with pytest.raises(StoreError, match=rf"^secret: these credentials may not do this.*in the trial's {step}"):
         store.try_out(read_only=False)
     tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url, "client": options.client}
-    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    found = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})).texts("problem")
     assert [problem for problem in found if "these credentials may not do this" in problem]
     if method != "DELETE":
         assert list(store.keys()) == []
