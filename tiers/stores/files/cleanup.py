@@ -19,13 +19,15 @@ from kvtiers.tiers.stores.files.listing import Failures
 from kvtiers.tiers.stores.files.posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
 from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER
 
-_IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
+_IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY)
 
 
 def remove_blobs(
     root: RootFolder, keys: Iterable[str], on_kept: Callable[[str, OSError], None]
 ) -> Mapping[str, OSError]:
     """Unlink files, folder by folder, and remove the folders that become empty.
+
+    A blob mostly has a folder of its own, so each parent is opened and tried only once, not for every folder in it.
 
     Args:
         on_kept: called with a folder and the error if the folder could not be removed for another reason than being in
@@ -34,24 +36,45 @@ def remove_blobs(
     Returns:
         key -> error, for the files that still exist.
     """
-    by_folder: dict[str, list[str]] = {}
+    by_parent: dict[str, dict[str, list[str]]] = {}
     for key in keys:
-        by_folder.setdefault(key.rpartition("/")[0], []).append(key)
+        folder = key.rpartition("/")[0]
+        by_parent.setdefault(folder.rpartition("/")[0], {}).setdefault(folder, []).append(key)
     failed: dict[str, OSError] = {}
-    for folder, inside in by_folder.items():
-        _remove_files(root, folder, inside, failed)
-    folders = list(by_folder)
-    while folders:
-        removed = [folder for folder in folders if "/" in folder and _remove_if_empty(root, folder, on_kept)]
-        # A parent is tried once, however many of its folders were removed.
-        folders = list(dict.fromkeys(folder.rpartition("/")[0] for folder in removed))
+    for parent, folders in by_parent.items():
+        try:
+            parent_fd = root.open(parent or ".", OPEN_FOLDER)
+        except OSError as e:
+            if not _is_gone(e):
+                failed.update((key, e) for inside in folders.values() for key in inside)
+            continue
+        try:
+            for folder, inside in folders.items():
+                _remove_files(parent_fd, folder, inside, failed)
+                if parent:
+                    _remove_if_empty(parent_fd, folder, on_kept)
+        finally:
+            close_reader(parent_fd)
+        while "/" in parent:
+            folder, parent = parent, parent.rpartition("/")[0]
+            try:
+                parent_fd = root.open(parent, OPEN_FOLDER)
+            except OSError as e:
+                if not _is_gone(e):
+                    on_kept(folder, e)
+                break
+            try:
+                if not _remove_if_empty(parent_fd, folder, on_kept):
+                    break
+            finally:
+                close_reader(parent_fd)
     return failed
 
 
-def _remove_files(root: RootFolder, folder: str, keys: Iterable[str], failed: dict[str, OSError]) -> None:
+def _remove_files(parent_fd: int, folder: str, keys: Iterable[str], failed: dict[str, OSError]) -> None:
     """Unlink files of one folder. Notes the errors of the files that still exist."""
     try:
-        fd = root.open(folder or ".", OPEN_FOLDER)
+        fd = os.open(folder.rpartition("/")[2] or ".", OPEN_FOLDER, dir_fd=parent_fd)
     except OSError as e:
         if not _is_gone(e):
             failed.update(dict.fromkeys(keys, e))
@@ -69,19 +92,12 @@ def _remove_files(root: RootFolder, folder: str, keys: Iterable[str], failed: di
         close_reader(fd)
 
 
-def _remove_if_empty(root: RootFolder, folder: str, on_kept: Callable[[str, OSError], None]) -> bool:
-    """Remove a folder. Returns False if the folder is in use or could not be removed."""
-    parent, _, name = folder.rpartition("/")
+def _remove_if_empty(parent_fd: int, folder: str, on_kept: Callable[[str, OSError], None]) -> bool:
+    """Remove a folder. Returns False if the folder is in use, is already gone, or could not be removed."""
     try:
-        parent_fd = root.open(parent, OPEN_FOLDER)
-        try:
-            os.rmdir(name, dir_fd=parent_fd)
-        finally:
-            close_reader(parent_fd)
+        os.rmdir(folder.rpartition("/")[2], dir_fd=parent_fd)
     except OSError as e:
-        if _is_gone(e):
-            return True
-        if e.errno not in _IN_USE:
+        if e.errno not in _IN_USE and not _is_gone(e):
             on_kept(folder, e)
         return False
     return True
