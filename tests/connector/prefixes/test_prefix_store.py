@@ -242,8 +242,8 @@ def test_every_byte_of_every_file_is_covered(tmp_path: Path) -> None:
             chunk = Chunk(f"model_abc_r0/{hashes[0].hex()}/1-{hashes[0].hex()}.json", 1)
             with pytest.raises(SealError):
                 load(store, chunk, hashes)
-            for each, content in stored.items():  # a failure has removed them
-                each.parent.mkdir(exist_ok=True)
+            for each, content in stored.items():  # a failure has removed them and their folder
+                each.parent.mkdir(parents=True, exist_ok=True)
                 each.write_bytes(content)
 
 
