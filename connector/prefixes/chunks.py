@@ -4,6 +4,7 @@
   because the manifest is written last and touched last.
 - Layers that no manifest names (their writer died, or the manifest was removed) are one blob with the name of their
   attempt's folder.
+- A manifest that its writer never renamed to its final name is a blob of its own.
 - Other keys are passed through unchanged: the records below ``_kvtiers/``, and foreign files, which are listed and
   never removed.
 """
@@ -17,7 +18,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from kvtiers.connector.prefixes.files.base import delete_below
 from kvtiers.connector.prefixes.format import MANIFEST_BYTES_MAX, MANIFEST_NAME, unseal
 from kvtiers.tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.isolation.process import StoreRecipe
@@ -33,6 +33,7 @@ _FOLDER = rf"{NAMESPACE}_r[0-9]+/[0-9a-f]{{8,128}}/"
 _CHUNK_FILE = re.compile(rf"({_FOLDER})(.+)")
 _MANIFEST = re.compile(_FOLDER + MANIFEST_NAME)
 _ATTEMPT = re.compile(_FOLDER + r"[0-9a-f]{32}")
+_HALF_MANIFEST = re.compile(_MANIFEST.pattern + r"\.[0-9a-f]{32}\.part")
 
 
 class ChunkStore(Layer):
@@ -49,7 +50,7 @@ class ChunkStore(Layer):
 
     def is_block(self, key: str) -> bool:
         """See ``NamesBlocks``."""
-        return any(pattern.fullmatch(key) for pattern in (_MANIFEST, _ATTEMPT))
+        return any(pattern.fullmatch(key) for pattern in (_MANIFEST, _ATTEMPT, _HALF_MANIFEST))
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         for folder, infos in groupby(self.inner.keys(prefix), lambda info: _folder_of(info.key)):
@@ -93,7 +94,7 @@ class ChunkStore(Layer):
         if any(key != attempt for key, attempt in attempts.items()):
             self._sleep(READERS_S)
         for key, attempt in attempts.items():
-            outcomes[key] = _error_of(partial(delete_below, self.inner, attempt))
+            outcomes[key] = _error_of(partial(self._delete_folder, attempt))
         return [outcomes[key] for key in keys]
 
     def _hide(self, key: str, attempts: dict[str, str]) -> None:
@@ -105,6 +106,13 @@ class ChunkStore(Layer):
             self.inner.delete(key)
         if attempt is not None:
             attempts[key] = attempt
+
+    def _delete_folder(self, folder: str) -> None:
+        keys = [info.key for info in self.inner.keys(f"{folder}/")]
+        inner: Any = self.inner
+        for error in inner.delete_many(keys):
+            if error is not None:
+                raise error
 
     def _is_named(self, attempt: str) -> bool:
         """Whether a manifest names this attempt: one written after the listing, or missing from part of a listing."""

@@ -26,7 +26,7 @@ from kvtiers.connector.vllm.contract import implements
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.logs import log_as_vllm
 from kvtiers.connector.vllm.spec import KVTiersManager, KVTiersSpec
-from kvtiers.connector.vllm_config import connector_options, deployment_from
+from kvtiers.connector.vllm_config import connector_options, deployment_from, ignored_options, keeps_storage
 from kvtiers.vllm import register
 
 
@@ -60,14 +60,17 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
     def requires_piecewise_for_cudagraph(cls, extra_config: Any) -> bool:
         """Return False, because nothing is done layer by layer.
 
-        On GPUs, vLLM asks this before it loads the model. So wrong options stop it within seconds.
+        With full CUDA graphs, vLLM asks this before it loads the model. So wrong options stop it within seconds.
 
         Raises:
-            ConfigError: as for the class.
+            ConfigError: as for the class. vLLM's config wraps it in pydantic's ValidationError, which shows its text.
         """
+        log_as_vllm()
         options = connector_options(extra_config)
         if options["spec_name"] == KVTiersSpec.__name__:  # for the other way, connector_options has read them
             deployment_from(options)
+            ignored_options(options)
+            keeps_storage(options)
         return False
 
     @classmethod

@@ -260,7 +260,13 @@ def test_the_api_process_gets_the_metrics_of_the_spec_that_is_made(file: Path, m
             {"way": "tier", "cpu_bytes_to_use": "1GiB", "tiers": [{"type": "ftp"}]},
             r"tiers\[0\]\.type",
         ),
+        (
+            "KVTiersConnector",
+            {"cpu_bytes_to_use": "1GiB", "tiers": [{"type": "memory"}], "storage_after_reset": "kep"},
+            "storage_after_reset",
+        ),
         ("SharedStorageConnector", {"shared_storage_path": "/kv", "max_byte": "1GiB"}, "max_byte"),
+        ("SharedStorageConnector", {"shared_storage_path": "/kv", "load_deadline_s": "soon"}, "load_deadline_s"),
     ],
 )
 def test_where_vllm_may_capture_graphs_wrong_options_stop_it_before_it_loads_the_model(

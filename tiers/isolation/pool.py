@@ -36,7 +36,7 @@ class WorkerPool:
             was just started comes last, because it must create its store first.
         workers: all workers, idle or not.
         stuck_calls: number of killed workers that are not reaped yet: they may still touch the parts of their calls.
-        kills: number of workers that were killed or found dead so far.
+        kills: number of workers that were killed, found dead, or given up in the middle of a listing so far.
         closed: whether ``close`` was called.
     """
 

@@ -145,7 +145,8 @@ class ProcessIsolatedStore(Store):
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """See ``Store.keys``. A listing of more than one page keeps a worker until it ends.
 
-        Each page has a time limit of ``deadline_s``.
+        Each page has a time limit of ``deadline_s``. While as many listings are unfinished as there are workers, other
+        calls wait, and fail after ``deadline_s``.
         """
         page = self._call(calls.first_page, prefix)
         if page is not None:

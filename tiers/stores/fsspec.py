@@ -204,25 +204,6 @@ class FsspecStore(Store):
             tail = tail[start:]  # a web server may ignore the range and send the whole blob
         return size, bytes(tail)
 
-    def get_head(self, key: str, length: int) -> bytes:
-        """The blob's first ``min(length, size)`` bytes, by one request.
-
-        Raises:
-            BlobNotFoundError: nothing is stored under ``key``.
-        """
-        check_key(key)
-        place = self._current(key)
-        return bytes(self._run(key, lambda: self._call("cat_file", place.path(key), start=0, end=length)))[:length]
-
-    def names_in(self, folder: str) -> list[str]:
-        """List the last components of the keys directly in a folder; one request."""
-        place = self._current(folder)
-        try:
-            entries = self._run(folder, lambda: self._call("ls", place.path(folder), detail=True))
-        except BlobNotFoundError:
-            return []
-        return [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
-
     def folders(self) -> list[str]:
         """See ``SupportsFolders``."""
         place = self._current("")

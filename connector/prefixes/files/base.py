@@ -1,15 +1,21 @@
-"""Files: PrefixStore's files, as blobs of a store."""
+"""Files: interface to the storage of PrefixStore's files, and the translation of its errors."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
-from kvtiers.tiers.errors import BlobNotFoundError
-from kvtiers.tiers.store import Store, delete_all
+from kvtiers.tiers.errors import (
+    BlobNotFoundError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 
 FILES_AT_ONCE = 16  # files in memory, and requests to an object store, at the same time
 
@@ -24,19 +30,12 @@ class Files(ABC):
     has_uses = False
 
     @abstractmethod
-    def _use_store(self) -> Any:
-        """Return the store: a Store with ``get_tail``."""
-
     def write(self, path: str, data: bytes) -> None:
         """Write a file atomically: a reader never sees part of it."""
-        self._use_store().put(path, [memoryview(data)], overwrite=True)
 
+    @abstractmethod
     def read(self, path: str, bytes_max: int) -> bytes:
         """Read a whole file. If it is larger than ``bytes_max``, return any ``bytes_max`` bytes of it."""
-        found: tuple[int, bytes] | None = self._use_store().get_tail(path, bytes_max)  # unlike a get, needs no size
-        if found is None:
-            raise BlobNotFoundError("does not exist", key=path)
-        return found[1]
 
     @abstractmethod
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
@@ -51,9 +50,9 @@ class Files(ABC):
         for path, data in files.items():
             self.write(path, data)
 
+    @abstractmethod
     def exists(self, path: str) -> bool:
         """Return whether the file exists."""
-        return self._use_store().size(path) is not None
 
     def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """For each run of files, count the leading files that exist without a gap."""
@@ -75,13 +74,13 @@ class Files(ABC):
         """Set the time of the file's last use to now. Does nothing if the file does not exist."""
         raise NotImplementedError
 
+    @abstractmethod
     def delete(self, path: str) -> None:
         """Delete a file. Does nothing if the file does not exist."""
-        self._use_store().delete(path)
 
+    @abstractmethod
     def delete_folder(self, folder: str) -> None:
         """Delete a folder and its files. Does nothing if the folder does not exist."""
-        delete_below(self._use_store(), folder)
 
     def prepare(self) -> None:  # noqa: B027 - not every storage has a slower first call
         """Create the clients that the first call needs, without asking the storage. Raises nothing."""
@@ -97,12 +96,18 @@ class Files(ABC):
         """Release connections and threads. Does not wait for the storage; calls under way may fail."""
 
 
-def delete_below(store: Store, folder: str) -> None:
-    """Delete all blobs below a folder.
-
-    Raises:
-        StoreError: the first error; the other blobs are deleted.
-    """
-    for error in delete_all(store, [info.key for info in store.keys(f"{folder}/")]):
-        if error is not None:
-            raise error
+@contextlib.contextmanager
+def storage_errors(path: str) -> Iterator[None]:
+    """Translate the errors of a file system to StoreError."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except FileNotFoundError as e:
+        raise BlobNotFoundError("does not exist", key=path) from e
+    except PermissionError as e:
+        raise StorePermissionError(str(e), key=path) from e
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(str(e), key=path) from e
+        raise StoreUnavailableError(str(e), key=path) from e

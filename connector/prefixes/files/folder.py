@@ -2,68 +2,113 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from itertools import count
 
-from kvtiers.connector.prefixes.files.base import Files
-from kvtiers.tiers.config.open_store import open_store
-from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
-from kvtiers.tiers.stores.files.posix import store_error
+from kvtiers.connector.prefixes.files.base import Files, storage_errors
+from kvtiers.tiers.errors import StoreFullError
+from kvtiers.tiers.stores.files.posix import make_folders
+
+FOLDER_ATTEMPTS = 8
 
 
 class FolderFiles(Files):
-    """Files in a folder. The modification time is the time of the last use.
+    """Files with mode 0600 in folders with mode 0700. The modification time is the time of the last use.
 
-    The first call opens the store: if the file system hangs, only a thread that may hang waits for it.
-
-    Args:
-        place: the folder. It may be a symbolic link, unlike a store's root.
+    A file is written under a temporary name and renamed. A write that would leave less than ``min_free_bytes`` free
+    raises StoreFullError.
     """
 
     has_uses = True
 
-    def __init__(self, place: FsTierConfig | NfsTierConfig) -> None:
-        self._place = place
-        self._opening = threading.Lock()  # held to set _store
-        self._store: Any = None
+    def __init__(self, root: str, min_free_bytes: int) -> None:
+        self._root = root
+        self._min_free_bytes = min_free_bytes
 
-    def _use_store(self) -> Any:
-        with self._opening:
-            if self._store is None:
-                root = os.path.realpath(self._place.root_dir)
-                self._store = open_store(self._place.model_copy(update={"root_dir": root}))
-            return self._store
+    def write(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        part = f"{full}.{uuid.uuid4().hex}.part"
+        with storage_errors(path):
+            fd = _create(part)
+            try:
+                with os.fdopen(fd, "wb", buffering=0) as file:
+                    self._check_room(fd, len(data), path)
+                    view = memoryview(data)
+                    while view:
+                        view = view[file.write(view) :]
+                os.replace(part, full)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(part)
+                raise
+
+    def read(self, path: str, bytes_max: int) -> bytes:
+        with storage_errors(path), os.fdopen(self._open(path), "rb") as file:
+            return file.read(bytes_max)
 
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
-        buffer = memoryview(bytearray(max((size for _, size in files.values()), default=0)))
+        buffer = memoryview(bytearray(max((size for _, size in files.values()), default=0) + 1))
         for name, (path, size) in files.items():
-            self._use_store().get_into(path, [buffer[:size]])
-            yield name, buffer[:size]
+            wanted = buffer[: size + 1]  # one byte more, to detect a file that is too long
+            filled = 0
+            with storage_errors(path), os.fdopen(self._open(path), "rb", buffering=0) as file:
+                while filled < len(wanted) and (count := file.readinto(wanted[filled:])):
+                    filled += count
+            yield name, wanted[:filled]
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(self._full(path))
 
     def names(self, folder: str) -> list[str]:
-        try:
-            return sorted(entry.name for entry in os.scandir(self._full(folder)) if entry.is_file())
-        except FileNotFoundError:
-            return []
-        except OSError as e:
-            raise store_error(e, folder) from e
+        with storage_errors(folder):
+            try:
+                return sorted(entry.name for entry in os.scandir(self._full(folder)) if entry.is_file())
+            except FileNotFoundError:
+                return []
 
     def unused_s(self, path: str) -> float:
-        try:
+        with storage_errors(path):
             return time.time() - os.stat(self._full(path)).st_mtime
-        except OSError as e:
-            raise store_error(e, path) from e
 
     def touch(self, path: str) -> None:
-        self._use_store().touch(path)
+        with storage_errors(path), contextlib.suppress(FileNotFoundError):
+            os.utime(self._full(path))
 
-    def close(self) -> None:
-        store = self._store  # without the lock, which a call that hangs may hold
-        if store is not None:
-            store.close()
+    def delete(self, path: str) -> None:
+        with storage_errors(path), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._full(path))
+
+    def delete_folder(self, folder: str) -> None:
+        with storage_errors(folder), contextlib.suppress(FileNotFoundError):
+            for name in self.names(folder):
+                self.delete(f"{folder}/{name}")
+            os.rmdir(self._full(folder))
+
+    def _check_room(self, fd: int, size: int, path: str) -> None:
+        status = os.fstatvfs(fd)
+        if status.f_bavail * status.f_frsize - size < self._min_free_bytes:
+            text = f"{size} bytes would leave less than min_free = {self._min_free_bytes} bytes free"
+            raise StoreFullError(text, key=path)
+
+    def _open(self, path: str) -> int:
+        return os.open(self._full(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def _full(self, path: str) -> str:
-        return f"{self._place.root_dir}/{path}"
+        return f"{self._root}/{path}"
+
+
+def _create(path: str) -> int:
+    """Create a new file, mode 0600, and its folders. Returns its descriptor."""
+    for attempt in count(1):
+        try:
+            if not os.path.isdir(folder := os.path.dirname(path)):  # this check costs an NFS server nothing
+                make_folders(folder)
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # a collector removed the folder while it was empty
+            if attempt == FOLDER_ATTEMPTS:
+                raise
+    raise AssertionError("count ends")

@@ -38,7 +38,7 @@ from kvtiers.connector.vllm.contract import implements
 from kvtiers.connector.vllm.logs import log_as_vllm
 from kvtiers.connector.vllm.prefixes.metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from kvtiers.connector.vllm.prefixes.steps import PrefixSaves, SharedStorageMetadata, limits_of, salts_of
-from kvtiers.connector.vllm_config import keeps_storage
+from kvtiers.connector.vllm_config import ignored_options, keeps_storage
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.daemon_pool import DaemonPool
@@ -161,12 +161,18 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def requires_piecewise_for_cudagraph(cls, extra_config: Any) -> bool:
         """Return False, because nothing is done layer by layer.
 
-        On GPUs, vLLM asks this before it loads the model. So wrong options stop it within seconds.
+        With full CUDA graphs, vLLM asks this before it loads the model. So wrong options stop it within seconds.
 
         Raises:
-            ConfigError: an option is missing or not accepted.
+            ConfigError: an option is missing or not accepted. vLLM's config wraps it in pydantic's ValidationError,
+                which shows its text.
         """
+        log_as_vllm()
         shared_place(extra_config)
+        ignored_options(extra_config)
+        keeps_storage(extra_config)
+        seconds_of(extra_config, "lookup_deadline_s", LOOKUP_DEADLINE_S)
+        seconds_of(extra_config, "load_deadline_s", LOAD_DEADLINE_S)
         return False
 
     @classmethod

@@ -25,7 +25,7 @@ from kvtiers.tiers.errors import BlobNotFoundError, ConfigError, StoreFullError,
 from kvtiers.tiers.store import KeyInfo, Store, SupportsDeleteMany
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
-from kvtiers.tiers.stores.files.posix import RootFolder
+from kvtiers.tiers.stores.files.posix import make_folders
 from tests.files import files_below
 from tests.identity import FakeSpec
 from tests.tiers.capacity.test_account import measure
@@ -39,6 +39,7 @@ else:
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
 from kvtiers.connector.prefixes.chunks import ChunkStore
+from kvtiers.connector.prefixes.files import folder as folder_files
 from kvtiers.connector.prefixes.limits import PrefixLimits, use_noted_s
 from kvtiers.connector.prefixes.place import place_at, place_of_prefixes
 from kvtiers.connector.prefixes.store import PrefixStore
@@ -201,21 +202,26 @@ def test_what_is_not_used_for_its_time_goes_whole_and_other_peoples_files_stay(t
 
 
 def test_what_dead_writers_left_goes_when_it_is_old(tmp_path: Path) -> None:
-    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    store, hashes, stale = store_at(str(tmp_path)), hashes_of(1, 2), hashes_of(3)
     store.publish(hashes, layers_of(2))
     folder = tmp_path / f"{NAMESPACE}_r0" / hashes[0].hex()
     layers = folder / ("a" * 32)
     layers.mkdir()
     (layers / "model.safetensors").write_bytes(b"x" * 1000)
-    (layers / "other.safetensors").write_bytes(b"x" * 100)
+    (layers / f"model.safetensors.{'b' * 32}.part").write_bytes(b"x" * 100)
+    half = folder / f"3-{stale[0].hex()}.json.{'c' * 32}.part"
+    half.write_bytes(b"x")
     chunks = chunks_at(tmp_path)
-    key = str(layers.relative_to(tmp_path))
-    assert listed_by(chunks)[key].size == 1100
-    assert chunks.is_block(key)
+    keys = {str(layers.relative_to(tmp_path)): 1100, str(half.relative_to(tmp_path)): 1}
+    listed = {key: info.size for key, info in listed_by(chunks).items()}
+    assert listed.items() >= keys.items()
+    assert all(chunks.is_block(key) for key in keys)
     assert collect(chunks, ttl_s=DAY_S)[0]["ttl"] == 0
-    age(layers, 2 * DAY_S)
-    assert collect(chunks, ttl_s=DAY_S)[0]["ttl"] == 1
+    for path in (layers, half):
+        age(path, 2 * DAY_S)
+    assert collect(chunks, ttl_s=DAY_S)[0]["ttl"] == 2
     assert not layers.exists()
+    assert not half.exists()
     assert store.match(hashes)
 
 
@@ -555,15 +561,12 @@ def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
 ) -> None:
     store, hashes, times = store_at(str(tmp_path)), hashes_of(1), iter(range(20))
 
-    make_folder = RootFolder.make_folder
-
-    def make_and_lose(root: RootFolder, path: str) -> int:
-        made = make_folder(root, path)
+    def make_and_lose(path: str) -> None:
+        make_folders(path)
         if len(os.path.basename(path)) == 32 and next(times) < 3:
-            os.rmdir(tmp_path / path)
-        return made
+            os.rmdir(path)
 
-    monkeypatch.setattr(RootFolder, "make_folder", make_and_lose)
+    monkeypatch.setattr(folder_files, "make_folders", make_and_lose)
     assert store.publish(hashes, layers_of(1))
     (chunk,) = store.match(hashes)
     assert len(dict(store.load(chunk, hashes))) == len(LAYERS)

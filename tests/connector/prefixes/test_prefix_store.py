@@ -30,7 +30,8 @@ else:
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
-from kvtiers.connector.prefixes.files.stores import BUFFERS_BYTES_MAX, FILES_MIN, FsspecFiles, SideBySide
+from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
+from kvtiers.connector.prefixes.files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, SideBySide
 from kvtiers.connector.prefixes.limits import USE_NOTED_S
 from kvtiers.connector.prefixes.place import place_at
 from kvtiers.connector.prefixes.store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
@@ -242,20 +243,20 @@ def test_every_byte_of_every_file_is_covered(tmp_path: Path) -> None:
             chunk = Chunk(f"model_abc_r0/{hashes[0].hex()}/1-{hashes[0].hex()}.json", 1)
             with pytest.raises(SealError):
                 load(store, chunk, hashes)
-            for each, content in stored.items():  # a failure has removed them and their folder
-                each.parent.mkdir(parents=True, exist_ok=True)
+            for each, content in stored.items():  # a failure has removed them
+                each.parent.mkdir(exist_ok=True)
                 each.write_bytes(content)
 
 
 def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
-    rename, seen = os.rename, []
+    replace, seen = os.replace, []
 
-    def watch(source: str, target: str, **folders: int) -> None:
+    def watch(source: str, target: str) -> None:
         seen.append(store.match(hashes))
-        rename(source, target, **folders)
+        replace(source, target)
 
-    monkeypatch.setattr(os, "rename", watch)
+    monkeypatch.setattr(os, "replace", watch)
     store.publish(hashes, layers_of(2))
     assert len(seen) == 3  # two layers and the manifest, last
     assert seen == [[], [], []]
@@ -264,15 +265,15 @@ def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch
 
 def test_a_failed_publish_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
-    rename, calls = os.rename, []
+    replace, calls = os.replace, []
 
-    def fail_second(source: str, target: str, **folders: int) -> None:
+    def fail_second(source: str, target: str) -> None:
         calls.append(target)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        rename(source, target, **folders)
+        replace(source, target)
 
-    monkeypatch.setattr(os, "rename", fail_second)
+    monkeypatch.setattr(os, "replace", fail_second)
     with pytest.raises(StoreError, match="No space"):
         store.publish(hashes, layers_of(2))
     assert every_file(tmp_path) == []
@@ -307,27 +308,6 @@ def test_a_symlink_is_not_followed(tmp_path: Path) -> None:
     (chunk,) = store.match(hashes)
     with pytest.raises((SealError, StoreError)):
         load(store, chunk, hashes)
-
-
-def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    hashes = hashes_of(1)
-    assert store_at(str(tmp_path / "link")).publish(hashes, layers_of(1))
-    for name in ("link", "disk"):
-        store = store_at(str(tmp_path / name), read_only=True)
-        (chunk,) = store.match(hashes)
-        assert len(load(store, chunk, hashes)) == len(LAYERS)
-
-
-def test_a_folder_that_nobody_has_made_yet_is_empty(tmp_path: Path) -> None:
-    store, hashes = store_at(str(tmp_path / "later"), read_only=True), hashes_of(1)
-    assert store.match(hashes) == []
-    assert store.counts.errors == 0
-    assert not (tmp_path / "later").exists()
-    store_at(str(tmp_path / "later")).publish(hashes, layers_of(1))
-    (chunk,) = store.match(hashes)
-    assert len(load(store, chunk, hashes)) == len(LAYERS)
 
 
 def test_a_foreign_manifest_is_a_miss(tmp_path: Path) -> None:
@@ -514,8 +494,7 @@ def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> N
 
 def test_once_the_answer_is_known_no_question_stays_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
-    files, go_on = files_for(place_at("memory://prefixes-line")), threading.Event()
-    assert isinstance(files, FsspecFiles)
+    files, go_on = FsspecFiles("memory://prefixes-line", {}), threading.Event()
 
     def exists(path: str) -> bool:
         if path == "broken":
@@ -578,7 +557,7 @@ def test_far_file_systems_are_asked_for_many_chunks_and_all_ranks_at_once() -> N
 
 
 def test_loads_under_way_share_the_memory_that_they_read_into() -> None:
-    threads = SideBySide(1)
+    threads = SideBySide(1, "test")
     layer = BUFFERS_BYTES_MAX // 16
     share, large = threads.files_at_once, threads.files_at_once(BUFFERS_BYTES_MAX)
     with share(layer) as first, share(layer) as second, large as third:

@@ -60,7 +60,8 @@ class NfsStore(LocalStore):
         except StoreUnavailableError as e:
             if not _is_stale(e):
                 raise
-        # The second call looks names up again and reopens the root if needed. If it fails too, the file is gone.
+        # The second call looks names up again and reopens the root if needed. If it finds a stale handle too, the file
+        # is gone; a put fails.
         return super()._call(function, key, *arguments, absent=(*absent, errno.ESTALE) if absent else ())
 
 

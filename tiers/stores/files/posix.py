@@ -14,8 +14,8 @@ O_NONBLOCK, because opening a FIFO would otherwise wait for its writer. Writing 
 
 ``posix``, ``vectored_io``, ``publish``, ``listing`` and ``cleanup`` make all system calls of these stores through the
 module-level names ``os`` and ``openat2``. ``tiers.testing.faults.SyscallFaults`` replaces these names to make the n-th
-call fail. Functions here raise OSError unless their docstring says otherwise; the store
-translates it with ``store_error``.
+call fail. Functions here raise OSError unless their docstring says otherwise; the store translates it with
+``store_error``.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ class S3Store(Store):
             StoreError: the folder cannot be listed.
         """
         own = self.options.object_key(f"{folder}/")
-        return [info.key[len(own) :] for objects, _ in self._pages(own, "/") for info in objects]
+        return [info.key[len(own) :] for objects, _ in self._pages(own, "/", folder) for info in objects]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
         """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
@@ -405,17 +405,17 @@ class S3Store(Store):
             return False
         return bool(found) and (found[0].key, found[0].size) == (name, size)
 
-    def _pages(self, prefix: str, delimiter: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
-        """List the objects and folders below a prefix of whole names, 1,000 per request."""
+    def _pages(self, prefix: str, delimiter: str = "", key: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
+        """List the objects and folders below a prefix of whole names, 1,000 per request. Errors name ``key``."""
         token = ""
         while True:
-            objects, folders, token = self._list_page(prefix, delimiter, token)
+            objects, folders, token = self._list_page(prefix, delimiter, token, key)
             yield objects, folders
             if not token:
                 return
 
-    def _list_page(self, prefix: str, delimiter: str, token: str) -> tuple[list[KeyInfo], list[str], str]:
-        return self._attempts.run("", lambda clients: clients.control.list_page(prefix, delimiter, token))
+    def _list_page(self, prefix: str, delimiter: str, token: str, key: str) -> tuple[list[KeyInfo], list[str], str]:
+        return self._attempts.run(key, lambda clients: clients.control.list_page(prefix, delimiter, token))
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
         if self._batches_refused:
