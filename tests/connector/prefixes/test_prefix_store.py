@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -490,6 +490,33 @@ def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> N
     with pytest.raises(ConfigError, match=expected) as caught:
         files_for(place_at(url))
     assert caught.value.field == "url"
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, PermissionError, RuntimeError])
+def test_no_error_shows_the_text_of_a_driver(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may contain a URL with a signature."""
+    fsspec = pytest.importorskip("fsspec")
+    files = FsspecFiles("memory://prefixes-secret", {})
+
+    def fail(*_: object, **__: object) -> None:
+        raise error("https://server/kv?X-Amz-Signature=secret")
+
+    for name in ("pipe_file", "pipe", "put_file", "cat_file", "cat_ranges", "info", "ls", "rm_file", "mv"):
+        monkeypatch.setattr(fsspec.get_filesystem_class("memory"), name, fail)
+    calls: list[Callable[[], object]] = [
+        lambda: files.write("a", b"x"),
+        lambda: files.write_all({"a": b"x"}),
+        lambda: files.read("a", 1),
+        lambda: list(files.read_all({"a": ("a", 1)})),
+        lambda: files.exists("a"),
+        lambda: files.names("a"),
+        lambda: files.delete("a"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert "secret" not in str(caught.value)
+        assert caught.value.__cause__ is None
 
 
 def test_once_the_answer_is_known_no_question_stays_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
