@@ -177,7 +177,7 @@ class Room:
     Attributes:
         name: the part's path in the YAML file.
         max_bytes: its limit; None: it has none.
-        tokens: None if there is no limit, or if the number cannot be computed for this model.
+        tokens: how many fit. None: the room has no limit, or this model's tokens cannot be counted.
     """
 
     name: str

@@ -42,10 +42,9 @@ from kvtiers.tiers.stores.fsspec_driver import (
     EXCLUSIVE_CREATE,
     LOCAL,
     TEMPORARY_FOLDER,
-    check_drivers,
     lists_trees,
-    missing_package,
     mtime_of,
+    open_driver,
     protocols_of,
     put_and_move,
     size_of,
@@ -225,24 +224,14 @@ class FsspecStore(Store):
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _connect(self) -> _Place:
-        check_drivers(self._url)
-        from fsspec.core import url_to_fs
-
+        # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.
         try:
-            # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.
-            fs, root = url_to_fs(self._url, skip_instance_cache=True, **self._storage_options)
-        except ImportError as e:
-            raise StoreConfigError(f"{self!r}: the driver is not installed: pip install {missing_package(e)}") from None
-        except (ValueError, TypeError, FileNotFoundError) as e:
-            raise StoreConfigError(
-                f"{self!r}: fsspec does not accept the URL or an option: {type(e).__name__}"
-            ) from None
-        except Exception as e:  # noqa: BLE001 - drivers may raise anything, and some already connect here
-            error = translate(e, "")
-            raise type(error)(f"{self!r}: {error}") from None
+            fs, root = open_driver(self._url, {"skip_instance_cache": True, **self._storage_options})
+        except StoreError as e:
+            raise type(e)(f"{self!r}: {e}") from None
         cap_chatty_loggers()  # S3 drivers have created their loggers by now
         fs.dircache.use_listings_cache = False
-        return _Place(os.getpid(), fs, str(root).rstrip("/"))
+        return _Place(os.getpid(), fs, root)
 
     def _current(self, key: str) -> _Place:
         if self._closed:

@@ -241,6 +241,35 @@ def check_drivers(url: str) -> None:
             raise StoreConfigError(f"{protocol}:// is not accepted: {REFUSED[protocol]}")
 
 
+def open_driver(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Create the driver of a URL. Makes no storage call, but some drivers connect.
+
+    Errors do not contain the URL or the driver's text, which may contain a password.
+
+    Args:
+        options: the driver's options, and fsspec's own.
+
+    Returns:
+        The driver, and the root's path in it.
+
+    Raises:
+        StoreConfigError: see ``check_drivers``, or the URL or an option is not accepted.
+        StoreError: the driver could not connect.
+    """
+    check_drivers(url)
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, root = url_to_fs(url, **options)
+    except ImportError as e:
+        raise StoreConfigError(f"the driver is not installed: pip install {missing_package(e)}") from None
+    except (ValueError, TypeError, FileNotFoundError) as e:
+        raise StoreConfigError(f"fsspec does not accept the URL or an option: {type(e).__name__}") from None
+    except Exception as e:  # noqa: BLE001 - drivers may raise anything
+        raise translate(e, "") from None
+    return fs, str(root).rstrip("/")
+
+
 def missing_package(error: ImportError) -> str:
     """Name of the missing package. fsspec raises its own ImportError, with the one that has the name as its cause."""
     return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"

@@ -23,10 +23,12 @@ THREADS_MAX = 32  # these threads live in the engine's process
 
 
 def files_for(place: BoundedTierConfig) -> Files:
-    """Create the Files of a place (see ``connector.prefixes.place``). Asks no storage.
+    """Create the Files of a place (see ``connector.prefixes.place``). Asks no storage, but some
+    fsspec drivers connect (as ``sftp`` does).
 
     Raises:
         ConfigError: fsspec does not know the URL, or a package is missing.
+        StoreError: an fsspec driver could not connect.
     """
     if isinstance(place, S3TierConfig):
         store: Any = open_store(for_engine(place, "prefixes", "they have no worker processes"))

@@ -11,7 +11,6 @@ from itertools import takewhile
 
 from kvtiers.tiers.errors import (
     BlobNotFoundError,
-    StoreError,
     StoreFullError,
     StorePermissionError,
     StoreUnavailableError,
@@ -101,8 +100,6 @@ def storage_errors(path: str) -> Iterator[None]:
     """Translate the errors of a file system to StoreError."""
     try:
         yield
-    except StoreError:
-        raise
     except FileNotFoundError as e:
         raise BlobNotFoundError("does not exist", key=path) from e
     except PermissionError as e:

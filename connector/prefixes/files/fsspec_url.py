@@ -14,7 +14,7 @@ from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, publ
 from kvtiers.tiers.stores.fsspec_driver import (
     ATOMIC_PUT,
     TEMPORARY_FOLDER,
-    check_drivers,
+    open_driver,
     protocols_of,
     put_and_move,
     translate,
@@ -26,18 +26,9 @@ class FsspecFiles(Files):
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         try:
-            check_drivers(url)
+            self._fs, self._root = open_driver(url, options)
         except StoreConfigError as e:
             raise ConfigError(f"{public_url(url)!r}: {e}", field="url") from None
-        try:
-            import fsspec
-
-            self._fs, root = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError) as e:
-            raise ConfigError(
-                f"{public_url(url)!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url"
-            ) from e
-        self._root = root.rstrip("/")
         self._side_by_side = SideBySide(FILES_AT_ONCE, "kvtiers-prefix-fsspec")
         self._is_atomic = bool(protocols_of(self._fs) & ATOMIC_PUT)
 

@@ -517,6 +517,10 @@ def test_no_error_shows_the_text_of_a_driver(error: type[Exception], monkeypatch
             call()
         assert "secret" not in str(caught.value)
         assert caught.value.__cause__ is None
+    monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
+    with pytest.raises((StoreError, ConfigError)) as refused:
+        FsspecFiles("memory://prefixes-secret", {})
+    assert "Signature" not in str(refused.value)
 
 
 def test_once_the_answer_is_known_no_question_stays_in_line(monkeypatch: pytest.MonkeyPatch) -> None:

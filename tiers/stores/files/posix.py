@@ -74,7 +74,7 @@ ERRORS: Mapping[int, type[StoreError]] = {
 }
 """errno -> error class. Any other errno (EIO, ESTALE, EMFILE, ENOMEM, …) may be temporary: StoreUnavailableError."""
 
-#: There is no file: the name is absent, or a folder on the path is a file or a link.
+#: Error numbers of a file that does not exist: its name is absent, or a folder on its path is a file or a link.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
@@ -85,7 +85,7 @@ def store_error(e: OSError, key: str) -> StoreError:
 
 
 def is_absent(e: OSError) -> bool:
-    """Whether the error means that there is no file: see ``ABSENT``."""
+    """Whether the error means that the file does not exist (``ABSENT``)."""
     return e.errno in ABSENT
 
 
