@@ -187,7 +187,8 @@ def in_place(title: str, part: Any) -> dict[str, Any]:
     elif title.startswith("in the StatefulSet's spec"):
         pod["volumes"] = [each for each in pod["volumes"] if each["name"] != "cache"]
         manifest["kind"] = "StatefulSet"
-        manifest["spec"] |= {"serviceName": "vllm", **part}
+        del manifest["spec"]["strategy"]  # a StatefulSet ends a pod before its successor starts in any case
+        manifest["spec"] |= {"serviceName": "llm", **part}
         assert {each["metadata"]["name"] for each in part["volumeClaimTemplates"]} == {"cache"}
     else:
         raise AssertionError(f"{title}: no such place")
@@ -222,6 +223,16 @@ def test_the_kubernetes_manifest() -> None:
     assert variables["KVTIERS_CONFIG"] == "/etc/kvtiers/kvtiers.yaml"
     check_transfer_config(json.loads(container["args"][-1]))
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    # A Service's variables in other pods must not look like vLLM's: VLLM_PORT=tcp://… ends vLLM.
+    assert not service["metadata"]["name"].startswith("vllm")
+    assert spec["enableServiceLinks"] is False
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert variables["HF_HOME"] in mounts
+    ports = {each["containerPort"] for each in container["ports"]}
+    assert ports == {8000, parsed.metrics.port}
+    assert "prometheus.io/port" not in deployment["spec"]["template"]["metadata"]["annotations"]  # it would hide one
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
     for manifest in manifests:
         check_kubernetes(manifest)
 
@@ -233,14 +244,21 @@ def quantity(text: str) -> int:
 
 def test_the_compose_file() -> None:
     compose = yaml.safe_load((DOCS / "two-replicas.compose.yaml").read_text(encoding="utf-8"))
+    gpus = []
     for replica in ("replica-a", "replica-b"):
         service = compose["services"][replica]
+        (gpu,) = service["deploy"]["resources"]["reservations"]["devices"]
+        gpus += gpu["device_ids"]
         (command,) = service["command"]
         config = json.loads(command[command.index("{") : command.rindex("}") + 1])
         check_transfer_config(config)
         size = parse_size(config["kv_connector_extra_config"]["cpu_bytes_to_use"])
         assert size < int(service["shm_size"].removesuffix("gb")) << 30
         assert (DOCS / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert len(set(gpus)) == len(gpus) == 2
+    images = [service["image"] for service in compose["services"].values() if "build" not in service]
+    assert images
+    assert not [image for image in images if image.endswith(":latest") or ":" not in image]
 
 
 def parse_size(text: str) -> int:
