@@ -17,7 +17,7 @@ try:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
 except ImportError as e:
-    raise ConfigError("needs prometheus_client: pip install 'kvtiers[metrics]'", field="metrics") from e
+    raise ConfigError("needs prometheus_client: pip install '.[metrics]' in kvtiers' checkout", field="metrics") from e
 
 CLOSE_S = 1.0
 

@@ -42,7 +42,9 @@ def make_job_tracer(tier: str) -> Callable[[JobTrace], None]:
     try:
         from opentelemetry import trace
     except ImportError as e:
-        raise ConfigError("needs opentelemetry-api; install it with: pip install 'kvtiers[otel]'", field="trace") from e
+        raise ConfigError(
+            "needs opentelemetry-api; install it with: pip install '.[otel]' in kvtiers' checkout", field="trace"
+        ) from e
     tracer = trace.get_tracer(TRACER_NAME)
 
     def record(job: JobTrace) -> None:

@@ -35,7 +35,7 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
 
             server = cleanup.enter_context(moto_server())
         except ImportError as e:
-            raise ConfigError("needs moto: pip install 'kvtiers[demo]'", field="embedded") from e
+            raise ConfigError("needs moto: pip install '.[demo]' in kvtiers' checkout", field="embedded") from e
 
         # Restores the environment as it was, with what is removed below.
         cleanup.enter_context(mock.patch.dict(os.environ, {**server.environment, **_no_proxy()}))

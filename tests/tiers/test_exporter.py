@@ -133,4 +133,4 @@ def test_without_prometheus_client_the_extra_is_named() -> None:
     )
     root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert "pip install 'kvtiers[metrics]'" in out.stdout
+    assert "pip install '.[metrics]'" in out.stdout

@@ -43,7 +43,9 @@ try:
     from cryptography.hazmat.primitives.ciphers.algorithms import AES256
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 except ImportError as e:
-    raise ConfigError("needs cryptography: pip install 'kvtiers[crypto]'", field="auth or encrypt") from e
+    raise ConfigError(
+        "needs cryptography: pip install '.[crypto]' in kvtiers' checkout", field="auth or encrypt"
+    ) from e
 
 NONCE_BYTES = 12
 TAG_BYTES = 16

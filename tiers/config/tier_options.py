@@ -117,7 +117,7 @@ class TierConfig(Model):
     task_bytes: Annotated[int, SizeIn(1)] = Field(
         64 << 20, description="Largest part of a job per task. At least one block for each thread of the task."
     )
-    trace: bool = Field(False, description="Emit an OpenTelemetry span per job (`pip install 'kvtiers[otel]'`).")
+    trace: bool = Field(False, description="Emit an OpenTelemetry span per job (`pip install '.[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         1024, description="Maximum number of jobs in flight; further stores are dropped and counted."
     )

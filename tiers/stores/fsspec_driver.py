@@ -217,7 +217,7 @@ def check_drivers(url: str) -> None:
     try:
         from fsspec.core import get_filesystem_class
     except ImportError:
-        raise StoreConfigError("fsspec is not installed: pip install 'kvtiers[fsspec]'") from None
+        raise StoreConfigError("fsspec is not installed: pip install '.[fsspec]' in kvtiers' checkout") from None
     links = url.split("::")
     protocols = []
     for link in links:

@@ -247,7 +247,7 @@ def test_check_names_packages_that_are_missing(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     found = problems({"type": "memory"}, **config)
-    assert [(problem.split(": ")[0], "pip install 'kvtiers[" in problem) for problem in found] == [(field, True)]
+    assert [(problem.split(": ")[0], "pip install '.[" in problem) for problem in found] == [(field, True)]
 
 
 def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

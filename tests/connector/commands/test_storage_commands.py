@@ -232,7 +232,7 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
 
 
 def test_gc_of_prefixes(root: Path) -> None:
-    pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
+    pytest.importorskip("torch", reason="prefixes are tensors: pip install '.[torch]'")
     from tests.connector.prefixes.test_prefix_limits import age, hashes_of, layers_of, store_at
 
     config = write_config(root, "ttl: 1h")

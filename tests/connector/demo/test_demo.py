@@ -326,7 +326,7 @@ def test_the_default_text_is_long_and_everywhere() -> None:
 
 def test_a_missing_extra_is_named(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.demo.model.EXTRA_MODULES", ("json", "no_such_module"))
-    with pytest.raises(ConfigError, match=r"the demo needs no_such_module; .* pip install 'kvtiers\[demo\]'"):
+    with pytest.raises(ConfigError, match=r"the demo needs no_such_module; .* pip install '\.\[demo\]'"):
         run_demo(options, quiet())
 
 

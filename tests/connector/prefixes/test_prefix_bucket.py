@@ -25,8 +25,8 @@ from tests.waiting import wait_for
 if TYPE_CHECKING:
     import torch
 else:
-    torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
-pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
+    torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install '.[torch]'")
+pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install '.[torch]'")
 
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE
 from kvtiers.connector.prefixes.format import unseal

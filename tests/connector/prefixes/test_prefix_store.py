@@ -26,8 +26,8 @@ from kvtiers.tiers.errors import (
 if TYPE_CHECKING:
     import torch
 else:
-    torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
-pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
+    torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install '.[torch]'")
+pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install '.[torch]'")
 
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
 from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles

@@ -436,7 +436,7 @@ def test_without_cryptography_the_extra_is_named() -> None:
     )
     root = Path(__file__).parents[3]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert "pip install 'kvtiers[crypto]'" in out.stdout
+    assert "pip install '.[crypto]'" in out.stdout
 
 
 def test_the_format_names_the_kinds() -> None:
