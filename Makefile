@@ -9,7 +9,7 @@ export PIP_CONSTRAINT = constraints.txt
 # Where it is set, as in many containers, each of the hundreds of processes of a test run compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo plot test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
+.PHONY: setup demo plot test test-full test-rest test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
 	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers docs reference site soak e2e e2e-env e2e-older \
 	e2e-reduced test-vllm clean
 
@@ -54,6 +54,22 @@ test-rest: setup
 test-gpu: setup
 	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/transfer/test_gpu_handler_cuda.py tests/connector/transfer/test_triton_copy.py \
 		tests/connector/prefixes/test_prefix_worker_cuda.py
+
+# vLLM and what it needs, in parts for a GPU machine without a network: 3 minutes, no GPU. CONTRIBUTING.md goes on.
+gpu-bundle: setup
+	$(BIN)/python -m tests.gpu.bundle pack build/gpu-bundle $(if $(WITH_DEMO),--with-demo)
+
+# On a machine with a GPU, with the interpreter that has vLLM. ROWS=1,2 runs some of the rows.
+GPU_PYTHON ?= python3
+GPU_VLLM = -m tests.gpu.runner --seconds $(or $(SECONDS_MAX),420) $(if $(ROWS),--only $(ROWS))
+gpu-vllm:
+	$(GPU_PYTHON) $(GPU_VLLM) --out $(RESULTS)
+
+# The same rows in small shapes on vLLM's CPU build, so that no minute on a GPU is lost to a slip.
+gpu-rehearsal:
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.33
+	$(E2E_ENV)/bin/python -m tests.gpu.runner --device cpu --out build/gpu-rehearsal --seconds 3600 --side-by-side 1 \
+		--overlay $(E2E_ENV)/vllm-0.33 $(if $(ROWS),--only $(ROWS))
 
 lint: setup
 	$(BIN)/ruff format --check .

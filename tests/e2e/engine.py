@@ -1,7 +1,7 @@
 """One vLLM engine in one process: ``python -m tests.e2e.engine JOB.json``; prints the results as a JSON line.
 
 The job is made by ``tests.e2e.runner``. Prompts are answered one by one, greedily, so that each one's time to first
-token is its own.
+token is its own. Those of ``at_once`` follow, all together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULT_PREFIX = "E2E-RESULT "
+DEFAULTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}  # the job's ``engine`` changes them
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -25,14 +26,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     llm = LLM(
         model=job["model"],
-        dtype="float32",
         max_model_len=job.get("max_model_len", 4096),
-        block_size=32,
-        enforce_eager=True,
         disable_log_stats=False,
         enable_prefix_caching=True,
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
-        **job.get("engine", {}),
+        **DEFAULTS | job.get("engine", {}),
     )
     setup_s = time.monotonic() - started
     times = _SchedulerTimes.of(llm)
@@ -59,12 +57,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 "total_s": time.monotonic() - began,
             }
         )
+    at_once = _at_once(llm, job["at_once"], params) if "at_once" in job else None
     metrics = _metrics(llm)
     ended = time.monotonic()
     llm.llm_engine.engine_core.shutdown()
     return {
         "setup_s": setup_s,
         "answers": answers,
+        "at_once": at_once,
         "metrics": metrics,
         "shutdown_s": time.monotonic() - ended,
         "steps_s": asdict(times),
@@ -108,6 +108,17 @@ class _SchedulerTimes:
             return result
 
         return timed
+
+
+def _at_once(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
+    began = time.monotonic()
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params, use_tqdm=False)
+    return {
+        "took_s": time.monotonic() - began,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
+        "ttft_s": [output.metrics.first_token_latency if output.metrics else None for output in outputs],
+    }
 
 
 def _act(step: dict[str, Any], llm: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,13 @@ from typing import Any
 from tests.e2e.engine import RESULT_PREFIX
 
 ENGINE_S_MAX = 600.0  # only ends a hang
+#: For vLLM's CPU build on a small machine.
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_TARGET_DEVICE": "cpu",
+    "OMP_NUM_THREADS": "2",
+}
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -62,22 +70,33 @@ class Lab:
         overlay: folder of its files; None for the installed version.
         model: folder of the model.
         environment: further variables, such as S3 credentials.
+        engine: what each engine is made with, where its job does not say otherwise.
+        ends_at: when, by ``time.monotonic``, no engine may run any more.
     """
 
-    def __init__(self, version: str, overlay: Path | None, model: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        version: str,
+        overlay: Path | None,
+        model: Path,
+        environment: Mapping[str, str],
+        *,
+        engine: Mapping[str, Any] | None = None,
+        ends_at: float = math.inf,
+    ) -> None:
         self.version = version
         self.model = model
+        self.engine = dict(engine or {})
+        self.ends_at = ends_at
         self.environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_TARGET_DEVICE": "cpu",
-            "OMP_NUM_THREADS": "2",
             "NIXL_TELEMETRY_ENABLE": "1",  # without it vLLM's obj tier ends the engine
-            "PYTHONPATH": os.pathsep.join([*([str(overlay)] if overlay else []), str(REPOSITORY)]),
+            "PYTHONPATH": os.pathsep.join(
+                [*([str(overlay)] if overlay else []), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+            ).strip(os.pathsep),
             **({"PYTHONHASHSEED": "0"} if version == "0.28" else {}),  # which seeds its block hashes at random
             **environment,
         }
@@ -92,7 +111,7 @@ class Lab:
         Args:
             processes: a process for the engine and one for each worker, as a server has them; else one for all.
         """
-        engine = dict(job.pop("engine", {}))
+        engine = self.engine | job.pop("engine", {})
         if not processes:
             engine.setdefault("distributed_executor_backend", "uni")
         path = self.log / f"{next(self._runs):03}.json"
@@ -112,7 +131,7 @@ class Lab:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        return Running(process, path.with_suffix(".log"))
+        return Running(process, path.with_suffix(".log"), self.ends_at)
 
     def run(self, transfer: dict[str, Any] | None, prompts: list[list[int]], **job: Any) -> dict[str, Any]:
         """Start an engine and wait for its results."""
@@ -122,9 +141,10 @@ class Lab:
 class Running:
     """An engine under way."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, ends_at: float = math.inf) -> None:
         self.process = process
         self.log = log
+        self.ends_at = min(ends_at, time.monotonic() + ENGINE_S_MAX)
 
     def result(self) -> dict[str, Any]:
         """Its results.
@@ -133,7 +153,7 @@ class Running:
             EngineFailedError: it ended without any, or took too long; carries the end of its log.
         """
         try:
-            self.process.wait(ENGINE_S_MAX)
+            self.process.wait(max(0.0, self.ends_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
         for line in self.log.read_text(errors="replace").splitlines():

@@ -63,7 +63,7 @@ class Model:
             import transformers
 
             torch.manual_seed(0)
-            config = getattr(transformers, f"{self.name}{self.config_suffix}")(**_SHAPE, **self.config)
+            config = getattr(transformers, f"{self.name}{self.config_suffix}")(**{**_SHAPE, **self.config})
             getattr(transformers, f"{self.name}ForCausalLM")(config).save_pretrained(folder / self.name)
         return folder / self.name
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,21 +82,27 @@ class Setting:
         written: by way, what an engine stored of the document; rows work on copies.
         tiny_tokens: the tiny model's answer under TP=2 without a connector, once it was asked.
         before: with another version of vLLM.
+        extra: ``Place.extra`` of every place.
+        on_gpu: ``Place.on_gpu`` of every place.
     """
 
     lab: Lab
     prompts: Prompts
     reference: Reference
     scratch: Path
-    server: SeaweedServer
+    server: SeaweedServer | None
     tiny_model: Path
     written: dict[str, Place] = field(default_factory=dict)
     tiny_tokens: list[int] = field(default_factory=list)
     before: Setting | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    on_gpu: bool = False
 
     def place(self, name: str) -> Place:
-        """An empty folder and an empty bucket."""
+        """An empty folder and, where there is a server, an empty bucket."""
         slug = _slug(f"{name}-{self.lab.version}")
+        if self.server is None:
+            return Place(self.scratch / slug, extra=self.extra, on_gpu=self.on_gpu)
         bucket = f"e2e-{slug}"
         self.server.s3.client().create_bucket(Bucket=bucket)
         return Place(self.scratch / slug, self.server.s3.endpoint_url, bucket)
@@ -106,6 +112,8 @@ class Setting:
         copied = self.place(name)
         if place.folder.exists():
             shutil.copytree(place.folder, copied.folder)
+        if self.server is None:
+            return copied
         client = self.server.s3.client()
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=place.bucket):
             for found in page.get("Contents", ()):
@@ -198,8 +206,8 @@ def upgraded(setting: Setting, name: str) -> Row:
 def flipped(setting: Setting, name: str) -> Row:
     """One bit flipped in every stored block: the same tokens, no hit, every failure counted."""
     row = Row(f"{name}: a bit flipped in every block", setting.lab.version)
-    place, config = _stored(setting, name, row)
-    files = _files(place)
+    place, config = stored_place(setting, name, row)
+    files = files_of(place)
     for index, path in enumerate(files):
         data = bytearray(path.read_bytes())
         data[(index * 7919) % len(data)] ^= 1 << index % 8
@@ -221,8 +229,8 @@ def flipped(setting: Setting, name: str) -> Row:
 def third_deleted(setting: Setting, name: str) -> Row:
     """The third of the files that was written in the middle deleted: the same tokens, the blocks before it reused."""
     row = Row(f"{name}: a third of the blocks deleted", setting.lab.version)
-    place, config = _stored(setting, name, row)
-    files = sorted(_files(place), key=lambda path: path.stat().st_mtime_ns)
+    place, config = stored_place(setting, name, row)
+    files = sorted(files_of(place), key=lambda path: path.stat().st_mtime_ns)
     deleted = files[len(files) // 3 : len(files) * 2 // 3]
     for path in deleted:
         path.unlink()
@@ -249,13 +257,13 @@ def writer_killed(setting: Setting, name: str) -> Row:
     running = setting.lab.start(config, [setting.prompts.document] * 3, warm_up=setting.prompts.warm_up, processes=True)
     try:
         deadline = time.monotonic() + ENGINE_S_MAX
-        while len(_files(place)) < len(setting.prompts.warm_up) // BLOCK_TOKENS + FILES_AT_KILL:
+        while len(files_of(place)) < len(setting.prompts.warm_up) // BLOCK_TOKENS + FILES_AT_KILL:
             if running.process.poll() is not None or time.monotonic() > deadline:
                 raise EngineFailedError(f"the writer stored nothing; see {running.log}")
             time.sleep(0.01)
     finally:
         running.kill()
-    stored = len(_files(place))
+    stored = len(files_of(place))
     left = sorted(each for each in set(os.listdir("/dev/shm")) - before if each.startswith("vllm_offload_"))
     if not name.startswith(("vLLM", "tier")):  # behind vLLM's spec the region is vLLM's
         row.expect(not left, f"left in /dev/shm: {left}")
@@ -316,7 +324,7 @@ def aborted(setting: Setting, name: str) -> Row:
     if reason := why_no_fuse():
         row.figures["skipped"] = reason
         return row
-    place, _ = _stored(setting, name, row)
+    place, _ = stored_place(setting, name, row)
     document, mark = setting.prompts.document, setting.scratch / f"{_slug(row.name)}-{setting.lab.version}"
     aborts = [{"do": "abort", "tokens": document, "after_s": seconds} for seconds in ABORTS_AFTER_S]
     steps = {"0": [*aborts, {"do": "touch", "path": str(mark)}], "1": _EMPTIED}
@@ -372,7 +380,8 @@ def two_engines(setting: Setting, name: str) -> Row:
 def server_killed(setting: Setting, name: str) -> Row:
     """The S3 server dies between two requests: the same tokens, no stall beyond the deadline; it comes back: hits."""
     row = Row(f"{name}: S3 server killed in mid-run", setting.lab.version)
-    place, _ = _stored(setting, name, row)
+    assert setting.server is not None
+    place, _ = stored_place(setting, name, row)
     config = way(name, replace(place, deadlines={}))
     marks = {what: setting.scratch / f"{_slug(name)}-{setting.lab.version}-{what}" for what in ("up", "killed")}
     for mark in marks.values():
@@ -528,7 +537,7 @@ def roles(setting: Setting, name: str) -> Row:
     _write(setting, row, producer)
     again = _write(setting, row, producer)["answers"][0]
     row.expect(again["cached_tokens"] == 0, f"a producer reused {again['cached_tokens']} tokens")
-    stored = _files(place)
+    stored = files_of(place)
     result = setting.lab.run(consumer, [prompts.document, prompts.half], warm_up=prompts.warm_up)
     document, half = result["answers"]
     row.expect(document["tokens"] == setting.reference.document, "the consumer's tokens differ")
@@ -537,7 +546,7 @@ def roles(setting: Setting, name: str) -> Row:
         document["cached_tokens"] == prompts.full_blocks * BLOCK_TOKENS,
         f"the consumer reused {document['cached_tokens']} tokens",
     )
-    row.expect(bool(stored) and _files(place) == stored, "the consumer stored something")
+    row.expect(bool(stored) and files_of(place) == stored, "the consumer stored something")
     row.figures |= {"producer_reused": again["cached_tokens"], "consumer_reused": document["cached_tokens"]}
     return row
 
@@ -547,7 +556,7 @@ def bounded(setting: Setting, name: str) -> Row:
     row = Row(f"{name}: max_bytes", setting.lab.version)
     document, place = setting.prompts.document, setting.place(f"{name}-bounded")
     prompts = [document, *([turn, *document] for turn in (1000, 1001))]
-    stored = _stored(setting, name, row)[0].bytes_stored
+    stored = stored_place(setting, name, row)[0].bytes_stored
     bound = stored * 5 // 2
     config = way(name, place, limits={"max_bytes": bound})
     running = setting.lab.start(config, prompts, warm_up=setting.prompts.warm_up)
@@ -628,7 +637,7 @@ def _write(setting: Setting, row: Row, config: dict[str, Any]) -> dict[str, Any]
     return result
 
 
-def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
+def stored_place(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
     """A place of the row's own, with what a writer of this way stored."""
     if name not in setting.written:  # only some rows were asked for
         place = setting.place(f"{name}-written")
@@ -638,7 +647,7 @@ def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any
     return place, way(name, place)
 
 
-def _files(place: Place) -> list[Path]:
+def files_of(place: Place) -> list[Path]:
     """Stored blocks, or layers of prefixes."""
     return sorted(path for path, _ in files_below(place.folder) if path.suffix in (".bin", ".safetensors"))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtiers.tiers.testing.servers import seaweed_server
-from tests.e2e.lab import REPOSITORY, Lab, Row
+from tests.e2e.lab import CPU_ENVIRONMENT, REPOSITORY, Lab, Row
 from tests.e2e.layer_kinds import LAYER_KINDS
 from tests.e2e.make_env import overlay_folder
 from tests.e2e.make_model import make_model, make_tiny_model
@@ -62,7 +62,9 @@ def rows(work: Path, versions: Sequence[str], only: str, reduced: bool) -> Itera
     with seaweed_server() as server, tempfile.TemporaryDirectory(prefix="kvtiers-e2e-") as scratch:
         setting: Setting | None = None
         for version in versions:
-            lab = Lab(version, overlay_folder(Path(sys.prefix), version), model, server.s3.environment)
+            lab = Lab(
+                version, overlay_folder(Path(sys.prefix), version), model, {**CPU_ENVIRONMENT, **server.s3.environment}
+            )
             before = setting
             setting = Setting(lab, prompts, reference(lab, prompts), Path(scratch), server, tiny_model, before=before)
             print(f"vLLM {version}: cold without a connector {setting.reference.cold_ttft_s:.3f} s", flush=True)

@@ -30,12 +30,16 @@ class Place:
         endpoint_url: of an S3 server; credentials come from the environment.
         bucket: on that server.
         deadlines: of lookups; of rows that are about them, the defaults.
+        extra: what else stands in an engine's ``kv_connector_extra_config``.
+        on_gpu: vLLM's own spec runs as it is.
     """
 
     folder: Path
-    endpoint_url: str
-    bucket: str
+    endpoint_url: str = ""
+    bucket: str = ""
     deadlines: Mapping[str, float] = field(default_factory=lambda: PATIENT)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    on_gpu: bool = False
 
     @property
     def fs(self) -> dict[str, Any]:
@@ -124,6 +128,17 @@ def way(
     name: str, place: Place, *, region_bytes: int = REGION_BYTES, limits: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The configuration of a way by its name in the report. ``limits``: of its folder."""
+    transfer = _way(name, place, region_bytes, limits)
+    extra = transfer["kv_connector_extra_config"]
+    if "cpu_bytes_to_use" in extra:  # SharedStorageConnector has neither a region nor chunks
+        extra |= place.extra
+    if place.on_gpu and "spec_module_path" in extra:
+        del extra["spec_module_path"]
+        extra["spec_name"] = "TieringOffloadingSpec"
+    return transfer
+
+
+def _way(name: str, place: Place, region_bytes: int, limits: dict[str, Any] | None) -> dict[str, Any]:
     fs = {**place.fs, **(limits or {})}
     match name:
         case "vLLM's fs tier":
