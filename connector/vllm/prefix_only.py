@@ -26,9 +26,17 @@ def check_model(model: Any) -> None:
             - ``pooler_config``: the pooler needs all tokens to be computed.
             - ``model``: vLLM does not reuse this model's KV either, as of encoder-decoder models.
             - ``rope_type``: the position embeddings depend on a prompt's length.
+            - ``dual_chunk_attention_config``: what a token sees depends on a prompt's length and its last tokens.
     """
     _check_reuse(model)
     _check_rope(model)
+    if getattr(getattr(model, "hf_config", None), "dual_chunk_attention_config", None):
+        raise ConfigError(
+            "dual chunk attention scales by the length of a prompt and selects by its last tokens: KV of a prompt's "
+            "beginning depends on its end, so it cannot be reused. Run the model without a KV connector, or without "
+            "this attention (--hf-overrides '{\"dual_chunk_attention_config\": null}')",
+            field="dual_chunk_attention_config",
+        )
 
 
 def _check_reuse(model: Any) -> None:

@@ -12,6 +12,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import ModelConfig
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvtiers.connector.vllm import prefix_only, weights
 from kvtiers.tiers.errors import ConfigError
@@ -124,3 +125,27 @@ def test_model_whose_kv_vllm_does_not_reuse_is_refused(attn_type: str, refused: 
             prefix_only.check_model(model)
     else:
         prefix_only.check_model(model)
+
+
+@pytest.mark.parametrize(("config", "refused"), [({"chunk_size": 262144}, True), (None, False)])
+def test_dual_chunk_attention_is_refused_unless_it_is_off(config: Any, refused: bool) -> None:
+    model = SimpleNamespace(hf_config=SimpleNamespace(dual_chunk_attention_config=config))
+    if refused:
+        with pytest.raises(ConfigError, match="^dual_chunk_attention_config: .*--hf-overrides"):
+            prefix_only.check_model(model)
+    else:
+        prefix_only.check_model(model)
+
+
+def test_block_with_part_of_an_image_is_named_by_the_whole_image() -> None:
+    """So models whose image tokens see all of their image (Gemma 3, PaliGemma) can be stored."""
+
+    def names_of(image: str) -> list[Any]:
+        feature = SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=16, length=40))
+        request: Any = SimpleNamespace(
+            mm_features=[feature], lora_request=None, cache_salt=None, prompt_embeds=None, num_prompt_tokens=64
+        )
+        return [generate_block_hash_extra_keys(request, first, first + 16, 0)[0] for first in range(0, 64, 16)]
+
+    one, other = names_of("one"), names_of("other")
+    assert [a != b for a, b in zip(one, other, strict=True)] == [False, True, True, True]
