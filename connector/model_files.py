@@ -106,8 +106,8 @@ def hub_folder(name: str, cache: str | None = None) -> Path:
 class _Sampler:
     """Chooses what to read of a model's weights, so that the cost does not grow with their size.
 
-    Reads at most one sample per tensor, or ``READ_BYTES / SAMPLE_BYTES`` samples if that is more. With 16,384 samples
-    a local disk needs about a second.
+    Reads one sample of each tensor, and ``READ_BYTES / SAMPLE_BYTES`` more, by size. A local disk reads these 16,384
+    samples in about a second.
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:

@@ -67,10 +67,10 @@ def _check_rope(model: Any) -> None:
         rope_type = str(rope.get("rope_type") or rope.get("type") or "default")
         if rope_type not in _ROPES_BY_POSITION:
             raise ConfigError(
-                f"is {rope_type}, which Transformers' implementation of this model computes by the length of a prompt: "
-                "KV of a prompt's beginning depends on its end, so it cannot be reused. Use vLLM's implementation if "
-                "there is one (--model-impl vllm), or run the model without a KV connector. Accepted with "
-                f"Transformers' implementation: {', '.join(sorted(_ROPES_BY_POSITION))}",
+                f"is {rope_type}, which Transformers' implementation of this model may compute by the length of a "
+                "prompt: KV of a prompt's beginning then depends on its end and cannot be reused. Use vLLM's "
+                "implementation if there is one (--model-impl vllm), or run the model without a KV connector. Accepted "
+                f"with Transformers' implementation: {', '.join(sorted(_ROPES_BY_POSITION))}",
                 field="rope_type",
             )
 

@@ -56,9 +56,14 @@ def test_series_that_did_not_change_are_not_looked_at(metrics: Metrics, monkeypa
     exporter.take()
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
     read = []
-    total = Metrics.total
-    monkeypatch.setattr(Metrics, "snapshot", None)
-    monkeypatch.setattr(Metrics, "total", lambda own, *key: [total(own, *key), read.append(key)][0])
+    total = metrics.total
+
+    def counting(name: str, labels: tuple[str, ...]) -> float | None:
+        read.append((name, labels))
+        return total(name, labels)
+
+    monkeypatch.setattr(metrics, "snapshot", None)
+    monkeypatch.setattr(metrics, "total", counting)
     assert exporter.take() is not None
     assert exporter.take() is None
     assert read == [("kvtiers_bytes_total", ("fs", "load"))]

@@ -52,7 +52,7 @@ def is_refused(model: Any) -> bool:
 @pytest.mark.parametrize("rope_type", ["default", *sorted(ROPE_INIT_FUNCTIONS)])
 def test_rope_of_transformers_is_refused_where_it_depends_on_later_tokens(rope_type: str, model_folder: Path) -> None:
     """Compares the same position in a short and in a long prompt."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": ORIGINAL_TOKENS}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": ORIGINAL_TOKENS}
     embedding = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, rope_parameters=rope_of(rope_type)))
     some = torch.zeros(1, 1, 32)
     short, _ = embedding(some, torch.arange(8)[None])
