@@ -9,37 +9,39 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvtiers.connector.weight_files import Layout, layout_of
 from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-SAMPLES_PER_FILE = 64
+#: Weights of up to this size are read whole. Of larger weights about as much is read, in samples.
+READ_BYTES = 64 << 20
 SAMPLE_BYTES = 4096
+SMALL_BYTES_MAX = 64 << 10
 CONFIG_BYTES_MAX = 4 << 20
 DIGEST_HEX_DIGITS = 24
 
-#: Names of the scales of an FP8 KV cache, as in vLLM's ``maybe_remap_kv_scale_name``. Samples miss them: a few bytes.
-_KV_SCALE = re.compile(r"(.*\.)?((kv|[qkv]|prob)(_cache)?[._](scale|zero_point)|[kv]_proj\.output_scale)")
-HEADER_BYTES_MAX = 100 << 20  # safetensors' own limit
-_SCALE_BYTES_MAX = 1 << 16
-
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 #: Other files that change what the weights compute. Tokenizers do not count: blocks are named by token ids.
-_CONFIGS = re.compile(r"config\.json|params\.json|.*quant.*config\.json|(video_)?(pre)?processor_config\.json|.*\.py")
+_CONFIGS = re.compile(
+    r"config\.json|params\.json|.*quant.*config\.json|(video_)?(pre)?processor_config\.json|.*\.py"
+    r"|.*\.index\.json"  # vLLM loads only the files that an index names
+)
 
 
 def files_digest(path: str, also: str = "") -> str | None:
     """Digest of a local model: its configs, and its weights' names, sizes and samples. None: no readable local files.
 
-    Two models of the same shape have weight files with the same header and size. So the digest samples the whole of
-    each weights file: 64 samples of 4 KiB, plus the KV scales. File times do not count: a copied folder is the same
-    model. Within a process, files are read again only after their inode, size or times have changed.
+    Weights of up to 64 MiB are read whole. Larger weights are sampled: their headers, all small tensors, and parts of
+    every other tensor, more of a larger one. So the digest changes if any one tensor is replaced, but not always if
+    only some elements of a large tensor change. File times do not count: a copied folder is the same model. Within a
+    process, files are read again only after their inode, size or times have changed.
 
     Args:
         also: name of one more file to include.
@@ -69,8 +71,10 @@ def files_digest(path: str, also: str = "") -> str | None:
 @lru_cache(maxsize=256)
 def _digest_of_files(files: tuple[tuple[Path, bool, tuple[int, ...]], ...]) -> str:
     digest = hashlib.sha256()
-    for file, is_weights, _ in files:
-        for part in _contents(file, samples=SAMPLES_PER_FILE if is_weights else 0):
+    weights = {file: layout_of(file) for file, is_weights, _ in files if is_weights}
+    sampler = _Sampler(list(weights.values()))
+    for file, _, _ in files:
+        for part in _contents(file, weights.get(file), sampler):
             digest.update(len(part).to_bytes(8, "little") + part)
     return f"files:{digest.hexdigest()[:DIGEST_HEX_DIGITS]}"
 
@@ -99,31 +103,48 @@ def hub_folder(name: str, cache: str | None = None) -> Path:
     return Path(cache or HF_HUB_CACHE, "--".join(["models", *name.partition(":")[0].split("/")[:2]]))
 
 
-def _contents(file: Path, *, samples: int) -> Iterator[bytes]:
+class _Sampler:
+    """Chooses what to read of a model's weights, so that the cost does not grow with their size.
+
+    Reads one sample of each tensor, and ``READ_BYTES / SAMPLE_BYTES`` more, by size. A local disk reads these 16,384
+    samples in about a second.
+    """
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._total_bytes = sum(layout.size_bytes for layout in layouts)
+        tensors = sum(len(layout.tensors) for layout in layouts)
+        self._small_bytes = min(SMALL_BYTES_MAX, max(SAMPLE_BYTES, READ_BYTES // max(1, tensors)))
+
+    def spans(self, layout: Layout) -> Iterator[tuple[int, int]]:
+        """Offset and size of everything to read of one file."""
+        if self._total_bytes <= READ_BYTES:
+            yield 0, layout.size_bytes
+            return
+        yield from layout.headers
+        for first, size in layout.tensors:
+            if size <= self._small_bytes:
+                yield first, size
+                continue
+            count = 1 + size * (READ_BYTES // SAMPLE_BYTES) // self._total_bytes
+            last = size - SAMPLE_BYTES
+            for index in range(count):  # the middle, or both ends and between them
+                yield first + (last // 2 if count == 1 else last * index // (count - 1)), SAMPLE_BYTES
+
+
+def _contents(file: Path, layout: Layout | None, sampler: _Sampler) -> Iterator[bytes]:
     yield file.name.encode(errors="surrogateescape")
     with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        yield str(size).encode()
-        if not samples:
+        fd = opened.fileno()
+        yield str(os.fstat(fd).st_size).encode()
+        if layout is None:
             yield opened.read(CONFIG_BYTES_MAX)
             return
-        last = max(0, size - SAMPLE_BYTES)
-        for offset in sorted({last * index // (samples - 1) for index in range(samples)}):
-            yield os.pread(opened.fileno(), SAMPLE_BYTES, offset)
-        if file.suffix == ".safetensors":
-            yield from _kv_scales(opened.fileno())
-
-
-def _kv_scales(fd: int) -> Iterator[bytes]:
-    """Names and bytes of a safetensors file's KV scales. Ends early if the header is malformed: vLLM will reject it."""
-    header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
-    with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        header = json.loads(os.pread(fd, header_bytes if header_bytes <= HEADER_BYTES_MAX else 0, 8))
-        for name, tensor in sorted(header.items()):
-            if _KV_SCALE.fullmatch(name):
-                first, end = tensor["data_offsets"]
-                yield name.encode()
-                yield os.pread(fd, min(max(0, end - first), _SCALE_BYTES_MAX), 8 + header_bytes + max(0, first))
+        spans = list(sampler.spans(layout))
+        with suppress(OSError):  # a hint: without it each read would wait for the disk in turn
+            for offset, size in spans:
+                os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
+        for offset, size in spans:
+            yield os.pread(fd, size, offset)
 
 
 def value_digest(value: Any) -> str:

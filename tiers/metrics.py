@@ -118,15 +118,30 @@ class Metrics:
         self.table = table
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._histograms: dict[tuple[str, tuple[str, ...]], _Histogram] = {}
+        self._watchers: list[set[tuple[str, tuple[str, ...]]]] = []
+
+    def watch(self) -> set[tuple[str, tuple[str, ...]]]:
+        """Return a set to which the name and labels of each series are added that is new, changed or forgotten.
+
+        It begins with all series. The writer's thread reads and clears it, so that it need not look at all series.
+        """
+        watcher = {*self._values, *self._histograms}
+        self._watchers.append(watcher)
+        return watcher
+
+    def total(self, name: str, labels: tuple[str, ...]) -> float | None:
+        """The value of a counter or gauge, or the sum of a histogram's observations; None: there is no such series."""
+        histogram = self._histograms.get((name, labels))
+        return self._values.get((name, labels)) if histogram is None else histogram.total
 
     def inc(self, name: str, *labels: str, by: float = 1) -> None:
         """Add to a counter."""
         key = self._key(name, labels)
-        self._values[key] = self._values.get(key, 0) + by
+        self._put(key, self._values.get(key, 0) + by)
 
     def set(self, name: str, *labels: str, value: float) -> None:
         """Set a gauge."""
-        self._values[self._key(name, labels)] = value
+        self._put(self._key(name, labels), value)
 
     def observe(self, name: str, *labels: str, value: float) -> None:
         """Add one observation to a histogram."""
@@ -137,11 +152,13 @@ class Metrics:
             histogram = self._histograms[key] = _Histogram(len(bounds) + 1)
         histogram.counts[bisect_left(bounds, value)] += 1
         histogram.total += value
+        self._tell(key)
 
     def forget(self, name: str, *labels: str) -> None:
         """Drop a gauge's samples whose labels begin with ``labels``, because they describe something that is gone."""
         for key in [key for key in self._values if key[0] == name and key[1][: len(labels)] == labels]:
             del self._values[key]
+            self._tell(key)
 
     def value(self, name: str, *labels: str) -> float:
         """The value of a counter or gauge; 0 if it was never set."""
@@ -161,6 +178,15 @@ class Metrics:
             named = dict(zip(self.table[name].labels, labels, strict=True))
             samples.append(Sample(name, named, count, tuple(cumulative), histogram.total))
         return sorted(samples, key=lambda sample: (sample.name, sorted(sample.labels.items())))
+
+    def _put(self, key: tuple[str, tuple[str, ...]], value: float) -> None:
+        if self._values.get(key) != value:
+            self._values[key] = value
+            self._tell(key)
+
+    def _tell(self, key: tuple[str, tuple[str, ...]]) -> None:
+        for watcher in self._watchers:
+            watcher.add(key)
 
     def _key(self, name: str, labels: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         if len(self.table[name].labels) != len(labels):

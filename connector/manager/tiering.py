@@ -22,7 +22,7 @@ from kvtiers.connector.manager.cascade import Cascade
 from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
 from kvtiers.connector.manager.jobs import TierJobs
 from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import BlockState, CPUPrimaryTier
+from kvtiers.connector.manager.primary import BlockState, CPUPrimaryTier, SlotCounts
 from kvtiers.connector.manager.promotion import Loads, PromotionRoom, TierLoads
 from kvtiers.connector.manager.request import Request
 from kvtiers.connector.manager.waiting import WaitingRequests
@@ -74,6 +74,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._room = PromotionRoom(primary, self._loads, self._options)
         self._requests = WaitingRequests(primary, self._tiers, self._options, clock)
         self._cascade = Cascade(primary, self._tiers, self._options.store_backlog_share, self._jobs, clock)
+        self._slots_told: SlotCounts | None = None
         self._closed = False
 
     # -- the engine's calls ------------------------------------------------------------------------------------------
@@ -154,8 +155,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
-        for state, count in self.primary.slot_counts()._asdict().items():
-            self.metrics.set("kvtiers_slots", state, value=count)
+        slots = self.primary.slot_counts()
+        if slots != self._slots_told:
+            self._slots_told = slots
+            for state, count in slots._asdict().items():
+                self.metrics.set("kvtiers_slots", state, value=count)
         self.metrics.observe("kvtiers_schedule_end_seconds", value=self._clock() - began)
 
     def has_jobs_to_await(self) -> bool:

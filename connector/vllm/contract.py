@@ -58,7 +58,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         "is_empty()",
         "set_gauge(_, _, _)",
     ),
-    "vllm.config:ModelConfig": ("get_head_size()",),
+    "vllm.config:ModelConfig": ("get_head_size()", "using_transformers_backend()"),
     "vllm.platforms.interface:Platform": (
         "get_device_capability()",
         "get_device_name()",
@@ -137,9 +137,9 @@ READ: Mapping[str, str] = {
     "vllm.config:KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy kv_role",
     "vllm.config:LoadConfig": "download_dir load_format model_loader_extra_config",
     "vllm.config:ModelConfig": (
-        "dtype hf_config hf_config_path hf_overrides hf_text_config is_prefix_caching_supported max_model_len model "
-        "model_weights multimodal_config original_max_model_len override_generation_config pooler_config quantization "
-        "revision try_get_generation_config"
+        "attn_type dtype hf_config hf_config_path hf_overrides hf_text_config is_prefix_caching_supported "
+        "max_model_len model model_weights multimodal_config original_max_model_len override_generation_config "
+        "pooler_config quantization revision try_get_generation_config"
     ),
     "vllm.config:MultiModalConfig": (
         "enable_mm_embeds language_model_only mm_encoder_fp8_scale_path mm_processor_cache_gb"

@@ -24,6 +24,8 @@ from kvtiers.tiers.errors import ConfigError
 # R-SWA (newer releases only) keeps a window of the generated tokens.
 _RSWA = getattr(kv_cache_interface, "RSWASpec", ())
 _WINDOWS = (ChunkedLocalAttentionSpec, SlidingWindowSpec, _RSWA)
+#: Kinds of which a block is a function of the tokens up to its end. Full attention includes MLA.
+_BY_PREFIX = (FullAttentionSpec, MambaSpec, *_WINDOWS)
 
 
 def stored_layers(config: Any, kv_cache_config: Any) -> list[Any]:
@@ -55,6 +57,7 @@ def stored_layers(config: Any, kv_cache_config: Any) -> list[Any]:
             "layout: set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
             field="kv_cache_layout",
         )
+    _refuse_unknown(layers)
     _refuse_non_causal(layers)
     if any(isinstance(layer, _RSWA) for layer in layers) and not config.extra_config.get("offload_prompt_only", True):
         raise ConfigError(
@@ -131,6 +134,20 @@ def _is_plain_mla(layers: Collection[Any], config: Any, vllm_config: Any) -> boo
     )
     # The scheduler has only one layer's spec for a whole group. If the group has an indexer, the sizes do not add up.
     return is_plain and sum(layer.page_size_bytes for layer in layers) == config.worker_kv_bytes_per_block
+
+
+def _refuse_unknown(layers: Iterable[Any]) -> None:
+    """Refuse kinds of KV of which it is not known that it depends on the tokens before it alone.
+
+    Cross-attention is such a kind: its KV is that of an encoder's input.
+    """
+    unknown = {type(layer).__name__ for layer in layers if not isinstance(layer, _BY_PREFIX)}
+    if unknown:
+        raise ConfigError(
+            f"this model's KV cache has layers of {', '.join(sorted(unknown))}, and kvtiers does not know that their "
+            "KV depends only on the tokens before it; run the model without a KV connector",
+            field="kv_connector",
+        )
 
 
 def _refuse_non_causal(layers: Iterable[Any]) -> None:

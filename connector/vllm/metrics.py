@@ -8,7 +8,7 @@ name. kvtiers' metrics are named ``vllm:kvtiers_…``, because vLLM unregisters 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtiers.connector.vllm import translate
-from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics, Sample
+from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics
 
 _PREFIX = "vllm:"
 
@@ -66,34 +66,35 @@ class StatsExporter:
     def __init__(self, metrics: Metrics, *, tiering_names: bool = False) -> None:
         self._metrics = metrics
         self._tiering_names = tiering_names
+        self._changed = metrics.watch()
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def take(self) -> OffloadingConnectorStats | None:
-        """Return the changes since the last call, or None if nothing changed."""
+        """Return the changes since the last call, or None if nothing changed. Costs nothing for other series."""
         stats = OffloadingConnectorStats()
-        gone = set(self._seen)
-        for sample in self._metrics.snapshot():
-            metric = METRICS[sample.name]
-            # Plain str: a reason is a StrEnum, which vLLM's messages between processes may not accept.
-            labels = tuple(str(sample.labels[name]) for name in metric.labels)
-            value = sample.total if metric.kind is MetricKind.HISTOGRAM else sample.value
-            gone.discard((sample.name, labels))
-            seen = self._seen.get((sample.name, labels))
-            change = value - (seen or 0)
-            if not change and seen is not None:
-                continue
-            self._seen[sample.name, labels] = value
-            if metric.kind is MetricKind.GAUGE:
-                stats.set_gauge(_vllm_name(sample.name), value, labels)
-                continue
-            stats.increase_counter(_vllm_name(sample.name), change, labels)
-            if self._tiering_names:
-                for name in _tiering_metrics(sample):
-                    stats.increase_counter(name, change, (sample.labels["tier"],))
-        for name, labels in gone:  # only gauges; vLLM's endpoint never drops a series and would keep the last value
-            del self._seen[name, labels]
-            stats.set_gauge(_vllm_name(name), math.nan, labels)
+        for key in self._changed:
+            self._add(stats, *key)
+        self._changed.clear()
         return None if stats.is_empty() else stats
+
+    def _add(self, stats: OffloadingConnectorStats, name: str, labels: tuple[str, ...]) -> None:
+        seen, value = self._seen.get((name, labels)), self._metrics.total(name, labels)
+        # Plain str: a reason is a StrEnum, which vLLM's messages between processes may not accept.
+        told = tuple(map(str, labels))
+        if value is None:  # only gauges; vLLM's endpoint never drops a series and would keep the last value
+            if self._seen.pop((name, labels), None) is not None:
+                stats.set_gauge(_vllm_name(name), math.nan, told)
+            return
+        self._seen[name, labels] = value
+        if METRICS[name].kind is MetricKind.GAUGE:
+            if value != seen:
+                stats.set_gauge(_vllm_name(name), value, told)
+            return
+        stats.increase_counter(_vllm_name(name), value - (seen or 0), told)
+        if self._tiering_names:
+            labels_by_name = dict(zip(METRICS[name].labels, told, strict=True))
+            for vllms_name in _tiering_metrics(name, labels_by_name):
+                stats.increase_counter(vllms_name, value - (seen or 0), (labels_by_name["tier"],))
 
 
 def _vllm_name(name: str) -> str:
@@ -101,17 +102,17 @@ def _vllm_name(name: str) -> str:
     return _PREFIX + name.removesuffix("_total")
 
 
-def _tiering_metrics(sample: Sample) -> Iterator[str]:
+def _tiering_metrics(name: str, labels: Mapping[str, str]) -> Iterator[str]:
     names: Any = TieringOffloadingMetrics
-    is_load = sample.labels.get("op") == "load"
-    match sample.name:
+    is_load = labels.get("op") == "load"
+    match name:
         case "kvtiers_bytes_total":
             yield names.READ_BYTES if is_load else names.WRITE_BYTES
         case "kvtiers_job_seconds":
             yield names.READ_TIME if is_load else names.WRITE_TIME
-        case "kvtiers_jobs_total" if sample.labels["outcome"] != "ok":
+        case "kvtiers_jobs_total" if labels["outcome"] != "ok":
             yield names.PROMOTION_JOB_FAILURES if is_load else names.CASCADE_JOB_FAILURES
         case "kvtiers_lookups_total":
             yield translate.CHUNK_QUERIES
-            if sample.labels["result"] == "hit":
+            if labels["result"] == "hit":
                 yield translate.CHUNK_HITS

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtiers.connector.model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
+from kvtiers.connector.vllm import prefix_only
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.plain_logs import get_logger
 
@@ -54,13 +55,13 @@ def kv_revision(vllm_config: Any) -> str | None:
         ConfigError: names the field that makes KV unusable:
 
             - ``weight_transfer_config``: the weights will change while the engine runs.
-            - ``pooler_config``: the pooler needs all tokens to be computed.
+            - ``pooler_config``, ``model``, ``rope_type``: see ``prefix_only.check_model``.
             - ``mm_processor_cache_gb``: vLLM names images by a counter that starts anew in each process.
     """
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
     _refuse_counted_pictures(model, cache)
-    _refuse_pooling_of_whole_prompts(model)
+    prefix_only.check_model(model)
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigError(
             "replaces the weights of a running engine, but KV is stored under the name of the weights at the start; "
@@ -81,18 +82,6 @@ def kv_revision(vllm_config: Any) -> str | None:
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
         parts.append(f"draft:{value_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None
-
-
-def _refuse_pooling_of_whole_prompts(model: Any) -> None:
-    """Refuse poolers of whole prompts: after a load they see only the end of a prompt, which ends vLLM's engine."""
-    pooler: Any = getattr(model, "pooler_config", None)
-    if pooler is not None and not getattr(model, "is_prefix_caching_supported", True):
-        kinds = [str(getattr(pooler, name, None)) for name in ("seq_pooling_type", "tok_pooling_type")]
-        raise ConfigError(
-            f"this model's pooling ({' and '.join(kinds)}) needs all tokens of a prompt to be computed, so KV cannot "
-            "be reused: run it without a KV connector, or pool by LAST",
-            field="pooler_config",
-        )
 
 
 def _refuse_counted_pictures(model: Any, cache: Any) -> None:
@@ -172,11 +161,10 @@ def _by_length(model: Any) -> list[str]:
         return str(length if limit is None or length is None else length > limit)
 
     parts = set()
-    for ropes in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
-        for rope in (ropes, *ropes.values()) if isinstance(ropes, Mapping) else ():  # some have one per layer type
-            if isinstance(rope, Mapping) and "longrope" in (rope.get("rope_type"), rope.get("type")):
-                name = "original_max_position_embeddings"
-                parts.add(f"long:{exceeds(rope.get(name) or getattr(config, name, None))}")
+    for rope in prefix_only.rope_parameters(config):
+        if "longrope" in (rope.get("rope_type"), rope.get("type")):
+            name = "original_max_position_embeddings"
+            parts.add(f"long:{exceeds(rope.get(name) or getattr(config, name, None))}")
     if str(getattr(config, "model_type", "")).startswith("llama4"):
         generation = {**model.try_get_generation_config(), **model.override_generation_config}
         parts.add(f"tuned:{generation.get('attn_temperature_tuning', exceeds(_LLAMA4_TUNED_ABOVE_TOKENS))}")

@@ -6,6 +6,9 @@ Requests wait for their prompts as in vLLM: in every other step all of them are 
 miss, and in the others only whether they are waiting. The region has no room, so that what is measured is finding and
 not loading; a block counts as found when it is a hit. Beside ours: the time that the storage itself takes for so many
 answers, and the same loop over a dictionary.
+
+A second table has steps in which prompts come of which nothing is found, one or 16 at once, until their blocks are
+stored: what the manager adds to such a step, with the fs tier and without a tier.
 """
 
 from __future__ import annotations
@@ -38,12 +41,17 @@ from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
+from tests.soak.ledger import settled_heap
 
 ROW_BYTES = 4096
 SIZES = ((1, 127), (1, 2_048), (1, 8_192), (32, 2_048))  # requests, keys of each
 SPEEDS = (2_000, 5_300, 20_000)  # lookups a second
 STEP_PAUSE_S = 0.0003  # as an idle engine's; a thread needs the GIL meanwhile
 LIMIT_S = 60.0
+PROMPT_KEYS = 64
+AT_ONCE = (1, 16)
+ROUNDS = 60
+FORWARD_S = 0.005  # a forward pass between two steps
 OWED_GOAL_US, FIRST_GOAL_MS, LATER_GOAL_MS = 1.0, 70.0, 15.0
 
 
@@ -202,6 +210,79 @@ def rows(where: str) -> Iterator[Row]:
                 yield measure(f"{per_second:,}/s", tier, prompts[size], per_second)
 
 
+@dataclass(frozen=True)
+class StepRow:
+    """Steps in which prompts come of which nothing is found. Times are CPU of the scheduler's thread.
+
+    Attributes:
+        tier: "none" is the region alone.
+        prompt_ms: all steps together, for each prompt.
+        p99_ms, worst_ms: of single steps.
+    """
+
+    tier: str
+    prompts: int
+    prompt_ms: float
+    p99_ms: float
+    worst_ms: float
+
+
+def new_prompts(manager: TieringOffloadingManager, at_once: int, steps_ms: list[float], first: int) -> None:
+    """Serve so many prompts, from their first lookup to the end of their store."""
+    prompts = {
+        ReqContext(f"new-{first}-{number}"): [block_key(first + PROMPT_KEYS * number + n) for n in range(PROMPT_KEYS)]
+        for number in range(at_once)
+    }
+    asking, computed = dict(prompts), dict[ReqContext, Sequence[OffloadKey]]()
+    while asking or computed:
+        began = time.thread_time()
+        for keys in computed.values():
+            manager.complete_store(keys)
+        for context in computed:
+            manager.on_request_finished(context)
+        computed = {}
+        for context, keys in list(asking.items()):
+            if manager.is_waiting(context.req_id):
+                continue
+            is_open = False
+            for key in keys:  # as vLLM's connector: an open answer does not end the loop, a miss does
+                answer = manager.lookup(key, context)
+                is_open |= answer is None
+                if answer is False:
+                    break
+            if not is_open:
+                computed[context] = asking.pop(context)
+        for context, keys in computed.items():
+            manager.prepare_store(keys, context)
+        manager.take_events()
+        manager.on_schedule_end()
+        steps_ms.append((time.thread_time() - began) * 1e3)
+        time.sleep(FORWARD_S)
+
+
+def step_rows(where: str) -> Iterator[StepRow]:
+    """Without a tier and with the fs tier, each number of prompts."""
+    slots = 4 * max(AT_ONCE) * PROMPT_KEYS
+    view = SharedOffloadRegion.anonymous(slots, ROW_BYTES).create_kv_memoryview()
+    root = tempfile.mkdtemp(prefix="kvtiers-bench-", dir=where)
+    try:
+        with files_tier(root, view) as tier:
+            found: dict[tuple[str, int], list[float]] = {}
+            managers = {
+                name: TieringOffloadingManager(CPUPrimaryTier(slots), tiers)
+                for name, tiers in (("none", []), ("fs", [tier]))
+            }
+            turns = [(at_once, name) for _ in range(ROUNDS) for at_once in AT_ONCE for name in managers]
+            with settled_heap():
+                for number, (at_once, name) in enumerate(turns):
+                    new_prompts(managers[name], at_once, found.setdefault((name, at_once), []), 10_000 * number)
+            for (name, at_once), steps_ms in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
+                p99_ms = statistics.quantiles(steps_ms, n=100)[98]
+                yield StepRow(name, at_once, sum(steps_ms) / (ROUNDS * at_once), p99_ms, max(steps_ms))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
 HEAD = (
     "storage",
     "keys",
@@ -231,13 +312,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--where", default="/dev/shm", help="folder for the files")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--steps-only", action="store_true", help="only the second table")
     arguments = parser.parse_args()
     table = Table(*HEAD, title="Lookups through the manager; CPU is the scheduler thread's")
     measured = []
-    for row in rows(arguments.where):
+    for row in [] if arguments.steps_only else rows(arguments.where):
         measured.append(row)
         table.add_row(*cells(row))
     console = Console(width=120)
+    if measured:
+        console.print(table)
+    steps = list(step_rows(arguments.where))
+    table = Table(
+        *("tier", "prompts at once", "ms a prompt", "p99 ms a step", "worst"),
+        title=f"Prompts of {PROMPT_KEYS} keys that nobody has; CPU is the scheduler thread's",
+    )
+    for step in steps:
+        times = (f"{ms:.2f}" for ms in (step.prompt_ms, step.p99_ms, step.worst_ms))
+        table.add_row(step.tier, str(step.prompts), *times)
     console.print(table)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     console.print(
@@ -245,7 +337,7 @@ def main() -> None:
         f"{FIRST_GOAL_MS:g} ms at first, {LATER_GOAL_MS:g} ms later. Load {load:.1f} on {cores} cores."
     )
     if arguments.json:
-        content = {"rows": list(map(asdict, measured)), "load": load, "cores": cores}
+        content = {"rows": list(map(asdict, measured)), "steps": list(map(asdict, steps)), "load": load, "cores": cores}
         arguments.json.write_text(json.dumps(content, indent=1))
 
 

@@ -27,6 +27,31 @@ def test_counters_gauges_and_histograms() -> None:
     assert histogram.buckets[-1] == 4
 
 
+def test_watcher_has_each_series_that_is_new_changed_or_forgotten() -> None:
+    metrics = Metrics()
+    metrics.inc("kvtiers_bytes_total", "fs", "load", by=0)
+    metrics.observe("kvtiers_job_seconds", "fs", "load", value=2.0)
+    changed, other = metrics.watch(), metrics.watch()
+    assert changed == {("kvtiers_bytes_total", ("fs", "load")), ("kvtiers_job_seconds", ("fs", "load"))}
+    changed.clear()
+    metrics.inc("kvtiers_bytes_total", "fs", "load", by=0)
+    metrics.set("kvtiers_slots", "free", value=7)
+    assert changed == {("kvtiers_slots", ("free",))}
+    changed.clear()
+    metrics.set("kvtiers_slots", "free", value=7)
+    assert not changed
+    metrics.inc("kvtiers_bytes_total", "fs", "load", by=5)
+    metrics.observe("kvtiers_job_seconds", "fs", "load", value=3.0)
+    metrics.forget("kvtiers_slots")
+    totals = {key: metrics.total(*key) for key in changed}
+    assert totals == {
+        ("kvtiers_bytes_total", ("fs", "load")): 5,
+        ("kvtiers_job_seconds", ("fs", "load")): 5.0,
+        ("kvtiers_slots", ("free",)): None,
+    }
+    assert other == totals.keys()  # each watcher clears its own set
+
+
 def test_unknown_names_and_labels_are_bugs() -> None:
     with pytest.raises(KeyError):
         Metrics().inc("kvtiers_nonsense_total")

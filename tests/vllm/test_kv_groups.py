@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -145,6 +151,12 @@ def refusal(kind: Any, **extra: Any) -> str:
 def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
     """vLLM does without its own prefix cache there."""
     assert "attention is not causal" in refusal(replace(FULL, non_causal=True))
+
+
+@pytest.mark.parametrize("kind", [CrossAttentionSpec, EncoderOnlyAttentionSpec])
+def test_kind_of_kv_that_is_not_of_a_prefix_is_refused(kind: Any) -> None:
+    """As any kind is that a later vLLM may add."""
+    assert f"has layers of {kind.__name__}" in refusal(engines.attention(kind))
 
 
 @pytest.mark.skipif(not hasattr(kv_cache_interface, "RSWASpec"), reason="this vLLM has no R-SWA")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
+from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.metrics import StatsExporter
 from kvtiers.tiers.errors import SealReason
 from kvtiers.tiers.metrics import Metrics
@@ -46,6 +48,47 @@ def test_only_changes_are_told(metrics: Metrics) -> None:
         told = {} if stats is None else stats.data["data"]
         metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
     assert told == {"vllm:kvtiers_bytes": {("fs", "load"): 10}}
+
+
+def test_series_that_did_not_change_are_not_looked_at(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks in every step of its scheduler."""
+    exporter = StatsExporter(metrics)
+    exporter.take()
+    metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
+    read = []
+    total = metrics.total
+
+    def counting(name: str, labels: tuple[str, ...]) -> float | None:
+        read.append((name, labels))
+        return total(name, labels)
+
+    monkeypatch.setattr(metrics, "snapshot", None)
+    monkeypatch.setattr(metrics, "total", counting)
+    assert exporter.take() is not None
+    assert exporter.take() is None
+    assert read == [("kvtiers_bytes_total", ("fs", "load"))]
+
+
+def test_vllms_own_names_are_fed_with_the_same_changes() -> None:
+    metrics = Metrics()
+    exporter = StatsExporter(metrics, tiering_names=True)
+    metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
+    metrics.observe("kvtiers_job_seconds", "fs", "store", value=2.0)
+    metrics.inc("kvtiers_jobs_total", "fs", "load", "ok")
+    metrics.inc("kvtiers_jobs_total", "fs", "load", "failed", by=3)
+    metrics.inc("kvtiers_lookups_total", "fs", "hit", by=4)
+    metrics.inc("kvtiers_lookups_total", "fs", "miss", by=5)
+    stats = exporter.take()
+    assert stats is not None
+    told = {name: values for name, values in stats.data["data"].items() if "kvtiers" not in name}
+    names = TieringOffloadingMetrics
+    assert told == {
+        names.READ_BYTES: {("fs",): 10},
+        names.WRITE_TIME: {("fs",): 2.0},
+        names.PROMOTION_JOB_FAILURES: {("fs",): 3},
+        translate.CHUNK_HITS: {("fs",): 4},
+        translate.CHUNK_QUERIES: {("fs",): 9},
+    }
 
 
 def test_a_gauge_whose_value_is_not_known_any_more_is_told_as_such(metrics: Metrics) -> None:

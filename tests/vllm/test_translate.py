@@ -709,9 +709,9 @@ def test_files_are_read_once_in_a_process_until_something_about_them_changes(
     read = []
     contents = model_files._contents
 
-    def counting(file: Path, *, samples: int) -> Any:
+    def counting(file: Path, *arguments: Any) -> Any:
         read.append(file.name)
-        return contents(file, samples=samples)
+        return contents(file, *arguments)
 
     monkeypatch.setattr(model_files, "_contents", counting)
     assert of_folder(model_folder) == of_folder(model_folder)
