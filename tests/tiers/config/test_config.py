@@ -23,7 +23,7 @@ from kvtiers.tiers.config.tier_options import (
     TierConfig,
 )
 from kvtiers.tiers.config.values import parse_duration, parse_size
-from kvtiers.tiers.config.yaml_file import read_yaml
+from kvtiers.tiers.config.yaml_file import NODES_MAX, _Loader, read_yaml
 from kvtiers.tiers.errors import ConfigError, StoreFullError, public_url
 from tests.identity import FakeSpec
 
@@ -259,7 +259,20 @@ def test_all_mistakes_are_told_at_once() -> None:
         (b"region: [", "is not valid YAML"),
         (b"\xff\xfe\x00", "is not valid YAML"),
         (b"!!python/object/apply:os.system ['true']", "is not valid YAML"),
-        (b"name: 2026-13-45", "is not valid YAML: month must be in 1..12; text that looks like a date needs quotes"),
+        (
+            b"name: 2026-13-45",
+            r"a text that looks like a date is not a valid date; put it in quotes \(line 1, column 7",
+        ),
+        (b"a: 1\nb: !!timestamp x", r"is not a valid date; put it in quotes \(line 2, column 4\)"),
+        (b"a: 2026-11-27T00:00:00+99:99", "is not a valid date; put it in quotes"),
+        (b"a: " + b"9" * 5000, "looks like a number is not a valid number, or is too long; put it in quotes"),
+        (b"a: !!int ''", "looks like a number is not a valid number"),
+        (b"a: !!float x", "looks like a number is not a valid number"),
+        (b"a: !!bool maybe", r"a value does not fit its tag \(line 1, column 4\)"),
+        (b"a: !!binary x", "failed to decode base64 data"),
+        (b"a: 1\0", r"character 5 is U\+0000, which YAML does not allow; save it as UTF-8"),
+        ("a: é".encode("latin-1"), "byte 4 is not utf-8; save the file as UTF-8"),
+        ("a: 1".encode("utf-16-le"), r"character 2 is U\+0000, which YAML does not allow"),
         (b"# " + b"x" * (1 << 20), "is larger than"),
         (b"", "a mapping with the keys"),
         (
@@ -268,9 +281,12 @@ def test_all_mistakes_are_told_at_once() -> None:
         ),
         (b"tiers:\n- {type: fs, ttl: 1d,\n   ttl: 2d}\n", r"the key 'ttl' occurs twice, first in line 2 \(line 3, "),
         (b"tiers: [{root_dir: '/x', \"root_dir\": /y}]", "'root_dir' occurs twice"),
-        (b"[" * 5000, "is not valid YAML: it is nested too deeply"),
+        *((opening * 5000, "is not valid YAML: it is nested too deeply") for opening in (b"[", b"- ", b"? ", b"{a: ")),
         (b'tiers: [{type: fs, root_dir: "/a\\uD800"}]', r"an escape is an unpaired surrogate \(line 1, column 30\)"),
-        (b'name: "\\UFFFFFFFF"', "an escape is not a valid character"),
+        (b'name: "\\UFFFFFFFF"', r"an escape is not a valid character \(line 1, column 10\)"),
+        (b'name: "\\U00110000"', r"an escape is not a valid character \(line 1, column 10\)"),
+        (b"a: &a [*a]", r"an alias repeats the value that it is in \(line 1, column 8\)"),
+        (b"a: &a {<<: *a}", "an alias repeats the value that it is in"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
@@ -278,6 +294,39 @@ def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str)
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 28))]),
+        "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 28))]),
+        "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 40))]),
+        f"a: [{'x,' * NODES_MAX}]",
+    ],
+    ids=["doubled", "merged", "deep", "long"],
+)
+def test_yaml_alias_bomb_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: str
+) -> None:
+    monkeypatch.setattr(_Loader, "construct_document", lambda *_: pytest.fail("2^28 values would be built here"))
+    path = tmp_path / "c.yaml"
+    path.write_text(bomb)
+    with pytest.raises(ConfigError, match="has more than 10,000 values, each alias counted|nested too deeply"):
+        read_yaml(path)
+
+
+def test_yaml_anchor_repeated_often_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("x-limits: &limits {ttl: 1d, max_bytes: 1GiB}\ntiers:\n" + "- {<<: *limits, type: fs}\n" * 500)
+    assert read_yaml(path)["tiers"] == [{"ttl": "1d", "max_bytes": "1GiB", "type": "fs"}] * 500  # type: ignore[index]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_yaml_with_byte_order_mark_is_accepted(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("a: é", encoding=encoding)
+    assert read_yaml(path) == {"a": "é"}
 
 
 def test_merge_keys_are_overridden_as_ever(tmp_path: Path) -> None:
