@@ -380,6 +380,24 @@ def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
             parse_config({"region": REGION, "tiers": [FS | by_link, other]})
 
 
+def test_root_that_is_a_link_is_the_place_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    url = FSSPEC | {"url": f"file://{tmp_path}/link"}
+    with pytest.raises(ConfigError, match=r"tiers\[1\].url: is the place of tiers\[0\].root_dir, too"):
+        parse_config({"region": REGION, "tiers": [FS | {"root_dir": f"{tmp_path}/real"}, url]})
+    nfs = {"type": "nfs", "root_dir": f"{tmp_path}/link/kv"}
+    with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is inside tiers\[0\].root_dir"):
+        parse_config({"region": REGION, "tiers": [FS | {"root_dir": f"{tmp_path}/real"}, nfs]})
+
+
+def test_endpoint_of_the_environment_is_the_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio:9000")
+    for other in (S3 | {"endpoint_url": "https://minio:9000"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO):
+        with pytest.raises(ConfigError, match=r"tiers\[1\].*: is the place of tiers\[0\].bucket, too"):
+            parse_config({"region": REGION, "tiers": [S3, other]})
+
+
 def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that replace others, and engines started elsewhere, would use another one."""
     monkeypatch.chdir(tmp_path)
@@ -389,6 +407,8 @@ def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pyte
 
 
 FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
+AT_MINIO = {"storage_options": {"client_kwargs": {"endpoint_url": "http://MINIO:9000"}}}
+ACCOUNT = {"storage_options": {"account_name": "acct", "account_key": "k"}}
 
 
 @pytest.mark.parametrize(
@@ -405,10 +425,34 @@ FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
         ([S3 | {"prefix": "a/b"}, S3 | {"prefix": "a"}], ["tiers[0].prefix: is inside tiers[1].prefix"]),
         ([FS, FSSPEC | {"url": "file:///kv"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
         ([FSSPEC | {"url": "local:///kv/a"}, FS], ["tiers[0].url: is inside tiers[1].root_dir"]),
-        ([FSSPEC | {"url": "file:/kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
-        ([FS, FSSPEC | {"url": "/kv/"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
+        ([FSSPEC | {"url": "file:///kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
+        ([FSSPEC, FSSPEC | {"url": "gcs://b/kv"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([FSSPEC, FSSPEC | {"storage_options": {"token": "t"}}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([S3 | {"prefix": "a"}, FSSPEC | {"url": "s3://bucket/a/"}], ["tiers[1].url: is the place of tiers[0].prefix"]),
+        ([FSSPEC | {"url": "s3a://bucket/a"}, S3], ["tiers[0].url: is inside tiers[1].bucket"]),
+        ([FSSPEC | {"url": "s3://kv/a"}, FSSPEC | {"url": "s3a://kv"}], ["tiers[0].url: is inside tiers[1].url"]),
+        (
+            [S3 | {"endpoint_url": "https://minio:9000/"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO],
+            ["tiers[1].url: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [S3, S3 | {"endpoint_url": "https://s3.eu-central-1.amazonaws.com"}],
+            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [S3 | {"endpoint_url": "http://127.0.0.1:80"}, S3 | {"endpoint_url": "http://localhost"}],
+            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct.dfs.core.windows.net/kv/x"}],
+            ["tiers[1].url: is inside tiers[0].url"],
+        ),
+        (
+            [FSSPEC | {"url": "sftp://me@host/kv"}, FSSPEC | {"url": "ssh://you:pw@host/kv"}],
+            ["tiers[1].url: is the place of tiers[0].url, too"],
+        ),
         (
             [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
             ["tiers[1].type: 'nope' is not", "tiers[2].root_dir: is inside tiers[0].root_dir"],
@@ -429,8 +473,15 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
         [FS, FS | {"root_dir": "/kv2"}],
         [{"type": "memory"}, {"type": "memory"}],
         [S3 | {"prefix": "a"}, S3 | {"prefix": "ab"}, S3 | {"endpoint_url": "https://minio:9000"}],
-        [FSSPEC, FSSPEC | {"storage_options": {"project": "other"}}],
-        [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::/kv"}, FSSPEC],
+        [
+            S3,
+            FSSPEC | {"url": "s3://bucket"} | AT_MINIO,
+            FSSPEC | {"url": "gs://bucket"},
+            FSSPEC | {"url": "s3://other"},
+        ],
+        [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct2.dfs.core.windows.net/kv"}],
+        [FSSPEC | {"url": "sftp://a/kv"}, FSSPEC | {"url": "sftp://b/kv"}],
+        [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::s3://kv"}, FSSPEC],
     ],
 )
 def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -> None:
