@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from kvtiers.connector.commands.options import AsJson, Config, TierName, size_option
@@ -288,7 +288,7 @@ class _StoreCeiling:
 
 
 def _show(hops: list[Hop]) -> None:
-    table = Table(Column("hop", no_wrap=True), "GB/s", "", "ceiling", "GB/s", "ratio")
+    table = Table("hop", "GB/s", "", "ceiling", "GB/s", "ratio")
     fastest = max(hop.bytes_per_s for hop in hops)
     for hop in hops:
         bar = "█" * max(1, round(BAR_CELLS * hop.bytes_per_s / fastest))

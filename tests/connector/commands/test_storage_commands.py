@@ -140,6 +140,19 @@ def test_du(root: Path) -> None:
     assert tier["other"]["blobs"] == 1  # config.json
 
 
+@pytest.mark.parametrize(("columns", "terminal"), [("20", ""), ("300", ""), ("20", "1")])
+def test_du_keeps_each_namespace_on_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, columns: str, terminal: str
+) -> None:
+    """A name is there to be copied, and a pipe is there to be read by a program."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    lines = ok("du", write_config(root)).splitlines()
+    rows = [line.split() for line in lines if NAMESPACE in line]
+    assert rows == [[NAMESPACE, "0", "0", "5", "20", "KiB"], [NAMESPACE, "0", "1", "5", "20", "KiB"]]
+
+
 def test_gc(root: Path) -> None:
     config = write_config(root, "ttl: 5.5h")
     assert "would be removed by ttl: 4 blocks, 16 KiB" in ok("gc", config, "--dry-run")
