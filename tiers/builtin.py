@@ -187,7 +187,7 @@ def _start(
     collector = None
     try:
         if not store.capabilities.shared:
-            _check_needs_no_sharing(policy, in_workers=not store_runs_here)
+            check_needs_no_sharing(policy, in_workers=not store_runs_here)
         mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
         mapper = mapper_class.from_offloading_spec(
             getattr(config, "root_dir", ""),
@@ -232,7 +232,7 @@ def _start(
     )
 
 
-def _check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:
+def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:
     """Reject options that need several processes, for a store whose blobs only the process that puts them sees.
 
     Raises:

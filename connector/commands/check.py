@@ -129,7 +129,10 @@ def _tell_verdict(config: Path, verdict: str) -> None:
 
 
 def examine(deployment: DeploymentConfig) -> Examined:
-    """Examine a valid configuration on this machine. Creates nothing, but a bucket gets a test object for a moment."""
+    """Examine a valid configuration on this machine.
+
+    Creates nothing, but buckets, URLs of other machines and stores of your own get a small blob for a moment.
+    """
     found = [shared_memory(deployment.region.size), *config_findings(deployment)]
     blocks: list[dict[str, int]] = []
     if deployment.tiers:

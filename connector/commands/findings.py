@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -17,7 +18,7 @@ from typing import Literal
 
 from kvtiers.connector.commands.output import human_bytes
 from kvtiers.connector.region.region_file import free_bytes, running_regions
-from kvtiers.tiers.builtin import make_seal, record_keys
+from kvtiers.tiers.builtin import check_needs_no_sharing, make_seal, record_keys
 from kvtiers.tiers.capacity.usage import read_measured
 from kvtiers.tiers.config.deployment import DeploymentConfig
 from kvtiers.tiers.config.open_store import open_store, open_tool_store, tool_recipe
@@ -36,12 +37,14 @@ from kvtiers.tiers.config.variables import AS_WRITTEN
 from kvtiers.tiers.errors import (
     ConfigError,
     KVTiersError,
+    StoreConfigError,
     StoreFullError,
     StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
 from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.custom import find_factory
 from kvtiers.tiers.stores.files.mounts import (
     file_system_type,
@@ -56,6 +59,7 @@ from kvtiers.tiers.tracing import make_job_tracer
 Level = Literal["ok", "note", "warning", "problem"]
 
 INODES_FREE_MIN = 100_000
+TRIAL_FOLDER = "kvtiers-check"
 FSSPEC_CALL_S_MAX = 3.0  # for each call of the trial; drivers retry for longer than `kvtiers check` waits
 #: Text that a template engine, or a person, was meant to replace.
 _PLACEHOLDER = re.compile(r"\{\{.*?\}\}|<[^<>]+>|%\(\w+\)s|%[A-Z][A-Z_]{2,}%")
@@ -286,8 +290,30 @@ def _placeholders(where: str, tier: TierConfig) -> Iterator[Finding]:
 
 
 def _try_store(tier: StoreTierConfig) -> None:
-    with closing(open_tool_store(tier, read_only=True)) as store:
-        store.size("kvtiers-check")
+    with closing(open_store(tier)) as store:
+        if not store.capabilities.shared:
+            check_needs_no_sharing(tier.capacity_policy(), in_workers=tier.isolation != "thread")
+        try:
+            _try_key(store, f"{TRIAL_FOLDER}/{secrets.token_hex(8)}", read_only=tier.read_only)
+        except KVTiersError:
+            raise
+        except Exception as e:  # a user's store may raise anything, and the text may be secret
+            text = f"a call of {tier.module_path}'s store raised {type(e).__name__}"
+            raise StoreConfigError(f"{text}; let it raise a StoreError (docs/writing-a-store.md)") from e
+
+
+def _try_key(store: Store, key: str, *, read_only: bool) -> None:
+    store.size(key)
+    if read_only:
+        return
+    got = bytearray(len(key))
+    store.put(key, [memoryview(key.encode())], overwrite=True)
+    try:
+        store.get_into(key, [memoryview(got)])
+        if got != key.encode():
+            raise StoreConfigError("the store does not give back the bytes that were put")
+    finally:
+        store.delete(key)
 
 
 def _folder(where: str, tier: BoundedTierConfig, root: Path, field: str) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
+from json import JSONDecodeError
 from typing import Any, Final
 
 from kvtiers.tiers.errors import (
@@ -185,7 +186,8 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
         return store_error(OSError(error.errno or 0, name), key)
     if isinstance(error, NotImplementedError):
         return StoreConfigError(f"the driver does not support this operation ({name})", key=key)
-    if isinstance(error, (ValueError, TypeError)):
+    is_unreadable = isinstance(error, (UnicodeError, JSONDecodeError))  # a server's response
+    if isinstance(error, (ValueError, TypeError)) and not is_unreadable:
         text = f"the driver does not support this operation, or not its options ({name}){explain()}"
         return OptionsError(text, key=key)
     if isinstance(error, (AssertionError, AttributeError, LookupError, RuntimeError)) and (told := explain()):

@@ -552,3 +552,53 @@ def test_check_of_store_names_module_or_options_that_are_wrong(tmp_path: Path, m
         (found,) = problems({"type": "store", "module_path": module_path, "options": {"x": 1}})
         assert found.startswith(f"tiers[0]{expected}")
         assert "storage answers" not in found
+
+
+CUSTOM = """
+from dataclasses import replace
+from kvtiers.tiers.errors import StorePermissionError
+from kvtiers.tiers.stores.memory import MemoryStore
+
+
+class Refused(MemoryStore):
+    def put(self, key, parts, *, overwrite=False):
+        raise StorePermissionError("denied", key=key)
+
+
+class Raw(MemoryStore):
+    def size(self, key):
+        raise KeyError("CANARYCANARY")
+
+
+class Forgets(MemoryStore):
+    def get_into(self, key, parts):
+        pass
+
+
+def make_store(options):
+    return globals()[options["class"]]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"class": "Refused"}, "tiers[0].options: denied"),
+        ({"class": "Refused", "read_only": True}, None),
+        ({"class": "Raw"}, "tiers[0].options: a call of kvtiers_check_custom's store raised KeyError; let it raise a "),
+        ({"class": "Forgets"}, "tiers[0].options: the store does not give back the bytes that were put"),
+        ({"class": "MemoryStore"}, None),
+        ({"class": "MemoryStore", "isolation": "auto"}, "tiers[0].isolation: needs other processes, but only the pr"),
+        ({"class": "MemoryStore", "max_bytes": "1GiB"}, "tiers[0].max_bytes: needs other processes, but only the pr"),
+    ],
+)
+def test_check_of_custom_store_does_what_an_engine_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str | None
+) -> None:
+    (tmp_path / "kvtiers_check_custom.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    place = {"type": "store", "module_path": "kvtiers_check_custom", "options": {"class": options["class"]}}
+    tier = place | {"isolation": "thread"} | {name: value for name, value in options.items() if name != "class"}
+    found = problems(tier)
+    assert len(found) == (expected is not None)
+    assert all(each.startswith(expected or "") and CANARY not in each for each in found)

@@ -401,13 +401,24 @@ def test_a_file_system_without_hard_links_is_no_matter_of_rights(
     assert "give uid" not in found.fix
 
 
-def test_a_missing_right_is_no_fault_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EACCES, f"give uid {os.getuid()} the right to read and write HERE"),
+        (errno.ENOSYS, "use another file system"),
+        (errno.ENOSPC, "make room"),
+        (errno.EIO, ""),
+    ],
+)
+def test_rename_that_fails_gets_the_advice_of_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
     def refuse(*_: Any) -> None:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "rename", refuse)
     found = doctor_storage._rename("fs", str(tmp_path))
-    assert (found.level, found.fix) == ("problem", f"give uid {os.getuid()} the right to read and write {tmp_path}")
+    assert (found.level, found.fix) == ("problem", fix.replace("HERE", str(tmp_path)))
 
 
 def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:

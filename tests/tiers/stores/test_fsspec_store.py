@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import count
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -532,6 +533,8 @@ def test_folders_are_no_blobs(local: FsspecStore, s3: FsspecStore) -> None:
         (TimeoutError(SECRET), StoreTimeoutError),
         (NotImplementedError(SECRET), StoreConfigError),
         (ValueError(SECRET), StoreConfigError),
+        (JSONDecodeError(SECRET, "", 0), StoreUnavailableError),
+        (UnicodeDecodeError("utf-8", SECRET.encode(), 0, 1, SECRET), StoreUnavailableError),
         (type("DefaultCredentialsError", (Exception,), {})(SECRET), StorePermissionError),
         (type("DriverError", (Exception,), {})(SECRET), StoreUnavailableError),
     ],
