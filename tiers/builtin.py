@@ -219,11 +219,12 @@ def _start(
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
     logger.info(
-        "tier %s: started: %s, namespace %s, %d read and %d write threads in %s%s. "
+        "tier %s: started: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
         "A stored block has %s tokens: shorter prompts are not stored",
         name,
         _shown_place(config),
-        f"{mapper.base_path}_r{mapper.rank}".rpartition("/")[2],
+        mapper.base_path.rpartition("/")[2],
+        mapper.rank,
         options.n_read_threads,
         options.n_write_threads,
         "this process" if store_runs_here else "worker processes",
