@@ -84,18 +84,17 @@ def _remote_place(protocol: str, path: str, options: Mapping[str, Any]) -> tuple
     URL names another server or account. Other options, such as credentials, do not change what is stored there.
     """
     driver = _driver_of(protocol)
-    inner = options.get("client_kwargs")
-    inner = inner if isinstance(inner, Mapping) else {}
+    authority, _, folder = path.rstrip("/").partition("/")
+    before, at, host = authority.rpartition("@")  # a login, but for abfs: container@account.host
     if driver == _driver_of("s3"):
-        given = options.get("endpoint_url") or inner.get("endpoint_url") or _endpoint_of_environment()
-        return ("s3", _server(given)), frozenset((path.rpartition("@")[2].strip("/"),))
-    server = tuple((name, str(options[name])) for name in _SERVERS if options.get(name))
-    if driver == _driver_of("abfs"):  # container@account.host/folder, or the account in an option
-        host, _, folder = path.partition("/")
-        container, at, account = host.partition("@")
-        server = (("account_name", account.partition(".")[0]),) if at else server
-        path = f"{container}/{folder}"
-    return (driver, server), frozenset((path.rpartition("@")[2].rstrip("/"),))
+        inner = options.get("client_kwargs")
+        inner = inner.get("endpoint_url") if isinstance(inner, Mapping) else None
+        storage: object = ("s3", _server(options.get("endpoint_url") or inner or _endpoint_of_environment()))
+    elif driver == _driver_of("abfs") and at:
+        storage, host = (driver, (("account_name", host.partition(".")[0]),)), before
+    else:
+        storage = (driver, tuple((name, str(options[name])) for name in _SERVERS if options.get(name)))
+    return storage, frozenset((f"{host}/{folder}".strip("/"),))
 
 
 def _driver_of(protocol: str) -> str:

@@ -59,8 +59,8 @@ _TIME_FIELDS: Final = (
 )
 
 _ABSENT_STATUSES: Final = (404, 410)
-#: Options of fsspec itself, and why they are not accepted.
-_OURS: Final[Mapping[str, str]] = dict.fromkeys(["asynchronous", "loop"], "kvtiers calls the driver from threads")
+#: Options of fsspec itself that are not accepted.
+_OURS: Final = ("asynchronous", "loop")
 _LINK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*", re.ASCII)  # a protocol
 _CLOSE: Final = 0.75  # difflib's ratio: "endpiont_url" is 0.92 of "endpoint_url"; "region" is 0.67 of "session"
 _OPTIONS_SHOWN_MAX: Final = 12
@@ -190,7 +190,7 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
     if isinstance(error, (ValueError, TypeError)) and not is_unreadable:
         text = f"the driver does not support this operation, or not its options ({name}){explain()}"
         return OptionsError(text, key=key)
-    if isinstance(error, (AssertionError, AttributeError, LookupError, RuntimeError)) and (told := explain()):
+    if isinstance(error, (AssertionError, AttributeError)) and (told := explain()):
         return OptionsError(f"the driver failed ({name}){told}", key=key)
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
 
@@ -333,8 +333,9 @@ def open_driver(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     check_drivers(url)
     from fsspec.core import url_to_fs
 
-    for name in options.keys() & _OURS.keys():
-        raise OptionsError(f"storage_options: {name} is not accepted, because {_OURS[name]}; leave it out")
+    for name in filter(options.get, _OURS):
+        text = f"storage_options: {name} is not accepted, because kvtiers calls the driver from threads"
+        raise OptionsError(f"{text}; leave it out")
     try:
         fs, root = url_to_fs(url, **options)
     except ImportError as e:

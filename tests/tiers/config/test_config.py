@@ -481,6 +481,7 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
         ],
         [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct2.dfs.core.windows.net/kv"}],
         [FSSPEC | {"url": "sftp://a/kv"}, FSSPEC | {"url": "sftp://b/kv"}],
+        [FSSPEC | {"url": "hf://datasets/o/a@main/kv"}, FSSPEC | {"url": "hf://datasets/o/b@main/kv"}],
         [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::s3://kv"}, FSSPEC],
     ],
 )
