@@ -187,7 +187,7 @@ def _start(
     collector = None
     try:
         if not store.capabilities.shared:
-            _check_needs_no_sharing(policy, in_workers=not store_runs_here)
+            check_needs_no_sharing(policy, in_workers=not store_runs_here)
         mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
         mapper = mapper_class.from_offloading_spec(
             getattr(config, "root_dir", ""),
@@ -219,11 +219,12 @@ def _start(
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
     logger.info(
-        "tier %s: started: %s, namespace %s, %d read and %d write threads in %s%s. "
+        "tier %s: started: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
         "A stored block has %s tokens: shorter prompts are not stored",
         name,
         _shown_place(config),
-        f"{mapper.base_path}_r{mapper.rank}".rpartition("/")[2],
+        mapper.base_path.rpartition("/")[2],
+        mapper.rank,
         options.n_read_threads,
         options.n_write_threads,
         "this process" if store_runs_here else "worker processes",
@@ -232,7 +233,7 @@ def _start(
     )
 
 
-def _check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:
+def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:
     """Reject options that need several processes, for a store whose blobs only the process that puts them sees.
 
     Raises:

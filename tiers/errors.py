@@ -91,7 +91,9 @@ def public_url(url: str) -> str:
 
     Hides too much rather than too little: drivers accept any character in a login, even one that normally ends it.
     """
-    return re.sub(r"(?s)(?<=//).*@", f"{HIDDEN}@", _without_query(url))
+    url = _without_query(url)
+    before = r"(?s)(?<=//).*@" if "//" in url else r"(?s).*@"  # without "//", nothing tells a login from a path
+    return re.sub(before, f"{HIDDEN}@", url)
 
 
 def _without_query(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from kvtiers.connector.commands.options import AsJson, Config, TierName, size_option
@@ -30,7 +30,7 @@ from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import make_offload_key
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
 from kvtiers.tiers.capacity.collector import listed_bytes
-from kvtiers.tiers.config.deployment import DeploymentConfig
+from kvtiers.tiers.config.deployment import DeploymentConfig, MetricsConfig
 from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
 from kvtiers.tiers.config.tier_options import BoundedTierConfig, TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError
@@ -102,7 +102,9 @@ class _Bench:
             groups=groups,
         )
         region = deployment.region.model_copy(update={"size": total_bytes // block_bytes * row_stride(block_bytes, 1)})
-        self._spec = TieringOffloadingSpec(identity, deployment.model_copy(update={"region": region}), block_bytes)
+        # Without metrics: their port belongs to an engine that may be running.
+        own = deployment.model_copy(update={"region": region, "metrics": MetricsConfig()})
+        self._spec = TieringOffloadingSpec(identity, own, block_bytes)
         self._view = self._spec.region.create_kv_memoryview()
         self._rows = np.asarray(self._view)
         self._rows[:] = np.random.default_rng(1).integers(-128, 128, self._rows.shape, np.int8)
@@ -286,7 +288,7 @@ class _StoreCeiling:
 
 
 def _show(hops: list[Hop]) -> None:
-    table = Table(Column("hop", no_wrap=True), "GB/s", "", "ceiling", "GB/s", "ratio")
+    table = Table("hop", "GB/s", "", "ceiling", "GB/s", "ratio")
     fastest = max(hop.bytes_per_s for hop in hops)
     for hop in hops:
         bar = "█" * max(1, round(BAR_CELLS * hop.bytes_per_s / fastest))

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import typer
 
 from kvtiers.connector.commands.findings import (
-    NO_ANSWER,
     Finding,
     config_findings,
     is_mount,
+    no_answer,
     shared_memory,
     tier_findings,
 )
@@ -129,7 +129,10 @@ def _tell_verdict(config: Path, verdict: str) -> None:
 
 
 def examine(deployment: DeploymentConfig) -> Examined:
-    """Examine a valid configuration on this machine. Creates nothing, but a bucket gets a test object for a moment."""
+    """Examine a valid configuration on this machine.
+
+    Creates nothing, but buckets, URLs of other machines and stores of your own get a small blob for a moment.
+    """
     found = [shared_memory(deployment.region.size), *config_findings(deployment)]
     blocks: list[dict[str, int]] = []
     if deployment.tiers:
@@ -138,9 +141,8 @@ def examine(deployment: DeploymentConfig) -> Examined:
         wheres = [f"tiers[{index}] {tier.type}" for index, tier in enumerate(deployment.tiers)]
         asked = [pool.submit(_examine_tier, where, tier) for where, tier in zip(wheres, deployment.tiers, strict=True)]
         wait(asked, TIERS_S_MAX)
-        for where, future in zip(wheres, asked, strict=True):
-            hung = [Finding("problem", where, "storage", f"no answer within {TIERS_S_MAX:g} s", NO_ANSWER)]
-            of_tier, sizes = future.result() if future.done() else (hung, {})
+        for where, tier, future in zip(wheres, deployment.tiers, asked, strict=True):
+            of_tier, sizes = future.result() if future.done() else ([no_answer(where, tier, TIERS_S_MAX)], {})
             found += of_tier
             blocks.append(sizes)
         pool.shutdown(0.0)

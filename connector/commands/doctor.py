@@ -6,6 +6,8 @@ removes small blobs in each tier.
 
 from __future__ import annotations
 
+import errno
+import http.client
 import os
 import resource
 import socket
@@ -26,9 +28,9 @@ from kvtiers.connector.commands.doctor_storage import (
     examine_store,
 )
 from kvtiers.connector.commands.findings import (
-    NO_ANSWER,
     Finding,
     config_findings,
+    no_answer,
     of_error,
     shared_memory,
     tier_findings,
@@ -37,7 +39,7 @@ from kvtiers.connector.commands.options import AsJson, YamlFile
 from kvtiers.connector.commands.output import answer, counted, make_console
 from kvtiers.connector.commands.session import ExitCode, session
 from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
-from kvtiers.tiers.config.open_store import open_store
+from kvtiers.tiers.config.open_store import open_tool_store
 from kvtiers.tiers.config.tier_options import (
     ExternalTierConfig,
     FsTierConfig,
@@ -54,6 +56,9 @@ from kvtiers.tiers.tools.inventory import block_beginnings
 
 TIER_S_MAX = 30.0  # storage that hangs longer is reported as a problem
 CGROUP_MEMORY = "/sys/fs/cgroup/memory.max"
+METRICS_S_MAX = 2.0
+METRICS_BYTES_MAX = 1 << 20
+METRIC_PREFIX = b"kvtiers_"
 FILES_PER_THREAD = 8
 FILES_BASE = 256
 _MARKS = {
@@ -124,8 +129,7 @@ def _in_time(where: str, tier: TierConfig | ExternalTierConfig, seconds: float) 
     thread.join(seconds)
     done = list(found)
     if thread.is_alive():
-        text = f"no answer within {seconds:g} s"
-        done.append(Finding("problem", where, "storage", text, NO_ANSWER))
+        done.append(no_answer(where, tier, seconds))
     return done
 
 
@@ -207,12 +211,28 @@ def _metrics(address: str, port: int) -> Iterator[Finding]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
     except OSError as e:
+        if e.errno == errno.EADDRINUSE and _serves_metrics(address, port):
+            yield Finding("ok", "engine", "metrics", f"{address}:{port} is in use by a running engine of kvtiers")
+            return
         yield Finding(
             "problem", "engine", "metrics", f"{address}:{port} cannot be used ({e.strerror}): no metrics are served",
-            "choose another metrics.port, unless an engine that is running with this file uses the port",
+            "choose another metrics.port",
         )  # fmt: skip
     else:
         yield Finding("ok", "engine", "metrics", f"{address}:{port} is free")
+
+
+def _serves_metrics(address: str, port: int) -> bool:
+    """Whether an engine of kvtiers serves its metrics there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    connection = http.client.HTTPConnection(host, port, timeout=METRICS_S_MAX)
+    try:
+        connection.request("GET", "/metrics")
+        return METRIC_PREFIX in connection.getresponse().read(METRICS_BYTES_MAX)
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 # ---- a tier ----------------------------------------------------------------------------------------------------------
@@ -232,7 +252,7 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
         return
     if stopped:
         return
-    with closing(open_store(tier)) as store:
+    with closing(open_tool_store(tier)) as store:  # without min_free, which tier_findings has judged
         if isinstance(tier, (FsTierConfig, NfsTierConfig)):
             yield from examine_folder(where, tier)
         if isinstance(tier, S3TierConfig):

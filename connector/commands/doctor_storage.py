@@ -280,9 +280,13 @@ def _rename(where: str, root: str) -> Finding:
                 replaced = f.read() == b"new"
             kept = reader.read() == b"old"
     except OSError as e:
-        fix = "use another file system"
+        fix = ""
         if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             fix = f"give uid {os.getuid()} the right to read and write {root}"
+        elif e.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            fix = "use another file system"
+        elif e.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "make room"
         return Finding("problem", where, "atomic rename", f"could not be tested: {e.strerror}", fix)
     finally:
         for name in (old, new):

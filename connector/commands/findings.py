@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from kvtiers.connector.commands.output import human_bytes
-from kvtiers.connector.region.region_file import free_bytes
-from kvtiers.tiers.builtin import make_seal
+from kvtiers.connector.region.region_file import free_bytes, running_regions
+from kvtiers.tiers.builtin import check_needs_no_sharing, make_seal, record_keys
+from kvtiers.tiers.capacity.usage import read_measured
 from kvtiers.tiers.config.deployment import DeploymentConfig
-from kvtiers.tiers.config.open_store import open_store, open_tool_store
+from kvtiers.tiers.config.open_store import open_store, open_tool_store, tool_recipe
 from kvtiers.tiers.config.tier_options import (
+    BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
     FsTierConfig,
@@ -29,16 +33,37 @@ from kvtiers.tiers.config.tier_options import (
     TierConfig,
 )
 from kvtiers.tiers.config.values import show_size
-from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreError, StoreFullError, StorePermissionError
+from kvtiers.tiers.config.variables import AS_WRITTEN
+from kvtiers.tiers.errors import (
+    ConfigError,
+    KVTiersError,
+    StoreConfigError,
+    StoreFullError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.stores.files.mounts import file_system_type, missing_mount, mount_findings
-from kvtiers.tiers.stores.fsspec_driver import check_drivers
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.stores.custom import find_factory
+from kvtiers.tiers.stores.files.mounts import (
+    file_system_type,
+    is_mount_point,
+    missing_mount,
+    mount_findings,
+    unmounted_point,
+)
+from kvtiers.tiers.stores.fsspec_driver import LOCAL, OptionsError, check_drivers, misspelt_options
 from kvtiers.tiers.tracing import make_job_tracer
 
 Level = Literal["ok", "note", "warning", "problem"]
 
 INODES_FREE_MIN = 100_000
-NO_ANSWER = "check that the server is up and that the mount does not hang"
+TRIAL_FOLDER = "kvtiers-check"
+FSSPEC_CALL_S_MAX = 3.0  # for each call of the trial; drivers retry for longer than `kvtiers check` waits
+#: Text that a template engine, or a person, was meant to replace.
+_PLACEHOLDER = re.compile(r"\{\{.*?\}\}|<[^<>]+>|%\(\w+\)s|%[A-Z][A-Z_]{2,}%")
+_VARIABLE = re.compile(r"\$(\w+|\{\w+(:-[^{}]*)?\}|\(\w+\))", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +99,18 @@ def shared_memory(region_bytes: int) -> Finding:
             "problem", "host", "/dev/shm", "does not exist: engine processes cannot share a region", "mount it"
         )
     text = f"{human_bytes(free)} of {human_bytes(total)} free, {takes}"
-    if free < region_bytes:
-        return Finding(
-            "problem", "host", "/dev/shm", text,
-            "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)",
-        )  # fmt: skip
-    return Finding("ok", "host", "/dev/shm", text)
+    if free >= region_bytes:
+        return Finding("ok", "host", "/dev/shm", text)
+    with suppress(OSError):  # /proc may be hidden
+        for header in running_regions():
+            geometry = header.geometry
+            if geometry.size_bytes <= region_bytes < geometry.size_bytes + geometry.row_stride:
+                text += f"; a running engine (pid {header.creator}) uses a region of this size"
+                return Finding("ok", "host", "/dev/shm", text)
+    fix = "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)"
+    if total >= region_bytes:
+        fix += "; if an engine with this file is running, its region fills it: run this command as the engine's user"
+    return Finding("problem", "host", "/dev/shm", text, fix)
 
 
 def config_findings(deployment: DeploymentConfig) -> Iterator[Finding]:
@@ -108,17 +139,19 @@ def tier_findings(where: str, tier: TierConfig | ExternalTierConfig, *, touch_mo
         yield from _refusals(where, lambda: make_job_tracer(tier.type))
     for field, message, fix in tier.contradictions():
         yield Finding("warning", where, field, message, fix)
+    yield from _placeholders(where, tier)
     if isinstance(tier, S3TierConfig):
         yield from _refusals(where, lambda: _try_bucket(tier), tier)
     elif isinstance(tier, FsspecTierConfig):
-        yield from _refusals(where, lambda: check_drivers(tier.url), tier, "url")
+        yield from _url(where, tier)
     elif isinstance(tier, StoreTierConfig):
-        yield from _refusals(where, lambda: _try_store(tier), tier, "options")
+        refused = list(_refusals(where, lambda: find_factory(tier.module_path), tier, "module_path"))
+        yield from refused or _refusals(where, lambda: _try_store(tier), tier, "options")
     elif isinstance(tier, FsTierConfig | NfsTierConfig):
         if isinstance(tier, NfsTierConfig):
             yield from mount_options(where, tier)
         if touch_mounts or not is_mount(tier):
-            yield from _folder(where, tier)
+            yield from _folder(where, tier, Path(tier.root_dir), "root_dir")
 
 
 def is_mount(tier: TierConfig) -> bool:
@@ -143,7 +176,7 @@ def mount_options(where: str, config: NfsTierConfig) -> Iterator[Finding]:
             stops = finding.endswith("nothing can be stored") and not config.read_only
             yield Finding("problem" if stops else "warning", where, "mount options", finding, recommended)
     if missing := missing_mount(config.root_dir):
-        yield of_text("warning", where, "root_dir", missing)
+        yield of_text("problem", where, "root_dir", missing)
     elif not findings and is_mount(config):
         yield Finding("ok", where, "mount options", "as recommended")
 
@@ -154,34 +187,53 @@ def of_text(level: Level, where: str, check: str, text: str, fix: str = "") -> F
     return Finding(level, where, check, message, last) if found else Finding(level, where, check, text, fix)
 
 
+def no_answer(where: str, config: TierConfig | ExternalTierConfig, seconds: float) -> Finding:
+    """The problem that a tier's storage does not answer in time."""
+    fix = _FIX_OF_SILENCE.get(config.type, "check that its storage answers")
+    return Finding("problem", where, "storage", f"no answer within {seconds:g} s", fix)
+
+
+_REMOTE = "check that the server is up, and that this machine can reach it"
+#: Tier type -> what to do if its storage does not answer.
+_FIX_OF_SILENCE = {
+    "fs": "check that the disk or mount answers (ls, dmesg)",
+    "nfs": "check that the server is up and that the mount does not hang",
+    "s3": _REMOTE,
+    "fsspec": _REMOTE,
+}
+
+
 def of_error(where: str, error: Exception, config: TierConfig | None = None, field: str = "") -> Finding:
-    """The problem that an error is, with what to do about it."""
+    """The problem that an error is, with what to do about it.
+
+    Only the error knows its cause, so what to do comes from its message. ``_fix_of`` adds what holds for any cause.
+    """
     if isinstance(error, ConfigError):
-        fix = getattr(error, "fix", "")
-        if fix:
+        if fix := getattr(error, "fix", ""):
             return Finding("problem", where, error.field, error.message, fix)
-        return of_text("problem", where, error.field or field or "storage", error.message, _fix_of(config, error))
+        return of_text("problem", where, error.field or field or "storage", error.message, "correct this option")
+    if isinstance(error, OptionsError):
+        field = "storage_options"
     text = str(error) if isinstance(error, KVTiersError) else f"cannot be accessed: {getattr(error, 'strerror', error)}"
     return of_text("problem", where, field or "storage", text, _fix_of(config, error))
 
 
 def _fix_of(config: TierConfig | None, error: Exception) -> str:
-    if isinstance(error, StoreError) and error.retryable:
-        return NO_ANSWER
+    is_folder = isinstance(config, FsTierConfig | NfsTierConfig)
     if isinstance(error, StoreFullError):
-        return "make room, or lower min_free"
-    if isinstance(config, S3TierConfig):
-        if isinstance(error, StorePermissionError):
-            return "docs/security.md has a policy with the required rights"
-        return "correct bucket, endpoint_url, region or the credentials"
-    if isinstance(config, FsTierConfig | NfsTierConfig):
+        return "make room, or lower min_free" if is_folder else "make room in the storage"
+    if isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(error, StorePermissionError | PermissionError):
         rights = "read" if config.read_only else "read and write"
         return f"give uid {os.getuid()} the right to {rights} {config.root_dir}"
-    if isinstance(config, FsspecTierConfig):
-        return "check the url, and the credentials of its driver in storage_options or the environment"
-    if isinstance(config, StoreTierConfig):
-        return f"check the options of {config.module_path}, and whether its storage answers"
-    return "correct this option, or leave it out"
+    if isinstance(error, StorePermissionError):
+        return (
+            "docs/security.md has a policy with the required rights"
+            if isinstance(config, S3TierConfig)
+            else ("give these credentials the right to read, write, list and delete")
+        )
+    if config is not None and isinstance(error, StoreUnavailableError | StoreTimeoutError):
+        return _FIX_OF_SILENCE.get(config.type, "")
+    return ""
 
 
 def _refusals(
@@ -202,31 +254,94 @@ def _try_bucket(tier: S3TierConfig) -> None:
         store.try_out(read_only=tier.read_only)
 
 
+def _url(where: str, tier: FsspecTierConfig) -> Iterator[Finding]:
+    refused = list(_refusals(where, lambda: check_drivers(tier.url), tier, "url"))
+    if refused:
+        yield from refused
+        return
+    for name, meant in misspelt_options(tier.url, tier.storage_options).items():
+        text = f"{name} is not an option that the driver's constructor names"
+        yield Finding("warning", where, "storage_options", text, f"did you mean {meant}?")
+    protocol, _, path = tier.url.partition("://")
+    if protocol in LOCAL:
+        yield from _folder(where, tier, Path(path), "url")
+    else:
+        yield from _refusals(where, lambda: _try_url(tier), tier)
+
+
+def _try_url(tier: FsspecTierConfig) -> None:
+    from kvtiers.tiers.stores.fsspec import FsspecStore  # here, because it imports numpy
+
+    _, options = tool_recipe(tier, read_only=True)  # opened so, it does not remove old temporary files
+    with closing(FsspecStore(**options, request_timeout_s=FSSPEC_CALL_S_MAX)) as store:
+        store.try_out(read_only=tier.read_only)
+
+
+def _placeholders(where: str, tier: TierConfig) -> Iterator[Finding]:
+    """Find text that was meant to be replaced before the engine reads the file, and would be taken as it is written."""
+    for name, value in tier:
+        if isinstance(value, str) and name not in AS_WRITTEN and (found := _PLACEHOLDER.search(value)):
+            text = f"holds {found[0]}, which looks like a placeholder and is used as it is written"
+            yield Finding("warning", where, name, text, "replace it; environment variables are written ${NAME}")
+        for option, inner in value.items() if name in AS_WRITTEN and isinstance(value, dict) else ():
+            if isinstance(inner, str) and (variable := _VARIABLE.fullmatch(inner)):
+                text = f"{option} is {variable[0]}, but variables are not replaced in {name}"
+                yield Finding("warning", where, name, text, "write the value, or leave it to the driver's environment")
+
+
 def _try_store(tier: StoreTierConfig) -> None:
-    with closing(open_tool_store(tier, read_only=True)) as store:
-        store.size("kvtiers-check")
+    with closing(open_store(tier)) as store:
+        if not store.capabilities.shared:
+            check_needs_no_sharing(tier.capacity_policy(), in_workers=tier.isolation != "thread")
+        try:
+            _try_key(store, f"{TRIAL_FOLDER}/{secrets.token_hex(8)}", read_only=tier.read_only)
+        except KVTiersError:
+            raise
+        except Exception as e:  # a user's store may raise anything, and the text may be secret
+            text = f"a call of {tier.module_path}'s store raised {type(e).__name__}"
+            raise StoreConfigError(f"{text}; let it raise a StoreError (docs/writing-a-store.md)") from e
 
 
-def _folder(where: str, tier: FsTierConfig | NfsTierConfig) -> Iterator[Finding]:
-    root = Path(tier.root_dir)
+def _try_key(store: Store, key: str, *, read_only: bool) -> None:
+    store.size(key)
+    if read_only:
+        return
+    got = bytearray(len(key))
+    store.put(key, [memoryview(key.encode())], overwrite=True)
+    try:
+        store.get_into(key, [memoryview(got)])
+        if got != key.encode():
+            raise StoreConfigError("the store does not give back the bytes that were put")
+    finally:
+        store.delete(key)
+
+
+def _folder(where: str, tier: BoundedTierConfig, root: Path, field: str) -> Iterator[Finding]:
     uid = os.getuid()
 
     def problem(message: str, fix: str) -> Finding:
-        return Finding("problem", where, "root_dir", message, fix)
+        return Finding("problem", where, field, message, fix)
 
     try:
-        if root.is_symlink():
+        if field == "root_dir" and root.is_symlink():
             yield problem(f"{root} is a symbolic link", "write the folder that it points to")
             return
         existing = root
-        while not existing.exists():
+        while not os.path.lexists(existing):
             existing = existing.parent
-        if not existing.is_dir():
-            yield problem(f"{existing} is not a folder", "write another root_dir, or move that file away")
+        if not existing.exists():
+            yield problem(
+                f"{existing} is a symbolic link to {os.readlink(existing)}, which does not exist",
+                "mount the disk that it leads to, or correct the link",
+            )
+        elif not existing.is_dir():
+            yield problem(f"{existing} is not a folder", f"write another {field}, or move that file away")
+        elif point := unmounted_point(os.path.realpath(existing)):
+            yield problem(f"{root} is below {point}, which is in /etc/fstab and is not mounted", f"mount {point}")
         elif tier.read_only and existing != root:
             yield problem(
                 f"{root} does not exist, and the tier is read_only: nothing can be loaded",
-                "write the writers' root_dir",
+                f"write the writers' {field}",
             )
         elif tier.read_only:
             if not os.access(root, os.R_OK | os.X_OK):
@@ -234,12 +349,36 @@ def _folder(where: str, tier: FsTierConfig | NfsTierConfig) -> Iterator[Finding]
         elif not os.access(existing, os.W_OK | os.X_OK):
             yield problem(
                 f"{existing} is not writable for uid {uid}",
-                f"give uid {uid} the right to write, or write another root_dir",
+                f"give uid {uid} the right to write, or write another {field}",
             )
         else:
-            yield from _space(where, tier, existing)
+            if existing != root:
+                yield from _link_to_nothing(where, existing, field)
+            if isinstance(tier, FsTierConfig | NfsTierConfig):
+                yield from _space(where, tier, existing)
     except OSError as e:  # no permission to search a parent folder, or a name that is too long
-        yield problem(f"{root} cannot be accessed by uid {uid}: {e.strerror}", "write another root_dir")
+        yield problem(f"{root} cannot be accessed by uid {uid}: {e.strerror}", f"write another {field}")
+
+
+def _link_to_nothing(where: str, folder: Path, field: str) -> Iterator[Finding]:
+    """Find a symbolic link to an empty folder, which is often the mount point of a disk that is not mounted."""
+    target = folder.resolve()
+    if target == folder or any(target.iterdir()) or is_mount_point(str(target)):
+        return
+    text = f"a symbolic link leads to {target}, which is empty and not a mount point"
+    yield Finding("warning", where, field, text, "if a disk belongs there, mount it before the engine starts")
+
+
+def _removable_bytes(tier: FsTierConfig | NfsTierConfig) -> int:
+    """What a collector may remove to make room, by its last measurement; 0 if the tier has no collector."""
+    if tier.capacity_policy() is None:
+        return 0
+    try:
+        with closing(open_tool_store(tier, read_only=True)) as store:
+            measured = read_measured(store, keys=record_keys(tier))
+    except (KVTiersError, OSError):  # there is no root yet
+        return 0
+    return 0 if measured is None else measured.bytes
 
 
 def _space(where: str, tier: FsTierConfig | NfsTierConfig, folder: Path) -> Iterator[Finding]:
@@ -247,7 +386,12 @@ def _space(where: str, tier: FsTierConfig | NfsTierConfig, folder: Path) -> Iter
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{human_bytes(free)} free, {human_bytes(tier.min_free)} must stay free"
     if free < tier.min_free:
-        yield Finding("problem", where, "min_free", f"{text}: nothing is stored", "make room, or lower min_free")
+        own = _removable_bytes(tier)
+        if own >= tier.min_free - free:
+            text += f": the running engines' collector removes some of this tier's {human_bytes(own)} of blocks"
+            yield Finding("ok", where, "min_free", text)
+        else:
+            yield Finding("problem", where, "min_free", f"{text}: nothing is stored", "make room, or lower min_free")
     elif status.f_files > 0 and status.f_favail < INODES_FREE_MIN:
         yield Finding(
             "warning", where, "min_free", f"{text}, but only {status.f_favail} inodes are free",

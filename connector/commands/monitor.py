@@ -142,9 +142,10 @@ class WatchedTier:
             # Not the probe's store, which the probe closes after an error.
             with contextlib.closing(self._make_store(self.config)) as store:
                 for info in store.keys():  # noqa: SIM118 - not a dict
-                    if parse_block_name(info.key) is None:
+                    name = parse_block_name(info.key)
+                    if name is None:
                         continue
-                    namespace = info.key.partition("/")[0]
+                    namespace = name.namespace
                     if namespace not in blocks and len(blocks) >= NAMESPACES_MAX:
                         namespace = OTHER
                     blocks[namespace] = blocks.get(namespace, 0) + 1

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.prompt import Confirm
+from rich.table import Table
 
 from kvtiers import __version__
 from kvtiers.connector.commands.session import ExitCode, session
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 QUIET_S = 2.0  # faster work shows no progress
 TICK_S = 0.2
+TABLE_CELLS_MAX = 10_000  # the widest row
 COUNT_EVERY = 1000  # blobs: looking at the clock for each would slow a listing down
 
 T = TypeVar("T")
@@ -114,9 +116,17 @@ def say(text: str, *, to_stderr: bool = False) -> None:
     _Console(soft_wrap=True, stderr=to_stderr).print(printable(text), markup=False, highlight=False)
 
 
-def show(table: Any) -> None:
-    """Print a table to standard output."""
-    _Console(soft_wrap=True).print(table)
+def show(table: Table) -> None:
+    """Print a table to standard output, a line for each row: its names are to be copied.
+
+    Without lines around the cells in a pipe, and where they do not fit into the terminal.
+    """
+    console = _Console()
+    width = console.measure(table, options=console.options.update(max_width=TABLE_CELLS_MAX)).maximum
+    if not console.is_terminal or width > console.width:
+        table.box = None
+        table.pad_edge = False
+    _Console(width=width, soft_wrap=True).print(table)
 
 
 def cell(text: str) -> str:

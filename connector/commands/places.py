@@ -193,7 +193,7 @@ def load_deployment(config: str) -> DeploymentConfig:
         if config.endswith(_YAML_ENDINGS) or os.path.lexists(config):
             raise
         text = f"{e.message}; accepted is a YAML file, an existing folder, or a URL such as s3://bucket/prefix"
-        raise ConfigError(text, field=e.field) from e
+        raise ConfigError(text, field=public_url(e.field)) from None  # it may be a URL that lacks its colon
 
 
 def _bare_tier(config: str) -> TierConfig:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from kvtiers.connector.commands.options import AsJson, Config, DryRun, TierName
 from kvtiers.connector.commands.output import (
@@ -312,9 +312,9 @@ def _show_du(result: dict[str, Any]) -> None:
     say(f"{result['tier']} at {result['where']}: {what}, {human_bytes(blocks['bytes'])}{bound}")
     apart = result["namespaces"]
     differs = any(apart.get(group["namespace"]) for group in result["groups"])
-    table = Table(Column("namespace", overflow="fold"), "rank", "group", "blocks", "size")
+    table = Table("namespace", "rank", "group", "blocks", "size")
     if differs:
-        table.add_column("differs from its siblings by", overflow="fold")
+        table.add_column("differs from its siblings by")
     for group in result["groups"]:
         numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
         by = (cell(differences_in_words(apart.get(group["namespace"], {}))),) if differs else ()

@@ -24,6 +24,7 @@ scheduler may end up with the other engine's worker, and neither engine can dete
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -89,6 +90,31 @@ def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
         finally:
             os.close(fd)
     return reaped
+
+
+def running_regions(directory: str = "/dev/shm", *, proc: str = "/proc") -> list[RegionHeader]:
+    """Headers of the regions in ``directory`` that living engines have mapped, whether or not they have a name.
+
+    Sees only processes that this process may inspect: those of the same user and PID namespace, or all for root.
+    """
+    found: dict[int, RegionHeader] = {}
+    device = os.stat(directory).st_dev
+    for pid in filter(str.isdecimal, os.listdir(proc)):
+        with contextlib.suppress(OSError), os.scandir(os.path.join(proc, pid, "fd")) as descriptors:
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError, RegionError):  # it was closed, or has another version's header
+                    # Not by its name: the process that created the file knows it by its number.
+                    if not os.readlink(descriptor.path).startswith(f"{directory}/"):
+                        continue
+                    fd = os.open(descriptor.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                    try:
+                        status = os.fstat(fd)
+                        header = RegionHeader.read(fd, descriptor.path) if status.st_dev == device else None
+                    finally:
+                        os.close(fd)
+                    if header is not None and header.sized:
+                        found[status.st_ino] = header
+    return list(found.values())
 
 
 def allocate_anonymous(geometry: RegionGeometry) -> int:

@@ -115,6 +115,8 @@ def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object, homes
     if isinstance(data, str) and "$" in data and not (isinstance(cause, VariableError) or AS_WRITTEN & {*loc}):
         shown += ", with its variables replaced,"
     words = _ACCEPTED if isinstance(cause, OutOfRangeError) else _WORDS.get(kind, _OTHERS)
+    if kind == "string_type" and (looks := _looks_like(data)):
+        words += f"; put a text that looks like {looks} in quotes"
     plain = f"{item['msg'][:1].lower()}{item['msg'][1:]}"
     return path, words.format(**context, shown=shown, accepted=in_words(_schema_at(schema, loc)), plain=plain)
 
@@ -202,7 +204,7 @@ def show(value: object) -> str:
     if value and not isinstance(value, (int, float, str, date)):
         return kind_of(value)
     try:
-        text = quoted(value) if isinstance(value, str) else repr(value)
+        text = quoted(value) if isinstance(value, str) else str(value) if isinstance(value, date) else repr(value)
     except ValueError:  # an integer with more digits than Python converts to text
         return kind_of(value)
     return text if len(text) <= 80 else text[:77] + ("…'" if isinstance(value, str) else "…")
@@ -212,6 +214,13 @@ def kind_of(value: object) -> str:
     """The kind of a value, without its content, which may be secret."""
     kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", bytes: "binary", type(None): "nothing"}
     return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def _looks_like(value: object) -> str:
+    """What YAML took a text without quotes for; "" if the value cannot come from such a text."""
+    if isinstance(value, bool):
+        return "true or false (yes, no, on, off)"
+    return "a number" if isinstance(value, int | float) else "a date" if isinstance(value, date) else ""
 
 
 def _child(data: object, part: int | str) -> object:

@@ -42,6 +42,7 @@ from kvtiers.tiers.stores.s3.options import TIMEOUT_S_MAX, S3Options
 
 MAX_BYTES_MIN = 1 << 20
 LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
+_PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector checks whether there is something to do
 
@@ -484,12 +485,19 @@ class S3TierConfig(NetworkTierConfig):
                 )
 
 
-def _make_local_absolute(url: str, info: ValidationInfo) -> str:
-    """Make a path on this host absolute. fsspec would start from the folder of its process."""
-    scheme, path = re.fullmatch(r"((?:(?:file|local):(?://)?)?)(.*)", url, re.DOTALL).groups()  # type: ignore[union-attr]
-    if os.path.isabs(path) or path.startswith("~") or "://" in path or "::" in path:
+def _check_url(url: str, info: ValidationInfo) -> str:
+    """Refuse a text that fsspec would use as a path, and make the path of a local URL absolute.
+
+    fsspec would start from the folder of its process.
+    """
+    *outer, last = url.split("::")  # each link but the last one may be a protocol alone
+    if not all(_PROTOCOL.match(link if "://" in link else f"{link}://") for link in outer) or not _PROTOCOL.match(last):
+        path = "file:///folder, or type: fs with a root_dir, for a folder on this machine"
+        raise ValueError(f"is not a URL; write protocol://bucket/folder, or {path}")
+    scheme, _, path = last.partition("://")
+    if outer or scheme not in ("file", "local") or os.path.isabs(path) or path.startswith("~"):
         return url
-    return scheme + absolute(path, info)
+    return f"{scheme}://{absolute(path, info)}"
 
 
 class FsspecTierConfig(NetworkTierConfig):
@@ -497,7 +505,7 @@ class FsspecTierConfig(NetworkTierConfig):
 
     type: Literal["fsspec"] = "fsspec"
     lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
-    url: Annotated[ExpandedPath, AfterValidator(_make_local_absolute)] = Field(
+    url: Annotated[ExpandedPath, AfterValidator(_check_url)] = Field(
         json_schema_extra={"x-accepted": "a URL"}, description="Location, such as gs://bucket/folder."
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")

@@ -16,7 +16,7 @@ from kvtiers.tiers.errors import public_url
 #: Fields whose texts are used as they are written: they may hold a password with a dollar, or name a variable.
 AS_WRITTEN = frozenset({"keys_env", "options", "storage_options"})
 
-_VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)(?::-([^{}]*))?\}|(\{))", re.ASCII)
+_VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)(?::-([^{}]*))?\}|(\{|\((\w+)\)|))", re.ASCII)
 
 
 class VariableError(ValueError):
@@ -30,7 +30,7 @@ def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     dollar.
 
     Raises:
-        VariableError: a variable is not set or empty and has no default, or "${" begins no variable.
+        VariableError: a variable is not set or empty and has no default, or a dollar begins no variable.
     """
     if isinstance(value, list | tuple):
         return type(value)(expand(each, environ) for each in value)
@@ -39,14 +39,20 @@ def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     shown = public_url(value)
 
     def replace(found: re.Match[str]) -> str:
-        dollar, plain, braced, default, brace = found.groups()
+        dollar, plain, braced, default, other, in_parentheses = found.groups()
         if dollar:
             return "$"
-        if brace:
+        if other is not None:
             if found[0] not in shown:
                 return found[0]
+            if in_parentheses:
+                raise VariableError(
+                    f"has {found[0]}, which Kubernetes replaces only in a container's command, args and env; write "
+                    f"${{{in_parentheses}}}, and set that variable in the container's env"
+                )
             raise VariableError(
-                "has a '${' that begins no variable; write ${NAME} or ${NAME:-default}, and $$ for a dollar"
+                f"has a '{found[0]}' that begins no variable; "
+                "write ${NAME} or ${NAME:-default}, and $$ for a dollar"
             )
         name = plain or braced
         if default is not None:

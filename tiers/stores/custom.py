@@ -6,7 +6,7 @@ This is a separate module so that a worker process imports only this module and 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtiers.tiers.errors import KVTiersError, StoreConfigError, printable
@@ -26,23 +26,45 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
             KVTiersError, or it did not return a Store.
         KVTiersError: raised by the function; passed on unchanged.
     """
-    module_name, _, function = module_path.partition(":")
-    name = function or HOOK
-    try:
-        make = getattr(importlib.import_module(module_name), name, None)
-    except Exception as e:  # a user's module may raise anything
-        raise StoreConfigError(f"{module_name} cannot be imported: {_describe(e)}") from e
-    if not callable(make):
-        raise StoreConfigError(f"{module_name} has no function {name}(options) that returns a kvtiers.Store")
+    make = find_factory(module_path)
+    name = _shown(module_path)
     try:
         store = make(dict(options))
     except KVTiersError:
         raise
     except Exception as e:  # a user's function may raise anything
-        raise StoreConfigError(f"{module_name}.{name} failed with its options: {_describe(e)}") from e
+        raise StoreConfigError(f"{name} failed with its options: {_describe(e)}") from e
     if not isinstance(store, Store):
-        raise StoreConfigError(f"{module_name}.{name} returned a {type(store).__name__}, not a kvtiers.Store")
+        raise StoreConfigError(f"{name} returned a {type(store).__name__}, not a kvtiers.Store")
     return store
+
+
+def find_factory(module_path: str) -> Callable[..., object]:
+    """Import the module and return its factory function.
+
+    Raises:
+        StoreConfigError: the module cannot be imported, or the function does not exist.
+    """
+    module_name, _, function = module_path.partition(":")
+    name = function or HOOK
+    try:
+        make = getattr(importlib.import_module(module_name), name, None)
+    except Exception as e:  # a user's module may raise anything
+        fix = "correct module_path, or install the module where the engine runs"
+        if not (isinstance(e, ModuleNotFoundError) and e.name and f"{module_name}.".startswith(f"{e.name}.")):
+            fix = f"correct {module_name}, or install what it imports"
+        raise StoreConfigError(f"{module_name} cannot be imported: {_describe(e)}; {fix}") from e
+    if not callable(make):
+        raise StoreConfigError(
+            f"{module_name} has no function {name}(options) that returns a kvtiers.Store; write "
+            "module_path: module:function"
+        )
+    return make
+
+
+def _shown(module_path: str) -> str:
+    module_name, _, function = module_path.partition(":")
+    return f"{module_name}.{function or HOOK}"
 
 
 def _describe(e: Exception) -> str:

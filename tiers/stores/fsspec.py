@@ -13,9 +13,12 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -42,6 +45,7 @@ from kvtiers.tiers.stores.fsspec_driver import (
     EXCLUSIVE_CREATE,
     LOCAL,
     TEMPORARY_FOLDER,
+    explain_options,
     lists_trees,
     mtime_of,
     open_driver,
@@ -61,15 +65,43 @@ TEMPORARY_S_MAX: Final = 3600.0
 LISTED_DEPTH: Final = 2
 LOGGED_FOLDERS_MAX: Final = 16  # folders that are logged, each once, because this user may not list them
 ASKED_AT_ONCE: Final = 128  # keys in one batch of concurrent requests
+TRIAL_FOLDER: Final = "kvtiers-check"
+TRIAL_BYTES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
 class _Place:
-    """A driver's file system and the store's root in it; valid only in the process that made it."""
+    """A driver's file system and the store's root in it; valid only in the process that made it.
 
-    pid: int
-    fs: Any
-    root: str
+    A driver may keep listings in a cache of its own (hf:// does) instead of fsspec's, which can be turned off. Then
+    each thread gets its own driver, because the driver works on the cache during a call. The cache is emptied before
+    each call: its listings would be stale.
+
+    Args:
+        reopen: returns another instance of the driver.
+    """
+
+    def __init__(self, fs: Any, root: str, reopen: Callable[[], Any]) -> None:
+        from fsspec.dircache import DirCache
+
+        self.pid = os.getpid()
+        self.root = root
+        self._fs = fs
+        self._reopen = reopen
+        self._own = threading.local()
+        cache = getattr(fs, "dircache", None)
+        self._keeps_listings = isinstance(cache, MutableMapping) and not isinstance(cache, DirCache)
+        if isinstance(cache, DirCache):
+            cache.use_listings_cache = False
+
+    @property
+    def fs(self) -> Any:
+        """The driver, for one call."""
+        if not self._keeps_listings:
+            return self._fs
+        if not hasattr(self._own, "fs"):
+            self._own.fs = self._reopen()
+        self._own.fs.dircache.clear()
+        return self._own.fs
 
     def path(self, key: str) -> str:
         return f"{self.root}/{key}"
@@ -136,7 +168,7 @@ class FsspecStore(Store):
             self._run(key, lambda: put_and_move(place.fs, place.path(key), parts, place.path(TEMPORARY_FOLDER)))
             return True
         except BlobNotFoundError:
-            raise StoreConfigError(f"{self!r}: the bucket or the root does not exist", key=key) from None
+            raise StoreConfigError(f"{self!r}: the bucket or the root does not exist; create it", key=key) from None
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         check_key(key)
@@ -221,17 +253,57 @@ class FsspecStore(Store):
         """See ``SupportsDeleteMany``. Requests run as in ``size_many``."""
         return self._many(keys, "rm_file", _raise_if_error, BlobNotFoundError, BlobCorruptError)
 
+    def try_out(self, *, read_only: bool) -> None:
+        """Do what an engine's first lookup, put and get do, with a small blob that is deleted again.
+
+        Args:
+            read_only: only look up a blob, and list the root.
+
+        Raises:
+            StoreError: a step failed.
+        """
+        key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
+        try:
+            self._try_key(key, read_only=read_only)
+        except StoreError as e:
+            error = type(e)(str(e).removesuffix(f" (key {key!r})"))
+        else:
+            return
+        raise error
+
     # -- private ---------------------------------------------------------------------------------------------------
+
+    def _try_key(self, key: str, *, read_only: bool) -> None:
+        self.size(key)
+        if read_only:
+            place = self._current("")
+            try:
+                self._run("", lambda: self._call("ls", place.root, detail=True))
+            except BlobNotFoundError:
+                text = f"{self!r} holds nothing, and the tier is read_only: nothing can be loaded"
+                raise StoreConfigError(f"{text}; write the writers' URL") from None
+            return
+        data, got = secrets.token_bytes(TRIAL_BYTES), bytearray(TRIAL_BYTES)
+        self.put(key, [memoryview(data)], overwrite=True)
+        try:
+            self.get_into(key, [memoryview(got)])
+            if got != data:
+                raise StoreUnavailableError("the storage does not give back the bytes that were put")
+        finally:
+            self.delete(key)
+            if not self._is_atomic:
+                with suppress(Exception):  # drivers may raise anything, and an empty folder does no harm
+                    self._call("rmdir", self._place.path(TRIAL_FOLDER))
 
     def _connect(self) -> _Place:
         # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.
+        options = {"skip_instance_cache": True, **self._storage_options}
         try:
-            fs, root = open_driver(self._url, {"skip_instance_cache": True, **self._storage_options})
+            fs, root = open_driver(self._url, options)
         except StoreError as e:
             raise type(e)(f"{self!r}: {e}") from None
         cap_chatty_loggers()  # S3 drivers have created their loggers by now
-        fs.dircache.use_listings_cache = False
-        return _Place(os.getpid(), fs, root)
+        return _Place(fs, root, lambda: open_driver(self._url, options)[0])
 
     def _current(self, key: str) -> _Place:
         if self._closed:
@@ -419,7 +491,7 @@ class FsspecStore(Store):
         except StoreError as e:
             error = type(e)(str(e), key=key)
         except Exception as e:  # noqa: BLE001 - drivers may raise anything
-            error = translate(e, key)
+            error = translate(e, key, lambda: explain_options(self._url, self._storage_options))
         raise copy.copy(error)  # ``error`` is in this frame; a traceback would refer back to it in a cycle
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from difflib import get_close_matches
+from json import JSONDecodeError
 from typing import Any, Final
 
 from kvtiers.tiers.errors import (
@@ -55,6 +59,15 @@ _TIME_FIELDS: Final = (
 )
 
 _ABSENT_STATUSES: Final = (404, 410)
+#: Options of fsspec itself that are not accepted.
+_OURS: Final = ("asynchronous", "loop")
+_LINK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*", re.ASCII)  # a protocol
+_CLOSE: Final = 0.75  # difflib's ratio: "endpiont_url" is 0.92 of "endpoint_url"; "region" is 0.67 of "session"
+_OPTIONS_SHOWN_MAX: Final = 12
+
+
+class OptionsError(StoreConfigError):
+    """The driver failed with an error of Python, as it does if it gets an option that it does not know."""
 
 
 def protocols_of(fs: Any) -> frozenset[str]:
@@ -146,8 +159,12 @@ def mtime_of(info: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def translate(error: Exception, key: str) -> StoreError:
-    """Translate any exception of a driver into a StoreError, by its class or errno, never by its text."""
+def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> StoreError:
+    """Translate any exception of a driver into a StoreError, by its class or errno, never by its text.
+
+    Args:
+        explain: returns what ``explain_options`` says. Called for errors that a wrong option may have caused.
+    """
     error = _unwrap_not_found(error)
     name = type(error).__name__
     status = getattr(error, "status", None)  # HTTP status, if a web server answered
@@ -167,9 +184,64 @@ def translate(error: Exception, key: str) -> StoreError:
     if isinstance(error, OSError):
         # Without the error's text, which may contain a URL with a signature.
         return store_error(OSError(error.errno or 0, name), key)
-    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
+    if isinstance(error, NotImplementedError):
         return StoreConfigError(f"the driver does not support this operation ({name})", key=key)
+    is_unreadable = isinstance(error, (UnicodeError, JSONDecodeError))  # a server's response
+    if isinstance(error, (ValueError, TypeError)) and not is_unreadable:
+        text = f"the driver does not support this operation, or not its options ({name}){explain()}"
+        return OptionsError(text, key=key)
+    if isinstance(error, (AssertionError, AttributeError)) and (told := explain()):
+        return OptionsError(f"the driver failed ({name}){told}", key=key)
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
+
+
+def explain_options(url: str, options: Mapping[str, Any]) -> str:
+    """Say which of a driver's options may be wrong, for the end of an error message. "": there are no options.
+
+    Shows only the options' names. Most drivers take more options than their constructors name, and pass them on. So an
+    unknown name is not an error by itself.
+    """
+    if not options:
+        return ""
+    known = _known_options(url)
+    odd = [name for name in options if name not in known]
+    if not odd:
+        return f"; check the values of storage_options ({', '.join(map(str, options))})"
+    meant = [f"did you mean {close}?" for name in odd if (close := _meant_option(name, known))]
+    accepted = sorted(known)[:_OPTIONS_SHOWN_MAX]
+    more = ", …" if len(known) > len(accepted) else ""
+    told = " ".join(meant) or f"it names {', '.join(accepted)}{more}"
+    return f"; storage_options: the driver's constructor does not name {', '.join(map(str, odd))}: {told}"
+
+
+def misspelt_options(url: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Options that the driver does not name and that are close to an option that it names: name -> probably meant.
+
+    Drivers drop unknown options, pass them on or fail on them.
+    """
+    known = _known_options(url)
+    close = {name: _meant_option(name, known) for name in options if name not in known}
+    return {name: meant for name, meant in close.items() if meant}
+
+
+def _meant_option(name: object, known: Sequence[str]) -> str:
+    return next(iter(get_close_matches(str(name), known, 1, _CLOSE)), "")
+
+
+def _known_options(url: str) -> list[str]:
+    """Options that fsspec or a constructor of a driver in the URL's chain names."""
+    from fsspec.core import get_filesystem_class
+    from fsspec.dircache import DirCache
+    from fsspec.spec import AbstractFileSystem
+
+    protocols = [link.partition("://")[0] for link in url.split("::")]
+    classes = [base for protocol in protocols for base in get_filesystem_class(protocol).__mro__]
+    named = {*protocols, "skip_instance_cache"}  # a protocol's name: options for this link of the chain
+    for owner in (*classes, DirCache, AbstractFileSystem):
+        for parameter in inspect.signature(owner.__init__).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                named.add(parameter.name)
+    return sorted(named - {"self", *_OURS})
 
 
 def _s3_response(error: Exception) -> tuple[int, str] | None:
@@ -212,7 +284,8 @@ def check_drivers(url: str) -> None:
 
     Raises:
         StoreConfigError: fsspec or a driver is not installed, a protocol has no driver or is ``REFUSED``, or the text
-            is not a URL: fsspec would use it as a file path in the working directory.
+            is not a URL (each link of a chain but the last one may be a protocol alone): fsspec would use any other
+            text as a file path in the working directory.
     """
     try:
         from fsspec.core import get_filesystem_class
@@ -222,10 +295,9 @@ def check_drivers(url: str) -> None:
     protocols = []
     for link in links:
         protocol, has_path, path = link.partition("://")
-        if not has_path and link.startswith("/"):
-            continue  # the path of a local file
-        if (not has_path or not protocol) and (link is links[-1] or not link.isalnum()):
-            raise StoreConfigError(f"{public_url(link)!r} is not a URL; write protocol://bucket/folder")
+        # The text is not shown: without "//" nothing tells a login from a path.
+        if _LINK.fullmatch(protocol) is None or (not has_path and link is links[-1]):
+            raise StoreConfigError("is not a URL; write protocol://bucket/folder, or file:///folder for a local folder")
         if protocol in LOCAL and has_path and not path.startswith("/"):
             raise StoreConfigError(f"{public_url(link)!r} is below the working directory; write {protocol}:///folder")
         try:
@@ -234,7 +306,9 @@ def check_drivers(url: str) -> None:
             text = f"{protocol}://: the driver is not installed: pip install {missing_package(e)}"
             raise StoreConfigError(text) from None
         except ValueError:
-            raise StoreConfigError(f"{protocol}://: fsspec has no such driver") from None
+            raise StoreConfigError(
+                f"{protocol}://: fsspec has no such driver; correct the protocol, or install its driver"
+            ) from None
         protocols.append(protocol)
     for protocol in protocols:
         if protocol in REFUSED:
@@ -259,12 +333,16 @@ def open_driver(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     check_drivers(url)
     from fsspec.core import url_to_fs
 
+    for name in filter(options.get, _OURS):
+        text = f"storage_options: {name} is not accepted, because kvtiers calls the driver from threads"
+        raise OptionsError(f"{text}; leave it out")
     try:
         fs, root = url_to_fs(url, **options)
     except ImportError as e:
         raise StoreConfigError(f"the driver is not installed: pip install {missing_package(e)}") from None
-    except (ValueError, TypeError, FileNotFoundError) as e:
-        raise StoreConfigError(f"fsspec does not accept the URL or an option: {type(e).__name__}") from None
+    except (ValueError, TypeError, FileNotFoundError, AssertionError, AttributeError, LookupError) as e:
+        told = explain_options(url, options)
+        raise OptionsError(f"fsspec does not accept the URL or an option: {type(e).__name__}{told}") from None
     except Exception as e:  # noqa: BLE001 - drivers may raise anything
         raise translate(e, "") from None
     return fs, str(root).rstrip("/")

@@ -19,10 +19,13 @@ from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
+from kvtiers.tiers.stores.files import mounts
+from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from tests.connector.commands.test_doctor import deployment, fs
 from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
 from tests.identity import CONFIG, FakeSpec, block_key
 
+CANARY = "CANARYCANARY"
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
@@ -158,7 +161,7 @@ def test_storage_that_hangs_is_a_problem_and_hides_no_other(tmp_path: Path, monk
     tiers = [fs(tmp_path / "kv"), {"type": "none_such", "module_path": "none_such"}]
     try:
         hung, absent = problems(*tiers)
-        assert hung == "tiers[0]: no answer within 300 s; check that the server is up and that the mount does not hang"
+        assert hung == "tiers[0]: no answer within 300 s; check that the disk or mount answers (ls, dmesg)"
         assert absent.startswith("tiers[1]")
     finally:
         answered.set()
@@ -215,6 +218,7 @@ def test_check_finds_what_an_engine_refuses(
     given = {
         name: value.replace("HERE", str(tmp_path)) if name == "root_dir" else value for name, value in tier.items()
     }
+    monkeypatch.setattr(findings, "missing_mount", lambda _: "")  # this folder is not on an NFS mount
     (found,) = problems(given)
     assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
     spec = TieringOffloadingSpec(CONFIG, deployment(given), 65_536)
@@ -251,7 +255,8 @@ def test_check_names_packages_that_are_missing(
 
 
 def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "file_system_type", lambda root: "nfs4")
+    for module in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
+        monkeypatch.setattr(f"{module}.file_system_type", lambda _: "nfs4")
     for module, name in ((findings, "_folder"), (check, "_block_sizes")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a dead mount would hang here"))
     tier = {"type": "nfs", "root_dir": str(tmp_path)}
@@ -259,7 +264,7 @@ def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("ext4", True), ("overlay", True), ("ceph", False), ("nfs4", False)])
-def test_an_nfs_tier_whose_mount_may_be_missing(
+def test_nfs_tier_without_its_mount_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
     for module in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
@@ -269,9 +274,9 @@ def test_an_nfs_tier_whose_mount_may_be_missing(
     config = tmp_path / "c.json"
     config.write_text(deployment(tier).model_dump_json())
     code, out = run("check", str(config))
-    assert (code, f"tiers[0].{said}" in out) == (0, is_told)
+    assert (code, f"problem tiers[0].{said}" in out) == (ExitCode.FAILED if is_told else 0, is_told)
     code, out = run("check", str(config), "--json")
-    assert [note.partition(";")[0] for note in result_of(out)["notes"]] == [f"tiers[0].{said}"] * is_told
+    assert [found.partition(";")[0] for found in result_of(out)["findings"]] == [f"tiers[0].{said}"] * is_told
     spec = TieringOffloadingSpec(CONFIG, deployment(tier), 65_536)
     spec.get_manager()
     spec.shutdown()
@@ -401,3 +406,199 @@ def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Pat
             True,
         ), out
         assert ("write at least 16MiB for this model" in out) == (room == 0)
+
+
+# ---- what an engine's first lookup, put and get would meet -----------------------------------------------------------
+
+
+def s3fs(url: str = "s3://kvb/kv", **options: Any) -> dict[str, Any]:
+    return {"type": "fsspec", "url": url, "storage_options": {"key": "k", "secret": "s", **options}}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (Fault.BUCKET_GONE, "tiers[0]: FsspecStore('s3://kvb/kv'): the bucket or the root does not exist; create it"),
+        (Fault.ACCESS_DENIED, "tiers[0]: access was denied to the driver (PermissionError); check its storage_options"),
+    ],
+)
+def test_check_of_fsspec_url_whose_server_refuses_is_a_problem(code: Fault, expected: str) -> None:
+    with HttpFaultServer() as server:
+        server.inject(code)
+        assert problems(s3fs(endpoint_url=server.endpoint_url)) == [expected]
+
+
+def test_check_of_fsspec_url_whose_server_is_silent_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "FSSPEC_CALL_S_MAX", 0.2)
+    with HttpFaultServer() as server:
+        server.inject(Fault.STALL)
+        (found,) = problems(s3fs(endpoint_url=server.endpoint_url))
+    assert found.startswith("tiers[0]: the driver did not finish in time")
+    assert found.endswith("; check that the server is up, and that this machine can reach it")
+
+
+def test_check_of_good_fsspec_url_finds_nothing_and_leaves_nothing() -> None:
+    with HttpFaultServer(buckets=("kvb",)) as server:
+        server.put_object("kvb", "kv/there", b"1")
+        tier = s3fs(endpoint_url=server.endpoint_url)
+        assert problems(tier | {"read_only": True}) == []
+        assert server.requests("PUT") == []
+        assert problems(tier) == []
+        (put,) = server.requests("PUT")
+        assert server.get_object("kvb", put.path.partition("?")[0].removeprefix("/kvb/")) is None
+
+
+def test_check_of_read_only_fsspec_url_that_holds_nothing_is_a_problem() -> None:
+    (found,) = problems({"type": "fsspec", "url": "memory://kvtiers-check-nothing", "read_only": True})
+    assert "holds nothing, and the tier is read_only: nothing can be loaded; write the writers' URL" in found
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"endpiont_url": "http://127.0.0.1:9"}, "does not name endpiont_url: did you mean endpoint_url?"),
+        ({"force_path_style": True}, "does not name force_path_style: it names anon, batch_size, "),
+        ({"client_kwargs": {"regoin": "x"}}, "check the values of storage_options (client_kwargs, secret)"),
+        ({"key": 123}, "check the values of storage_options (key, secret)"),
+        ({"asynchronous": True}, "asynchronous is not accepted, because kvtiers calls the driver from threads;"),
+    ],
+)
+def test_check_of_wrong_driver_option_names_the_option(options: dict[str, Any], expected: str) -> None:
+    (found,) = problems({"type": "fsspec", "url": "s3://kvb/kv", "storage_options": options | {"secret": CANARY}})
+    assert found.startswith("tiers[0].storage_options: ")
+    assert expected in found
+    assert CANARY not in found
+
+
+def test_check_warns_of_misspelt_option_that_driver_drops(tmp_path: Path) -> None:
+    tier = {"type": "fsspec", "url": f"file://{tmp_path}/kv"}
+    wrong = check.examine(deployment(tier | {"storage_options": {"auto_mkdri": True}}))
+    assert wrong.texts("warning") == [
+        "tiers[0].storage_options: auto_mkdri is not an option that the driver's constructor names; did you mean "
+        "auto_mkdir?"
+    ]
+    right = {"auto_mkdir": True, "use_listings_cache": False, "x_of_a_subclass": 1}
+    assert check.examine(deployment(tier | {"storage_options": right})).verdict() == "usable"
+
+
+@pytest.mark.parametrize("type_", ["fs", "nfs", "fsspec"])
+@pytest.mark.parametrize("below", ["", "/deeper/kv"])
+def test_check_of_root_below_dangling_link_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str, below: str
+) -> None:
+    monkeypatch.setattr(findings, "missing_mount", lambda _: "")
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    root = f"{tmp_path}/data/kv{below}"
+    place = {"url": f"file://{root}"} if type_ == "fsspec" else {"root_dir": root}
+    expected = (
+        f"tiers[0].{next(iter(place))}: {tmp_path}/data is a symbolic link to {tmp_path}/disk, which does not exist; "
+        "mount the disk that it leads to, or correct the link"
+    )
+    assert problems({"type": type_, **place}) == [expected]
+
+
+def test_check_warns_of_root_below_link_to_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    warning = f"tiers[0].root_dir: a symbolic link leads to {tmp_path}/disk, which is empty and not a mount point"
+    examined = check.examine(deployment(fs(tmp_path / "data" / "kv")))
+    assert [text.partition(";")[0] for text in examined.texts("warning")] == [warning]
+    (tmp_path / "disk" / "kv").mkdir()  # it has been used
+    for root in (tmp_path / "data" / "kv", tmp_path / "disk" / "new"):
+        assert check.examine(deployment(fs(root))).texts("warning") == []
+
+
+def test_check_of_root_below_mount_point_that_is_not_mounted_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    fstab = tmp_path / "fstab"
+    monkeypatch.setattr(mounts.unmounted_point, "__kwdefaults__", {"mountinfo": mounts.MOUNTINFO, "fstab": str(fstab)})
+    fstab.write_text(f"# a comment\n/dev/sdb1 {tmp_path}/disk/ xfs noauto 0 0\nproc /proc proc defaults 0 0\nshort\n")
+    (found,) = problems(fs(tmp_path / "disk" / "kv"))
+    assert found == (
+        f"tiers[0].root_dir: {tmp_path}/disk/kv is below {tmp_path}/disk, which is in /etc/fstab and is not mounted; "
+        f"mount {tmp_path}/disk"
+    )
+    assert problems(fs(tmp_path / "disk2" / "kv")) == []
+
+
+@pytest.mark.parametrize("text", ["{{ .Values.root }}", "<your-folder>", "%(root)s", "%POD_NAME%"])
+def test_check_warns_of_placeholder(tmp_path: Path, text: str) -> None:
+    (warning,) = check.examine(deployment(fs(tmp_path / text / "kv"))).texts("warning")
+    assert warning.startswith(f"tiers[0].root_dir: holds {text}, which looks like a placeholder")
+    assert check.examine(deployment(fs(tmp_path / "100%_a<b" / "kv"))).texts("warning") == []
+
+
+def test_check_warns_of_variable_where_variables_are_not_replaced(tmp_path: Path) -> None:
+    tier = {"type": "fsspec", "url": f"file://{tmp_path}/kv"}
+    for value in ("$MKDIR", "${MKDIR:-1}", "$(MKDIR)"):
+        (warning,) = check.examine(deployment(tier | {"storage_options": {"auto_mkdir": value}})).texts("warning")
+        assert f"auto_mkdir is {value}, but variables are not replaced in storage_options" in warning
+    password = deployment(tier | {"storage_options": {"x": f"pa$word-{CANARY}"}})
+    assert check.examine(password).texts("warning") == []
+
+
+def test_check_of_store_names_module_or_options_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kvtiers_check_needs.py").write_text("import no_such_client")
+    (tmp_path / "kvtiers_check_store.py").write_text("def make_store(options): raise ValueError(options['x'])")
+    for module_path, expected in (
+        ("no_such_module", ".module_path: no_such_module cannot be imported: ModuleNotFoundError: No module named "),
+        ("kvtiers_check_needs", ".module_path: kvtiers_check_needs cannot be imported: ModuleNotFoundError: No modul"),
+        ("kvtiers_check_store:nope", ".module_path: kvtiers_check_store has no function nope(options) that returns"),
+        ("kvtiers_check_store", ".options: kvtiers_check_store.make_store failed with its options: ValueError: 1"),
+    ):
+        (found,) = problems({"type": "store", "module_path": module_path, "options": {"x": 1}})
+        assert found.startswith(f"tiers[0]{expected}")
+        assert "storage answers" not in found
+
+
+CUSTOM = """
+from dataclasses import replace
+from kvtiers.tiers.errors import StorePermissionError
+from kvtiers.tiers.stores.memory import MemoryStore
+
+
+class Refused(MemoryStore):
+    def put(self, key, parts, *, overwrite=False):
+        raise StorePermissionError("denied", key=key)
+
+
+class Raw(MemoryStore):
+    def size(self, key):
+        raise KeyError("CANARYCANARY")
+
+
+class Forgets(MemoryStore):
+    def get_into(self, key, parts):
+        pass
+
+
+def make_store(options):
+    return globals()[options["class"]]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"class": "Refused"}, "tiers[0].options: denied"),
+        ({"class": "Refused", "read_only": True}, None),
+        ({"class": "Raw"}, "tiers[0].options: a call of kvtiers_check_custom's store raised KeyError; let it raise a "),
+        ({"class": "Forgets"}, "tiers[0].options: the store does not give back the bytes that were put"),
+        ({"class": "MemoryStore"}, None),
+        ({"class": "MemoryStore", "isolation": "auto"}, "tiers[0].isolation: needs other processes, but only the pr"),
+        ({"class": "MemoryStore", "max_bytes": "1GiB"}, "tiers[0].max_bytes: needs other processes, but only the pr"),
+    ],
+)
+def test_check_of_custom_store_does_what_an_engine_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str | None
+) -> None:
+    (tmp_path / "kvtiers_check_custom.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    place = {"type": "store", "module_path": "kvtiers_check_custom", "options": {"class": options["class"]}}
+    tier = place | {"isolation": "thread"} | {name: value for name, value in options.items() if name != "class"}
+    found = problems(tier)
+    assert len(found) == (expected is not None)
+    assert all(each.startswith(expected or "") and CANARY not in each for each in found)

@@ -5,7 +5,9 @@ import io
 import json
 import os
 import resource
+import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,15 +21,25 @@ from kvtiers.connector.commands import check, doctor, doctor_storage, findings
 from kvtiers.connector.commands.doctor_storage import examine_namespaces, examine_store
 from kvtiers.connector.commands.findings import Finding
 from kvtiers.connector.commands.session import ExitCode
+from kvtiers.connector.region.region_file import region_path
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.builtin import FileSystemTierManager
-from kvtiers.tiers.capacity.usage import MEASURED
+from kvtiers.tiers.capacity.usage import MEASURED, Measured, publish_measured
 from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, TierConfig
-from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreTimeoutError
+from kvtiers.tiers.errors import (
+    StoreConfigError,
+    StoreFullError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from kvtiers.tiers.exporter import MetricsServer
 from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.store import Capabilities, KeyInfo
+from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import S3Server, moto_server
 from tests.connector.commands.test_storage_commands import ok, result_of, run
@@ -102,7 +114,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     space = one(findings, "min_free", "tiers[3]")
     assert space.level == "problem"
     assert "min_free" in space.fix
-    assert one(findings, "rights", "tiers[3]").level == "problem"  # a put is refused at the reserve
+    assert one(findings, "rights", "tiers[3]").level == "ok"  # the reserve is no matter of rights
 
 
 @pytest.mark.parametrize(("options", "level"), [({}, "problem"), ({"auth": "gmac", "keys_env": "K"}, "note")])
@@ -389,13 +401,24 @@ def test_a_file_system_without_hard_links_is_no_matter_of_rights(
     assert "give uid" not in found.fix
 
 
-def test_a_missing_right_is_no_fault_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EACCES, f"give uid {os.getuid()} the right to read and write HERE"),
+        (errno.ENOSYS, "use another file system"),
+        (errno.ENOSPC, "make room"),
+        (errno.EIO, ""),
+    ],
+)
+def test_rename_that_fails_gets_the_advice_of_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
     def refuse(*_: Any) -> None:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "rename", refuse)
     found = doctor_storage._rename("fs", str(tmp_path))
-    assert (found.level, found.fix) == ("problem", f"give uid {os.getuid()} the right to read and write {tmp_path}")
+    assert (found.level, found.fix) == ("problem", fix.replace("HERE", str(tmp_path)))
 
 
 def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
@@ -525,15 +548,86 @@ def test_a_containers_memory_is_its_limit(tmp_path: Path, monkeypatch: pytest.Mo
         assert one(examine(deployment()), "memory").level == level
 
 
-def test_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = MetricsServer([Metrics()], port=0)
-    try:
-        found = one(examine(deployment(metrics={"port": taken.port})), "metrics")
-        assert (found.level, "cannot be used" in found.message) == ("problem", True)
-    finally:
-        taken.close()
+def test_metrics_port_taken_by_another_program_is_a_problem() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        threading.Thread(
+            target=answer_once, args=(taken, b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nhi\n"), daemon=True
+        ).start()
+        found = one(examine(deployment(metrics={"port": port})), "metrics")
+    assert (found.level, "cannot be used" in found.message) == ("problem", True)
     assert one(examine(deployment(metrics={"port": 0})), "metrics").level == "ok"
     assert "metrics" not in levels(examine(deployment()))
+
+
+def answer_once(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(65_536)
+        connection.sendall(answer)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_metrics_port_taken_by_running_engine_is_ok(address: str) -> None:
+    metrics = Metrics()
+    metrics.set("kvtiers_storage_max_bytes", "fs", value=1)
+    engine = MetricsServer([metrics], port=0, address=address)
+    try:
+        found = one(examine(deployment(metrics={"port": engine.port, "address": address})), "metrics")
+    finally:
+        engine.close()
+    assert (found.level, "is in use by a running engine" in found.message) == ("ok", True)
+
+
+@pytest.fixture
+def full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "free_bytes", lambda _: 0)
+
+
+@pytest.fixture
+def instance_id() -> Iterator[str]:
+    name = f"doctor-{uuid.uuid4().hex}"
+    yield name
+    Path(region_path("/dev/shm", name)).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("started", [True, False], ids=["started", "starting"])
+def test_shared_memory_that_running_engine_uses_is_ok(full_memory: None, instance_id: str, started: bool) -> None:
+    scheduler = SharedOffloadRegion(instance_id, 61, 4096, 1, None)
+    regions = [scheduler, *([SharedOffloadRegion(instance_id, 61, 4096, 1, 0)] if started else [])]
+    assert os.path.exists(region_path("/dev/shm", instance_id)) != started
+    size = scheduler.geometry.size_bytes
+    try:
+        found = [
+            findings.shared_memory(region_bytes) for region_bytes in (size, size + 4095)
+        ]  # a part of a row is left
+        others = [findings.shared_memory(region_bytes) for region_bytes in (size - 1, size + 4096)]
+    finally:
+        for region in regions:
+            region.cleanup()
+    assert [finding.level for finding in (*found, *others)] == ["ok", "ok", "problem", "problem"]
+    assert f"a running engine (pid {os.getpid()}) uses a region of this size" in found[0].message
+    ended = findings.shared_memory(size)
+    assert (ended.level, "run this command as the engine's user" in ended.fix) == ("problem", True)
+
+
+def test_min_free_that_the_collector_restores_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "kv"
+    tier = fs(root, min_free="1GiB", max_bytes="2GiB")
+    status = os.statvfs_result((4096, 4096, 1 << 20, 1 << 17, 1 << 17, 1 << 20, 1 << 20, 1 << 20, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: status)  # 512 MiB free
+    found = [finding for finding in check.examine(deployment(tier)).findings if finding.check == "min_free"]
+    assert [finding.level for finding in found] == ["problem"]
+    store = LocalStore(root)
+    before = None
+    for stored, level in ((100 << 20, "problem"), (1 << 30, "ok")):
+        assert publish_measured(store, Measured(str(stored), stored, 1, {}, 1.0), before)
+        before = str(stored)
+        found = [finding for finding in check.examine(deployment(tier)).findings if finding.check == "min_free"]
+        assert [finding.level for finding in found] == [level]
+    store.close()
+    (found_problem,) = check.examine(deployment(fs(root, min_free="1GiB"))).texts("problem")
+    assert "nothing is stored; make room" in found_problem
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,9 +657,9 @@ def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monk
     found = ["/mnt: hard: a call waits for ever", "/mnt: recommended: mount -t nfs -o softerr S:/E /mnt"]
     monkeypatch.setattr(findings, "mount_findings", noting("options", found))
     monkeypatch.setattr(findings, "_folder", noting("folder", iter(())))
-    for module in (doctor_storage, findings):
-        monkeypatch.setattr(module, "file_system_type", lambda root: "nfs4")
-    monkeypatch.setattr(doctor, "open_store", noting("store", MemoryStore()))
+    for module in ("connector.commands.doctor_storage", "connector.commands.findings", "tiers.stores.files.mounts"):
+        monkeypatch.setattr(f"kvtiers.{module}.file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr(doctor, "open_tool_store", noting("store", MemoryStore()))
     monkeypatch.setattr(doctor, "examine_folder", lambda *_: iter(()))
     finding = one(examine(deployment({"type": "nfs", "root_dir": str(tmp_path)})), "mount options")
     assert (finding.level, finding.fix) == ("warning", "mount -t nfs -o softerr S:/E /mnt")
@@ -635,24 +729,31 @@ def test_doctor_finds_all_that_check_finds(tmp_path: Path, tiers: list[dict[str,
     assert [finding for finding in found if finding.level == "problem" and not finding.fix] == []
 
 
-def test_every_error_has_a_fix(tmp_path: Path) -> None:
-    tiers = deployment(
+def test_advice_is_given_only_where_it_holds_for_every_cause(tmp_path: Path) -> None:
+    """Only an error knows its cause: what to do comes from its own message, or holds for every error of its kind."""
+    folder, s3, url, own = deployment(
         fs(tmp_path),
         {"type": "s3", "bucket": "kvb"},
         {"type": "fsspec", "url": "gs://b"},
         {"type": "store", "module_path": "m"},
     ).tiers
-    errors = [
-        StorePermissionError("denied"),
-        StoreConfigError("no such bucket"),
-        StoreTimeoutError("5 s"),
-        StoreFullError("0 B"),
-        OSError(5, "I/O error"),
-    ]
-    for tier in tiers:
-        for error in errors:
-            assert isinstance(tier, TierConfig)
-            found = findings.of_error("tiers[0]", error, tier)
-            assert found.fix
-            assert "message" not in found.fix
+    rights = f"give uid {os.getuid()} the right to read and write {tmp_path}"
+    remote = "check that the server is up, and that this machine can reach it"
+    for tier, error, fix in (
+        (folder, StorePermissionError("denied"), rights),
+        (folder, PermissionError(13, "denied"), rights),
+        (folder, StoreFullError("0 B"), "make room, or lower min_free"),
+        (folder, OSError(5, "I/O error"), ""),
+        (s3, StoreFullError("the quota is used up"), "make room in the storage"),
+        (s3, StoreConfigError("ca_bundle: /ca.pem cannot be read: No such file or directory"), ""),
+        (s3, StoreConfigError("bucket: it does not exist; create it"), "create it"),
+        (s3, StorePermissionError("denied"), "docs/security.md has a policy with the required rights"),
+        (s3, StoreTimeoutError("5 s"), remote),
+        (s3, StoreThrottledError("the server asks to slow down"), ""),
+        (url, StoreUnavailableError("the driver failed"), remote),
+        (own, StoreConfigError("it failed"), ""),
+        (own, StoreTimeoutError("5 s"), ""),
+    ):
+        assert isinstance(tier, TierConfig)
+        assert findings.of_error("tiers[0]", error, tier).fix == fix, error
     assert findings.of_error("tiers[0]", StoreConfigError("it is wrong; write right")).fix == "write right"

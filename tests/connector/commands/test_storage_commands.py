@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.output import human_age, human_bytes
+from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.capacity.lease import Lease
@@ -138,6 +139,19 @@ def test_du(root: Path) -> None:
     assert tier["ages"]["1h"]["blobs"] == 1
     assert tier["ages"]["1d"]["blobs"] == 9
     assert tier["other"]["blobs"] == 1  # config.json
+
+
+@pytest.mark.parametrize(("columns", "terminal"), [("20", ""), ("300", ""), ("20", "1")])
+def test_du_keeps_each_namespace_on_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, columns: str, terminal: str
+) -> None:
+    """A name is there to be copied, and a pipe is there to be read by a program."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    lines = ok("du", write_config(root)).splitlines()
+    rows = [line.split() for line in lines if NAMESPACE in line]
+    assert rows == [[NAMESPACE, "0", "0", "5", "20", "KiB"], [NAMESPACE, "0", "1", "5", "20", "KiB"]]
 
 
 def test_gc(root: Path) -> None:
@@ -425,3 +439,10 @@ def test_bad_input_of_a_tier_has_the_exit_code_of_bad_input(tmp_path: Path, monk
     config = write_config(tmp_path, "ttl: 1h", "auth: gmac", "keys_env: NOT_SET")
     code, out = run("gc", config)
     assert (code, "NOT_SET is not set" in out) == (2, True)
+
+
+def test_url_that_lacks_its_colon_is_refused_without_its_login(tmp_path: Path) -> None:
+    for url in ("s3//me:CANARY@bucket/kv", "s3:me:CANARY@bucket/kv"):
+        code, out = run("du", url)
+        assert (code, "CANARY" in out) == (ExitCode.BAD_INPUT, False)
+        assert "accepted is a YAML file, an existing folder, or a URL such as s3://bucket/prefix" in out

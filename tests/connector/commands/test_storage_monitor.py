@@ -164,17 +164,17 @@ def test_a_late_answer_that_nobody_saw_coming_is_a_timeout(bench: Bench) -> None
     assert bench.value("kvtiers_storage_probes_total", "fs", "ok") == 0
 
 
-def block(namespace: str, digits: str = "0000000") -> str:
-    return f"{namespace}/{digits[:3]}/{digits[3:5]}_g0/{digits}.bin"
+def block(namespace: str, digits: str = "0000000", rank: int = 0) -> str:
+    return f"{namespace}_r{rank}/{digits[:3]}/{digits[3:5]}_g0/{digits}.bin"
 
 
-A, B = "a_aaaaaaaaaaaa_r0", "b_bbbbbbbbbbbb_r0"
+A, B = "a_aaaaaaaaaaaa", "b_bbbbbbbbbbbb"  # as du and show name them
 
 
 def test_blocks_are_counted_by_namespace(bench: Bench) -> None:
-    for name, size in ((block(A), 10), (block(A, "0000001"), 20), (block(B), 5)):
+    for name, size in ((block(A), 10), (block(A, "0000001", rank=1), 20), (block(B), 5)):
         bench.store.put(name, [memoryview(bytes(size))])
-    for other in ("a_aaaaaaaaaaaa/config.json", "models/gpt2/pytorch_model.bin", f"{A}/000/00_g0/x.bin"):
+    for other in ("a_aaaaaaaaaaaa/config.json", "models/gpt2/pytorch_model.bin", f"{A}_r0/000/00_g0/x.bin"):
         bench.store.put(other, [memoryview(b"{}")])
     bench.tier.scan()
     assert bench.value("kvtiers_storage_blocks", "fs", A) == 2
@@ -200,7 +200,7 @@ def test_a_failed_scan_keeps_the_last_figures(bench: Bench, caplog: pytest.LogCa
 def test_label_values_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.commands.monitor.NAMESPACES_MAX", 3)
     for number in range(6):
-        bench.store.put(block(f"n_{number:012}_r0"), [memoryview(bytes(8))])
+        bench.store.put(block(f"n_{number:012}"), [memoryview(bytes(8))])
     bench.tier.scan()
     assert bench.tier.usage is not None
     assert len(bench.tier.usage.blocks) == 4
@@ -330,7 +330,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
             return text
 
         wait_for(lambda: 'kvtiers_storage_up{tier="fs"} 1.0' in scraped())
-        wait_for(lambda: 'kvtiers_storage_bytes{namespace="a_aaaaaaaaaaaa_r0",tier="fs"} 100.0' in scraped())
+        wait_for(lambda: 'kvtiers_storage_bytes{namespace="a_aaaaaaaaaaaa",tier="fs"} 100.0' in scraped())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0
     finally:

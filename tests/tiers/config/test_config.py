@@ -23,7 +23,7 @@ from kvtiers.tiers.config.tier_options import (
     TierConfig,
 )
 from kvtiers.tiers.config.values import parse_duration, parse_size
-from kvtiers.tiers.config.yaml_file import read_yaml
+from kvtiers.tiers.config.yaml_file import NODES_MAX, _Loader, read_yaml
 from kvtiers.tiers.errors import ConfigError, StoreFullError, public_url
 from tests.identity import FakeSpec
 
@@ -259,7 +259,20 @@ def test_all_mistakes_are_told_at_once() -> None:
         (b"region: [", "is not valid YAML"),
         (b"\xff\xfe\x00", "is not valid YAML"),
         (b"!!python/object/apply:os.system ['true']", "is not valid YAML"),
-        (b"name: 2026-13-45", "is not valid YAML: month must be in 1..12; text that looks like a date needs quotes"),
+        (
+            b"name: 2026-13-45",
+            r"a text that looks like a date is not a valid date; put it in quotes \(line 1, column 7",
+        ),
+        (b"a: 1\nb: !!timestamp x", r"is not a valid date; put it in quotes \(line 2, column 4\)"),
+        (b"a: 2026-11-27T00:00:00+99:99", "is not a valid date; put it in quotes"),
+        (b"a: " + b"9" * 5000, "looks like a number is not a valid number, or is too long; put it in quotes"),
+        (b"a: !!int ''", "looks like a number is not a valid number"),
+        (b"a: !!float x", "looks like a number is not a valid number"),
+        (b"a: !!bool maybe", r"a value does not fit its tag \(line 1, column 4\)"),
+        (b"a: !!binary x", "failed to decode base64 data"),
+        (b"a: 1\0", r"character 5 is U\+0000, which YAML does not allow; save it as UTF-8"),
+        ("a: é".encode("latin-1"), "byte 4 is not utf-8; save the file as UTF-8"),
+        ("a: 1".encode("utf-16-le"), r"character 2 is U\+0000, which YAML does not allow"),
         (b"# " + b"x" * (1 << 20), "is larger than"),
         (b"", "a mapping with the keys"),
         (
@@ -268,9 +281,12 @@ def test_all_mistakes_are_told_at_once() -> None:
         ),
         (b"tiers:\n- {type: fs, ttl: 1d,\n   ttl: 2d}\n", r"the key 'ttl' occurs twice, first in line 2 \(line 3, "),
         (b"tiers: [{root_dir: '/x', \"root_dir\": /y}]", "'root_dir' occurs twice"),
-        (b"[" * 5000, "is not valid YAML: it is nested too deeply"),
+        *((opening * 5000, "is not valid YAML: it is nested too deeply") for opening in (b"[", b"- ", b"? ", b"{a: ")),
         (b'tiers: [{type: fs, root_dir: "/a\\uD800"}]', r"an escape is an unpaired surrogate \(line 1, column 30\)"),
-        (b'name: "\\UFFFFFFFF"', "an escape is not a valid character"),
+        (b'name: "\\UFFFFFFFF"', r"an escape is not a valid character \(line 1, column 10\)"),
+        (b'name: "\\U00110000"', r"an escape is not a valid character \(line 1, column 10\)"),
+        (b"a: &a [*a]", r"an alias repeats the value that it is in \(line 1, column 8\)"),
+        (b"a: &a {<<: *a}", "an alias repeats the value that it is in"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
@@ -278,6 +294,39 @@ def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str)
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 28))]),
+        "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 28))]),
+        "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 40))]),
+        f"a: [{'x,' * NODES_MAX}]",
+    ],
+    ids=["doubled", "merged", "deep", "long"],
+)
+def test_yaml_alias_bomb_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: str
+) -> None:
+    monkeypatch.setattr(_Loader, "construct_document", lambda *_: pytest.fail("2^28 values would be built here"))
+    path = tmp_path / "c.yaml"
+    path.write_text(bomb)
+    with pytest.raises(ConfigError, match="has more than 10,000 values, each alias counted|nested too deeply"):
+        read_yaml(path)
+
+
+def test_yaml_anchor_repeated_often_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("x-limits: &limits {ttl: 1d, max_bytes: 1GiB}\ntiers:\n" + "- {<<: *limits, type: fs}\n" * 500)
+    assert read_yaml(path)["tiers"] == [{"ttl": "1d", "max_bytes": "1GiB", "type": "fs"}] * 500  # type: ignore[index]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_yaml_with_byte_order_mark_is_accepted(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("a: é", encoding=encoding)
+    assert read_yaml(path) == {"a": "é"}
 
 
 def test_merge_keys_are_overridden_as_ever(tmp_path: Path) -> None:
@@ -331,6 +380,24 @@ def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
             parse_config({"region": REGION, "tiers": [FS | by_link, other]})
 
 
+def test_root_that_is_a_link_is_the_place_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    url = FSSPEC | {"url": f"file://{tmp_path}/link"}
+    with pytest.raises(ConfigError, match=r"tiers\[1\].url: is the place of tiers\[0\].root_dir, too"):
+        parse_config({"region": REGION, "tiers": [FS | {"root_dir": f"{tmp_path}/real"}, url]})
+    nfs = {"type": "nfs", "root_dir": f"{tmp_path}/link/kv"}
+    with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is inside tiers\[0\].root_dir"):
+        parse_config({"region": REGION, "tiers": [FS | {"root_dir": f"{tmp_path}/real"}, nfs]})
+
+
+def test_endpoint_of_the_environment_is_the_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio:9000")
+    for other in (S3 | {"endpoint_url": "https://minio:9000"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO):
+        with pytest.raises(ConfigError, match=r"tiers\[1\].*: is the place of tiers\[0\].bucket, too"):
+            parse_config({"region": REGION, "tiers": [S3, other]})
+
+
 def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that replace others, and engines started elsewhere, would use another one."""
     monkeypatch.chdir(tmp_path)
@@ -340,6 +407,8 @@ def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pyte
 
 
 FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
+AT_MINIO = {"storage_options": {"client_kwargs": {"endpoint_url": "http://MINIO:9000"}}}
+ACCOUNT = {"storage_options": {"account_name": "acct", "account_key": "k"}}
 
 
 @pytest.mark.parametrize(
@@ -356,10 +425,34 @@ FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
         ([S3 | {"prefix": "a/b"}, S3 | {"prefix": "a"}], ["tiers[0].prefix: is inside tiers[1].prefix"]),
         ([FS, FSSPEC | {"url": "file:///kv"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
         ([FSSPEC | {"url": "local:///kv/a"}, FS], ["tiers[0].url: is inside tiers[1].root_dir"]),
-        ([FSSPEC | {"url": "file:/kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
-        ([FS, FSSPEC | {"url": "/kv/"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
+        ([FSSPEC | {"url": "file:///kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
+        ([FSSPEC, FSSPEC | {"url": "gcs://b/kv"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([FSSPEC, FSSPEC | {"storage_options": {"token": "t"}}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([S3 | {"prefix": "a"}, FSSPEC | {"url": "s3://bucket/a/"}], ["tiers[1].url: is the place of tiers[0].prefix"]),
+        ([FSSPEC | {"url": "s3a://bucket/a"}, S3], ["tiers[0].url: is inside tiers[1].bucket"]),
+        ([FSSPEC | {"url": "s3://kv/a"}, FSSPEC | {"url": "s3a://kv"}], ["tiers[0].url: is inside tiers[1].url"]),
+        (
+            [S3 | {"endpoint_url": "https://minio:9000/"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO],
+            ["tiers[1].url: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [S3, S3 | {"endpoint_url": "https://s3.eu-central-1.amazonaws.com"}],
+            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [S3 | {"endpoint_url": "http://127.0.0.1:80"}, S3 | {"endpoint_url": "http://localhost"}],
+            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct.dfs.core.windows.net/kv/x"}],
+            ["tiers[1].url: is inside tiers[0].url"],
+        ),
+        (
+            [FSSPEC | {"url": "sftp://me@host/kv"}, FSSPEC | {"url": "ssh://you:pw@host/kv"}],
+            ["tiers[1].url: is the place of tiers[0].url, too"],
+        ),
         (
             [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
             ["tiers[1].type: 'nope' is not", "tiers[2].root_dir: is inside tiers[0].root_dir"],
@@ -380,8 +473,16 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
         [FS, FS | {"root_dir": "/kv2"}],
         [{"type": "memory"}, {"type": "memory"}],
         [S3 | {"prefix": "a"}, S3 | {"prefix": "ab"}, S3 | {"endpoint_url": "https://minio:9000"}],
-        [FSSPEC, FSSPEC | {"storage_options": {"project": "other"}}],
-        [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::/kv"}, FSSPEC],
+        [
+            S3,
+            FSSPEC | {"url": "s3://bucket"} | AT_MINIO,
+            FSSPEC | {"url": "gs://bucket"},
+            FSSPEC | {"url": "s3://other"},
+        ],
+        [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct2.dfs.core.windows.net/kv"}],
+        [FSSPEC | {"url": "sftp://a/kv"}, FSSPEC | {"url": "sftp://b/kv"}],
+        [FSSPEC | {"url": "hf://datasets/o/a@main/kv"}, FSSPEC | {"url": "hf://datasets/o/b@main/kv"}],
+        [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::s3://kv"}, FSSPEC],
     ],
 )
 def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -> None:

@@ -260,6 +260,24 @@ def test_a_variable_that_does_not_fit_is_named_without_its_value(
     assert CANARY not in message
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/kv/$(POD_NAME)", "has $(POD_NAME), which Kubernetes replaces only in a container's command, args and env;"),
+        ("/kv/${POD-x}", "has a '${' that begins no variable; write ${NAME}"),
+        ("/kv/$", "has a '$' that begins no variable; write ${NAME}"),
+        ("/kv/$-x", "and $$ for a dollar"),
+        ("/kv/$(date +%F)", "has a '$' that begins no variable"),
+    ],
+)
+def test_dollar_that_begins_no_variable_is_refused(text: str, expected: str) -> None:
+    assert expected in told_of(FS | {"root_dir": text})
+    assert expected in told_of({"type": "fsspec", "url": f"gs://b{text}"})
+    in_login = parse_tier({"type": "fsspec", "url": f"sftp://me:{text[4:]}@host/kv"})
+    assert in_login.url == f"sftp://me:{text[4:]}@host/kv"  # type: ignore[union-attr]
+    assert parse_tier(FS | {"root_dir": text.replace("$", "$$")}).root_dir == text  # type: ignore[union-attr]
+
+
 def test_what_drivers_get_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A", "b")
     tier = parse_tier({"type": "fsspec", "url": "gs://$A", "storage_options": {"token": "pa$A$$"}})
@@ -292,7 +310,7 @@ def test_a_relative_path_is_relative_to_the_file(tmp_path: Path, monkeypatch: py
         {"type": "nfs", "root_dir": "../mnt"},
         S3 | {"ca_bundle": "./ca.pem"},
         {"type": "fsspec", "url": "file://far"},
-        {"type": "fsspec", "url": "near"},
+        {"type": "fsspec", "url": "local://near"},
         {"type": "fsspec", "url": "simplecache::gs://b/kv"},
     ]
     (tmp_path / "etc" / "c.yaml").write_text(yaml.safe_dump({"region": REGION, "tiers": tiers}))
@@ -302,7 +320,7 @@ def test_a_relative_path_is_relative_to_the_file(tmp_path: Path, monkeypatch: py
     etc = f"{tmp_path}/etc"
     assert (got[0]["root_dir"], got[0]["keys_file"]) == (f"{etc}/kv", f"{etc}/keys")
     assert (got[1]["root_dir"], got[2]["ca_bundle"]) == (f"{tmp_path}/mnt", f"{etc}/ca.pem")
-    assert [tier["url"] for tier in got[3:]] == [f"file://{etc}/far", f"{etc}/near", "simplecache::gs://b/kv"]
+    assert [tier["url"] for tier in got[3:]] == [f"file://{etc}/far", f"local://{etc}/near", "simplecache::gs://b/kv"]
     assert [parse_tier(tier) for tier in got] == list(config.tiers)
 
 
@@ -322,12 +340,76 @@ def test_an_export_is_told_to_be_mounted(export: str) -> None:
     assert "is a URL, not a folder" in told_of({"type": "fs", "root_dir": "s3://bucket/kv"})
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "s3//{}@bucket/x",
+            "memory//x",
+            "s3:{}@bucket/x",
+            "s3:/bucket/x",
+            "bucket/{}@x",
+            "kv",
+            "://bucket/x",
+            "memory",
+        ),
+        *(
+            "zip://a::s3//{}@bucket/x",
+            "zip::x",
+            "sftp:{}@host/kv",
+            "/kv/{}",
+            "~/kv",
+            "./kv",
+            "file:/kv",
+            "//me:{}@host/kv",
+        ),
+        *("simplecache::/kv", "s3:/{}@bucket/x", "$HOME", "-s3://bucket"),
+    ],
+)
+def test_fsspec_url_without_its_protocol_is_refused_and_not_shown(url: str) -> None:
+    message = told_of({"type": "fsspec", "url": url.format(f"me:{CANARY}")})
+    assert message.startswith("url: a text")
+    assert "is not a URL; write protocol://bucket/folder, or file:///folder" in message
+    assert CANARY not in message
+
+
 def test_a_buckets_url_is_told_as_options() -> None:
     assert told_of({"type": "s3", "bucket": "s3://b1/a/b/"}) == (
         "bucket: 's3://b1/a/b/' is a URL; write bucket: b1 and prefix: a/b"
     )
     assert told_of({"type": "s3", "bucket": "s3://b1"}) == "bucket: 's3://b1' is a URL; write bucket: b1"
     assert CANARY not in told_of({"type": "s3", "bucket": f"s3://me:{CANARY}@b1/a"})
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("12345", "12345 is not accepted; write a text, or null; put a text that looks like a number in quotes"),
+        ("0755", "493 is not accepted; write a text, or null; put a text that looks like a number in quotes"),
+        ("1.5", "1.5 is not accepted; write a text, or null; put a text that looks like a number in quotes"),
+        (
+            "2026-11-27",
+            "2026-11-27 is not accepted; write a text, or null; put a text that looks like a date in quotes",
+        ),
+        (
+            "no",
+            "false is not accepted; write a text, or null; put a text that looks like true or false (yes, no, on, of",
+        ),
+    ],
+)
+def test_text_that_yaml_reads_as_something_else_is_told_to_be_quoted(tmp_path: Path, written: str, told: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers: [{{type: s3, bucket: kvb, region: {written}}}]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert told in str(caught.value)
+    path.write_text(f"region: {{size: 1MiB}}\ntiers: [{{type: s3, bucket: kvb, storage_class: '{written}'}}]\n")
+    assert dict(load_config(path).tiers[0])["storage_class"] == written
+
+
+def test_value_of_another_kind_is_not_told_to_be_quoted() -> None:
+    assert "quotes" not in told_of(S3 | {"region": ["no"]})
+    assert "quotes" not in told_of(FS | {"durability": False})
 
 
 # ---- the YAML --------------------------------------------------------------------------------------------------------

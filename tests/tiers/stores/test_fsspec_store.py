@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import count
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -532,6 +533,8 @@ def test_folders_are_no_blobs(local: FsspecStore, s3: FsspecStore) -> None:
         (TimeoutError(SECRET), StoreTimeoutError),
         (NotImplementedError(SECRET), StoreConfigError),
         (ValueError(SECRET), StoreConfigError),
+        (JSONDecodeError(SECRET, "", 0), StoreUnavailableError),
+        (UnicodeDecodeError("utf-8", SECRET.encode(), 0, 1, SECRET), StoreUnavailableError),
         (type("DefaultCredentialsError", (Exception,), {})(SECRET), StorePermissionError),
         (type("DriverError", (Exception,), {})(SECRET), StoreUnavailableError),
     ],
@@ -687,6 +690,46 @@ def test_secrets_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     assert SECRET not in "".join(traceback.format_exception(refused.value))
 
 
+def test_hugging_face_url_is_opened_without_stale_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    store = FsspecStore("hf://datasets/org/repo/kv")
+    listed: list[str] = []
+
+    def info(driver: Any, path: str) -> dict[str, Any]:
+        assert not driver.dircache  # what an earlier call has listed may be stale
+        listed.append(path)
+        driver.dircache["datasets/org/repo/kv"] = []
+        return {"type": "file", "size": len(listed)}
+
+    monkeypatch.setattr(hub.HfFileSystem, "info", info)
+    assert [store.size("a"), store.size("b")] == [1, 2]
+    assert store.size_many(["c"]) == [3]
+
+
+def test_driver_with_listings_of_its_own_is_not_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    drivers = set()
+
+    def info(driver: Any, path: str) -> dict[str, Any]:
+        drivers.add(id(driver))
+        return {"type": "file", "size": 1}
+
+    def with_own_cache(driver: Any, *_: object, **__: object) -> None:
+        driver.dircache = {}
+
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+    monkeypatch.setattr(PlainFileSystem, "__init__", with_own_cache)
+    monkeypatch.setattr(PlainFileSystem, "info", info)
+    store = FsspecStore("plain://kv", read_only=True)
+    threads = [threading.Thread(target=store.size, args=("a",)) for _ in range(2)]
+    store.size("a")
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.size("b")
+    assert len(drivers) == 3
+
+
 def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
     s3.put("a", as_parts(b"1234"))
     child = os.fork()
@@ -710,7 +753,7 @@ def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
     "url",
     [
         *("s3//bucket/x", "gs:bucket/x", "s3:/bucket/x", "s3:", "bucket/x", "kv", "", "://bucket/x", "memory"),
-        *("zip://a::s3//bucket/x", "gs:bucket::s3://bucket/x", "~/kv", "./kv"),
+        *("zip://a::s3//bucket/x", "gs:bucket::s3://bucket/x", "~/kv", "./kv", "/kv", "file:/kv", "zip://a::/kv.zip"),
         *("file://kv", "file://./kv", "local://kv", "zip://a::file://kv.zip"),
     ],
 )
@@ -722,11 +765,6 @@ def test_url_that_is_none_is_refused(url: str, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StoreConfigError):
         FsspecStore(url)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_path_of_a_local_folder_may_have_no_protocol(tmp_path: Path) -> None:
-    FsspecStore(f"{tmp_path}/kv").put("a", as_parts(b"1"))
-    assert (tmp_path / "kv" / "a").read_bytes() == b"1"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ RECOMMENDED_OPTIONS = (
 )
 TRANSFER_BYTES_MIN = 256 << 10
 MOUNTINFO = "/proc/self/mountinfo"  # see proc(5)
+FSTAB = "/etc/fstab"
 #: File systems that belong to one host. Other shared file systems (CephFS, Lustre, FUSE) may be intended.
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 NAMES_CACHED_S_MAX = 60  # acdirmax's default
@@ -61,6 +62,14 @@ def is_mount_point(path: str, *, mountinfo: str = MOUNTINFO) -> bool:
         return False
 
 
+def follow_links(path: str) -> str:
+    """Follow the symbolic links on this host's own file systems. Touches no mount that may hang."""
+    try:
+        return _follow(os.path.abspath(path), _read_mounts(MOUNTINFO))[0]
+    except OSError:  # /proc may be hidden
+        return path
+
+
 def missing_mount(root_dir: str | os.PathLike[str]) -> str:
     """A warning if an NFS folder is on this host's own file system, as when its mount is missing; otherwise ""."""
     kind = file_system_type(root_dir)
@@ -70,6 +79,18 @@ def missing_mount(root_dir: str | os.PathLike[str]) -> str:
         f"{os.fspath(root_dir)} is not on an NFS mount ({kind}); if the mount is missing, mount it before the engine "
         "starts: other hosts do not see blocks stored here. For this host's own disk, use type: fs"
     )
+
+
+def unmounted_point(path: str, *, mountinfo: str = MOUNTINFO, fstab: str = FSTAB) -> str:
+    """The mount point of /etc/fstab that ``path`` lies below, if nothing is mounted there; otherwise ""."""
+    try:
+        mounted = {mount.point for mount in _read_mounts(mountinfo)}
+        with open(fstab, encoding="utf-8", errors="surrogateescape") as f:
+            lines = [line.split() for line in f if not line.lstrip().startswith("#")]
+    except OSError:
+        return ""
+    points = [_unescape(words[1]).rstrip("/") for words in lines if len(words) > 1 and words[1].startswith("/")]
+    return next((p for p in points if p and f"{path}/".startswith(f"{p}/") and p not in mounted), "")
 
 
 def _find_bad_options(options: dict[str, str]) -> Iterator[str]:
@@ -123,7 +144,11 @@ def _unescape(text: str) -> str:
 
 
 def _mount_of(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
-    """The mount that a path is on. Follows only symbolic links on this host's own file systems."""
+    return _follow(path, mounts)[1]
+
+
+def _follow(path: str, mounts: Sequence[_Mount]) -> tuple[str, _Mount | None]:
+    """A path without links, and the mount that it is on. Follows only links on this host's own file systems."""
     for _ in range(40):  # Linux follows at most this many links
         mount = _innermost(path, mounts)
         parts = path.strip("/").split("/")
@@ -131,14 +156,14 @@ def _mount_of(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
         for prefix in prefixes:
             inner = _innermost(prefix, mounts)
             if inner is not None and inner.type not in _LOCAL:  # it may hang: NFS, FUSE, CephFS, …
-                return mount
+                return path, mount
             if os.path.islink(prefix):
                 target = os.path.join(os.path.dirname(prefix), os.readlink(prefix))
                 path = os.path.normpath(target + path[len(prefix) :])
                 break
         else:
-            return mount
-    return None
+            return path, mount
+    return path, None
 
 
 def _innermost(path: str, mounts: Sequence[_Mount]) -> _Mount | None:

@@ -23,6 +23,7 @@ _NAMES: Final[dict[str, tuple[tuple[str, ...], str, str]]] = {
     "secret_key": ((EnvProvider.SECRET_KEY,), "aws_secret_access_key", "SecretAccessKey"),
     "token": (tuple(EnvProvider.TOKENS), "aws_session_token", "SessionToken"),
 }
+IN_QUOTES: Final = "is in quotes, which are taken as a part of it (docker --env-file keeps them); remove the quotes"
 _CHARACTERS: Final = {"\n": "a newline", "\r": "a carriage return", "\t": "a tab", " ": "a space"}
 
 #: Profile keys that make botocore ask a server or program for credentials before it uses the profile's own.
@@ -90,10 +91,22 @@ class BotoConfig:
             variable = "AWS_DEFAULT_REGION"
             source = variable if os.environ.get(variable) == region else f"region of {self}"
             hint = "; a comment needs a line of its own" if {"#", ";"} & set(region) else ""
+            if is_in_quotes(region):
+                raise StoreConfigError(f"region: {source} {IN_QUOTES}") from None
             raise StoreConfigError(f"region: {source}: {e.message}{hint}") from None
 
+    def explain_endpoint(self) -> str:
+        """Say what is wrong with an endpoint of the environment or the profile that is not a URL."""
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            if value := os.environ.get(name):
+                text = IN_QUOTES if is_in_quotes(value) else "is not a URL; write https://host:port"
+                return f"endpoint: {name} {text}"
+        return f"endpoint: endpoint_url of {self} is not a URL; write https://host:port, without quotes"
+
     def check(self, credentials: ReadOnlyCredentials, method: str) -> None:
-        """Refuse credentials with a space, control or non-ASCII character: no header can carry it, or it is a typo.
+        """Refuse credentials in quotes, or with a space, control or non-ASCII character.
+
+        A header cannot carry the character, or it is a typo.
 
         Args:
             method: botocore's name for the credentials' source.
@@ -103,6 +116,8 @@ class BotoConfig:
         """
         for field in _NAMES:
             value = getattr(credentials, field) or ""
+            if is_in_quotes(value):
+                raise StorePermissionError(f"secret: {self._source_of(field, value, method)} {IN_QUOTES}")
             for index, char in enumerate(value):
                 if not "!" <= char <= "~":
                     name = _CHARACTERS.get(char, f"the character {char!a}")
@@ -141,3 +156,8 @@ class BotoConfig:
         if method == "custom-process":
             return f"{printed} that credential_process of {self} prints"
         return f"{key} of boto3's credential chain ({method})"
+
+
+def is_in_quotes(value: str) -> bool:
+    """Whether a text begins and ends with the same quote."""
+    return len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"

@@ -103,7 +103,7 @@ class S3Session:
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
         except ValueError:  # boto3 raises it if the endpoint of the environment or the profile is not a URL
-            raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is not a URL") from None
+            raise StoreConfigError(source.explain_endpoint()) from None
         if chain is None:
             raise self.translate(boto_errors.NoCredentialsError())
         self.endpoint_url: str = self.client.meta.endpoint_url

@@ -115,8 +115,10 @@ def test_proxy_that_refuses_is_named() -> None:
         ("canary\r\n", r"ends in a carriage return \('\\r'\)"),
         ("canary # prod", r"has a space \(' '\)"),
         ("can\u200bary", r"has the character '\\u200b'"),
+        ('"canary"', "is in quotes, which are taken as a part of it"),
+        ("'canary'", "is in quotes, which are taken as a part of it"),
     ],
-    ids=["newline", "CRLF", "comment", "zero width"],
+    ids=["newline", "CRLF", "comment", "zero width", "double quotes", "single quotes"],
 )
 def test_character_that_is_none_of_a_credential_is_named(
     options: S3Options,
@@ -139,6 +141,25 @@ def test_character_that_is_none_of_a_credential_is_named(
         assert "canary" not in str(caught.value)
     store.close()
     assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"])
+def test_variable_in_quotes_is_named(options: S3Options, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, '"https://id:canary@minio"')
+    with pytest.raises(StoreConfigError, match=rf"{name} is in quotes, .*; remove the quotes$") as caught:
+        S3Store(replace(options, endpoint_url=None, region=None)).check()
+    assert "canary" not in str(caught.value)
+
+
+def test_endpoint_that_is_not_a_url_is_named(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    with pytest.raises(StoreConfigError, match=r"^endpoint: AWS_ENDPOINT_URL is not a URL; write https://host:port$"):
+        S3Store(replace(options, endpoint_url=None)).check()
+
+
+def test_credential_with_a_quote_inside_is_accepted(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a'b\"")
+    S3Store(options).check()
 
 
 def test_file_of_a_credential_with_a_bad_character_is_named(options: S3Options, tmp_path: Path) -> None:
