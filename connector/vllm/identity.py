@@ -87,9 +87,9 @@ def log_identity(found: Mapping[str, Any], environ: Mapping[str, str] = os.envir
 
     Call this in the scheduler's process. It logs once per process.
     """
-    chosen = [name for name, value in found.items() if name not in FORMER and value not in USUAL.get(name, ())]
+    chosen = {name: value for name, value in found.items() if not _is_derived(name, value)}
     if chosen:
-        shown = ", ".join(f"{name}={value}" for name, value in readable(found).items() if name in chosen)
+        shown = ", ".join(f"{name}={value}" for name, value in readable(chosen).items())
         log_once(logger, logging.INFO, f"part of the namespace, as not at its default: {shown}")
     names = variables.foreign(environ, _ignored_variables())
     if names:
@@ -101,6 +101,12 @@ def log_identity(found: Mapping[str, Any], environ: Mapping[str, str] = os.envir
 def is_ignored(owner: type, name: str) -> bool:
     """Whether ``uncounted.IGNORED`` lists a field of a config class."""
     return any(not {name, "*"}.isdisjoint(_ignored_fields(cls.__name__)) for cls in owner.__mro__)
+
+
+def _is_derived(name: str, value: Any) -> bool:
+    """Whether vLLM gives an option this value where nothing else is asked for."""
+    former = [table[name] for table in (FORMER, FORMER_ON_CPU) if name in table]
+    return value in (*former, *USUAL.get(name, ()))
 
 
 def _check_option(vllm_config: Any, name: str) -> None:
