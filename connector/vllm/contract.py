@@ -15,10 +15,12 @@ with starts if nothing changed.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from types import FunctionType
+from itertools import pairwise
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 from kvtiers.connector.vllm.versions import TESTED, VERSION, release
@@ -327,5 +329,14 @@ def _attributes(owner: Any) -> set[str]:
         names.update(vars(cls).get("__annotations__", ()))
         for maker in ("__init__", "__post_init__"):
             code = getattr(inspect.unwrap(vars(cls).get(maker, object.__init__)), "__code__", None)
-            names.update(getattr(code, "co_names", ()))
+            names.update(_stored(code) if code is not None else ())
     return names
+
+
+def _stored(code: CodeType) -> Iterator[str]:
+    """Attributes that a method assigns to its object, not those that it reads or assigns to another object."""
+    own = code.co_varnames[0]
+    for before, each in pairwise(dis.get_instructions(code)):
+        loaded = before.argval[-1:] if isinstance(before.argval, tuple) else (before.argval,)  # 3.13 loads two at once
+        if each.opname == "STORE_ATTR" and own in loaded:
+            yield each.argval

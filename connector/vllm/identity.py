@@ -1,8 +1,9 @@
 """The part of an engine's configuration that belongs to its namespace: everything except the fields in ``uncounted``.
 
-Every field of every config object that vLLM hands over counts, and so does every ``VLLM_*`` variable that is set. An
+Every field of every config object that vLLM hands over counts, and so does every variable of vLLM's that is set. An
 option that kvtiers does not know therefore starts a new namespace. The price is a cold cache, never a wrong token. A
-field at its default does not count, so that releases with more or fewer fields agree.
+field at its default does not count, so that releases with more or fewer fields agree. ``conditions`` has the options
+that count only in some engines, ``variables`` those of the environment.
 
 The scheduler's process computes the identity when vLLM creates its connector. The workers of SharedStorageConnector
 use the scheduler's identity, because their configs differ: they have ranks, and loading the model changes them.
@@ -15,15 +16,16 @@ import difflib
 import enum
 import logging
 import os
-import re
+import typing
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from kvtiers.connector.model_files import value_digest
-from kvtiers.connector.vllm import versions
+from kvtiers.connector.vllm import conditions, variables, versions
 from kvtiers.connector.vllm.logs import log_once
-from kvtiers.connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
+from kvtiers.connector.vllm.uncounted import FORMER, FORMER_ON_CPU, IGNORED, IGNORED_VARIABLES, USUAL
+from kvtiers.connector.vllm.variables import PREFIX, Shown
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.plain_logs import get_logger
 
@@ -33,7 +35,8 @@ logger = get_logger(__name__)
 #: default in all of them. Every other release has namespaces of its own.
 ERA = frozenset((0, minor) for minor in range(28, 34))
 
-SHOWN_CHARS_MAX = 20  # a longer text may be a secret rather than the name of a choice
+_DEVICE = "device_config.device_type"
+FOREIGN_MAX = 10  # names of variables in one log line
 
 
 def identity(
@@ -53,12 +56,16 @@ def identity(
             f"is {type(vllm_config).__name__}, which is not a dataclass, so its fields are unknown",
             field="vllm_config",
         )
-    found = dict(_counted(vllm_config, ""))
-    for name, value in environ.items():
-        if name.startswith("VLLM_") and name.removeprefix("VLLM_") not in _ignored_variables():
-            found[name] = value
+    without_effect = tuple(conditions.without_effect(vllm_config))
+    found = {name: value for name, value in _counted(vllm_config, "") if not name.startswith(without_effect)}
+    if _DEVICE in found:
+        found[_DEVICE] = Shown(found[_DEVICE])
+        former = {**FORMER, **(FORMER_ON_CPU if found[_DEVICE] == "cpu" else {})}
+        found |= {name: Shown(value) if isinstance(value, str) else value for name, value in former.items()}
+    found |= conditions.with_effect(vllm_config)
+    found |= variables.counted(environ, _ignored_variables())
     if versions.release() not in ERA:
-        found["vllm"] = versions.VERSION
+        found["vllm"] = Shown(versions.VERSION)
     for name in ignore:
         if name not in found:
             _check_option(vllm_config, name)
@@ -75,11 +82,20 @@ def readable(found: Mapping[str, Any]) -> dict[str, str]:
     return {name: _shown(value) for name, value in found.items()}
 
 
-def log_identity(found: Mapping[str, Any]) -> None:
-    """Log the options that count, once per process."""
-    if found:
-        shown = ", ".join(f"{name}={value}" for name, value in readable(found).items())
+def log_identity(found: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Log the options that count and that vLLM did not derive by itself, and the variables that are not vLLM's.
+
+    Call this in the scheduler's process. It logs once per process.
+    """
+    chosen = {name: value for name, value in found.items() if not _is_derived(name, value)}
+    if chosen:
+        shown = ", ".join(f"{name}={value}" for name, value in readable(chosen).items())
         log_once(logger, logging.INFO, f"part of the namespace, as not at its default: {shown}")
+    names = variables.foreign(environ, _ignored_variables())
+    if names:
+        more = f" and {len(names) - FOREIGN_MAX} more" if len(names) > FOREIGN_MAX else ""
+        text = f"not part of the namespace, as vLLM {versions.VERSION} has no such variables: "
+        log_once(logger, logging.INFO, f"{text}{', '.join(names[:FOREIGN_MAX])}{more}")
 
 
 def is_ignored(owner: type, name: str) -> bool:
@@ -87,9 +103,15 @@ def is_ignored(owner: type, name: str) -> bool:
     return any(not {name, "*"}.isdisjoint(_ignored_fields(cls.__name__)) for cls in owner.__mro__)
 
 
+def _is_derived(name: str, value: Any) -> bool:
+    """Whether vLLM gives an option this value where nothing else is asked for."""
+    former = [table[name] for table in (FORMER, FORMER_ON_CPU) if name in table]
+    return value in (*former, *USUAL.get(name, ()))
+
+
 def _check_option(vllm_config: Any, name: str) -> None:
     """Refuse a misspelled option, which would silently have no effect."""
-    if name.startswith("VLLM_") or name == "vllm":
+    if name.startswith(PREFIX) or name == "vllm":
         return
     at = vllm_config
     for part in name.split("."):
@@ -115,7 +137,10 @@ def _counted(config: Any, path: str) -> Iterator[tuple[str, Any]]:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _counted(value, f"{place}.")
         elif (plain := _plain(value, place)) != _plain(_default(field), place):
-            yield place, plain
+            yield (
+                place,
+                Shown(plain) if isinstance(plain, str) and plain in _choices(type(config), field.name) else plain,
+            )
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -128,12 +153,30 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return getattr(default, "default", default)
 
 
+@cache
+def _choices(owner: type, name: str) -> frozenset[Any]:
+    """The values that a field's type lists."""
+    try:
+        left = [typing.get_type_hints(owner).get(name)]
+    except Exception:  # noqa: BLE001 - a type that is imported for type checkers only
+        return frozenset()
+    found: set[Any] = set()
+    while left:
+        kind = left.pop()
+        if typing.get_origin(kind) is Literal:
+            found.update(typing.get_args(kind))
+        else:
+            left += typing.get_args(kind)
+    return frozenset(found)
+
+
 def _plain(value: Any, place: str) -> Any:
     """Convert a value to JSON types. The result is the same in every process and for every order of keys."""
     if value is None or isinstance(value, bool | int | float | str):
-        return value.value if isinstance(value, enum.Enum) else value
+        found = value.value if isinstance(value, enum.Enum) else value
+        return Shown(found) if isinstance(value, enum.Enum) and isinstance(found, str) else found
     if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
+        return Shown(f"{type(value).__name__}.{value.name}")
     if isinstance(value, Mapping):
         return {str(name): _plain(each, place) for name, each in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, list | tuple):
@@ -145,9 +188,9 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+        return Shown(f"{value.__module__}.{value.__qualname__}")
     if type(value).__module__ == "torch":  # a dtype or a device
-        return str(value)
+        return Shown(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if "PydanticUndefined" not in kind and kind != "dataclasses._MISSING_TYPE":  # no value: nothing is left out
         text = f"{place} is a {kind}: only its type is part of the namespace, not its value"
@@ -156,10 +199,8 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    is_plain = value is None or isinstance(value, bool | int | float)
-    is_name = isinstance(value, str) and len(value) <= SHOWN_CHARS_MAX and value.replace(".", "_").isidentifier()
-    is_number = isinstance(value, str) and re.fullmatch(r"[0-9.]{1,6}", value)  # environment variables are strings
-    return str(value) if is_plain or is_name or is_number else f"({value_digest(value)[:8]})"
+    is_shown = value is None or isinstance(value, bool | int | float | Shown)
+    return str(value) if is_shown else f"({value_digest(value)[:8]})"
 
 
 @cache

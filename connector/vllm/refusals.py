@@ -27,7 +27,7 @@ _LOAD_BETWEEN_STEPS = (
 
 
 def check_siblings() -> None:
-    """Refuse connectors beside kvtiers' (``MultiConnector``) that may load within a step.
+    """Refuse a second KVTiersConnector in a ``MultiConnector``, and connectors that may load within a step.
 
     Such a connector reports only after a step which blocks it could not fill. vLLM recomputes these blocks, but KV that
     the step computed from them would be stored as good. Connectors that kvtiers does not know are refused, too. Call
@@ -36,6 +36,7 @@ def check_siblings() -> None:
     Raises:
         ConfigError: names the refused connectors.
     """
+    with_region = 0
     left = [get_kv_transfer_group()] if has_kv_transfer_group() else []
     refused = []
     while left:
@@ -44,8 +45,15 @@ def check_siblings() -> None:
             left += each._connectors
         elif not _loads_between_steps(each):
             refused.append(type(each).__name__)
+        with_region += type(each).__name__ == "KVTiersConnector"
     if refused:
         raise _no_sibling(", ".join(refused))
+    if with_region > 1:
+        raise ConfigError(
+            f"MultiConnector holds KVTiersConnector {with_region} times, and their regions would have the same name: "
+            "write one KVTiersConnector with the tiers of all of them, in the order in which they are to be asked",
+            field="connectors",
+        )
 
 
 def check_step(scheduler_output: Any) -> None:

@@ -124,8 +124,11 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
         try:
             by_token = kv_groups.is_in_token_order(self._layers, self.config, self._handed.vllm_config)
+            spec = translate.engine_spec(
+                self.config, self._handed.vllm_config, by_token=by_token, in_worker=rank is not None
+            )
             return TieringOffloadingSpec(
-                translate.engine_spec(self.config, self._handed.vllm_config, by_token=by_token).config,
+                spec.config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
                 self._cell_bytes,
                 rank=rank,

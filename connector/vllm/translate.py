@@ -151,11 +151,12 @@ def check_adapters(vllm_config: Any) -> None:
         )
 
 
-def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
+def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_worker: bool = False) -> EngineSpec:
     """Build the engine's identity from vLLM's OffloadingConfig and VllmConfig.
 
     Args:
         by_token: stored bytes are in token order, whatever block size kernels use.
+        in_worker: do not log what counts; the scheduler's process logs it, once per engine.
 
     Raises:
         ConfigError: see ``check_adapters``.
@@ -165,6 +166,8 @@ def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False) -> Eng
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
     found = _identity_of(vllm_config)
+    if not in_worker:
+        log_identity(found)
     return EngineSpec(
         VllmOffloadingConfig(
             model=ModelConfig(
@@ -233,7 +236,8 @@ def _model_name(vllm_config: Any, name: str) -> str:
     """The model's name for namespaces.
 
     - A model in a bucket: the end of its URL, because vLLM's name for it is a folder in one host's cache.
-    - Another name or path: unchanged, unless it starts with a dot or is too long for a folder name.
+    - A path: without a slash at its end, and absolute if it starts with a dot.
+    - A name or path that is too long for a folder name: a digest and its end.
     """
     url = str(getattr(getattr(vllm_config, "model_config", None), "model_weights", None) or "")
     scheme, separator, place = url.partition("://")
@@ -242,6 +246,9 @@ def _model_name(vllm_config: Any, name: str) -> str:
         return f"{scheme}/{place.strip('/')[-_URL_END:]}"
     if name.startswith("."):
         name = os.path.abspath(name)
+    elif os.path.isabs(name):
+        name = os.path.normpath(name)
+    name = name.rstrip("/") or name
     if len(name.encode()) > MODEL_NAME_BYTES_MAX:
         end = name.encode()[-_URL_END:].decode(errors="ignore")
         name = f"{value_digest(name)[:16]}/{end}"
@@ -255,9 +262,7 @@ def _identity_of(vllm_config: Any) -> dict[str, Any]:
         )
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     ignore = ignored_options(getattr(transfer, "kv_connector_extra_config", None) or {})
-    found = identity(vllm_config, ignore=ignore)
-    log_identity(found)
-    return found
+    return identity(vllm_config, ignore=ignore)
 
 
 def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool = False) -> str:

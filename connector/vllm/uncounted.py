@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _ELSEWHERE = "is in the namespace in another field"
 _WEIGHTS = "is in the namespace as part of the weights' revision"
@@ -15,13 +16,17 @@ _PLACE = "sets where processes run and how they communicate"
 _OUTPUT = "affects only sampling, output, or text processing before and after the model"
 _OBSERVED = "sets logging, monitoring or profiling"
 _RUNTIME = "changes while the engine starts or runs"
-_COMPILED = "sets which graphs are captured and where compiled code is kept"
+_COMPILED = "sets how kernels are compiled, captured and scheduled; the computation stays the same, up to rounding"
+_BUILD = "describes how vLLM was built or packaged"
+_SOMETIMES = "counts only where it has an effect: see above"
 
 #: Class of vLLM's config objects -> why -> its fields ("*": all) that cannot change the meaning of stored KV.
 IGNORED: Mapping[str, Mapping[str, str]] = {
     "VllmConfig": {
         _PLACE: "instance_id shutdown_timeout kv_transfer_config",
         _WEIGHTS: "quant_config",
+        _MEMORY: "performance_mode",
+        _COMPILED: "optimization_level",
     },
     "ModelConfig": {
         _WEIGHTS: "model model_weights revision quantization hf_config hf_text_config hf_image_processor_config "
@@ -32,7 +37,9 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
         "renderer_num_workers allowed_local_media_path allowed_media_domains",
         _MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
         "enable_nccl_comm_suspend enable_cumem_allocator",
+        _PLACE: "hf_token",
         _COMPILED: "enforce_eager",
+        _SOMETIMES: "seed trust_remote_code code_revision",
     },
     "CacheConfig": {
         _ELSEWHERE: "block_size user_specified_block_size _block_size_resolved hash_block_size "
@@ -75,7 +82,7 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
         _COMPILED: "flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph "
         "sparse_mla_prefill_workspace_factor",
     },
-    "KernelConfig": {_COMPILED: "enable_flashinfer_autotune enable_cutedsl_warmup enable_jit_warmup"},
+    "KernelConfig": {_COMPILED: "enable_flashinfer_autotune enable_cutedsl_warmup enable_jit_warmup ir_op_priority"},
     "CompilationConfig": {
         _COMPILED: "debug_dump_path cache_dir compile_cache_save_format local_cache_dir cudagraph_mode "
         "cudagraph_num_of_warmups cudagraph_capture_sizes max_cudagraph_capture_size cudagraph_copy_inputs "
@@ -83,9 +90,21 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
         "decoder_replay_trim_threshold compile_sizes compile_ranges_endpoints compile_ranges_split_points "
         "splitting_ops inductor_compile_config inductor_passes "
         "encoder_cudagraph_token_budgets encoder_cudagraph_max_vision_items_per_batch "
-        "encoder_cudagraph_max_frames_per_batch cudagraph_mm_encoder",
+        "encoder_cudagraph_max_frames_per_batch cudagraph_mm_encoder mode custom_ops ir_enable_torch_wrap "
+        "compile_mm_encoder use_inductor_graph_partition dynamic_shapes_config fast_moe_cold_start",
         _RUNTIME: "enabled_custom_ops disabled_custom_ops traced_files compilation_time encoder_compilation_time "
         "static_forward_context static_all_moe_layers bs_to_padded_graph_size",
+        _SOMETIMES: "backend",
+    },
+    "PassConfig": {
+        _COMPILED: "fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops fuse_allreduce_rms "
+        "enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla fuse_act_padding fuse_mla_dual_rms_norm "
+        "fuse_rope_kvcache fuse_qk_norm_rope_kvcache rope_kvcache_fusion_max_token_num "
+        "fi_allreduce_fusion_max_size_mb",
+    },
+    "KVTransferConfig": {_PLACE: "*"},
+    "ECTransferConfig": {
+        _PLACE: "engine_id ec_buffer_device ec_buffer_size ec_role ec_ip ec_port ec_connector_extra_config",
     },
     "MultiModalConfig": {
         _MEMORY: "mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb limit_per_prompt"
@@ -95,35 +114,112 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
         _ELSEWHERE: "target_model_config target_parallel_config draft_parallel_config model revision",
         _OUTPUT: "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length "
         "draft_sample_method enable_adaptive_verification",
+        _COMPILED: "enforce_eager",
     },
     **{
         name: {_OBSERVED: "*"}
         for name in ("LoggingConfig", "ObservabilityConfig", "ProfilerConfig", "WatchdogConfig", "KVEventsConfig")
     },
-    **{name: {_OUTPUT: "*"} for name in ("StructuredOutputsConfig", "AuxOutputConfig")},
+    **{
+        name: {_OUTPUT: "*"}
+        for name in ("StructuredOutputsConfig", "AuxOutputConfig", "ReasoningConfig", "WatermarkConfig")
+    },
 }
 
 #: Why -> ``VLLM_*`` variables that cannot change the meaning of stored KV. (vLLM has its own list of variables that do
 #: not affect compiled graphs. Some of them choose weights or how images are decoded; kvtiers counts these.)
 IGNORED_VARIABLES: Mapping[str, str] = {
-    _PLACE: "API_KEY CACHE_ROOT CONFIG_ROOT ASSETS_CACHE ASSETS_CACHE_MODEL_CLEAN CUDA_COMPATIBILITY_PATH "
-    "ENABLE_CUDA_COMPATIBILITY DIST_IDENT DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE "
-    "ELASTIC_EP_SCALE_UP_LAUNCH ENABLE_V1_MULTIPROCESSING EXECUTE_MODEL_TIMEOUT_SECONDS HOST_IP "
-    "HTTP_MAX_REQUEST_BODY_SIZE HTTP_TIMEOUT_KEEP_ALIVE KEEP_ALIVE_ON_ENGINE_DEATH LOOPBACK_IP "
-    "NIXL_SIDE_CHANNEL_HOST NIXL_SIDE_CHANNEL_PORT OBJECT_STORAGE_SHM_BUFFER_NAME PORT RAY_BUNDLE_INDICES "
-    "RPC_BASE_PATH RPC_TIMEOUT SERVER_DEV_MODE SKIP_MODEL_NAME_VALIDATION SKIP_VERSION_SUFFIX "
-    "TARGET_DEVICE WORKER_MULTIPROC_METHOD WORKER_SHUTDOWN_TIMEOUT_SECONDS ENGINE_READY_TIMEOUT_S "
-    "CPU_OMP_THREADS_BIND CPU_NUM_OF_RESERVED_CPU",
-    _MEMORY: "CPU_KVCACHE_SPACE MEDIA_CACHE MEDIA_CACHE_MAX_SIZE_MB MEDIA_CACHE_TTL_HOURS MEDIA_FETCH_MAX_RETRIES "
-    "MEDIA_LOADING_THREAD_COUNT MEDIA_URL_ALLOW_REDIRECTS AUDIO_FETCH_TIMEOUT IMAGE_FETCH_TIMEOUT "
-    "VIDEO_FETCH_TIMEOUT MAX_AUDIO_CLIP_FILESIZE_MB MAX_AUDIO_DECODE_BYTES MAX_AUDIO_DECODE_DURATION_S "
-    "MAX_AUDIO_PREPROCESS_WORKERS MAX_EMBED_DECODE_BYTES MAX_MEDIA_REQUEST_DECODE_BYTES "
-    "MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB V1_OUTPUT_PROC_CHUNK_SIZE",
-    _OBSERVED: "CONFIGURE_LOGGING DEBUG_DUMP_PATH DEBUG_LOG_API_SERVER_RESPONSE DO_NOT_TRACK LOGGING_COLOR "
-    "LOGGING_CONFIG_PATH LOGGING_LEVEL LOGGING_PREFIX LOGGING_STREAM LOG_STATS_INTERVAL NO_USAGE_STATS "
-    "REQUEST_BODY_LOG_LEVEL RINGBUFFER_WARNING_INTERVAL TRACE_FUNCTION USAGE_SOURCE USAGE_STATS_SERVER",
-    _OUTPUT: "CHAT_TEMPLATE_FUEL",
-    _COMPILED: "USE_AOT_COMPILE USE_BREAKABLE_CUDAGRAPH ENABLE_STARTUP_PLAN FLASHINFER_AUTOTUNE_CACHE_DIR "
-    "FORCE_AOT_LOAD TRITON_JIT_WARMUP_NUM_THREADS XLA_CACHE_PATH DISABLE_COMPILE_CACHE",
+    _BUILD: "BUILD_COMMIT BUILD_PIPELINE BUILD_URL CUDART_SO_PATH DOCKER_BUILD_CONTEXT HAS_FLASHINFER_CUBIN IMAGE_TAG "
+    "MAIN_CUDA_VERSION NCCL_INCLUDE_PATH NCCL_SO_PATH SKIP_PRECOMPILED_VERSION_SUFFIX SKIP_VERSION_SUFFIX "
+    "TARGET_DEVICE USE_PRECOMPILED USE_PRECOMPILED_RUST",
+    _PLACE: "ALLOW_INSECURE_SERIALIZATION ALLREDUCE_USE_FLASHINFER ALLREDUCE_USE_FLASHINFER_PCIE_IPC "
+    "ALLREDUCE_USE_SYMM_MEM API_KEY ASSETS_CACHE ASSETS_CACHE_MODEL_CLEAN CACHE_ROOT CONFIG_ROOT "
+    "CPU_NUM_OF_RESERVED_CPU CPU_OMP_THREADS_BIND CUDA_COMPATIBILITY_PATH DBO_COMM_SMS DEEPEP_BUFFER_SIZE_MB "
+    "DEEPEP_HIGH_THROUGHPUT_FORCE_INTRA_NODE DEEPEP_LOW_LATENCY_USE_MNNVL DEEPEP_V2_ALLOW_HYBRID_MODE "
+    "DEEPEP_V2_PREFER_OVERLAP DISABLE_PYNCCL DISABLE_REQUEST_ID_RANDOMIZATION DISTRIBUTED_USE_SPLIT_GROUP DIST_IDENT "
+    "DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE EC_SIDE_CHANNEL_HOST EC_SIDE_CHANNEL_PORT "
+    "ELASTIC_EP_DRAIN_REQUESTS ELASTIC_EP_SCALE_UP_LAUNCH ENABLE_CUDA_COMPATIBILITY ENABLE_V1_MULTIPROCESSING "
+    "ENGINE_READY_TIMEOUT_S EXECUTE_MODEL_TIMEOUT_SECONDS FLASHINFER_ALLREDUCE_BACKEND "
+    "FLASHINFER_WORKSPACE_BUFFER_SIZE GPU_NIC_PCIE_MAPPING HOST_IP HTTP_MAX_REQUEST_BODY_SIZE "
+    "HTTP_TIMEOUT_KEEP_ALIVE KEEP_ALIVE_ON_ENGINE_DEATH LOOPBACK_IP MOONCAKE_ABORT_REQUEST_TIMEOUT "
+    "MOONCAKE_BOOTSTRAP_PORT MOONCAKE_CONNECTOR_TIMEOUT MOONCAKE_DISK_STAGING_USABLE_RATIO MOONCAKE_LOAD_RECV_THREADS "
+    "MQ_MAX_CHUNK_BYTES_MB MSGPACK_ZERO_COPY_THRESHOLD NIC_SELECTION_VARS NIXL_SIDE_CHANNEL_HOST "
+    "NIXL_SIDE_CHANNEL_PORT OBJECT_STORAGE_SHM_BUFFER_NAME P2P_HANDSHAKE_TIMEOUT_S P2P_IDLE_TIMEOUT_S P2P_MAX_PEERS "
+    "P2P_SIDE_CHANNEL_HOST P2P_SIDE_CHANNEL_PORT PORT PROCESS_NAME_PREFIX RANDOMIZE_DP_DUMMY_INPUTS "
+    "RAY_BUNDLE_INDICES RAY_DP_PACK_STRATEGY RAY_DP_PLACEMENT_NODE_IPS RAY_EXTRA_ENV_VARS_TO_COPY "
+    "RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY RAY_PER_WORKER_GPUS RPC_BASE_PATH RPC_TIMEOUT SERVER_DEV_MODE "
+    "SKIP_MODEL_NAME_VALIDATION SKIP_P2P_CHECK USE_NCCL_SYMM_MEM USE_RAY_COMPILED_DAG_CHANNEL_TYPE "
+    "USE_RAY_COMPILED_DAG_OVERLAP_COMM USE_RAY_V2_EXECUTOR_BACKEND USE_RAY_WRAPPED_PP_COMM USE_SPINLOOP_EXT "
+    "WORKER_MULTIPROC_METHOD WORKER_SHUTDOWN_TIMEOUT_SECONDS XPU_PP_MICROBATCH",
+    _MEMORY: "ALLOW_LONG_MAX_MODEL_LEN AUDIO_FETCH_TIMEOUT CPU_KVCACHE_SPACE FASTSAFETENSORS_QUEUE_SIZE "
+    "IMAGE_FETCH_TIMEOUT KV_OFFLOAD_MAX_BATCH_DESCRIPTORS MAX_AUDIO_CLIP_FILESIZE_MB MAX_AUDIO_DECODE_BYTES "
+    "MAX_AUDIO_DECODE_DURATION_S MAX_AUDIO_PREPROCESS_WORKERS MAX_EMBED_DECODE_BYTES MAX_IMAGE_PIXELS "
+    "MAX_MEDIA_DOWNLOAD_SIZE_MB MAX_MEDIA_REQUEST_DECODE_BYTES MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB MEDIA_CACHE "
+    "MEDIA_CACHE_MAX_SIZE_MB MEDIA_CACHE_TTL_HOURS MEDIA_FETCH_MAX_RETRIES MEDIA_LOADING_THREAD_COUNT "
+    "MEDIA_URL_ALLOW_REDIRECTS MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS ROCM_SLEEP_MEM_CHUNK_SIZE "
+    "SPARSE_INDEXER_MAX_LOGITS_MB USE_SIMPLE_KV_OFFLOAD V1_OUTPUT_PROC_CHUNK_SIZE VIDEO_FETCH_TIMEOUT "
+    "WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY WEIGHT_OFFLOADING_DISABLE_UVA WSL2_ENABLE_PIN_MEMORY",
+    _OBSERVED: "COMPUTE_NANS_IN_LOGITS CONFIGURE_LOGGING CPU_CI_ENV CUSTOM_SCOPES_FOR_PROFILING DEBUG_DUMP_PATH "
+    "DEBUG_LOG_API_SERVER_RESPONSE DEBUG_MFU_METRICS DEBUG_WORKSPACE DISABLE_LOG_LOGO DO_NOT_TRACK GC_DEBUG "
+    "GPU_SYNC_CHECK KV_EVENTS_USE_INT_BLOCK_HASHES LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_LEVEL LOGGING_PREFIX "
+    "LOGGING_STREAM LOG_BATCHSIZE_INTERVAL LOG_MODEL_INSPECTION LOG_STATS_INTERVAL MOONCAKE_STORE_TIER_LOG "
+    "NO_USAGE_STATS NVTX_SCOPES_FOR_PROFILING PATTERN_MATCH_DEBUG RAISE_ON_LOGIT_NANS REQUEST_BODY_LOG_LEVEL "
+    "RINGBUFFER_WARNING_INTERVAL TRACE_FUNCTION USAGE_SOURCE USAGE_STATS_SERVER XLA_CHECK_RECOMPILATION",
+    _OUTPUT: "ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN ALLOW_RUNTIME_LORA_UPDATING BEAM_ALWAYS_CONSTRAIN_OUTPUT "
+    "CHAT_TEMPLATE_FUEL CHAT_TEMPLATE_RENDER_TIMEOUT ENABLE_COHERE_API ENABLE_RESPONSES_API_STORE "
+    "ENFORCE_STRICT_TOOL_CALLING GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS GPT_OSS_SYSTEM_TOOL_MCP_LABELS "
+    "LORA_RESOLVER_CACHE_DIR LORA_RESOLVER_HF_REPO_LIST MAX_BAD_WORDS_TOTAL_TOKENS MAX_COMPLETION_PROMPTS "
+    "MAX_NUM_BAD_WORDS MAX_N_SEQUENCES MAX_STOP_STRINGS REGEX_COMPILATION_TIMEOUT_S RUST_FRONTEND_PATH "
+    "SYSTEM_START_DATE TOOL_JSON_ERROR_AUTOMATIC_RETRY TOOL_PARSE_REGEX_TIMEOUT_SECONDS "
+    "USE_EXPERIMENTAL_PARSER_CONTEXT USE_FASTOKENS USE_FLASHINFER_SAMPLER USE_RUST_BENCH USE_RUST_FRONTEND "
+    "V1_USE_OUTLINES_CACHE XGRAMMAR_CACHE_MB XPU_USE_SAMPLER_KERNEL",
+    _COMPILED: "COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD COMPILE_CACHE_SAVE_FORMAT DEEP_GEMM_WARMUP "
+    "DISABLE_COMPILE_CACHE DISABLE_SHARED_EXPERTS_STREAM ENABLE_CUDAGRAPH_GC "
+    "ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING ENABLE_INDUCTOR_MAX_AUTOTUNE ENABLE_PREGRAD_PASSES ENABLE_STARTUP_PLAN "
+    "FLASHINFER_AUTOTUNE_CACHE_DIR FLASHINFER_AUTOTUNE_SKIP_OPS FORCE_AOT_LOAD LORA_DISABLE_PDL "
+    "LORA_ENABLE_DUAL_STREAM MULTI_STREAM_GEMM_TOKEN_THRESHOLD SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD "
+    "TRITON_FORCE_FIRST_CONFIG TRITON_JIT_WARMUP_NUM_THREADS TUNED_CONFIG_FOLDER USE_AOT_COMPILE "
+    "USE_BREAKABLE_CUDAGRAPH USE_BYTECODE_HOOK USE_LAYERNAME USE_MEGA_AOT_ARTIFACT USE_STANDALONE_COMPILE "
+    "XLA_CACHE_PATH",
     _ELSEWHERE: "KV_CACHE_LAYOUT",
+    _SOMETIMES: "PLUGINS",
+}
+
+#: Fields that count no longer, with the values that vLLM derives for an engine at its defaults. Every identity has
+#: these values, whatever the engine's are, so that the namespaces of such engines stayed as they were.
+FORMER: Mapping[str, Any] = {
+    "compilation_config.backend": "inductor",
+    "compilation_config.custom_ops": ["none"],
+    "compilation_config.fast_moe_cold_start": False,
+    "compilation_config.ir_enable_torch_wrap": True,
+    "compilation_config.mode": 3,
+    "compilation_config.pass_config.enable_qk_norm_rope_fusion": False,
+    "compilation_config.pass_config.fuse_act_padding": False,
+    "compilation_config.pass_config.fuse_act_quant": False,
+    "compilation_config.pass_config.fuse_allreduce_rms": False,
+    "compilation_config.pass_config.fuse_attn_quant": False,
+    "compilation_config.pass_config.fuse_norm_quant": False,
+    "compilation_config.pass_config.fuse_qk_norm_rope_kvcache": False,
+    "compilation_config.pass_config.fuse_rope_kvcache_cat_mla": False,
+    "compilation_config.use_inductor_graph_partition": False,
+    "kernel_config.ir_op_priority.fused_add_rms_norm": ["native"],
+    "kernel_config.ir_op_priority.gelu_and_mul_sparse": ["triton", "native"],
+    "kernel_config.ir_op_priority.rms_norm": ["native"],
+}
+FORMER_ON_CPU: Mapping[str, Any] = {
+    "compilation_config.ir_enable_torch_wrap": False,
+    "compilation_config.mode": 2,
+    "kernel_config.ir_op_priority.gelu_and_mul_sparse": ["native"],
+}
+
+#: Fields that count, with the values that vLLM derives for most engines at their defaults. The log leaves them out.
+USUAL: Mapping[str, tuple[Any, ...]] = {
+    "device_config.device_type": ("cpu", "cuda"),
+    "model_config.dtype": ("torch.bfloat16",),
+    "parallel_config.dcp_comm_backend": ("ag_rs",),
+    "parallel_config.dcp_q_replicate": (False,),
+    "parallel_config.enable_batch_sharded_sampling": (False,),
+    "parallel_config.is_moe_model": (False, True),  # the model's, not an option
+    "parallel_config.worker_cls": ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"),
+    "scheduler_config.disable_hybrid_kv_cache_manager": (False,),
 }

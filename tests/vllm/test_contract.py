@@ -200,6 +200,18 @@ def test_what_is_gone_is_named(place: str, name: str, monkeypatch: pytest.Monkey
     assert f"{owner.__name__}.{name} is gone" in refusal()
 
 
+def test_attributes_of_class_are_those_that_its_constructor_stores() -> None:
+    class Scheduler:
+        def __init__(self, spec: Any) -> None:
+            self._manager, self.first = spec.manager, spec
+            self.second = self.third = spec
+            spec.region = self
+            self.close_later = lambda: self.second
+
+    assert {"_manager", "first", "second", "third", "close_later"} <= contract._attributes(Scheduler)
+    assert not {"manager", "region"} & contract._attributes(Scheduler)
+
+
 @pytest.mark.parametrize(("ours", "base", "name"), METHODS, ids=called)
 def test_a_method_that_is_gone_is_named(ours: type, base: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [each for each in theirs(ours) if each is not base and name in vars(each)]

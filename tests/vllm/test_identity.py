@@ -129,17 +129,6 @@ def test_a_field_that_no_release_has_yet_counts() -> None:
     assert identity(Holder(cls(new=True)), {}) == {"held.new": True}
 
 
-def test_variables_that_are_set_count() -> None:
-    environ = {
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-        "VLLM_PORT": "1",
-        "VLLM_DIST_IDENT": "of a process",
-        "HOME": "/root",
-        "VLLM_NEVER_HEARD_OF": "1",
-    }
-    assert identity(VllmConfig(), environ) == {"VLLM_NEVER_HEARD_OF": "1"}
-
-
 def test_an_unknown_release_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert identity(VllmConfig(), {}) == {}
     monkeypatch.setattr(versions, "release", lambda: (0, 99))
@@ -149,11 +138,11 @@ def test_an_unknown_release_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_an_operator_vouches_for_does_not_count() -> None:
     config = Holder(vllm.config.KernelConfig(moe_backend="triton"))
-    environ = {"VLLM_NEVER_HEARD_OF": "1"}
-    told = {"VLLM_NEVER_HEARD_OF": "1", "held.moe_backend": "triton"}
+    environ = {"VLLM_MLA_DISABLE": "1"}
+    told = {"VLLM_MLA_DISABLE": "1", "held.moe_backend": "triton"}
     assert identity(config, environ) == told
-    assert identity(config, environ, ignore=["held.moe_backend"]) == {"VLLM_NEVER_HEARD_OF": "1"}
-    assert identity(config, environ, ignore=["VLLM_NEVER_HEARD_OF"]) == {"held.moe_backend": "triton"}
+    assert identity(config, environ, ignore=["held.moe_backend"]) == {"VLLM_MLA_DISABLE": "1"}
+    assert identity(config, environ, ignore=["VLLM_MLA_DISABLE"]) == {"held.moe_backend": "triton"}
     assert identity(config, environ, ignore=["held.linear_backend", "VLLM_NOT_SET", "vllm"]) == told
 
 
@@ -211,12 +200,3 @@ print("ID", json.dumps(identity(vllm.config.VllmConfig(), {}), default=str))
         printed.append([json.loads(line[3:]) for line in run.stdout.splitlines() if line.startswith("ID ")])
     assert len(printed[0]) == 1, run.stderr
     assert printed[0] == printed[1]
-
-
-def test_what_is_logged_has_no_secret(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    log_once.cache_clear()
-    module.log_identity({"a": True, "b": "triton", "c": "hf_0123456789abcdefghijkl", "d": {"key": "secret"}})
-    assert "a=True, b=triton, c=(" in caplog.text
-    assert "hf_" not in caplog.text
-    assert "secret" not in caplog.text

@@ -144,3 +144,17 @@ def test_connectors_beside_ours_may_load_between_steps(ours: Any, monkeypatch: p
     for top in (several(ours, *map(fake, names)), several(several(ours), fake("NixlConnector")), ours):
         in_worker(top, monkeypatch)
         ours.register_kv_caches({})
+
+
+def test_second_kvtiers_connector_is_refused_before_its_region_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in (
+        fake("KVTiersConnector", KVTiersConnector.__module__),
+        several(fake("KVTiersConnector", "kvtiers.connector.vllm.x")),
+    ):
+        ours = fake("KVTiersConnector", KVTiersConnector.__module__)
+        in_worker(several(ours, fake("NixlConnector"), other), monkeypatch)
+        with pytest.raises(
+            ConfigError,
+            match="^connectors: MultiConnector holds KVTiersConnector 2 times.*one KVTiersConnector with the tiers",
+        ):
+            KVTiersConnector.register_kv_caches(ours, {})

@@ -162,13 +162,13 @@ def test_an_option_begins_a_namespace_that_names_it_unless_somebody_vouches_for_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = built_by(VllmConfig())
-    monkeypatch.setenv("VLLM_NEVER_HEARD_OF", "1")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     counted = built_by(VllmConfig())
     assert plain.config.engine == {}
     assert "engine" not in strict_fields(plain)
-    assert strict_fields(counted)["engine"] == {"VLLM_NEVER_HEARD_OF": "1"}
+    assert strict_fields(counted)["engine"] == {"VLLM_MLA_DISABLE": "1"}
     assert str(counted.config.model.revision).startswith("c0ffee+engine:")
-    extra = {"tiers": [], "identity": {"ignore": ["VLLM_NEVER_HEARD_OF"]}}
+    extra = {"tiers": [], "identity": {"ignore": ["VLLM_MLA_DISABLE"]}}
     transfer = SimpleNamespace(kv_connector_extra_config=extra)
     vouched = built_by(VllmConfig(kv_transfer_config=transfer))
     assert FileMapper.from_offloading_spec("", vouched, extra_fields=strict_fields(vouched)).base_path == (

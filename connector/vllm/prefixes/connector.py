@@ -98,7 +98,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._lookup_deadline_s = seconds_of(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
         self._load_deadline_s = seconds_of(extra, "load_deadline_s", LOAD_DEADLINE_S)
         self._spec = translate.engine_spec(
-            build_offloading_config(vllm_config, kv_cache_config), vllm_config, by_token=True
+            build_offloading_config(vllm_config, kv_cache_config),
+            vllm_config,
+            by_token=True,
+            in_worker=role != KVConnectorRole.SCHEDULER,
         )
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel

@@ -1,0 +1,387 @@
+"""Engines whose KV is equal share a namespace, and engines whose KV differs do not. With vLLM's own config objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+import vllm.envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from kvtiers.connector.model_files import value_digest
+from kvtiers.connector.vllm import translate, versions
+from kvtiers.connector.vllm.identity import identity, identity_digest, log_identity, readable
+from kvtiers.connector.vllm.logs import log_once
+from kvtiers.connector.vllm.weights import kv_revision
+from tests.tiny_model import make_model_dir
+from tests.vllm.engines import VllmConfig, offloading_config
+from tests.vllm.test_identity import CLASSES, Holder
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Makes the config of an engine that is started with these options, as ``vllm serve MODEL`` does."""
+    folder = str(make_model_dir(tmp_path_factory.mktemp("models") / "model"))
+
+    def config(**options: Any) -> Any:
+        at_end = options.pop("model_end", "")
+        return EngineArgs(**{"model": folder + at_end, **options}).create_engine_config()
+
+    return config
+
+
+@pytest.fixture(scope="module")
+def plain(start: Start) -> Any:
+    return start()
+
+
+def namespace(config: Any, environ: Mapping[str, str] | None = None) -> tuple[Any, ...]:
+    """What decides a namespace, besides the layout of the blocks."""
+    name = translate._model_name(config, config.model_config.model)
+    return name, config.model_config.dtype, kv_revision(config), identity(config, environ or {})
+
+
+def image(commit: str, tag: str, build: int) -> dict[str, str]:
+    """What an official image of vLLM sets."""
+    return {
+        "VLLM_BUILD_COMMIT": commit,
+        "VLLM_BUILD_PIPELINE": "release",
+        "VLLM_BUILD_URL": f"https://buildkite.com/vllm/release/builds/{build}",
+        "VLLM_IMAGE_TAG": tag,
+        "VLLM_USAGE_SOURCE": "production-docker-image",
+    }
+
+
+def service_links(service: str, ip: str) -> dict[str, str]:
+    """What Kubernetes sets in a pod for a Service."""
+    name = service.upper().replace("-", "_")
+    return {
+        f"{name}_SERVICE_HOST": ip,
+        f"{name}_SERVICE_PORT": "8000",
+        f"{name}_SERVICE_PORT_HTTP": "8000",
+        f"{name}_PORT": f"tcp://{ip}:8000",
+        f"{name}_PORT_8000_TCP": f"tcp://{ip}:8000",
+        f"{name}_PORT_8000_TCP_ADDR": ip,
+        f"{name}_PORT_8000_TCP_PORT": "8000",
+        f"{name}_PORT_8000_TCP_PROTO": "tcp",
+    }
+
+
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    "image": image("4ba787ec9", "v0.33.0", 2),
+    "another build of the image": image("c0ffee", "v0.33.0-cu129", 3),
+    "pod": {"HOSTNAME": "llm-0", "VLLM_HOST_IP": "10.0.0.7", **service_links("vllm", "10.96.0.17")},
+    "another pod": {
+        "HOSTNAME": "llm-1",
+        "VLLM_HOST_IP": "10.0.0.8",
+        "VLLM_PROCESS_NAME_PREFIX": "llm-1",
+        **service_links("vllm-router", "10.96.3.3"),
+        **service_links("vllm-p2p-side-channel", "10.96.3.4"),
+    },
+    "shell": {
+        "VLLM_HOME": "/opt/vllm",
+        "VLLM_MODEL": "org/model",
+        "VLLM_GATEWAY_PASSWORD": "hunter2",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_DISABLE_LOG_LOGO": "1",
+        "VLLM_GC_DEBUG": "1",
+        "VLLM_API_KEY": "hunter2",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5",
+        "VLLM_EC_SIDE_CHANNEL_HOST": "a",
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": "6",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "9",
+        "VLLM_P2P_HANDSHAKE_TIMEOUT_S": "9",
+        "VLLM_CACHE_ROOT": "/var/cache",
+        "VLLM_PLUGINS": "kvtiers",
+    },
+    "variables at their defaults": {"VLLM_MLA_DISABLE": "0", "VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_TRITON_AWQ": "0"},
+}
+
+
+@pytest.mark.parametrize("environ", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_namespace_does_not_depend_on_where_engine_is_started(plain: Any, environ: Mapping[str, str]) -> None:
+    assert namespace(plain, environ) == namespace(plain)
+
+
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
+DAILY: Mapping[str, Mapping[str, Any]] = {
+    "again": {},
+    "served names": {"served_model_name": ["a", "b"]},
+    "slash after the path": {"model_end": "/"},
+    "max_num_seqs": {"max_num_seqs": 3},
+    "max_num_batched_tokens": {"max_num_batched_tokens": 512},
+    "max_model_len": {"max_model_len": 256},
+    "gpu_memory_utilization": {"gpu_memory_utilization": 0.3},
+    "prefix caching": {"enable_prefix_caching": False},
+    "chunked prefill": {"enable_chunked_prefill": False},
+    "scheduling policy": {"scheduling_policy": "priority"},
+    "async scheduling": {"async_scheduling": False},
+    "log options": {"disable_log_stats": True, "otlp_traces_endpoint": "http://collector"},
+    "tokenizer mode": {"tokenizer_mode": "slow"},
+    "reasoning parser": {"reasoning_parser": "qwen3"},
+    "eager": {"enforce_eager": True},
+    "O0": {"optimization_level": 0},
+    "O1": {"optimization_level": 1},
+    "O3": {"optimization_level": 3},
+    "compilation mode": {"compilation_config": {"mode": 0}},
+    "throughput": {"performance_mode": "throughput"},
+    "seed": {"seed": 5},
+    "hub token": {"hf_token": "hf_hunter2"},
+    "remote code": {"trust_remote_code": True, "code_revision": "c0ffee"},
+    "ngram": {"speculative_config": {**NGRAM, "num_speculative_tokens": 3}},
+    "longer ngram": {"speculative_config": {**NGRAM, "num_speculative_tokens": 5}},
+    "backend that vLLM chooses anyway": {"attention_backend": "CPU_ATTN"},
+}
+
+
+@pytest.mark.parametrize("options", DAILY.values(), ids=DAILY)
+def test_option_without_effect_on_kv_keeps_namespace(plain: Any, start: Start, options: Mapping[str, Any]) -> None:
+    assert namespace(start(**options)) == namespace(plain)
+
+
+def test_base_requests_of_engine_with_adapters_share(plain: Any, start: Start) -> None:
+    config = start(enable_lora=True)
+    assert namespace(config) == namespace(plain)
+    config.lora_config.target_modules = ["q_proj"]
+    assert namespace(config) != namespace(plain)
+    config.lora_config.target_modules = None
+    config.lora_config.lora_dtype = torch.float16
+    assert namespace(config) != namespace(plain)
+
+
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "dtype": {"dtype": "float16"},
+    "cache dtype": {"kv_cache_dtype": "fp8"},
+    "quantization": {"quantization": "fp8"},
+    "revision": {"hf_overrides": {"rope_theta": 1.0}},
+    "rope scaling": {"hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+    "random weights": {"load_format": "dummy"},
+    "model implementation": {"model_impl": "transformers"},
+    "another attention backend": {"attention_backend": "TRITON_ATTN"},
+}
+
+
+@pytest.mark.parametrize("options", CHANGES.values(), ids=CHANGES)
+def test_option_that_changes_kv_starts_namespace(plain: Any, start: Start, options: Mapping[str, Any]) -> None:
+    assert namespace(start(**options)) != namespace(plain)
+
+
+def test_seed_counts_for_random_weights(start: Start) -> None:
+    one, other = (namespace(start(load_format="dummy", seed=seed)) for seed in (1, 2))
+    assert one != other
+
+
+def test_draft_model_counts(start: Start) -> None:
+    def config(number: int) -> Any:
+        made = start(speculative_config={**NGRAM, "num_speculative_tokens": number})
+        made.speculative_config.method = "eagle3"
+        return made
+
+    assert namespace(config(3)) != namespace(config(4))
+
+
+def test_plugin_compiler_counts(plain: Any, start: Start) -> None:
+    config = start()
+    config.compilation_config.backend = "somewhere.my_compiler"
+    assert namespace(config) != namespace(plain)
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "is_transformers", "counts"),
+    [
+        (None, True, set()),
+        ({"AutoConfig": "c.Config"}, False, {"code_revision"}),
+        ({"AutoModelForCausalLM": "m.Model"}, True, {"code_revision", "trust_remote_code"}),
+    ],
+)
+def test_remote_code_counts_where_it_is_used(auto_map: Any, is_transformers: bool, counts: set[str]) -> None:
+    fields = {"trust_remote_code": True, "code_revision": "c0ffee", "hf_config": SimpleNamespace(auto_map=auto_map)}
+    model = SimpleNamespace(**fields, using_transformers_backend=lambda: is_transformers)
+    assert set(identity(VllmConfig(model_config=model), {})) == {f"model_config.{name}" for name in counts}
+
+
+def test_backend_of_only_some_layers_counts(plain: Any, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may choose another one for layers with sinks, and no config says whether there are such layers."""
+    config = start(attention_backend="CPU_ATTN")
+    choose = vllm.v1.attention.selector.get_attn_backend
+    monkeypatch.setattr(
+        "vllm.v1.attention.selector.get_attn_backend",
+        lambda *args, has_sink, **more: object if has_sink else choose(*args, has_sink=has_sink, **more),
+    )
+    assert namespace(config) != namespace(plain)
+
+
+def test_config_objects_of_two_starts_are_equal() -> None:
+    """Through their constructors, which fill in times, ids, names of hosts and ports."""
+    made = 0
+    for cls in CLASSES:
+        fields = (
+            {"ec_connector": "ECExampleConnector", "ec_role": "ec_consumer"} if "ECTransfer" in cls.__name__ else {}
+        )
+        try:
+            first, second = cls(**fields), cls(**fields)
+        except (TypeError, ValueError):  # a field is required
+            continue
+        assert identity(Holder(first), {}) == identity(Holder(second), {}), cls.__name__
+        made += 1
+    assert made > len(CLASSES) // 2
+
+
+PLAIN_ON_CPU = "engine:aa1c270f8fd919e707307feb"
+PLAIN_ON_CPU_SHOWN = "8f36b21e74dca997031b8cd7"
+
+
+def test_namespace_of_engine_at_defaults_stays_as_it_was(plain: Any) -> None:
+    """A change of either value starts every engine on CPUs cold."""
+    if not current_platform.is_cpu() or versions.release() not in ((0, 32), (0, 33)):
+        pytest.skip("the values were recorded on CPUs, with 0.32 and 0.33")
+    found = identity(plain, {})
+    assert identity_digest(found) == PLAIN_ON_CPU
+    assert value_digest(readable(found)) == PLAIN_ON_CPU_SHOWN
+
+
+# ---- variables ---------------------------------------------------------------------------------------------------
+
+
+def test_new_variable_of_later_release_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"VLLM_NEVER_HEARD_OF": "1", "VLLM_NOT_ITS_OWN": "1"}
+    assert identity(VllmConfig(), environ) == {}
+    monkeypatch.setitem(vllm.envs.environment_variables, "VLLM_NEVER_HEARD_OF", lambda: None)
+    assert identity(VllmConfig(), environ) == {"VLLM_NEVER_HEARD_OF": "1"}
+
+
+def test_every_variable_counts_if_vllms_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"VLLM_MLA_DISABLE": "0", "VLLM_WHATEVER": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    environ |= service_links("vllm-router", "10.96.3.3")
+    monkeypatch.setattr(vllm.envs, "environment_variables", None)
+    assert set(identity(VllmConfig(), environ)) == {"VLLM_WHATEVER"}
+    monkeypatch.setattr(vllm.envs, "__file__", "/nowhere/envs.py")
+    assert set(identity(VllmConfig(), environ)) == {"VLLM_MLA_DISABLE", "VLLM_WHATEVER"}
+
+
+def test_flag_counts_once_in_all_spellings() -> None:
+    one, other, off = (identity(VllmConfig(), {"VLLM_ROCM_USE_AITER": text}) for text in ("1", "True", "false"))
+    assert one == other == {"VLLM_ROCM_USE_AITER": "1"}
+    assert off == {}
+
+
+def test_value_that_vllm_refuses_counts() -> None:
+    assert identity(VllmConfig(), {"VLLM_MARLIN_INPUT_DTYPE": "int3"}) == {"VLLM_MARLIN_INPUT_DTYPE": "int3"}
+
+
+def test_variables_are_read_without_changing_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert identity(VllmConfig(), {}) == {}
+    assert identity(VllmConfig(), {"VLLM_MLA_DISABLE": "0"}) == {}
+
+
+def test_addresses_builds_and_timeouts_among_vllms_variables_do_not_count() -> None:
+    ends = ("_HOST", "_PORT", "_IP", "_IPS", "_TIMEOUT", "_TIMEOUT_S", "_TIMEOUT_SECONDS", "_PREFIX")
+    noise = [
+        name
+        for name in vllm.envs.environment_variables
+        if name.startswith("VLLM_") and (name.endswith(ends) or name.startswith(("VLLM_BUILD_", "VLLM_LOG")))
+    ]
+    assert len(noise) > 20
+    assert identity(VllmConfig(), dict.fromkeys(noise, "7")) == {}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "left_out"),
+    [
+        (None, set()),
+        ("theirs,kvtiers", set()),
+        ("kvtiers,theirs", set()),
+        ("kvtiers", {"VLLM_PLUGINS"}),
+        ("", {"VLLM_PLUGINS"}),
+    ],
+)
+def test_list_of_plugins_counts_if_it_leaves_one_out(
+    monkeypatch: pytest.MonkeyPatch, allowed: str | None, left_out: set[str]
+) -> None:
+    entries = [
+        importlib.metadata.EntryPoint("kvtiers", "kvtiers.vllm:register", "vllm.general_plugins"),
+        importlib.metadata.EntryPoint("lora_hf", "vllm.plugins.lora_resolvers:register", "vllm.general_plugins"),
+        importlib.metadata.EntryPoint("theirs", "theirs:register", "vllm.general_plugins"),
+        importlib.metadata.EntryPoint("other", "other:main", "console_scripts"),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda: importlib.metadata.EntryPoints(entries))
+    environ = {} if allowed is None else {"VLLM_PLUGINS": allowed}
+    assert set(identity(VllmConfig(), environ)) == left_out
+
+
+# ---- what is shown -----------------------------------------------------------------------------------------------
+
+
+def test_only_values_that_vllm_knows_are_shown(plain: Any, start: Start) -> None:
+    environ = {
+        "VLLM_MLA_DISABLE": "1",
+        "VLLM_MARLIN_INPUT_DTYPE": "int8",
+        "VLLM_PP_LAYER_PARTITION": "7,9",
+        "VLLM_MODEL_REDIRECT_PATH": "hunter2",
+    }
+    config = start(kv_cache_dtype="fp8", attention_backend="TRITON_ATTN")
+    config.additional_config = {"api_key": "hunter2"}
+    config.model_config.model_class_overrides = "hunter2"
+    shown = readable(identity(config, environ))
+    expected = {
+        "VLLM_MLA_DISABLE": "1",
+        "VLLM_MARLIN_INPUT_DTYPE": "int8",
+        "cache_config.cache_dtype": "fp8",
+        "attention_config.backend": "AttentionBackendEnum.TRITON_ATTN",
+        "model_config.dtype": "torch.bfloat16",
+    }
+    assert expected.items() <= shown.items()
+    hidden = {"VLLM_PP_LAYER_PARTITION", "VLLM_MODEL_REDIRECT_PATH", "additional_config"}
+    assert all(shown[name].startswith("(") for name in hidden | {"model_config.model_class_overrides"})
+    assert "hunter2" not in str(shown)
+
+
+def test_secret_in_foreign_variable_is_neither_logged_nor_written(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_once.cache_clear()
+    environ = {"VLLM_GATEWAY_PASSWORD": "hunter2", "VLLM_MLA_DISABLE": "1"}
+    found = identity(VllmConfig(), environ)
+    log_identity(found, environ)
+    assert readable(found) == {"VLLM_MLA_DISABLE": "1"}
+    assert "part of the namespace, as not at its default: VLLM_MLA_DISABLE=1" in caplog.text
+    assert "has no such variables: VLLM_GATEWAY_PASSWORD" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+def test_engine_at_defaults_logs_nothing(plain: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_once.cache_clear()
+    log_identity(identity(plain, {}), {})
+    assert not caplog.records
+
+
+def test_workers_do_not_log_what_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_once.cache_clear()
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    translate.engine_spec(offloading_config(), VllmConfig(), in_worker=True)
+    assert "part of the namespace" not in caplog.text
+    translate.engine_spec(offloading_config(), VllmConfig())
+    assert "part of the namespace, as not at its default: VLLM_MLA_DISABLE=1" in caplog.text
+
+
+@dataclasses.dataclass
+class _Held:
+    held: Any = None
+
+
+def test_object_in_config_that_counts_by_type_is_shown() -> None:
+    assert readable(identity(_Held({"at": print}), {}))["held"].startswith("(")
+    assert readable(identity(_Held(print), {})) == {"held": "builtins.print"}
