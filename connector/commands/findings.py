@@ -246,7 +246,14 @@ def _space(where: str, tier: FsTierConfig | NfsTierConfig, folder: Path) -> Iter
     status = os.statvfs(folder)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{human_bytes(free)} free, {human_bytes(tier.min_free)} must stay free"
-    if free < tier.min_free:
+    if not total:
+        if tier.min_free:
+            yield Finding(
+                "warning", where, "min_free",
+                f"the file system of {folder} does not report its size (a FUSE mount?), so no free space is kept",
+                "set max_bytes",
+            )  # fmt: skip
+    elif free < tier.min_free:
         yield Finding("problem", where, "min_free", f"{text}: nothing is stored", "make room, or lower min_free")
     elif status.f_files > 0 and status.f_favail < INODES_FREE_MIN:
         yield Finding(

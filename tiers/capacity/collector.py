@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -65,6 +65,8 @@ class Collector:
         on_removed: called with the names of removed blocks, batch by batch.
         on_progress: called with the number of blobs listed so far, and with 0 before each listing.
         keys: keys to authenticate records with.
+        owner: this collector's name in its lease, unique; None: a random one.
+        dead_owners: names of collectors that are known to have ended, whose leases are taken over at once.
         clock: Unix seconds.
         monotonic: seconds.
     """
@@ -77,6 +79,8 @@ class Collector:
         on_removed: Callable[[list[str]], None] = lambda _: None,
         on_progress: Callable[[int], None] = lambda _: None,
         keys: RecordKeys | None = None,
+        owner: str | None = None,
+        dead_owners: Collection[str] = (),
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,7 +88,14 @@ class Collector:
         self._keys = keys
         self._policy = policy
         self._clock = clock
-        self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic, keys=keys)
+        self.lease = Lease(
+            store,
+            owner or secrets.token_hex(8),
+            lease_s=policy.lease_s,
+            clock=monotonic,
+            keys=keys,
+            dead_owners=dead_owners,
+        )
         self._room = Room(store, policy, monotonic)
         names = store.is_block if isinstance(store, NamesBlocks) else is_block
         self._blobs = Blobs(store, self.lease, self._room, names, on_removed, on_progress, monotonic)

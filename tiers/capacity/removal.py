@@ -17,6 +17,7 @@ logger = get_logger(__name__)
 DELETE_BATCH_KEYS = 512
 DELETE_WAIT_S_MAX = 1.0  # short: a block that is used between its listing and its removal is removed anyway
 RENEW_EVERY_KEYS = 1024
+RENEW_S_MAX = 5.0  # a slow storage lists few keys in the time of a lease
 UNCOUNTED = f"{PREFIXES_FOLDER}/"
 
 
@@ -64,12 +65,14 @@ class Blobs:
         """All blobs that count."""
         self.lease.renew()
         self.on_progress(0)
+        renewed_at = self.clock()
         for count, info in enumerate(self.store.keys(), 1):
             if not info.key.startswith(UNCOUNTED):
                 yield info
-            if count % RENEW_EVERY_KEYS == 0:
+            if count % RENEW_EVERY_KEYS == 0 or self.clock() - renewed_at > RENEW_S_MAX:
                 self.lease.renew()
                 self.on_progress(count)
+                renewed_at = self.clock()
 
     def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
         """Delete blobs; returns the blobs that no longer exist."""
