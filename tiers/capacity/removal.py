@@ -31,6 +31,7 @@ class CollectReport:
         kept_by_error: number of blobs that could not be removed.
         own_bytes: bytes in the store's own folders, quarantine included.
         gave_up: another collector measured meanwhile, so nothing more was removed for capacity.
+        ttl_waits_s: nothing is removed for ttl during so many seconds, because the storage's clock was stepped.
     """
 
     dry_run: bool = False
@@ -41,6 +42,7 @@ class CollectReport:
     kept_by_error: int = 0
     own_bytes: int = 0
     gave_up: bool = False
+    ttl_waits_s: float = 0.0
     seconds: float = 0.0
 
 

@@ -922,7 +922,7 @@ def test_a_full_storage_loses_what_is_too_old_where_its_time_can_be_had(
         Collector(store, CapacityPolicy(max_bytes=1 << 30)).run()
     store.files_max = len(list_keys(store))
     policy = CapacityPolicy(ttl_s=3600.0 * 30)
-    report = run(Collector(store, policy, clock=lambda: time.time() + 40 * 3600.0))
+    report = run(Collector(store, policy, clock=lambda: time.time() + 5 * 3600.0))
     assert report.removed_blobs["ttl"] == (10 if store_class is StoreWithQuota else 0)
     assert blocks(store) == {name(n) for n in range(40 - sum(report.removed_blobs.values()))}
 
