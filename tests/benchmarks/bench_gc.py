@@ -104,9 +104,8 @@ def show(root: Path, folder: Path, count: int, rounds: int) -> None:
     above = write_config(folder / "above.yaml", root, total, "29d")
     kvtiers = (sys.executable, "-m", "kvtiers.connector.commands.cli")
     start_s = measure(*kvtiers, "ls", within, "--limit", "1", rounds=rounds).cpu_s
-    print(
-        f"\n{count:,} blocks of {blob_bytes(count)} bytes in {root}; of a command's time, {start_s:.2f} s are its start."
-    )
+    size = blob_bytes(count)
+    print(f"\n{count:,} blocks of {size} bytes in {root}; of a command's time, {start_s:.2f} s are its start.")
     print(f"Load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; least of {rounds} rounds, of the last row one.\n")
     print("| | CPU us a block, start left out | CPU s | s | MiB |\n|---|---:|---:|---:|---:|")
     rows = {

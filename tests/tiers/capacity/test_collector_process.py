@@ -198,8 +198,12 @@ def test_collector_without_max_bytes_and_ttl_starts_when_the_storage_is_full(
     link = make_link(root, **policy)
     try:
         link.touch(KEYS)
+        link._touch_every_s = 0.0
+        link.touch(KEYS)
+        wait_for(lambda: link._uses.empty())
         assert link.works
         assert link._process is None
+        assert len(link._unnoted) == len(KEYS)  # remembered once
         link.note_full()
         wait_for(lambda: any("report" in message for message in link.take_reports()))
         wait_for(lambda: not link._unnoted)  # uses from before its start are noted, too
