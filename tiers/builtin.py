@@ -198,9 +198,8 @@ def _start(
         if policy is not None:
             if isinstance(config, FsTierConfig):
                 policy = _check_reserve(name, config, policy)
-            if not policy.waits and open_namespace(
-                store, mapper
-            ):  # before the store is bounded: these few bytes must not be refused
+            # Before the store is bounded: these few bytes must not be refused.
+            if not policy.waits and open_namespace(store, mapper):
                 tell_nearest(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
