@@ -206,9 +206,7 @@ class StoreTierManager(SecondaryTierManager):
         self._health = TierHealth(self._circuit)
         self._mover.must_replace = self._health.must_replace
         self._in_flight: dict[int, _InFlight] = {}
-        self._doubtful: dict[
-            OffloadKey, None
-        ] = {}  # an ordered set: perhaps removed by the collector, perhaps stored since
+        self._doubtful: dict[OffloadKey, None] = {}  # an ordered set: told as removed, but perhaps stored since
         self._published_during_loads = KeysSinceJobStart()
         self._gone_during_stores = KeysSinceJobStart()
         self._to_book: deque[FinishedJob[Batch]] = deque()
@@ -281,12 +279,10 @@ class StoreTierManager(SecondaryTierManager):
         if doubtful:
             self._lookup.forget(doubtful)
             self._doubtful |= dict.fromkeys(doubtful)
-        # Asked in every step until the storage answers. A store that ends meanwhile gives the same answer.
-        answers = {key: self._lookup.lookup(key) for key in self._doubtful}
-        for key, is_present in answers.items():
-            if is_present is not None:
-                del self._doubtful[key]
-        removed += [key for key, is_present in answers.items() if is_present is False]
+        if self._doubtful and self._circuit.closed:  # asked in every step until the storage answers
+            answers = {key: self._lookup.lookup_surely(key) for key in self._doubtful}
+            self._doubtful = {key: None for key, is_present in answers.items() if is_present is None}
+            removed += [key for key, is_present in answers.items() if is_present is False]
         if removed:
             self._lookup.forget(removed)
             self._gone_during_stores.name(set(removed))
