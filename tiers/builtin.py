@@ -196,7 +196,10 @@ def _start(
             extra_fields=strict_fields(spec) | _protection_fields(config),
         )
         if policy is not None:
-            if open_namespace(store, mapper):  # before the store is bounded: these few bytes must not be refused
+            if isinstance(config, FsTierConfig):
+                policy = _check_reserve(name, config, policy)
+            # Before the store is bounded: these few bytes must not be refused.
+            if not policy.waits and open_namespace(store, mapper):
                 tell_nearest(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
@@ -326,6 +329,37 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
             policy.max_bytes,
             policy.block_bytes,
         )
+
+
+def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> CapacityPolicy:
+    """Warn once about a ``min_free`` that this disk cannot keep. (A collector warns about an NFS mount: it may hang.)
+
+    Returns:
+        The policy, without a reserve for which every block would be removed in vain.
+    """
+    try:
+        status = os.statvfs(config.root_dir)
+    except OSError:  # not made yet, or not accessible, which the store will report
+        return policy
+    total = status.f_blocks * status.f_frsize
+    if config.min_free and not total:
+        logger.warning(
+            "tier %s: min_free: the file system of %s does not report its size (a FUSE mount?), so no free space is "
+            "kept; set max_bytes",
+            name,
+            printable(config.root_dir),
+        )
+    if not total or config.min_free < total:
+        return policy
+    logger.warning(
+        "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is stored; "
+        "lower min_free",
+        name,
+        config.min_free,
+        printable(config.root_dir),
+        total,
+    )
+    return replace(policy, min_free_bytes=0)
 
 
 def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:

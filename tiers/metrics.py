@@ -72,6 +72,9 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_collector_runs_total": _counter(
         "Runs of this process's collector: ok, error. Its unexpected exit counts as an error.", "tier", "outcome"
     ),
+    "kvtiers_collector_up": _gauge(
+        "1 while this process's collector runs and answers, or is not needed yet; 0 while it is down.", "tier"
+    ),
     "kvtiers_contained_errors_total": _counter("Errors in a tier that did not reach the engine.", "tier", "where"),
     "kvtiers_deadline_expired_total": _counter("Deadlines that passed: of a lookup, a job, a load.", "tier", "what"),
     "kvtiers_healed_blobs_total": _counter("Bad blobs that were replaced by a store.", "tier"),

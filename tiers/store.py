@@ -294,8 +294,17 @@ class SupportsFolders(Protocol):
 class SupportsFreeBytes(Protocol):
     """A store whose storage reports its free space."""
 
-    def free_bytes(self) -> int:
-        """Bytes available to the current user."""
+    def free_bytes(self) -> int | None:
+        """Bytes available to the current user; None: the storage does not report them."""
+        ...
+
+
+@runtime_checkable
+class SupportsTotalBytes(Protocol):
+    """A store whose storage reports its size."""
+
+    def total_bytes(self) -> int | None:
+        """Size of the storage in bytes, used or not; None: the storage does not report it."""
         ...
 
 

@@ -135,6 +135,7 @@ class _Bench:
                         made = SecondaryTierFactory.create_secondary_tier(options, self._view, self._spec)
                         try:
                             if isinstance(made, StoreTierManager):
+                                made.stop_collector()
                                 hops += self._tier(made, getattr(config, "root_dir", None))
                         finally:
                             made.shutdown()
@@ -216,10 +217,9 @@ class _Bench:
                 said = (
                     f"tier {tier.name}: only {len(result.successful_keys)} of {len(self._keys)} blocks could be {op}d"
                 )
-                full = "StoreFullError" in {sample.labels.get("error") for sample in tier.metrics.snapshot()}
-                raise StoreError(
-                    f"{said}: max_bytes or min_free is reached; a smaller --total may fit" if full else said
-                )
+                if tier.full:
+                    said += f": {tier.full}; a smaller --total may fit"
+                raise StoreError(said)
 
     def _remove(self, tier: StoreTierManager) -> None:
         for key in self._keys:

@@ -246,7 +246,8 @@ def _look_into_target(place: Place) -> tuple[Store, int | None]:
     try:
         rooms = []
         if isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsFreeBytes):
-            rooms.append(store.free_bytes() - config.min_free)
+            free = store.free_bytes()
+            rooms += [] if free is None else [free - config.min_free]
         if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
             used = used_bytes(store)
             rooms.append(config.max_bytes - (listed_bytes(store) if used is None else used))

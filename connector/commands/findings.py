@@ -385,7 +385,14 @@ def _space(where: str, tier: FsTierConfig | NfsTierConfig, folder: Path) -> Iter
     status = os.statvfs(folder)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{human_bytes(free)} free, {human_bytes(tier.min_free)} must stay free"
-    if free < tier.min_free:
+    if not total:
+        if tier.min_free:
+            yield Finding(
+                "warning", where, "min_free",
+                f"the file system of {folder} does not report its size (a FUSE mount?), so no free space is kept",
+                "set max_bytes",
+            )  # fmt: skip
+    elif free < tier.min_free:
         own = _removable_bytes(tier)
         if own >= tier.min_free - free:
             text += f": the running engines' collector removes some of this tier's {human_bytes(own)} of blocks"

@@ -78,7 +78,7 @@ class ProbeResult:
     Attributes:
         began: start by the tier's clock; distinguishes this probe from the running one.
         error: class of the error; "" if the storage answered.
-        free_bytes: free bytes of the file system; None for other storage.
+        free_bytes: free bytes of the file system; None for other storage, and if it does not report its size.
     """
 
     began: float
@@ -179,7 +179,7 @@ def _free_bytes(config: TierConfig) -> int | None:
     if not isinstance(config, (FsTierConfig, NfsTierConfig)):
         return None
     status = os.statvfs(config.root_dir)  # by its name: an open root that was removed would still be answered for
-    return status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def watched_tiers(deployment: DeploymentConfig) -> list[WatchedTier]:

@@ -353,6 +353,9 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
         say(f"  {verb} by {reason}: {counted(count, unit)}, {size}")
+    if result["ttl_waits_s"]:
+        wait = human_age(result["ttl_waits_s"])
+        say(f"  nothing is removed by ttl for another {wait}: the storage's clock was stepped, so ages are not known")
     if result["gave_up"]:
         say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:

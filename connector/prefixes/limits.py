@@ -76,6 +76,6 @@ class PrefixLimits:
 
 def use_noted_s(policy: CapacityPolicy | None) -> float:
     """Return for how many seconds a use need not be noted again: shorter than the age at which chunks are removed."""
-    if policy is None:
+    if policy is None or policy.waits:
         return USE_NOTED_S
     return min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)

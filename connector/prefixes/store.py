@@ -125,6 +125,7 @@ class PrefixStore:
         self._stuck: dict[str, None] = {}  # manifests of bad chunks that could not be removed; any thread
         self.use_noted_s = use_noted_s(place.capacity_policy())
         self.counts = PrefixCounts()
+        self.on_full: Callable[[], None] = lambda: None  # called by any thread when a chunk finds no room
 
     def prepare(self) -> None:
         """Create the clients of the first load, so that no request waits for them. Asks no storage, raises nothing."""
@@ -177,6 +178,14 @@ class PrefixStore:
         except StoreError:
             self.counts.errors += 1
             raise
+        try:
+            return self._publish(path, hashes, layers)
+        except StoreFullError:
+            self.on_full()
+            raise
+
+    def _publish(self, path: str, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
+        """Write a chunk within its place's limits."""
         account = None if self._limits is None else self._limits.account()
         if account is None:
             return self._write(path, hashes, layers)

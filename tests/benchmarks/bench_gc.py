@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keys import make_offload_key
+from kvtiers.tiers.config.tier_options import MAX_BYTES_MIN
 from tests.identity import FakeSpec
 
-BLOB_BYTES = 64  # the cost is in the number of files, not in their bytes
+BLOB_BYTES_MIN = 64  # the cost is in the number of files, not in their bytes
 AGE_S_MAX = 30 * 86_400
 GOAL_US = 20.0
 LOST = " \u2717"  # marks a goal that was missed
@@ -42,8 +43,14 @@ while folders:
 """
 
 
+def blob_bytes(count: int) -> int:
+    """The size of each block: all of them have at least the least ``max_bytes`` that a tier accepts."""
+    return max(BLOB_BYTES_MIN, -(-MAX_BYTES_MIN // count))
+
+
 def fill(root: Path, count: int) -> None:
     """Make blocks of all ages up to 30 days, by plain system calls."""
+    size = blob_bytes(count)
     mapper = FileMapper.from_offloading_spec("", FakeSpec())
     now = time.time()
     made: set[str] = set()
@@ -55,7 +62,7 @@ def fill(root: Path, count: int) -> None:
             os.makedirs(folder, exist_ok=True)
             made.add(folder)
         fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-        os.ftruncate(fd, BLOB_BYTES)  # without a page of its own: ten million fit into 10 GB of memory
+        os.ftruncate(fd, size)  # without a page of its own: ten million fit into 10 GB of memory
         os.close(fd)
         at = now - number * (AGE_S_MAX / count) - 60
         os.utime(path, (at, at))
@@ -85,18 +92,20 @@ class Figures(NamedTuple):
 
 def write_config(path: Path, root: Path, max_bytes: int, ttl: str) -> str:
     """Of a tier with these limits."""
-    tier = f"{{type: fs, root_dir: {root}, max_bytes: {max_bytes}, gc_low: 0.5, ttl: {ttl}}}"
+    tier = f"{{type: fs, root_dir: {root}, min_free: 0, max_bytes: {max_bytes}, gc_low: 0.5, ttl: {ttl}}}"
     path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {tier}\n")
     return str(path)
 
 
 def show(root: Path, folder: Path, count: int, rounds: int) -> None:
     """Print a row for each limit and command."""
-    within = write_config(folder / "within.yaml", root, 4 * count * BLOB_BYTES, "365d")
-    above = write_config(folder / "above.yaml", root, count * BLOB_BYTES, "29d")
+    total = count * blob_bytes(count)
+    within = write_config(folder / "within.yaml", root, 4 * total, "365d")
+    above = write_config(folder / "above.yaml", root, total, "29d")
     kvtiers = (sys.executable, "-m", "kvtiers.connector.commands.cli")
     start_s = measure(*kvtiers, "ls", within, "--limit", "1", rounds=rounds).cpu_s
-    print(f"\n{count:,} blocks of {BLOB_BYTES} bytes in {root}; of a command's time, {start_s:.2f} s are its start.")
+    size = blob_bytes(count)
+    print(f"\n{count:,} blocks of {size} bytes in {root}; of a command's time, {start_s:.2f} s are its start.")
     print(f"Load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; least of {rounds} rounds, of the last row one.\n")
     print("| | CPU us a block, start left out | CPU s | s | MiB |\n|---|---:|---:|---:|---:|")
     rows = {

@@ -296,6 +296,13 @@ ROWS: dict[str, list[Panel]] = {
             "By outcome: ok, error. Of several engines on one root, one collects at a time.",
             ("kvtiers_collector_runs_total", "tier, outcome", "{{instance}} {{tier}} {{outcome}}"),
         ),
+        Panel(
+            "Collectors up",
+            "1: this engine's collector runs and answers, or is not needed yet. 0: it is down, and nothing is removed.",
+            "short",
+            [(f"min by (instance, tier) (kvtiers_collector_up{{{TIER}}})", "{{instance}} {{tier}}")],
+            maximum=1,
+        ),
     ],
     "Storage, seen from outside: kvtiers serve-metrics": [
         Panel(

@@ -196,6 +196,17 @@ def test_the_monitors_command() -> None:
     assert [job["static_configs"][0]["targets"][0][-5:] for job in config] == [":8000", ":9471"]
 
 
+def test_alerts_keep_the_instance_and_print_the_labels_that_they_keep() -> None:
+    """With two engines nobody would know which one to look at."""
+    for rule in rules():
+        summary, name = rule["annotations"]["summary"], rule["alert"]
+        assert "{{ $labels.instance }}" in summary, name
+        for kept in re.findall(r"\bby \(([^)]*)\)", rule["expr"]):
+            labels = set(kept.split(", ")) - {"le"}
+            assert "instance" in labels, name
+            assert all(f"{{{{ $labels.{label} }}}}" in summary for label in labels), name
+
+
 def test_the_panels_and_alerts_that_the_page_names_exist() -> None:
     titles = {panel["title"] for panel in panels()}
     page = MONITORING.read_text()

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
 from kvtiers.tiers.capacity.ages import Ages
+from kvtiers.tiers.capacity.clock import ClockReading, boot_id, held_s, since_boot
 from kvtiers.tiers.capacity.lease import Lease
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import UNREADABLE, RecordKeys
@@ -45,6 +46,7 @@ from kvtiers.tiers.capacity.usage import (
     held_and_wanted,
     publish_measured,
     read_baseline,
+    read_last,
     read_measured,
     read_usage,
 )
@@ -65,8 +67,11 @@ class Collector:
         on_removed: called with the names of removed blocks, batch by batch.
         on_progress: called with the number of blobs listed so far, and with 0 before each listing.
         keys: keys to authenticate records with.
+        owner: this collector's name in its lease, unique; None: a random one.
+        dead_owners: names of collectors that are known to have ended, whose leases are taken over at once.
         clock: Unix seconds.
         monotonic: seconds.
+        since_boot: see ``tiers.capacity.clock``.
     """
 
     def __init__(
@@ -77,14 +82,26 @@ class Collector:
         on_removed: Callable[[list[str]], None] = lambda _: None,
         on_progress: Callable[[int], None] = lambda _: None,
         keys: RecordKeys | None = None,
+        owner: str | None = None,
+        dead_owners: Collection[str] = (),
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        since_boot: Callable[[], float] = since_boot,
     ) -> None:
+        self._since_boot = since_boot
+        self._told_stepped_at: float | None = None
         self._store = store
         self._keys = keys
         self._policy = policy
         self._clock = clock
-        self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic, keys=keys)
+        self.lease = Lease(
+            store,
+            owner or secrets.token_hex(8),
+            lease_s=policy.lease_s,
+            clock=monotonic,
+            keys=keys,
+            dead_owners=dead_owners,
+        )
         self._room = Room(store, policy, monotonic)
         names = store.is_block if isinstance(store, NamesBlocks) else is_block
         self._blobs = Blobs(store, self.lease, self._room, names, on_removed, on_progress, monotonic)
@@ -126,7 +143,8 @@ class Collector:
     def run(self, *, dry_run: bool = False) -> CollectReport | None:
         """Measure and remove. None: another collector is working, or died not long ago.
 
-        A dry run writes nothing, so it judges ages by this host's clock. It lists once: it counts the blocks to remove
+        A dry run writes nothing, so it cannot ask for the storage's time: it goes by the last measurement, if that was
+        made on this machine since its start, else by this host's clock. It lists once: it counts the blocks to remove
         for capacity by the histogram. If there is no space for a lease and no other way to learn the storage's time,
         no block is too old and no writer is dead: blocks are removed only for space.
 
@@ -134,7 +152,11 @@ class Collector:
             StoreError: the storage could not be listed, or does not tell when blobs were written.
         """
         if dry_run:
-            return self._run(CollectReport(dry_run=True), self._clock(), knows_time=True)
+            last = read_last(self._store, self._keys)
+            now = self._clock()
+            if last is not None and last.clock is not None and last.clock.boot == boot_id() != "":
+                now = last.clock.storage + self._since_boot() - last.clock.since_boot
+            return self._run(CollectReport(dry_run=True), now, knows_time=True)
         try:
             if not self.lease.try_acquire():
                 return None
@@ -153,8 +175,6 @@ class Collector:
         ttl_s, writer_s = self._policy.ttl_s, self._policy.writer_s
         ages = Ages(now, self._blobs.clock)
         self._schedule.begin()
-        if not knows_time or ttl_s is None:
-            ttl_s = float("inf")
         if not knows_time or self._storage_clock.was_stepped(now, ages.began_at, writer_s):
             writer_s = float("inf")  # living writers renewed their records by the clock before the step
         self._room.begin()
@@ -162,12 +182,21 @@ class Collector:
             # A dry run keeps what is in quarantine; a read-only store also keeps what dead writers left.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
         baseline = read_baseline(self._store, now=now, writer_s=writer_s, keys=self._keys)
+        clock = baseline.clock
+        if ttl_s is not None and knows_time:
+            clock = ClockReading(now, boot_id(), self._since_boot()).after(
+                clock, host=self._clock(), ttl_s=ttl_s, gap_s_max=max(ttl_s, 2 * self._policy.every_s)
+            )
+            report.ttl_waits_s = held_s(clock, ttl_s)
+            self._tell_step(clock, report.ttl_waits_s)
+        if ttl_s is None or not knows_time or report.ttl_waits_s:
+            ttl_s = float("inf")
         listed = measure(self._blobs, report, ages, ttl_s=ttl_s, grace_s=self._policy.grace_s)
         if report.dry_run and report.blobs and not listed.tells_times:
             raise StoreConfigError(NO_TIMES)  # a real run notices this from its lease
         kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
         blobs = report.blobs - report.removed_blobs["ttl"]
-        measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock())
+        measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock(), clock)
         self._room.note_stored(kept)
         if report.dry_run or self._publish(measured, baseline):
             self._make_room(report, listed, measured, baseline, ages, ttl_s)
@@ -177,6 +206,16 @@ class Collector:
             report.gave_up = True
         report.seconds = self._blobs.clock() - ages.began_at
         return report
+
+    def _tell_step(self, clock: ClockReading, waits_s: float) -> None:
+        """Warn once of each step."""
+        if waits_s and clock.stepped_at != self._told_stepped_at:
+            logger.warning(
+                "the storage's clock was stepped, differs from this host's, or was not read for longer than ttl: the "
+                "ages of blocks are not known, so none is removed for ttl = %.0f s during the next %.0f s. Check the "
+                "clocks of the storage and of this host (NTP)", self._policy.ttl_s, waits_s,
+            )  # fmt: skip
+        self._told_stepped_at = clock.stepped_at
 
     def _make_room(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvtiers.tiers.capacity.records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
 from kvtiers.tiers.errors import StoreError
@@ -36,6 +36,7 @@ class Lease:
         lease_s: see ``CapacityPolicy``.
         clock: monotonic seconds.
         keys: keys to authenticate records with.
+        dead_owners: processes that are known to have ended.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Lease:
         lease_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         keys: RecordKeys | None = None,
+        dead_owners: Collection[str] = (),
     ) -> None:
         self._store = store
+        self._dead_owners = dead_owners
         self._keys = keys
         self._owner = owner
         self._lease_s = lease_s
@@ -110,7 +113,7 @@ class Lease:
             content = get_record(self._store, found.key, keys=self._keys)
         except UNREADABLE:
             content = None
-        if content == {}:
+        if content == {} or (content and content.get("owner") in self._dead_owners):
             return False
         state = f"{found.key} {found.mtime} {content}"
         if self._seen is None or self._seen[0] != state:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import select
 import subprocess
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from queue import Full, Queue
 from typing import Any
@@ -28,19 +30,29 @@ logger = get_logger(__name__)
 TOUCH_EVERY_S = 600.0
 TOUCHED_KEYS_MAX = 262_144  # remembered, so that their uses are not recorded again too soon
 UNNOTED_KEYS_MAX = 262_144  # sent and not recorded yet; further uses are dropped, to be recorded at the next use
+WAITING_KEYS_MAX = 65_536  # the same, before the process is needed
 NAMES_A_LINE = 4096
 TOUCH_BATCHES_MAX = 64  # waiting to be sent; more are dropped
 REMOVED_KEYS_MAX = 65_536  # removals waiting for ``take_removed``; older ones are dropped
+STORED_KEYS_MAX = 65_536  # blocks stored last, so that an older removal of one is not believed
 RESTART_S = (1.0, 60.0)  # first and longest pause before a dead collector is restarted
+LISTEN_S = 1.0
+# A process that says nothing for so long is killed. Longer where its storage is far away, and twice as long after each
+# such end, because it may only be slow.
+SILENT_S, SILENT_S_MAX = 20.0, 600.0
+SILENT_POLLS = 8
+DEAD_OWNERS_MAX = 16
 CLOSE_S = 0.5
 
 
 class CollectorLink:
-    """Starts the process, restarts it when it dies, sends uses to it and passes removals to the tier.
+    """Starts the process, restarts it when it dies or hangs, sends uses to it and passes removals to the tier.
 
-    Threads: the scheduler's thread calls ``touch``, ``take_removed``, ``note_stored``, ``take_reports`` and ``close``.
-    ``_feeder`` owns the table of recently touched keys, ``_reader`` the process and its output. The thread that holds
-    ``_input`` writes to the process. Threads share only queues, and containers whose operations are atomic.
+    If only the disk is a limit (``CapacityPolicy.waits``), the process starts when the storage first refuses a block.
+
+    Threads: the scheduler's thread calls all public methods. ``_feeder`` owns the table of recently touched keys, and
+    writes uses to the process, which may block while the process hangs. ``_reader`` owns the process and its output.
+    Threads share only queues, and containers whose operations are atomic.
 
     A use stays in ``_unnoted`` until the process says that it is recorded. After a restart, the new process gets all
     these uses again.
@@ -67,7 +79,8 @@ class CollectorLink:
         self._name = name
         config = {"policy": asdict(policy), "prefix": mapper.block_prefix, "log_level": own_log_level()}
         config["record_keys"] = None if keys is None else keys.to_json()
-        self._config = json.dumps(recipe.encode() | config)
+        self._config = recipe.encode() | config
+        json.dumps(self._config)  # fails here, not in a thread
         self._mapper = mapper
         # A use must be recorded well before the block's ttl ends.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S
@@ -75,11 +88,18 @@ class CollectorLink:
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
         self._unnoted: deque[OffloadKey] = deque()  # in the order in which the process got them
-        self._input = threading.Lock()
-        self._removed: OrderedDict[OffloadKey, None] = OrderedDict()  # an ordered set
+        self._removed: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> since when it may have been removed
+        self._stored: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when this engine noted its last store
+        self._stored_all_since = float("-inf")  # ``_stored`` has all stores noted after this
         self._reports: deque[dict[str, Any]] = deque()  # one of each kind at most: the reader merges them
         self._closed = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
+        self._needed = threading.Event()
+        if not policy.waits:
+            self._needed.set()
+        self._silent_s = self._silent_s_min = max(SILENT_S, SILENT_POLLS * policy.poll_s)
+        self._owner = ""  # the process's name in its lease
+        self._dead_owners: deque[str] = deque(maxlen=DEAD_OWNERS_MAX)  # of processes that have ended
+        self._process: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread(target=self._read, name=f"kvtiers-{name}-collector", daemon=True)
         self._feeder = threading.Thread(target=self._feed, name=f"kvtiers-{name}-uses", daemon=True)
         self._reader.start()
@@ -93,18 +113,37 @@ class CollectorLink:
             except Full:
                 pass
 
-    def take_removed(self, count_max: int) -> list[OffloadKey]:
-        """Take the blocks that this engine's collector removed, the oldest removals first."""
+    @property
+    def works(self) -> bool:
+        """Whether the process runs and answers, or is not needed yet."""
+        return self._process is not None or not self._needed.is_set()
+
+    def note_full(self) -> None:
+        """Record that the storage refused a block for want of room."""
+        self._needed.set()
+
+    def take_removed(self, count_max: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Take up to ``count_max`` blocks that this engine's collector removed, the oldest removals first.
+
+        Returns:
+            The blocks that are gone, and the blocks that this engine has stored since the removal, or before it: the
+            two were at about the same time, so only the storage knows.
+        """
         removed: list[OffloadKey] = []
-        while self._removed and len(removed) < count_max:
-            removed.append(self._removed.popitem(last=False)[0])
-        return removed
+        doubtful: list[OffloadKey] = []
+        for _ in range(min(count_max, len(self._removed))):
+            key, since = self._removed.popitem(last=False)
+            (doubtful if self._stored.get(key, self._stored_all_since) > since else removed).append(key)
+        return removed, doubtful
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget untaken removals of blocks that were just stored: the removals happened before."""
-        if self._removed:
-            for key in keys:
-                self._removed.pop(key, None)
+        """Record that the blocks are stored now, so that an older removal that is told later is not believed."""
+        now = time.monotonic()
+        for key in keys:
+            self._stored[key] = now
+            self._stored.move_to_end(key)
+        while len(self._stored) > STORED_KEYS_MAX:
+            self._stored_all_since = self._stored.popitem(last=False)[1]
 
     def take_reports(self) -> list[dict[str, Any]]:
         """Take the process's reports since the last call: ``report`` and ``used``, or ``error``; each with ``runs``.
@@ -121,6 +160,7 @@ class CollectorLink:
     def close(self) -> None:
         """End the process. Takes at most about ``CLOSE_S``."""
         self._closed.set()
+        self._needed.set()
         try:
             self._uses.put_nowait(None)
         except Full:
@@ -135,6 +175,7 @@ class CollectorLink:
 
     def _read(self) -> None:
         pause_s = RESTART_S[0]
+        self._needed.wait()
         while not self._closed.is_set():
             started_at = time.monotonic()
             try:
@@ -151,26 +192,27 @@ class CollectorLink:
     def _serve(self) -> None:
         """One process, from its start to its end."""
         OWN_CODE.check()
+        self._owner = secrets.token_hex(8)
         process = subprocess.Popen(
             python_command("kvtiers.tiers.capacity.process", str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env=environment_without(KEY_VARIABLES),
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(self._config + "\n")
+            own = {"owner": self._owner, "dead_owners": list(self._dead_owners)}
+            process.stdin.write(json.dumps(self._config | own).encode() + b"\n")
             process.stdin.flush()
-            with self._input:
-                self._process = process
-                self._tell_uses(process, list(self._unnoted))
+            self._process = process
+            try:
+                self._uses.put_nowait(())  # wakes the feeder, which sends this process the uses that are not noted yet
+            except Full:
+                pass
             if self._closed.is_set():  # close() may have looked before there was a process
                 process.kill()
-            for line in process.stdout:
-                if not line.endswith("\n"):
-                    break  # the process died while it wrote
+            for line in self._lines(process):
                 self._hear(json.loads(line))
         except BrokenPipeError:
             pass  # the process died before it read
@@ -179,21 +221,51 @@ class CollectorLink:
             if not self._closed.is_set():
                 process.kill()
             process.wait()
+            self._dead_owners.append(self._owner)
             process.stdout.close()
             try:
                 process.stdin.close()
             except OSError:
                 pass  # unwritten input is lost with the process
 
+    def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+        """What the process says, until it ends or says nothing for too long. A line that it did not end is left out."""
+        assert process.stdout is not None
+        fd = process.stdout.fileno()
+        poll = select.poll()  # not select.select, which takes no descriptor above 1023
+        poll.register(fd, select.POLLIN)
+        begun = b""
+        # Counted in rounds, not by a clock: if this process was stopped as well, that is not the other's silence.
+        silent_s = 0.0
+        while silent_s < self._silent_s:
+            if not poll.poll(1000 * LISTEN_S):
+                if not _is_runnable(process.pid):  # else it works, or others take all the cores
+                    silent_s += LISTEN_S
+                continue
+            silent_s = 0.0
+            heard = os.read(fd, 1 << 16)
+            if not heard:
+                return
+            *lines, begun = (begun + heard).split(b"\n")
+            yield from lines
+        logger.warning(
+            "tier %s: its collector (process %d) has not answered for %.0f s, because it or its storage hangs: it is "
+            "killed, and another one is started", self._name, process.pid, silent_s,
+        )  # fmt: skip
+        self._silent_s = min(SILENT_S_MAX, 2 * self._silent_s)
+
     def _hear(self, message: dict[str, Any]) -> None:
+        since = message.pop("since", float("-inf"))
         for _ in range(min(message.pop("noted", 0), len(self._unnoted))):
             self._unnoted.popleft()
         for name in message.pop("removed", ()):
             key = self._mapper.key_of(name)
             if key is not None:
-                self._removed[key] = None
+                self._removed[key] = since
                 if len(self._removed) > REMOVED_KEYS_MAX:
                     self._removed.popitem(last=False)
+        if "report" in message:
+            self._silent_s = self._silent_s_min
         if "error" in message:
             logger.warning("tier %s: its collector: %s", self._name, message["error"])
         if message:
@@ -207,36 +279,49 @@ class CollectorLink:
         self._reports.extend(reports.values())
 
     def _feed(self) -> None:
+        knows: subprocess.Popen[bytes] | None = None  # the process that was sent all of ``_unnoted``
         while (keys := self._uses.get()) is not None and not self._closed.is_set():
             now = time.monotonic()
             due = [key for key in keys if self._is_due(key, now)]
-            with self._input:
-                self._unnoted.extend(due)
-                if self._process is not None:
-                    self._tell_uses(self._process, due)
+            self._unnoted.extend(due)
+            process = self._process
+            if process is not None:
+                # A process that was sent nothing has noted nothing, so nobody else changes ``_unnoted`` meanwhile.
+                self._tell_uses(process, due if process is knows else list(self._unnoted))
+                knows = process
 
-    def _tell_uses(self, process: subprocess.Popen[str], keys: list[OffloadKey]) -> None:
-        """Under ``_input``: send uses to the process. If it has died, the next process gets them."""
+    def _tell_uses(self, process: subprocess.Popen[bytes], keys: list[OffloadKey]) -> None:
+        """Send uses to the process. If it has died, the next process gets them."""
         assert process.stdin is not None
         try:
             for start in range(0, len(keys), NAMES_A_LINE):
                 names = [self._mapper.relative_name(key) for key in keys[start : start + NAMES_A_LINE]]
-                process.stdin.write(json.dumps(names) + "\n")
+                process.stdin.write(json.dumps(names).encode() + b"\n")
                 process.stdin.flush()
         except (OSError, ValueError):
             pass
 
     def _is_due(self, key: OffloadKey, now: float) -> bool:
         at = self._touched.get(key)
-        if at is not None and now - at < self._touch_every_s:
+        waits = not self._needed.is_set()  # uses are then noted at the start, each once
+        if at is not None and (waits or now - at < self._touch_every_s):
             return False
-        if len(self._unnoted) >= UNNOTED_KEYS_MAX:
+        if len(self._unnoted) >= (WAITING_KEYS_MAX if waits else UNNOTED_KEYS_MAX):
             return False
         self._touched[key] = now
         self._touched.move_to_end(key)
         if len(self._touched) > TOUCHED_KEYS_MAX:
             self._touched.popitem(last=False)
         return True
+
+
+def _is_runnable(pid: int) -> bool:
+    """Whether a process runs or waits for a core. False: it waits for something else, is stopped, or is unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            return f.read().rpartition(b")")[2].split()[0] == b"R"
+    except (OSError, IndexError):
+        return False
 
 
 def _merged(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:

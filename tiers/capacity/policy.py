@@ -16,7 +16,8 @@ class CapacityPolicy:
         ttl_s: blocks not used for this long are removed; None: never. If a store cannot record uses
             (``SupportsTouch``), the time since the block was written counts.
         high, low: fractions of ``max_bytes``: the collector starts above ``high`` and removes down to ``low``.
-        min_free_bytes: free space to keep on the file system; the collector starts when it is nearly reached.
+        min_free_bytes: free space to keep on the file system; the collector starts when it is nearly reached, whatever
+            the other limits are.
         block_bytes: size of one block, if known before any is stored: space for one more block is also kept free.
         every_s: how often the collector lists everything, whatever the account says.
         poll_s: how often the collector checks the account.
@@ -38,6 +39,11 @@ class CapacityPolicy:
     quarantine_s: float = 7 * 86_400.0
     lease_s: float = 30.0
     writer_s: float = 900.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing is to be removed until the storage refuses a block: only the disk is a limit."""
+        return self.max_bytes is None and self.ttl_s is None
 
     def is_short(self, used: int, wanted: int) -> bool:
         """Whether a collector should look for bytes to remove.

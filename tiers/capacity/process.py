@@ -3,10 +3,11 @@
 It reads JSON lines from standard input: first its configuration, then lists of names of used blocks. It writes JSON
 lines:
 
-- ``{"removed": [names]}``
+- ``{"removed": [names], "since": monotonic seconds}``: removed since then
 - ``{"noted": count}``: so many uses are recorded, in the order in which they came
 - ``{"report": {…}, "used": bytes}``: after a run
 - ``{"error": "…"}``
+- ``{}``: it is alive, at least every ``ALIVE_EVERY_S`` while its storage answers
 
 It exits on SIGTERM, at the end of its input, and when its parent dies, in the middle of a run if need be: an
 interrupted run leaves nothing to repair.
@@ -23,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any, TextIO
 
 from kvtiers.tiers.capacity.collector import Collector
@@ -42,6 +42,7 @@ FAILED_USES_MAX = 8  # failures in a row that mean that the storage is down, rat
 RUN_SHARE = 1 / 3  # largest share of the time that runs may take
 NOTE_S_MAX = 2.0  # time limit to record uses in one go; the lease is renewed in between
 ERROR_PAUSE_S_MAX = 60.0
+ALIVE_EVERY_S = 5.0
 EXIT_S = 0.3
 MEMORY_BYTES_MAX = 2 << 30  # of this process, whatever a server answers; queued uses take a tenth of it
 
@@ -53,7 +54,18 @@ def main() -> None:
     limit_memory(MEMORY_BYTES_MAX)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the lease is released
-    tell = partial(_tell, own_output())
+    output = own_output()
+    told_at = time.monotonic()
+
+    def tell(message: dict[str, Any]) -> None:
+        nonlocal told_at
+        told_at = time.monotonic()
+        _tell(output, message)
+
+    def tell_alive() -> None:
+        if time.monotonic() - told_at >= ALIVE_EVERY_S:
+            tell({})
+
     config = json.loads(sys.stdin.readline())
     log_to_stderr("kvtiers-collector", config["log_level"])
     touches: deque[str] = deque()  # bounded by the parent
@@ -61,14 +73,18 @@ def main() -> None:
     policy = CapacityPolicy(**config["policy"])
     keys = RecordKeys.from_json(config["record_keys"]) if config.get("record_keys") else None
 
+    started_at = time.monotonic()  # of the last run
+
     def tell_removed(names: list[str]) -> None:
         own = [name for name in names if name.startswith(config["prefix"])]
         if own:
-            tell({"removed": own})
+            tell({"removed": own, "since": started_at})
+        tell_alive()
 
     def tell_noted(count: int) -> None:
         if count:
             tell({"noted": count})
+        tell_alive()
 
     store: Store | None = None
     pause_s = error_pause_s = 0.0
@@ -76,7 +92,10 @@ def main() -> None:
         try:
             if store is None:
                 store = make_store(config)
-                collector = make_collector(store, policy, touches, tell_removed, keys=keys, on_noted=tell_noted)
+                lease = {"owner": config.get("owner"), "dead_owners": config.get("dead_owners", ())}
+                collector = make_collector(
+                    store, policy, touches, tell_removed, keys=keys, on_noted=tell_noted, **lease
+                )
             tell_noted(_note_uses(store, touches, NOTE_S_MAX))
             started_at = time.monotonic()
             report = collector.run() if collector.is_due() else None
@@ -87,7 +106,10 @@ def main() -> None:
         except StoreError as e:
             tell({"error": f"{type(e).__name__}: {e}"})
             pause_s = error_pause_s = min(ERROR_PAUSE_S_MAX, max(1.0, 2 * error_pause_s))
-        time.sleep(max(policy.poll_s, pause_s))
+        until = time.monotonic() + max(policy.poll_s, pause_s)
+        while (left_s := until - time.monotonic()) > 0:
+            tell_alive()
+            time.sleep(min(left_s, ALIVE_EVERY_S))
 
 
 def _used(store: Store, keys: RecordKeys | None) -> int | None:
@@ -104,6 +126,7 @@ def make_collector(
     *,
     keys: RecordKeys | None = None,
     on_noted: Callable[[int], None] = lambda _: None,
+    **lease: Any,
 ) -> Collector:
     """A collector that also records uses while it lists, so that blocks used during a long run do not look old."""
 
@@ -115,7 +138,7 @@ def make_collector(
         on_noted(_note_uses(store, touches, min(NOTE_S_MAX, time.monotonic() - noted_at) if listed else NOTE_S_MAX))
         noted_at = time.monotonic()
 
-    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses, keys=keys)
+    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses, keys=keys, **lease)
 
 
 def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:

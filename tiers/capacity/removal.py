@@ -17,6 +17,7 @@ logger = get_logger(__name__)
 DELETE_BATCH_KEYS = 512
 DELETE_WAIT_S_MAX = 1.0  # short: a block that is used between its listing and its removal is removed anyway
 RENEW_EVERY_KEYS = 1024
+RENEW_S_MAX = 5.0  # a slow storage lists few keys in the time of a lease
 UNCOUNTED = f"{PREFIXES_FOLDER}/"
 
 
@@ -30,6 +31,7 @@ class CollectReport:
         kept_by_error: number of blobs that could not be removed.
         own_bytes: bytes in the store's own folders, quarantine included.
         gave_up: another collector measured meanwhile, so nothing more was removed for capacity.
+        ttl_waits_s: nothing is removed for ttl during so many seconds, because the storage's clock was stepped.
     """
 
     dry_run: bool = False
@@ -40,6 +42,7 @@ class CollectReport:
     kept_by_error: int = 0
     own_bytes: int = 0
     gave_up: bool = False
+    ttl_waits_s: float = 0.0
     seconds: float = 0.0
 
 
@@ -64,12 +67,14 @@ class Blobs:
         """All blobs that count."""
         self.lease.renew()
         self.on_progress(0)
+        renewed_at = self.clock()
         for count, info in enumerate(self.store.keys(), 1):
             if not info.key.startswith(UNCOUNTED):
                 yield info
-            if count % RENEW_EVERY_KEYS == 0:
+            if count % RENEW_EVERY_KEYS == 0 or self.clock() - renewed_at > RENEW_S_MAX:
                 self.lease.renew()
                 self.on_progress(count)
+                renewed_at = self.clock()
 
     def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
         """Delete blobs; returns the blobs that no longer exist."""

@@ -8,18 +8,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.errors import StoreError, StoreFullError
 from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsFreeBytes
+from kvtiers.tiers.store import Store, SupportsFreeBytes, SupportsTotalBytes
 
 logger = get_logger(__name__)
 
-# The collector starts when less than 1.05 x min_free plus one block is free, because a put that would leave less than
-# min_free is refused already.
-FREE_HIGH, FREE_LOW = 1.05, 1.25
+
+class Margin(NamedTuple):
+    """Free space beyond ``min_free`` and one block: shares of ``min_free`` and of the stored bytes, whichever is less.
+
+    The second share keeps a large reserve from costing a small cache all of its blocks.
+    """
+
+    of_reserve: float
+    of_stored: float
+
+
+# When the collector starts (a put that would leave less than min_free is refused already), and how far it goes.
+FREE_HIGH, FREE_LOW = Margin(0.05, 0.1), Margin(0.25, 0.5)
 TRIAL = f"{OWN_PREFIX}trial"
 TRIAL_BYTES_MAX = 4 << 20  # size limit of the trial put that is made each minute
 TRIAL_EVERY_S = 60.0
@@ -131,6 +142,7 @@ class Room:
         Raises:
             StoreError: the free space cannot be read.
         """
+        self._check_reserve()
         free = self._free_bytes()
         if free is not None and self._freed.late_bytes(free, self._monotonic()) == 0:
             self._freed.see(free)
@@ -149,8 +161,8 @@ class Room:
             missing = self.missing_bytes(FREE_HIGH)
             self._patience.judge(ended, taken=taken, missing=missing, now=self._monotonic())
 
-    def missing_bytes(self, share: float) -> int:
-        """Bytes missing for ``share`` x the reserve plus one block to be free (or free soon); 0 or less: enough.
+    def missing_bytes(self, margin: Margin) -> int:
+        """Bytes missing for the reserve, one block and a margin to be free (or free soon); 0 or less: enough.
 
         Raises:
             StoreError: the free space cannot be read.
@@ -159,7 +171,9 @@ class Room:
         now = self._monotonic()
         if free is None or self._patience.is_resting(now):
             return 0
-        return int(self._min_free_bytes * share) + self.largest_bytes - free - self._freed.late_bytes(free, now)
+        spare = int(min(margin.of_reserve * self._min_free_bytes, margin.of_stored * self._left_bytes))
+        wanted = self._min_free_bytes + self.largest_bytes + spare
+        return wanted - free - self._freed.late_bytes(free, now)
 
     def note_removing(self) -> None:
         """Note the free space before the first removal, so that space used by others during the listing does not count.
@@ -181,6 +195,16 @@ class Room:
         free = self._free_bytes()
         if free is not None:
             self._freed.add(size, free, self._monotonic())
+
+    def _check_reserve(self) -> None:
+        """Keep no reserve that no removal can reach: removing every block would not let one be stored."""
+        total = self._store.total_bytes() if isinstance(self._store, SupportsTotalBytes) else None
+        if total is not None and self._min_free_bytes >= total:
+            logger.warning(
+                "min_free = %d is not less than the size of the file system, %d bytes: nothing is stored, and no block "
+                "is removed to make room; lower min_free", self._min_free_bytes, total,
+            )  # fmt: skip
+            self._min_free_bytes = 0
 
     def _free_bytes(self) -> int | None:
         """Free bytes; None: no reserve is configured, or the storage does not report free space."""

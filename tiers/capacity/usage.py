@@ -4,7 +4,7 @@ With these records all writers together stay within a limit (``account``), witho
 
 Records (``records``), each written by one process at a time::
 
-    measured          {id, bytes, base}     by the collector: sizes listed, less what it removed since
+    measured          {id, bytes, base, …}  by the collector: sizes listed, less what it removed since
     grants/<writer>   {reserved, settled,   by that writer: bytes it may have put so far, bytes whose put has ended,
                        wanted}              and the size of its last refused put, or 0
     members/<writer>  {}                    by that writer, once: announces its record
@@ -45,6 +45,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvtiers.tiers.capacity.clock import ClockReading
 from kvtiers.tiers.capacity.records import (
     OWN_PREFIX,
     READ_ATTEMPTS_MAX,
@@ -78,6 +79,7 @@ class Measured:
         blobs: number of blobs.
         base: writer -> part of its ``reserved`` that ``bytes`` already contains; None: all of it, however much.
         at: Unix seconds of the collector's clock.
+        clock: the storage's clock at the last measurement by a collector with a ttl; None: there was none.
     """
 
     id: str
@@ -85,6 +87,7 @@ class Measured:
     blobs: int
     base: Mapping[str, int | None]
     at: float
+    clock: ClockReading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +98,22 @@ class Baseline:
         base: see ``Measured``.
         dead: writers whose records can be removed after the measurement is published.
         measured_id: ID of the previous measurement; None: there was none, or it cannot be read.
+        clock: see ``Measured``, of the previous measurement.
     """
 
     base: dict[str, int | None] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
     measured_id: str | None = None
+    clock: ClockReading | None = None
 
 
 def read_measured(store: Store, *, keys: RecordKeys | None = None) -> Measured | None:
     """The last measurement; None if there is none or it is invalid."""
     match get_record(store, MEASURED, keys=keys):
-        case {"id": str(id_), "bytes": size, "blobs": blobs, "base": dict(base), "at": int(at) | float(at)}:
+        case {"id": str(id_), "bytes": size, "blobs": blobs, "base": dict(base), "at": int(at) | float(at), **more}:
             counts = (size, blobs, *(count for count in base.values() if count is not None))
             if abs(at) < AT_S_MAX and all(map(_is_count, counts)):
-                return Measured(id_, size, blobs, base, at)
+                return Measured(id_, size, blobs, base, at, ClockReading.from_json(more.get("clock")))
     return None
 
 
@@ -120,21 +125,23 @@ def publish_measured(store: Store, measured: Measured, before: str | None, keys:
     Args:
         before: ``Baseline.measured_id``, or the measurement's own ID to subtract what was removed since.
     """
-    if _measured_id(store, keys) != before:
+    last = read_last(store, keys)
+    if (None if last is None else last.id) != before:
         return False
     content = {name: getattr(measured, name) for name in ("id", "bytes", "blobs", "base", "at")}
+    if measured.clock is not None:
+        content["clock"] = measured.clock.to_json()
     put_record(store, MEASURED, content, keys=keys)
     return True
 
 
-def _measured_id(store: Store, keys: RecordKeys | None) -> str | None:
-    """The last measurement's ID; None also if it cannot be read (a bad sector): the next measurement replaces it."""
+def read_last(store: Store, keys: RecordKeys | None) -> Measured | None:
+    """The last measurement; None also if it cannot be read (a bad sector): the next measurement replaces it."""
     try:
-        measured = read_measured(store, keys=keys)
+        return read_measured(store, keys=keys)
     except UNREADABLE as e:
         logger.warning("the last measurement cannot be read: %s", e)
         return None
-    return None if measured is None else measured.id
 
 
 def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys | None = None) -> Baseline:
@@ -145,7 +152,8 @@ def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys
         writer_s: the writer of a record that was not renewed for this long is dead.
         keys: keys that records must be authenticated with.
     """
-    baseline = Baseline(measured_id=_measured_id(store, keys))
+    last = read_last(store, keys)
+    baseline = Baseline() if last is None else Baseline(measured_id=last.id, clock=last.clock)
     renewed_at = {info.key.removeprefix(USAGE_PREFIX): info.mtime for info in store.keys(USAGE_PREFIX)}
     for info in list(store.keys(WRITERS_PREFIX)):
         writer = info.key.removeprefix(WRITERS_PREFIX)

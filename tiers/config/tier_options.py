@@ -41,6 +41,10 @@ from kvtiers.tiers.errors import HIDDEN, ConfigError, public_url
 from kvtiers.tiers.stores.s3.options import TIMEOUT_S_MAX, S3Options
 
 MAX_BYTES_MIN = 1 << 20
+MIN_FREE = (
+    "Free space the tier leaves on the file system. When it is reached, stores are dropped until the collector has "
+    "removed the least recently used blocks."
+)
 LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
@@ -281,15 +285,19 @@ class BoundedTierConfig(TierConfig):
             )
 
     def capacity_policy(self) -> CapacityPolicy | None:
-        """The limits for the collector; None if there are none, or if the tier is read-only."""
-        if self.read_only or (self.max_bytes is None and self.ttl is None):
+        """The limits for the collector; None if there are none, or if the tier is read-only.
+
+        A disk is a limit by itself, even with ``min_free: 0``: without a collector, a full disk would stay full.
+        """
+        min_free = getattr(self, "min_free", None)
+        if self.read_only or (self.max_bytes is None and self.ttl is None and min_free is None):
             return None
         return CapacityPolicy(
             max_bytes=self.max_bytes,
             ttl_s=self.ttl,
             high=self.gc_high,
             low=self.gc_low,
-            min_free_bytes=getattr(self, "min_free", 0),
+            min_free_bytes=min_free or 0,
             every_s=self.gc_every_s,
             poll_s=POLL_S if self.type == "fs" else REMOTE_POLL_S,
         )
@@ -300,7 +308,7 @@ class FsTierConfig(BoundedTierConfig):
 
     type: Literal["fs"] = "fs"
     root_dir: Folder = Field(description="Folder for the blocks; created if missing, unless read_only.")
-    min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
+    min_free: Size = Field(1 << 30, description=MIN_FREE)
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto",
         description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
@@ -341,7 +349,7 @@ class NfsTierConfig(BoundedTierConfig):
 
     type: Literal["nfs"] = "nfs"
     root_dir: Folder = Field(description="Folder on the mount; created if missing, unless read_only.")
-    min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
+    min_free: Size = Field(1 << 30, description=MIN_FREE)
     isolation: Literal["auto", "thread", "process"] = Field(
         "process", description="thread: only for mounts whose I/O times out by itself (soft, softerr)."
     )

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Checksum, Seal
-from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.errors import StoreError, StoreFullError
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.tier.batches import Pair
@@ -168,6 +168,8 @@ class IsolatedMover(BlockMover):
             task.pairs = ()
         if error.retryable:  # counts as one fault of the storage, however many jobs had blocks in the message
             tasks[0].batch.fault = str(error)
+        elif isinstance(error, StoreFullError):
+            tasks[0].batch.full = str(error)
 
     @cached_property
     def _description(self) -> str:

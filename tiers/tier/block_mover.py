@@ -23,6 +23,7 @@ from kvtiers.tiers.errors import (
     SealReason,
     StoreConfigError,
     StoreError,
+    StoreFullError,
     StorePermissionError,
     StoreUnavailableError,
 )
@@ -57,12 +58,13 @@ class Batch:
     quarantined: int = 0
     perhaps_stored: int = 0  # failed blocks that may be stored: a retryable error may be a lost acknowledgement
     fault: str = ""  # the last error that tells something about the storage's health
+    full: str = ""  # the last error of a storage without room
 
     def add(self, other: Batch) -> None:
         """Add the results of another batch to this one."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            setattr(self, each.name, theirs or mine if each.name == "fault" else mine + theirs)
+            setattr(self, each.name, theirs or mine if isinstance(mine, str) else mine + theirs)
 
 
 @dataclass(slots=True)
@@ -204,6 +206,8 @@ class BlockMover:
                 if e.retryable:  # full or read-only storage does not count as a fault: blocks can still be loaded
                     batch.fault = str(e)
                     batch.perhaps_stored += 1
+                elif isinstance(e, StoreFullError):
+                    batch.full = str(e)
                 outcome = "failed"
             except SealError as e:  # the slot was changed while it was encrypted
                 batch.verify_failures[e.reason] += 1

@@ -47,10 +47,12 @@ class TierCounts:
         self._clock = clock
         self._not_stored = 0  # blocks that were not stored since the last "stored again" in the log
         self._say_at = float("-inf")
+        self._collector_works: bool | None = None
         for series, values in _INITIAL_SERIES:
             for value in values:
                 metrics.inc(series, name, *value, by=0)
         if collects:
+            self.collector_works(True)
             for outcome in ("ok", "error"):
                 metrics.inc("kvtiers_collector_runs_total", name, outcome, by=0)
         metrics.set("kvtiers_circuit_closed", name, value=1.0)
@@ -68,6 +70,12 @@ class TierCounts:
                 metrics.inc("kvtiers_lookup_probes_total", tier, result, by=count)
         if late := counts.expired + counts.given_up:
             metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=late)
+
+    def collector_works(self, works: bool) -> None:
+        """Show whether the collector's process runs and answers."""
+        if works is not self._collector_works:
+            self._collector_works = works
+            self._metrics.set("kvtiers_collector_up", self._name, value=float(works))
 
     def collected(self, message: dict[str, Any]) -> None:
         """Count runs of the collector. ``message`` is from ``CollectorEnd.take_reports``."""
@@ -133,7 +141,11 @@ class TierCounts:
             return
         if errors:
             logger.warning(
-                "tier %s: %d blocks were not stored: %s", self._name, self._not_stored, ", ".join(sorted(errors))
+                "tier %s: %d blocks were not stored: %s%s",
+                self._name,
+                self._not_stored,
+                ", ".join(sorted(errors)),
+                f" ({batch.full})" if batch.full else "",
             )
         elif self._not_stored and batch.succeeded:
             logger.info("tier %s: blocks are stored again; %d were not stored", self._name, self._not_stored)

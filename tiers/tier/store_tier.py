@@ -108,11 +108,21 @@ class CollectorEnd(Protocol):
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         """Record that the blocks were used."""
 
-    def take_removed(self, count_max: int) -> list[OffloadKey]:
-        """Return up to ``count_max`` blocks of this tier that the collector has removed."""
+    @property
+    def works(self) -> bool:
+        """Whether the collector runs and answers, or is not needed yet."""
+
+    def note_full(self) -> None:
+        """Record that the storage refused a block for want of room."""
+
+    def take_removed(self, count_max: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Return up to ``count_max`` blocks of this tier that the collector has removed.
+
+        The second list has blocks that ``note_stored`` named at about the same time: only the storage knows about them.
+        """
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Record that the blocks are stored now: forget earlier removals that ``take_removed`` has not returned yet."""
+        """Record that the blocks are stored now."""
 
     def take_reports(self) -> list[dict[str, Any]]:
         """Results since the last call: at most one ``report`` with ``used`` and one ``error``, each with ``runs``."""
@@ -196,12 +206,14 @@ class StoreTierManager(SecondaryTierManager):
         self._health = TierHealth(self._circuit)
         self._mover.must_replace = self._health.must_replace
         self._in_flight: dict[int, _InFlight] = {}
+        self._doubtful: dict[OffloadKey, None] = {}  # an ordered set: told as removed, but perhaps stored since
         self._published_during_loads = KeysSinceJobStart()
         self._gone_during_stores = KeysSinceJobStart()
         self._to_book: deque[FinishedJob[Batch]] = deque()
         self._booking: Iterator[int] | None = None  # a job of which only a part is booked yet
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
+        self.full = ""  # why the storage refused a block for want of room, the last time
         self._closed = False
         self._was_closed = True  # whether the circuit was closed at the last take_answered
         self._openings_counted = 0
@@ -263,10 +275,19 @@ class StoreTierManager(SecondaryTierManager):
             self._collector.touch(keys)
 
     def _poll_collector(self, collector: CollectorEnd) -> None:
-        removed = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
+        removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
+        if doubtful:
+            self._lookup.forget(doubtful)
+            self._doubtful |= dict.fromkeys(doubtful)
+        if self._doubtful and self._circuit.closed:  # asked in every step until the storage answers
+            answers = {key: self._lookup.lookup_surely(key) for key in self._doubtful}
+            self._doubtful = {key: None for key, is_present in answers.items() if is_present is None}
+            removed += [key for key, is_present in answers.items() if is_present is False]
         if removed:
             self._lookup.forget(removed)
+            self._gone_during_stores.name(set(removed))
             self._events.add(removed, removed=True)
+        self._counts.collector_works(collector.works)
         for message in collector.take_reports():
             self._counts.collected(message)
 
@@ -313,6 +334,12 @@ class StoreTierManager(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()
+
+    def stop_collector(self) -> None:
+        """Remove nothing from now on, even if the disk is full. For a measurement beside a deployment's blocks."""
+        if self._collector is not None:
+            self._collector.close()
+            self._collector = None
 
     def drain_jobs(self) -> None:
         """Wait until all jobs have ended. Give up when a task has run past ``job_deadline_s``: it may never end."""
@@ -427,6 +454,10 @@ class StoreTierManager(SecondaryTierManager):
         used = succeeded if job.is_load else found  # finding the block already stored counts as a use of it
         if used:
             self.touch(used)
+        if full := next((batch.full for batch in batches if batch.full), ""):
+            self.full = full
+            if self._collector is not None:
+                self._collector.note_full()
         bytes_moved = sum(batch.bytes_moved for batch in batches)
         outcome = "ok" if ok else "partial" if succeeded else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
@@ -472,7 +503,7 @@ class StoreTierManager(SecondaryTierManager):
         for part in _parts(stored):
             self._lookup.mark(part, present=True)
             if self._collector is not None:
-                self._collector.note_stored(part)  # otherwise "removed" could be reported after "stored"
+                self._collector.note_stored(part)  # otherwise an older removal could be reported after "stored"
             self._published_during_loads.name(set(part) - were_there)
             self._events.add(part, removed=False)
             yield len(part)

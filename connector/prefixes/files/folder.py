@@ -90,7 +90,8 @@ class FolderFiles(Files):
 
     def _check_room(self, fd: int, size: int, path: str) -> None:
         status = os.fstatvfs(fd)
-        if status.f_bavail * status.f_frsize - size < self._min_free_bytes:
+        is_reported = status.f_blocks > 0
+        if is_reported and status.f_bavail * status.f_frsize - size < self._min_free_bytes:
             text = f"{size} bytes would leave less than min_free = {self._min_free_bytes} bytes free"
             raise StoreFullError(text, key=path)
 

@@ -133,8 +133,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._lookups_given_up = 0
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
         self._collector: CollectorLink | None = None
-        if self._limits is not None and role == KVConnectorRole.SCHEDULER:
+        # If only the disk is a limit, a worker starts the collector's process when the disk is full.
+        if self._limits is not None and (role == KVConnectorRole.WORKER) is self._limits.policy.waits:
             self._collector = self._limits.start_collector(self._mapper(self._spec))
+            for store in self._stores:
+                store.on_full = self._collector.note_full
 
     def _open(self, spec: translate.EngineSpec) -> list[PrefixStore]:
         mapper = self._mapper(spec)

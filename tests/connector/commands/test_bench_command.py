@@ -131,7 +131,8 @@ def test_a_tier_that_is_full(tmp_path: Path) -> None:
     path.write_text(f"region: {{size: 2MiB}}\ntiers:\n- {tier}\n")
     code, out = run(str(path), "--block-size", "256KiB")
     assert code == 1
-    assert "of 8 blocks could be stored: max_bytes or min_free is reached; a smaller --total may fit" in out
+    assert "of 8 blocks could be stored: 266240 bytes would leave less than min_free_bytes" in out
+    assert "; a smaller --total may fit" in out
 
 
 def test_a_deployments_limits_are_kept_and_its_blocks_stay(root: Path) -> None:

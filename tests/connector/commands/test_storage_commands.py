@@ -187,8 +187,17 @@ def test_gc_that_could_not_remove_fails(root: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_gc_without_limits_says_so(root: Path) -> None:
-    assert "has neither max_bytes nor ttl" in ok("gc", write_config(root))
+    config = write_tiers(root.parent / "c.yaml", f"type: fsspec, url: 'file://{root}'")
+    assert "has neither max_bytes nor ttl" in ok("gc", config)
     assert len(list(root.rglob("*.bin"))) == 10
+
+
+def test_gc_with_min_free_alone_makes_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ok("gc", write_config(root, "min_free: 1MiB"))
+    assert len(list(root.rglob("*.bin"))) == 10
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: (1 << 20) - SIZE)
+    assert "removed by capacity" in ok("gc", write_config(root, "min_free: 1MiB"))
+    assert 0 < len(list(root.rglob("*.bin"))) < 10
 
 
 def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +280,8 @@ def test_gc_of_prefixes(root: Path) -> None:
     assert len(list(root.rglob("*.bin"))) == 10  # the tier's own
     ok("gc", config)
     assert len(list(folder.rglob("*.json"))) == 2
-    assert "has neither max_bytes nor ttl" in ok("gc", write_config(root), "--prefixes")
+    ok("gc", write_config(root), "--prefixes")
+    assert len(list(folder.rglob("*.json"))) == 2
     assert "is read_only" in ok("gc", write_config(root, "ttl: 1h", "read_only: true"), "--prefixes")
     code, out = run("gc", write_config(root, "ttl: 1h", "auth: gmac", "keys_env: K"), "--prefixes")
     assert code == 2

@@ -515,8 +515,10 @@ def test_a_limit_that_is_none_is_named(tmp_path: Path, limits: dict[str, Any], s
 
 def test_without_limits_nothing_is_bound(tmp_path: Path) -> None:
     at = partial(place_at, str(tmp_path))
-    assert PrefixLimits.of(at()) is None
-    assert PrefixLimits.of(at(max_bytes=None, ttl=None)) is None
+    for limits in (limits_of(at()), limits_of(at(max_bytes=None, ttl=None, min_free=0))):
+        assert limits.policy.waits
+        assert limits.account() is None
+    assert PrefixLimits.of(place_at("s3://bucket/prefixes")) is None
     assert PrefixLimits.of(at(max_bytes="1GiB", read_only=True)) is None
     assert limits_of(at(ttl="7d")).account() is None
     assert use_noted_s(at(ttl="20min").capacity_policy()) == 300
@@ -539,8 +541,11 @@ def test_writers_stop_at_the_reserve(tmp_path: Path, more: dict[str, Any]) -> No
         assert account is not None
         measure(account._store, 0)
     store = PrefixStore(place, NAMESPACE, FINGERPRINT, limits=limits)
+    refused: list[bool] = []
+    store.on_full = lambda: refused.append(True)
     with pytest.raises(StoreFullError, match="would leave less than min_free"):
         store.publish([b"a" * 32], {"layer": torch.zeros(16, 8)})
+    assert refused == [True]
     assert not [path for path in (tmp_path / "p" / f"{NAMESPACE}_r0").rglob("*") if path.is_file()]
 
 

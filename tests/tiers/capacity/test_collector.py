@@ -260,10 +260,41 @@ def test_free_space_of_the_file_system(store: LocalStore, monkeypatch: pytest.Mo
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 83 * SIZE)
     collect(store, ttl_s=1e9, min_free_bytes=70 * SIZE)
     assert len(blocks(store)) == 10
-    collector = Collector(store, CapacityPolicy(ttl_s=1e9, min_free_bytes=80 * SIZE))
-    assert collector.is_due()
+    now = [0.0]
+    collector = Collector(store, CapacityPolicy(min_free_bytes=80 * SIZE), monotonic=lambda: now[0])
+    # A large reserve does not cost a small cache all of its blocks; other people's files that fill the disk do.
+    for free, left in ((83, 10), (80, 3), (70, 0)):
+        monkeypatch.setattr(LocalStore, "free_bytes", lambda self, free=free: free * SIZE)
+        now[0] += 3600.0
+        collector.run()
+        assert not left or not collector.is_due()
+        assert blocks(store) == {name(n) for n in range(left)}
+
+
+def test_reserve_above_the_size_of_the_disk_removes_nothing(
+    store: LocalStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, [3600.0] * 5)
+    monkeypatch.setattr(LocalStore, "total_bytes", lambda self: 100 * SIZE)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10 * SIZE)
+    collector = Collector(store, CapacityPolicy(min_free_bytes=100 * SIZE))
+    for _ in range(3):
+        collector.run()
+    assert len(blocks(store)) == 5
+    assert not collector.is_due()
+    (told,) = [record.getMessage() for record in caplog.records if "lower min_free" in record.getMessage()]
+    assert told.startswith(f"min_free = {100 * SIZE} is not less than the size of the file system, {100 * SIZE} bytes")
+    collect(store, min_free_bytes=99 * SIZE)
+    assert blocks(store) == set()
+
+
+def test_storage_that_reports_no_free_space_is_not_full(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, [3600.0] * 5)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: None)
+    collector = Collector(store, CapacityPolicy(min_free_bytes=1 << 40))
     collector.run()
-    assert blocks(store) == set()  # 17 blocks' room is missing: all that there is
+    assert len(blocks(store)) == 5
+    assert not collector.is_due()
 
 
 class LateStore(LocalStore):
@@ -436,8 +467,8 @@ def test_free_space_for_a_large_block(store: LocalStore, monkeypatch: pytest.Mon
         policy = CapacityPolicy(ttl_s=1e9, min_free_bytes=95 * SIZE, block_bytes=block_bytes)
         assert Collector(store, policy).is_due() is (block_bytes > SIZE)
     store.put(name(50), as_parts(bytes(10 * SIZE)))
-    # another such would be refused
-    assert collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 25
+    # another such would be refused: 95 and one block, and half of the 40 that are stored
+    assert collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 22
 
 
 def test_room_is_made_for_what_writers_hold_and_no_more(store: LocalStore) -> None:
@@ -891,7 +922,7 @@ def test_a_full_storage_loses_what_is_too_old_where_its_time_can_be_had(
         Collector(store, CapacityPolicy(max_bytes=1 << 30)).run()
     store.files_max = len(list_keys(store))
     policy = CapacityPolicy(ttl_s=3600.0 * 30)
-    report = run(Collector(store, policy, clock=lambda: time.time() + 40 * 3600.0))
+    report = run(Collector(store, policy, clock=lambda: time.time() + 5 * 3600.0))
     assert report.removed_blobs["ttl"] == (10 if store_class is StoreWithQuota else 0)
     assert blocks(store) == {name(n) for n in range(40 - sum(report.removed_blobs.values()))}
 

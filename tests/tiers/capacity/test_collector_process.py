@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import pytest
 
 from kvtiers.tiers.base import JobMetadata, OffloadingEvent
 from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.capacity.lease import LEASE_PREFIX, Lease
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.process import _note_uses
@@ -85,7 +88,7 @@ def test_removals_are_told(root: Path, link: CollectorLink) -> None:
     removed: list[bytes] = []
 
     def all_told() -> bool:
-        removed.extend(link.take_removed(3))
+        removed.extend(link.take_removed(3)[0])
         return len(removed) == len(KEYS)
 
     wait_for(all_told)
@@ -117,6 +120,96 @@ def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink)
     wait_for(lambda: link._process is not None and link._process.pid != process.pid)
     assert [message["runs"] for message in link.take_reports() if "error" in message] == [1]  # its end
     wait_for(lambda: any("report" in message for message in link.take_reports()))
+
+
+def test_collector_that_hangs_is_killed_and_started_again(
+    root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if the thread that sends uses waits for it."""
+    wait_for(lambda: any("report" in message for message in link.take_reports()))
+    process = link._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    link.touch([block_key(n) for n in range(10_000)])  # more than a pipe holds
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.LISTEN_S", 0.01)
+    link._silent_s = 0.1
+    wait_for(lambda: not link.works)
+    assert process.poll() is not None or process.wait(HANG_S) is not None
+    wait_for(lambda: link.works)
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.LISTEN_S", 1.0)
+    link._silent_s = HANG_S
+    wait_for(lambda: any("report" in message for message in link.take_reports()))
+    wait_for(lambda: not link._unnoted)
+    assert f"its collector (process {process.pid}) has not answered for" in caplog.text
+
+
+def test_collector_says_that_it_is_alive_while_it_rests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bytes] = []
+    lines = CollectorLink._lines
+
+    def hear(self: CollectorLink, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+        for line in lines(self, process):
+            heard.append(line)
+            yield line
+
+    monkeypatch.setattr(CollectorLink, "_lines", hear)
+    link = make_link(root, max_bytes=1 << 30, every_s=3600.0, poll_s=3600.0)
+    try:
+        wait_for(lambda: b"{}" in heard)
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_lease_of_a_dead_collector_is_taken_over_by_its_engine(
+    root: Path, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.RESTART_S", (0.01, 60.0))
+    link = make_link(root, ttl_s=1000.0, lease_s=1e9)
+    try:
+        wait_for(lambda: bool(link.take_reports()))
+        process = link._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        store = LocalStore(root)
+        for key in list_keys(store, LEASE_PREFIX):
+            store.delete(key)
+        assert Lease(store, link._owner if is_own else "another engine's").try_acquire()  # as if killed within a run
+        process.kill()
+        wait_for(lambda: link._process is not process and link.works)
+        link.take_reports()
+        (root / MAPPER.relative_name(KEYS[0])).parent.mkdir(parents=True)
+        (root / MAPPER.relative_name(KEYS[0])).write_bytes(b"1")
+        make_old(root, 2000)
+        if is_own:
+            wait_for(lambda: link.take_removed(1) == ([KEYS[0]], []))
+        else:
+            link.touch([KEYS[0]])
+            wait_for(lambda: not link._unnoted)  # it works, and waits
+            assert list_keys(store, LEASE_PREFIX)
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("policy", [{}, {"min_free_bytes": 1 << 20}])
+def test_collector_without_max_bytes_and_ttl_starts_when_the_storage_is_full(
+    root: Path, policy: dict[str, Any]
+) -> None:
+    link = make_link(root, **policy)
+    try:
+        link.touch(KEYS)
+        link._touch_every_s = 0.0
+        link.touch(KEYS)
+        wait_for(lambda: link._uses.empty())
+        assert link.works
+        assert link._process is None
+        assert len(link._unnoted) == len(KEYS)  # remembered once
+        link.note_full()
+        wait_for(lambda: any("report" in message for message in link.take_reports()))
+        wait_for(lambda: not link._unnoted)  # uses from before its start are noted, too
+    finally:
+        link.close()
+    make_link(root).close()  # one that never started
 
 
 def test_uses_while_the_collector_is_down_are_noted_by_the_next_one(
@@ -387,12 +480,62 @@ def test_what_is_stored_anew_is_not_told_as_removed_afterwards(root: Path, monke
         tier.shutdown()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_removal_told_after_a_store_is_judged_by_the_storage(root: Path, is_there: bool) -> None:
+    """A collector tells of a batch of removals when it ends. A block may be stored again meanwhile, or before."""
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert isinstance(tier._collector, CollectorLink)
+        began_at = time.monotonic()
+        assert store_all(tier) == ROWS
+        if not is_there:
+            for key in KEYS:
+                tier.store.delete(tier.mapper.relative_name(key))
+        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS], "since": began_at})
+
+        def is_judged() -> bool:
+            tier.on_schedule_end()
+            return not tier._doubtful
+
+        wait_for(is_judged)
+        told = [(event.removed, set(event.keys)) for event in tier.take_events()]
+        assert told[0] == (False, set(KEYS))
+        assert all(removed for removed, _ in told[1:])
+        assert sorted(key for _, keys in told[1:] for key in keys) == ([] if is_there else sorted(KEYS))
+    finally:
+        tier.shutdown()
+
+
+def test_removal_since_the_last_store_is_told_at_once(link: CollectorLink) -> None:
+    link.close()
+    link._reader.join()  # what follows is the reader's
+    link.note_stored(KEYS[:2])
+    link._hear({"removed": [MAPPER.relative_name(key) for key in KEYS[:3]], "since": time.monotonic()})
+    assert link.take_removed(9) == (list(KEYS[:3]), [])
+
+
+def test_removals_are_all_in_doubt_while_more_stores_than_are_remembered_came_since(
+    link: CollectorLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.close()
+    link._reader.join()  # what follows is the reader's
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.STORED_KEYS_MAX", 1)
+    before = time.monotonic()
+    link.note_stored(KEYS[:2])
+    link._hear({"removed": [MAPPER.relative_name(KEYS[0])], "since": before})
+    link._hear({"removed": [MAPPER.relative_name(KEYS[2])], "since": time.monotonic()})
+    assert link.take_removed(9) == ([KEYS[2]], [KEYS[0]])
+
+
 def test_removals_that_wait_are_bounded(link: CollectorLink, monkeypatch: pytest.MonkeyPatch) -> None:
     link.close()
     link._reader.join()  # what follows is the reader's
     monkeypatch.setattr("kvtiers.tiers.capacity.link.REMOVED_KEYS_MAX", 2)
     link._hear({"removed": [MAPPER.relative_name(key) for key in KEYS[:3]]})
-    assert link.take_removed(9) == list(KEYS[1:3])
+    assert link.take_removed(9) == (list(KEYS[1:3]), [])
 
 
 def test_what_is_stored_is_shown_where_it_is_known() -> None:
@@ -401,6 +544,91 @@ def test_what_is_stored_is_shown_where_it_is_known() -> None:
     for used, shown in ((100, [100]), (None, []), (0, [0])):
         counts.collected({"report": {"removed_blobs": {}, "removed_bytes": {}}, "used": used, "runs": 1})
         assert [s.value for s in metrics.snapshot() if s.name == "kvtiers_storage_used_bytes"] == shown
+
+
+@pytest.fixture
+def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own, with the mount options of the parameter."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"{request.param},mode=700", "kvtiers-test", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting takes root: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("small", "min_free"),
+    [("size=2m,nr_inodes=1000", "1MiB"), ("size=1m,nr_inodes=1000", 0), ("size=64m,nr_inodes=60", 0)],
+    indirect=["small"],
+)
+def test_full_disk_without_other_limits_loses_its_oldest_blocks(small: Path, min_free: object) -> None:
+    """min_free is reached; the disk is full; its inodes are used up."""
+    region = np.ones((ROWS, 16 * ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(small / "kv"), "min_free": min_free, "isolation": "thread"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    assert isinstance(tier._collector, CollectorLink)
+    numbers = count()
+
+    def stores() -> bool:
+        number = next(numbers)
+        tier.submit_store(JobMetadata(number, [block_key(number)], np.zeros(1, np.int32)))
+        tier.drain_jobs()
+        tier.on_schedule_end()
+        (result,) = tier.get_finished()
+        return result.success
+
+    try:
+        while stores():
+            assert tier._collector._process is None
+        first_refused = next(numbers)
+        wait_for(stores)
+        removed: set[OffloadKey] = set()
+
+        def are_told() -> bool:
+            tier.on_schedule_end()
+            removed.update(key for event in tier.take_events() if event.removed for key in event.keys)
+            return bool(removed)
+
+        wait_for(are_told)
+        assert removed <= {block_key(number) for number in range(first_refused)}
+    finally:
+        tier.shutdown()
+
+
+def test_tier_warns_once_of_a_reserve_above_its_disk(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": "900PiB", "isolation": "thread"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert store_all(tier) == 0
+    finally:
+        tier.shutdown()
+    assert len([record for record in caplog.records if "lower min_free" in record.getMessage()]) == 1
+
+
+def test_tier_stores_where_the_file_system_reports_no_size(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = os.statvfs_result((512, 512, *[0] * 7, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: nothing)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: nothing)
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "isolation": "thread"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert store_all(tier) == ROWS
+    finally:
+        tier.shutdown()
+    assert len([record for record in caplog.records if "does not report its size" in record.getMessage()]) == 1
 
 
 def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root: Path) -> None:

@@ -36,6 +36,7 @@ from kvtiers.tiers.store import (
     SupportsSizeMany,
     SupportsSweep,
     SupportsTail,
+    SupportsTotalBytes,
     SupportsTouch,
 )
 from kvtiers.tiers.stores.memory import MemoryStore
@@ -62,6 +63,7 @@ PROTOCOLS: dict[str, type] = {
     "touch": SupportsTouch,
     "sweep": SupportsSweep,
     "free_bytes": SupportsFreeBytes,
+    "total_bytes": SupportsTotalBytes,
     "folders": SupportsFolders,
     "is_block": NamesBlocks,
     "prepare": SupportsPrepare,

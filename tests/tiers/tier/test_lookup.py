@@ -293,6 +293,35 @@ def test_an_answer_on_its_way_is_forgotten_too(make: Make, clock: Clock) -> None
     assert answer(lookup, KEYS[0]) is False
 
 
+@pytest.mark.parametrize("present", [True, False])
+def test_lookup_surely_asks_again_after_an_error_and_a_timeout(make: Make, clock: Clock, present: bool) -> None:
+    storage = Storage(KEYS if present else [])
+    storage.error = OSError("io")
+    lookup = make(storage, threads=1, absent_ttl_s=1, deadline_s=1)
+    key = KEYS[0]
+
+    def ask_surely() -> bool | None:
+        found = lookup.lookup_surely(key)
+        lookup.flush()
+        return found
+
+    assert ask_surely() is None
+    wait_for(lambda: lookup.lookup(key) is False)  # an error is a miss for requests
+    assert ask_surely() is None
+    storage.error = None
+    storage.open.clear()
+    clock.now += 2
+    assert ask_surely() is None
+    wait_for(lambda: len(storage.batches) == 2)
+    clock.now += 1.5
+    assert ask_surely() is None
+    assert lookup.lookup(key) is False  # so is a timeout
+    storage.open.set()
+    clock.now += 2
+    wait_for(lambda: ask_surely() is present)
+    assert not lookup._said_absent
+
+
 def test_the_cache_is_bounded_and_forgets_the_oldest(make: Make) -> None:
     lookup = make(Storage(), keys_max=10)
     lookup.mark(KEYS, present=True)

@@ -21,6 +21,7 @@ from kvtiers.tiers.errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
+    StoreFullError,
     StoreUnavailableError,
     printable,
 )
@@ -211,10 +212,17 @@ class LocalStore(Store):
         except OSError as e:
             raise store_error(e, "") from e
 
-    def free_bytes(self) -> int:
+    def free_bytes(self) -> int | None:
         """See ``SupportsFreeBytes``."""
         try:
             return self._use_root(None).free_bytes()
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def total_bytes(self) -> int | None:
+        """See ``SupportsTotalBytes``."""
+        try:
+            return self._use_root(None).total_bytes()
         except OSError as e:
             raise store_error(e, "") from e
 
@@ -242,7 +250,14 @@ class LocalStore(Store):
             with self._space.reserved(root, parts_size(parts), key):
                 return self._publish(root, key, write, overwrite=overwrite)
 
-        return bool(self._call(publish, key, absent=()))
+        try:
+            return bool(self._call(publish, key, absent=()))
+        except StoreFullError as e:
+            # No local variable for the cause: its frames would hold it, and so the root open.
+            if getattr(e.__cause__, "errno", 0) == errno.ENOSPC and self._use_root(None).has_only_bytes():
+                text = f"{os.strerror(errno.ENOSPC)} (ENOSPC): the file system has no free inodes"
+                raise StoreFullError(text, key=key) from e.__cause__
+            raise
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         self._call(read_blob, key, parts, look, absent=())

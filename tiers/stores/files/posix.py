@@ -254,10 +254,23 @@ class RootFolder:
                 if os.fstat(fd).st_uid == 0:
                     os.fchown(fd, *self._owner)
 
-    def free_bytes(self) -> int:
-        """Free bytes of the file system that this user may use."""
+    def free_bytes(self) -> int | None:
+        """Free bytes of the file system that this user may use; None: it does not report its size (FUSE may not)."""
         status = os.fstatvfs(self.fd)
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    def total_bytes(self) -> int | None:
+        """Size of the file system; None: it does not report its size."""
+        status = os.fstatvfs(self.fd)
+        return status.f_blocks * status.f_frsize or None
+
+    def has_only_bytes(self) -> bool:
+        """Whether the file system has free space, but all of its inodes are used up. False: not, or unknown."""
+        try:
+            status = os.fstatvfs(self.fd)
+        except OSError:
+            return False
+        return status.f_bavail > 0 and status.f_files > 0 and status.f_favail == 0
 
     def is_removed(self) -> bool:
         """Whether the folder was removed or moved since it was opened, so its path is now absent or another folder."""
