@@ -20,12 +20,14 @@ from contextlib import suppress
 
 from kvtiers.connector.commands.findings import Finding, Level, of_error
 from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
+from kvtiers.tiers.builtin import key_ids
 from kvtiers.tiers.capacity.collector import is_block
 from kvtiers.tiers.capacity.usage import read_measured
 from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from kvtiers.tiers.errors import StoreConfigError, StoreError, printable
 from kvtiers.tiers.store import Store, SupportsTail, delete_all
 from kvtiers.tiers.stores.files.mounts import file_system_type
+from kvtiers.tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 
 PROBE_FOLDER = "kvtiers-doctor"
 CLOCK_SKEW_S_MAX = 5.0
@@ -131,6 +133,28 @@ def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
             f"{model}: {'at least ' if is_cut else ''}{len(found)}, which share no blocks. They differ in {values}",
             "give replicas that should share blocks the same values; others may be removed if no engine uses them",
         )  # fmt: skip
+
+
+def examine_seals(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
+    """Sample stored blocks, and say which of them engines with this configuration cannot load."""
+    seals = sample_seals(store)
+    if not seals:
+        return
+    count = sum(seals.values())
+    ids = key_ids(config)
+    if ids is None:
+        yield Finding("note", where, "keys", "the keys cannot be read, so stored blocks are not compared with them")
+    misses = count_misses(seals, config.protection, ids, takes_unverified=config.takes_unverified)
+    if not misses:
+        yield Finding("ok", where, "blocks", f"engines with this configuration can load all {count} sampled blocks")
+        return
+    told = "; ".join(f"{number} of {count} sampled blocks are {reason}" for reason, number in misses.items())
+    is_problem = bool(unknown_keys(seals, ids)) or sum(misses.values()) == count
+    yield Finding(
+        "problem" if is_problem else "note", where, "blocks",
+        f"{told}: they are misses",
+        "add a missing key to the tier's keys, after the first one; remove blocks that no engine uses (kvtiers rm)",
+    )  # fmt: skip
 
 
 def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:

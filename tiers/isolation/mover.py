@@ -137,7 +137,7 @@ class IsolatedMover(BlockMover):
             self._fail(tasks, e)
             return
         for warning in answer["warnings"]:
-            self._warn(warning)
+            self._warn_once(warning)
         for text in answer["said"]:
             self._say(text)
         failed, left = 0, 0

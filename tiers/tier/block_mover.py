@@ -40,6 +40,7 @@ PIECEWISE_BYTES_MIN = 4 << 20
 #: rot, and a row of two is still likely in a folder with a bad sector; bad memory or a bad link spoils every block.
 BAD_READS_MAX = 3
 SAY_EVERY_S = 60.0
+WARNINGS_MAX = 64  # different warnings that are logged once each; a trailer may name any key
 _SINGLE_BLOCK_ERRORS = (StoreUnavailableError, StorePermissionError)  # errors that may concern only one block
 
 
@@ -158,6 +159,7 @@ class BlockMover:
         self.cut = ""
         self.must_replace: Callable[[OffloadKey], bool] = lambda _: False
         self.sample: Callable[[], Iterable[OffloadKey]] = lambda: ()
+        self._warned: set[str] = set()
         self._bad_in_a_row = 0  # since the last good block; threads that race may lose a count
         self._say_at = float("-inf")  # when the next warning is allowed; threads that race may warn twice
         # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
@@ -254,6 +256,8 @@ class BlockMover:
             batch.verify_failures[e.reason] += 1
             if e.foreign:  # perhaps an intact block of a newer version, which must not be replaced
                 batch.errors["ForeignBlock"] += 1
+                if e.reason is SealReason.UNKNOWN_KEY:
+                    self._warn_of_key(e)
                 return "failed"
             self._note_suspect(key, e, batch)
             overwrite = True
@@ -411,9 +415,22 @@ class BlockMover:
         if not (isinstance(failure, SealError) and failure.foreign):
             batch.bad.append(key)
             self._note_suspect(key, failure, batch)
-        # A bad block that stays is found by every request for it, so ``say`` limits how often it is logged.
-        self._say(f"tier {self.name}: {name} is not the block it should be ({failure})")
+        if reason is SealReason.UNKNOWN_KEY:
+            self._warn_of_key(failure)
+        else:  # a bad block stays, and every request for it finds it, so ``say`` limits how often it is logged
+            self._say(f"tier {self.name}: {name} is not the block it should be ({failure})")
         return False
+
+    def _warn_of_key(self, failure: Exception) -> None:
+        self._warn_once(
+            f"tier {self.name}: stored blocks are misses, and no store replaces them ({failure}). If keys were "
+            "rotated, add the old key after the new one; if other engines have a newer key file, use it here, too"
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and len(self._warned) < WARNINGS_MAX:
+            self._warned.add(text)
+            self._warn(text)
 
     def probe_reads(self, task: MoveTask) -> Batch:
         """Read the task's blocks and a sample of others, until one is good; reads into memory of its own."""
