@@ -128,7 +128,10 @@ class PrefixStore:
         self._limits = limits
         # Bad chunks that the next store overwrites: path of the manifest -> attempt, None if unknown. Any thread.
         self._bad: dict[str, str | None] = {}
-        self._bad_in_a_row: set[str] = set()  # paths of chunks, since the last good one; any thread
+        # Paths of bad chunks since the last good one: those of ``load``, and those of ``match``, which reads only
+        # manifests. A good manifest says nothing about layers. Any thread.
+        self._bad_in_a_row: set[str] = set()
+        self._bad_manifests_in_a_row: set[str] = set()
         self.use_noted_s = use_noted_s(place.capacity_policy())
         self.counts = PrefixCounts()
 
@@ -278,7 +281,7 @@ class PrefixStore:
             logger.warning("prefix chunk failed verification and counts as absent: %s", e)
             if isinstance(e, SealError) and e.foreign:
                 raise
-            self._note_bad(chunk.path, None if body is None else body["attempt"])
+            self._note_bad(chunk.path, None if body is None else body["attempt"], self._bad_in_a_row)
             if isinstance(e, SealError):
                 raise
             what = "gone" if isinstance(e, BlobNotFoundError) else "not what was stored"
@@ -351,12 +354,13 @@ class PrefixStore:
                 self.counts.verify_failures += 1
                 logger.warning("prefix chunk failed verification and counts as absent: %s", e)
                 if not e.foreign:
-                    self._note_bad(path, None)
+                    self._note_bad(path, None, self._bad_manifests_in_a_row)
                 continue
             except StoreError as e:
                 self.counts.errors += not isinstance(e, BlobNotFoundError)  # not found: removed since the listing
                 logger.debug("manifest %s: %s", path, e)
                 continue
+            self._bad_manifests_in_a_row.clear()
             alike = 0
             for one, other in zip(stored, wanted, strict=False):
                 if one != other:
@@ -397,11 +401,11 @@ class PrefixStore:
 
     def _overwrites(self, path: str) -> bool:
         """Whether a store replaces a chunk because it is bad. Not while this host's reads may be damaged."""
-        return path in self._bad and len(self._bad_in_a_row) < BAD_READS_MAX
+        bad_in_a_row = max(len(self._bad_in_a_row), len(self._bad_manifests_in_a_row))
+        return path in self._bad and bad_in_a_row < BAD_READS_MAX
 
-    def _note_bad(self, path: str, attempt: str | None) -> None:
+    def _note_bad(self, path: str, attempt: str | None, row: set[str]) -> None:
         """Remove a bad chunk, or have the next store overwrite it; see the module's docstring."""
-        row = self._bad_in_a_row
         if not row - {path} and not self._read_only and self._is_still_bad(path):
             self._discard(path, attempt)
         elif len(self._bad) < BAD_CHUNKS_MAX:
@@ -420,6 +424,7 @@ class PrefixStore:
     def _note_good(self, path: str) -> None:
         self._bad.pop(path, None)
         self._bad_in_a_row.clear()
+        self._bad_manifests_in_a_row.clear()
 
     def _is_still_bad(self, path: str) -> bool:
         try:

@@ -428,6 +428,21 @@ def test_damaged_reads_remove_and_replace_one_chunk_at_most(
     assert {path: path.read_bytes() for path in every_file(tmp_path)} == left
 
 
+def test_good_manifests_read_by_a_lookup_clear_no_doubt_about_layers(
+    tmp_path: Path,
+) -> None:
+    store, prompts = store_at(str(tmp_path)), [hashes_of(10 * n, 10 * n + 1) for n in range(4)]
+    for hashes in prompts:
+        store.publish(hashes, layers_of(2))
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    for hashes in prompts:
+        with pytest.raises(SealError):
+            load(store, store.match(hashes)[0], hashes)
+        store.match(prompts[-1][:1])  # reads a manifest
+    assert len(every_file(tmp_path)) == (len(prompts) - 1) * (1 + len(LAYERS))
+
+
 def test_chunk_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
     store.publish(hashes, layers_of(2))
