@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import secrets
+import socket
 import stat
 import time
 from collections import deque
@@ -93,6 +94,9 @@ def examine_store(
             began = time.perf_counter()
             store.get_into(key, [memoryview(got)])
             get_s = time.perf_counter() - began
+            if got not in (first, second):
+                yield _damaged_reads(where)
+                return
             yield _latency(where, config, put_s, get_s)
             yield from _semantics(where, key, store, (first, second), got)
             yield from _listing(where, key, store, now)
@@ -170,6 +174,14 @@ def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
         yield of_error(where, e, config, "rights")
 
 
+def _damaged_reads(where: str) -> Finding:
+    return Finding(
+        "problem", where, "reads",
+        f"a blob was read with other bytes than were written on host {socket.gethostname()}",
+        "check this host's memory and network (dmesg, ECC and NIC errors, proxies), and run doctor on another host",
+    )  # fmt: skip
+
+
 def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Finding:
     text = f"put {put_s * 1e3:.1f} ms, get {get_s * 1e3:.1f} ms for 4 KiB"
     if get_s > config.lookup_deadline_s:
@@ -185,6 +197,9 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
     first, second = contents
     store.put(key, [memoryview(second)])
     store.get_into(key, [memoryview(got)])
+    if got not in contents:
+        yield _damaged_reads(where)
+        return
     if got == first:
         yield Finding("ok", where, "conditional put", "the first writer of a block wins")
     elif store.capabilities.exclusive_create:
@@ -197,7 +212,9 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
         yield Finding("note", where, "conditional put", "the last writer of a block wins, which is harmless here")
     store.put(key, [memoryview(second)], overwrite=True)
     store.get_into(key, [memoryview(got)])
-    if got != second:
+    if got not in contents:
+        yield _damaged_reads(where)
+    elif got != second:
         yield Finding(
             "problem", where, "replace", "a replaced blob still has its old content: bad blocks cannot be repaired",
             "look for a cache between this machine and the storage",

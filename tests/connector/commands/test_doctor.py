@@ -656,3 +656,15 @@ def test_every_error_has_a_fix(tmp_path: Path) -> None:
             assert found.fix
             assert "message" not in found.fix
     assert findings.of_error("tiers[0]", StoreConfigError("it is wrong; write right")).fix == "write right"
+
+
+def test_damaged_reads_are_named_as_such_and_not_as_a_fault_of_the_storage() -> None:
+    class Damaged(MemoryStore):
+        def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+            super().get_into(key, parts)
+            parts[0][7] ^= 1
+
+    store = Damaged()
+    found = list(examine_store("s3", MemoryTierConfig(), store))
+    assert [one.check for one in found if one.level == "problem"] == ["reads"]
+    assert list(store.keys()) == []
