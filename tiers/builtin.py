@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
-from kvtiers.tiers.blocks.keyring import load_keys
+from kvtiers.tiers.blocks.keyring import load_keys, show_key_id
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, Seal
@@ -379,6 +379,20 @@ def record_keys(config: TierConfig) -> RecordKeys | None:
     if config.protection == "none":
         return None
     return RecordKeys.of(load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
+
+
+def key_ids(config: TierConfig) -> frozenset[str] | None:
+    """The ids of a tier's keys, as commands show them. None if they cannot be read, such as by another user.
+
+    A tier without keys has no ids.
+    """
+    if config.protection == "none":
+        return frozenset()
+    try:
+        ring = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
+    except ConfigError:
+        return None
+    return frozenset(map(show_key_id, ring.ids))
 
 
 def _start_collector(

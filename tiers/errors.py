@@ -119,6 +119,7 @@ class SealReason(StrEnum):
     GROUP = "group"
     RANK = "rank"
     UNSUPPORTED = "unsupported"
+    UNKNOWN_KEY = "unknown_key"
     PAYLOAD_CHECKSUM = "payload_checksum"
     AUTHENTICATION = "authentication"
     UNVERIFIED = "unverified"
@@ -129,14 +130,15 @@ class SealError(KVTiersError):
 
     Attributes:
         reason: which check failed.
-        foreign: True if another reader may be able to use the blob. It has a newer version, an unknown checksum or
-            authentication scheme, or lies in a folder that engines share and is another engine's block or was written
-            without a seal by vLLM's own tier. A foreign blob counts as a miss and is never moved, replaced or deleted.
+        foreign: True if another reader may be able to use the blob. It has a newer version, an unknown checksum,
+            authentication scheme or key, or lies in a folder that engines share and is another engine's block or was
+            written without a seal by vLLM's own tier. A foreign blob counts as a miss and is never moved, replaced or
+            deleted.
     """
 
     def __init__(self, reason: SealReason, message: str, *, foreign: bool = False) -> None:
         self.reason = reason
-        self.foreign = foreign or reason is SealReason.UNSUPPORTED
+        self.foreign = foreign or reason in (SealReason.UNSUPPORTED, SealReason.UNKNOWN_KEY)
         super().__init__(f"{reason}: {message}")
 
 

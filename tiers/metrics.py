@@ -89,7 +89,9 @@ METRICS: Mapping[str, MetricDef] = {
         "Blocks that requests looked up in a tier, counted once per request: hit, miss.", "tier", "result"
     ),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot became free in time."),
-    "kvtiers_quarantined_blobs_total": _counter("Bad blobs that were moved aside.", "tier"),
+    "kvtiers_quarantined_blobs_total": _counter(
+        "Bad blobs that a store had to move aside, because it could not replace them.", "tier"
+    ),
     "kvtiers_schedule_end_seconds": MetricDef(
         MetricKind.HISTOGRAM, "Time spent at the end of each engine step on the scheduler's thread.", (), _STEP_SECONDS
     ),

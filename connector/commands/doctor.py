@@ -25,6 +25,7 @@ from kvtiers.connector.commands.doctor_storage import (
     PROBE_FOLDER,
     examine_folder,
     examine_namespaces,
+    examine_seals,
     examine_store,
 )
 from kvtiers.connector.commands.findings import (
@@ -262,6 +263,7 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
             refused = getattr(store, "checksum_refused", False)
             yield _checksum(where, tier, refused=refused)
         yield from examine_namespaces(where, store)
+        yield from examine_seals(where, tier, store)
     if isinstance(tier, (FsTierConfig, NfsTierConfig)):
         with suppress(OSError):
             os.rmdir(os.path.join(tier.root_dir, PROBE_FOLDER))

@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import secrets
+import socket
 import stat
 import time
 from collections import deque
@@ -20,12 +21,14 @@ from contextlib import suppress
 
 from kvtiers.connector.commands.findings import Finding, Level, of_error
 from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
+from kvtiers.tiers.builtin import key_ids
 from kvtiers.tiers.capacity.collector import is_block
 from kvtiers.tiers.capacity.usage import read_measured
 from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from kvtiers.tiers.errors import StoreConfigError, StoreError, printable
 from kvtiers.tiers.store import Store, SupportsTail, delete_all
 from kvtiers.tiers.stores.files.mounts import file_system_type
+from kvtiers.tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 
 PROBE_FOLDER = "kvtiers-doctor"
 CLOCK_SKEW_S_MAX = 5.0
@@ -91,6 +94,9 @@ def examine_store(
             began = time.perf_counter()
             store.get_into(key, [memoryview(got)])
             get_s = time.perf_counter() - began
+            if got not in (first, second):
+                yield _damaged_reads(where)
+                return
             yield _latency(where, config, put_s, get_s)
             yield from _semantics(where, key, store, (first, second), got)
             yield from _listing(where, key, store, now)
@@ -133,6 +139,28 @@ def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def examine_seals(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
+    """Sample stored blocks, and say which of them engines with this configuration cannot load."""
+    seals = sample_seals(store)
+    if not seals:
+        return
+    count = sum(seals.values())
+    ids = key_ids(config)
+    if ids is None:
+        yield Finding("note", where, "keys", "the keys cannot be read, so stored blocks are not compared with them")
+    misses = count_misses(seals, config.protection, ids, takes_unverified=config.takes_unverified)
+    if not misses:
+        yield Finding("ok", where, "blocks", f"engines with this configuration can load all {count} sampled blocks")
+        return
+    told = "; ".join(f"{number} of {count} sampled blocks are {reason}" for reason, number in misses.items())
+    is_problem = bool(unknown_keys(seals, ids)) or sum(misses.values()) == count
+    yield Finding(
+        "problem" if is_problem else "note", where, "blocks",
+        f"{told}: they are misses",
+        "add a missing key to the tier's keys, after the first one; remove blocks that no engine uses (kvtiers rm)",
+    )  # fmt: skip
+
+
 def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
     try:
         some = itertools.islice(store.keys(), LISTED_MAX)
@@ -144,6 +172,14 @@ def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
         yield Finding("ok", where, "rights", "blobs can be listed and read; read_only needs no other rights")
     except StoreError as e:
         yield of_error(where, e, config, "rights")
+
+
+def _damaged_reads(where: str) -> Finding:
+    return Finding(
+        "problem", where, "reads",
+        f"a blob was read with other bytes than were written on host {socket.gethostname()}",
+        "check this host's memory and network (dmesg, ECC and NIC errors, proxies), and run doctor on another host",
+    )  # fmt: skip
 
 
 def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Finding:
@@ -161,6 +197,9 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
     first, second = contents
     store.put(key, [memoryview(second)])
     store.get_into(key, [memoryview(got)])
+    if got not in contents:
+        yield _damaged_reads(where)
+        return
     if got == first:
         yield Finding("ok", where, "conditional put", "the first writer of a block wins")
     elif store.capabilities.exclusive_create:
@@ -173,7 +212,9 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
         yield Finding("note", where, "conditional put", "the last writer of a block wins, which is harmless here")
     store.put(key, [memoryview(second)], overwrite=True)
     store.get_into(key, [memoryview(got)])
-    if got != second:
+    if got not in contents:
+        yield _damaged_reads(where)
+    elif got != second:
         yield Finding(
             "problem", where, "replace", "a replaced blob still has its old content: bad blocks cannot be repaired",
             "look for a cache between this machine and the storage",

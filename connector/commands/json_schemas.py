@@ -81,6 +81,8 @@ RESULTS: dict[str, Schema] = {
             "used_bytes": COUNT_OR_NULL,
             "max_bytes": COUNT_OR_NULL,
             "namespaces": _map(_map(TEXT)),
+            "sampled_seals": _map(COUNT),
+            "sampled_misses": _map(COUNT),
             "seconds": NUMBER,
         }
     ),
@@ -89,7 +91,8 @@ RESULTS: dict[str, Schema] = {
         {
             "blocks": COUNT, "bytes": COUNT, "bad_count": COUNT, "foreign": COUNT, "errors": COUNT,
             "quarantined": COUNT, "kept": COUNT, "bad": _list(_list(TEXT)), "subset": NUMBER, "moves_aside": FLAG,
-            "dry_run": FLAG, "resumed_units": COUNT, "seconds": NUMBER, "bytes_per_s": NUMBER,
+            "dry_run": FLAG, "resumed_units": COUNT, "seconds": NUMBER, "bytes_per_s": NUMBER, "good_again": COUNT,
+            "stopped": FLAG, "misses": _map(COUNT), "unknown_keys": _map(COUNT), "seals": _map(COUNT),
         }
     ),
     "gc": _tiers(

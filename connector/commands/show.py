@@ -15,6 +15,7 @@ from kvtiers.connector.commands.output import Results, Ticker, complain, human_a
 from kvtiers.connector.commands.places import Place, find_places
 from kvtiers.connector.commands.session import CONFIG_VARIABLE
 from kvtiers.connector.commands.storage import utc
+from kvtiers.tiers.blocks.keyring import show_key_id
 from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, describe_trailer
 from kvtiers.tiers.errors import BlobNotFoundError, StoreError
@@ -188,7 +189,9 @@ def _block_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if seal is None:
         return [*rows, ("seal", "none that can be read")]
-    protection = "" if seal["authentication"] == "none" else f", {seal['authentication']} with key {seal['key_id']}"
+    protection = (
+        "" if seal["authentication"] == "none" else f", {seal['authentication']} with key {show_key_id(seal['key_id'])}"
+    )
     return [
         *rows,
         ("seal", f"version {seal['version']}, {seal['checksum']}{protection}"),

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ from kvtiers.connector.commands.places import (
 )
 from kvtiers.connector.commands.session import session
 from kvtiers.tiers.blocks.neighbors import namespaces_in
-from kvtiers.tiers.builtin import record_keys
+from kvtiers.tiers.builtin import key_ids, record_keys
 from kvtiers.tiers.capacity.collector import Collector
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.removal import CollectReport
@@ -49,6 +49,7 @@ from kvtiers.tiers.errors import ConfigError, printable
 from kvtiers.tiers.store import KeyInfo, Store
 from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, block_beginnings, list_blocks
 from kvtiers.tiers.tools.namespaces import differences, differences_in_words
+from kvtiers.tiers.tools.seal_kinds import Sample, count_misses, sample_seals
 
 DAY_S = 86_400
 YEAR_MAX = 9999  # of ISO 8601
@@ -128,18 +129,24 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
     """
     results = Results()
     for place in find_places(config, tier):
-        inventory = Inventory()
+        inventory, sample = Inventory(), Sample()
         started_at = time.monotonic()
         now = time.time()
         with results.of(place):
             with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
                 for info in ticker.each(store.keys()):
                     inventory.add(info, now)
+                    sample.add(info.key)
+                seals = sample_seals(store, sample.names)
                 used = used_bytes(store)
                 namespaces, _ = namespaces_in(store)
             limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
             took_s = time.monotonic() - started_at
-            result = results.add(_du_result(inventory, used, limit, took_s) | {"namespaces": differences(namespaces)})
+            result = results.add(
+                _du_result(inventory, used, limit, took_s)
+                | {"namespaces": differences(namespaces), "sampled_seals": dict(seals)}
+                | {"sampled_misses": {} if is_bare(config) else misses_of(place.config, seals)}
+            )
             if not as_json:
                 _show_du(result)
     done = [result for result in results.all if "error" not in result]
@@ -284,6 +291,11 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
     return report
 
 
+def misses_of(config: TierConfig, seals: Mapping[str, int]) -> dict[str, int]:
+    """Blocks that engines with this configuration cannot load, by reason; see ``count_misses``."""
+    return count_misses(seals, config.protection, key_ids(config), takes_unverified=config.takes_unverified)
+
+
 def _du_result(inventory: Inventory, used: int | None, limit: int | None, seconds: float) -> dict[str, Any]:
     groups = [
         {"namespace": namespace, "rank": rank, "group": group, **asdict(share)}
@@ -321,6 +333,12 @@ def _show_du(result: dict[str, Any]) -> None:
         table.add_row(cell(group["namespace"]), *numbers, *by)
     if result["groups"]:
         show(table)
+    sampled = result["sampled_seals"]
+    if any(" " in kind for kind in sampled):
+        of = f"of {counted(sum(sampled.values()), 'sampled block')}"
+        say(f"  keys {of}: {', '.join(f'{kind} ({count})' for kind, count in sorted(sampled.items()))}")
+    for reason, count in result["sampled_misses"].items():
+        say(f"  misses for engines with this configuration: {count} of the sampled blocks are {reason}")
     lower = "0"
     for age, share in result["ages"].items():
         label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")

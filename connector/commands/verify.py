@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,17 +17,34 @@ from typing import Annotated, Any
 import typer
 
 from kvtiers.connector.commands.options import AsJson, Config, TierName
-from kvtiers.connector.commands.output import Results, Ticker, counted, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, find_places
+from kvtiers.connector.commands.output import Results, Ticker, confirm, counted, human_bytes, refuse, say
+from kvtiers.connector.commands.places import Place, find_places, is_bare
 from kvtiers.connector.commands.session import session
+from kvtiers.connector.commands.storage import misses_of
+from kvtiers.tiers.builtin import key_ids
 from kvtiers.tiers.config.open_store import tool_recipe
 from kvtiers.tiers.errors import ConfigError, public_url
 from kvtiers.tiers.isolation.process import StoreRecipe
 from kvtiers.tiers.store import SupportsQuarantine
-from kvtiers.tiers.tools.verify import ALL, Subset, UnitResult, damaged_count, decode_result, find_units, total_of
+from kvtiers.tiers.tools.seal_kinds import unknown_keys
+from kvtiers.tiers.tools.verify import (
+    ALL,
+    RepairResult,
+    Subset,
+    UnitResult,
+    damaged_count,
+    decode_result,
+    find_units,
+    repair,
+    total_of,
+)
 from kvtiers.tiers.tools.verify_processes import verify_units
 
 BAD_SHOWN_MAX = 20
+#: More bad blocks than both of these, or not one good block, and --repair asks before it removes them: storage rots in
+#: single blocks, while a host with bad memory or a bad network reads many good blocks as bad.
+UNASKED_BLOCKS_MAX = 3
+UNASKED_SHARE_MAX = 0.01
 STATE_BEGINS = '{"place": '
 
 
@@ -40,12 +59,17 @@ def verify(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63, help="Choose another subset, such as this week's number.")] = 0,
-    repair: Annotated[
+    repairs: Annotated[
         bool,
         typer.Option(
             "--repair",
-            help="Move bad blocks aside (on S3 and fsspec: delete them). Engines then store them again when needed.",
+            help="Read bad blocks once more and, if they are still bad, move them aside (on S3 and fsspec: delete "
+            "them). Engines then store them again when needed. Asks first if more than 1% are bad, because this "
+            "machine may be reading good blocks wrongly.",
         ),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With --repair: do not ask, however many blocks are bad.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --repair: only show which blocks would be moved aside.")
@@ -60,24 +84,32 @@ def verify(
     chosen = _parse_subset(subset, seed)
     places = find_places(config, tier)
     kept = [place.name for place in places if place.read_only]
-    if repair and not dry_run and kept:
+    if repairs and not dry_run and kept:
         raise refuse(f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
-    if dry_run and not repair:
+    if dry_run and not repairs:
         raise refuse("--dry-run: without --repair nothing is changed; give both, or neither")
+    if yes and not repairs:
+        raise refuse("--yes: without --repair nothing is changed; give both, or neither")
     ours = state is not None and _check_state(state)
-    work = _Work(chosen, repair and not dry_run, state, workers or len(os.sched_getaffinity(0)))
+    work = _Work(chosen, repairs and not dry_run, yes, state, workers or len(os.sched_getaffinity(0)), is_bare(config))
     session().if_interrupted = lambda: _how_to_continue(work)
     results = Results()
     for place in places:
         with results.of(place):
-            result = results.add({**_verify_place(place, work), "dry_run": dry_run})
+            result = results.add({**_verify_place(place, work, asks=not as_json), "dry_run": dry_run})
             if not as_json:
                 _show(result)
     checked = [result for result in results.all if "error" not in result]
     if state is not None and checked == results.all:  # all is done
         state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
-    bad = any(result["bad_count"] > result["quarantined"] or result["errors"] for result in checked)
-    results.end(as_json=as_json, failed=bad)
+    results.end(as_json=as_json, failed=any(map(_has_problem, checked)))
+
+
+def _has_problem(result: dict[str, Any]) -> bool:
+    """Whether blocks are bad or cannot be read, or engines with this configuration cannot load them."""
+    is_left = result["bad_count"] > result["quarantined"] + result["good_again"]
+    none_loads = 0 < result["blocks"] == sum(result["misses"].values())
+    return bool(is_left or result["errors"] or result["unknown_keys"] or none_loads)
 
 
 @dataclass(slots=True)
@@ -85,13 +117,17 @@ class _Work:
     """What is checked, and how.
 
     Attributes:
+        yes: remove bad blocks without asking.
+        is_bare: the place has no configuration, so nothing is known of engines' keys.
         n_blocks: blocks checked so far, earlier runs included.
     """
 
     subset: Subset
     repair: bool
+    yes: bool
     state: Path | None
     n_workers: int
+    is_bare: bool
     n_blocks: int = 0
 
 
@@ -117,7 +153,7 @@ def _parse_subset(text: str | None, seed: int) -> Subset:
 def _how_to_continue(work: _Work) -> str:
     done = f"{counted(work.n_blocks)} checked"
     if work.repair:
-        done += ", bad blocks among them moved aside"
+        done += "; bad blocks are moved aside at the end"
     if work.state is None:
         return f"{done}; run it again to start over (with --state FILE, an interrupted run can be resumed)"
     return f"{done}; run the same command again to resume from {work.state}"
@@ -145,19 +181,19 @@ def _check_state(path: Path) -> bool:
     return not was_there or text.startswith(STATE_BEGINS)
 
 
-def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
-    repair, subset = work.repair, work.subset
+def _verify_place(place: Place, work: _Work, *, asks: bool) -> dict[str, Any]:
+    subset = work.subset
     started_at = time.monotonic()
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         units = find_units(store, ticker.count, subset)
         damaged = damaged_count(store)
         moves_aside = isinstance(store, SupportsQuarantine)
-    make_store, options = tool_recipe(place.config, read_only=not repair)
+    make_store, options = tool_recipe(place.config, read_only=True)
     recipe = StoreRecipe.of(make_store, **options)
     # A bucket of the same name at another server is another place.
     server = getattr(place.config, "endpoint_url", None)
     where = place.where if server is None else f"{place.where} at {public_url(server)}"
-    task = f"{'repair' if repair else 'check'}{'' if subset == ALL else f' {subset.share} {subset.seed}'}"
+    task = f"check{'' if subset == ALL else f' {subset.share} {subset.seed}'}"
     with _state_file(work.state, f"{place.name} {where} {task}") as (done, remember):
         work.n_blocks += sum(result.blocks for result in done.values())
         results = dict(done)
@@ -166,7 +202,7 @@ def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
         checked_at = time.monotonic()
         checked = sum(result.bytes for result in done.values())
         with Ticker(f"verifying {place.name}", total_bytes, unit="bytes", done=checked) as ticker:
-            for result in verify_units(recipe, left, n_workers=work.n_workers, repair=repair, subset=subset):
+            for result in verify_units(recipe, left, n_workers=work.n_workers, subset=subset):
                 results[result.unit] = result
                 remember(result)
                 work.n_blocks += result.blocks
@@ -174,15 +210,47 @@ def _verify_place(place: Place, work: _Work) -> dict[str, Any]:
                 ticker.tell(checked, f"{human_bytes(checked)} of {human_bytes(total_bytes)}")
     total = total_of(iter(results.values()))
     total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
+    fixed, stopped = RepairResult(), False
+    if work.repair and total.bad_count > total.kept:
+        stopped = not _may_remove(place, total, yes=work.yes, asks=asks)
+        if not stopped:
+            with place.open(writes=True) as store:
+                fixed = repair(store, results.values())
+    known = None if work.is_bare else key_ids(place.config)
+    misses = {} if work.is_bare else misses_of(place.config, total.seals)
     now_bytes = total.bytes - sum(result.bytes for result in done.values())
     return {
         **{name: value for name, value in asdict(total).items() if name != "unit"},
+        "errors": total.errors + fixed.errors,
+        "quarantined": fixed.removed,
+        "good_again": fixed.good_again,
+        "stopped": stopped,
+        "misses": misses,
+        "unknown_keys": {} if known is None else unknown_keys(total.seals, known),
         "subset": subset.share,
         "moves_aside": moves_aside,
         "resumed_units": len(done),
         "seconds": round(time.monotonic() - started_at, 3),
         "bytes_per_s": round(now_bytes / max(1e-9, time.monotonic() - checked_at)),
     }
+
+
+def _may_remove(place: Place, total: UnitResult, *, yes: bool, asks: bool) -> bool:
+    """Whether bad blocks may be removed. Asks if there are so many that this machine may be at fault."""
+    bad = total.bad_count - total.kept
+    is_few = bad <= UNASKED_BLOCKS_MAX or bad <= UNASKED_SHARE_MAX * total.blocks
+    if yes or (is_few and total.bad_count < total.blocks):
+        return True
+    if not asks or sys.stdin is None or not sys.stdin.isatty():
+        return False
+    return confirm(f"{place.name}: {_doubt(bad, total.blocks)} Remove {counted(bad)}?")
+
+
+def _doubt(bad: int, blocks: int) -> str:
+    return (
+        f"{bad:,} of {counted(blocks)} are bad. So many are more often caused by the machine that reads them (memory, "
+        f"network, proxy; this is {socket.gethostname()}) than by the storage. Verify on another machine first."
+    )
 
 
 @contextmanager
@@ -231,8 +299,17 @@ def _show(result: dict[str, Any]) -> None:
     moved = "moved aside" if result["moves_aside"] else "deleted"
     if result["quarantined"]:
         say(f"  {moved}: {counted(result['quarantined'])}")
+    if result["good_again"]:
+        say(f"  good or gone when read again (replaced, or read wrongly before): {counted(result['good_again'])}")
+    if result["stopped"]:
+        say(f"  nothing was removed: {_doubt(result['bad_count'] - result['kept'], result['blocks'])}")
+        say("  If it finds the same blocks bad, repeat this with --yes.")
     if result["dry_run"] and (would := result["bad_count"] - result["kept"]):
         say(f"  would be {moved}: {counted(would)}")
+    for reason, count in result["misses"].items():
+        say(f"  misses for engines with this configuration: {counted(count)} {reason}")
+    if result["unknown_keys"]:
+        say("  fix: add the key to this tier's keys, after the first one; or remove these blocks (docs/security.md)")
     if result["foreign"]:
         say(f"  from a newer version or without a seal, not verified: {counted(result['foreign'])}")
     if result["errors"]:
@@ -241,6 +318,6 @@ def _show(result: dict[str, Any]) -> None:
         if not result["blocks"]:
             say("  there are no blocks to verify")
         elif not result["foreign"]:
-            say("  all blocks are intact")
+            say("  all blocks are intact" + (", but not all can be loaded" if result["misses"] else ""))
         elif result["foreign"] < result["blocks"]:
             say("  all other blocks are intact")

@@ -13,14 +13,17 @@ piece. Readers start from the manifest. So a chunk is visible only when all its 
 never mix their files.
 
 The manifest seals the chunk. It holds the namespace's identity, every block's hash, size and checksum of every layer's
-file, and a checksum of itself. If a check fails, the chunk counts as a miss and is removed, manifest and layers, so
-that the next store replaces it.
+file, and a checksum of itself. If a check fails, the chunk counts as a miss. If it fails once more, the chunk is
+removed, manifest and layers, so that the next store replaces it. But only the first bad chunk after a good one is
+removed: of more in a row, this host's reads may be the cause (its memory, its network), and it would empty a storage
+that others share. The next store overwrites those, but not after ``BAD_READS_MAX`` of them in a row.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,13 +54,14 @@ from kvtiers.tiers.errors import (
     StoreFullError,
 )
 from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.tier.block_mover import BAD_READS_MAX
 
 if TYPE_CHECKING:
     import torch
 
 logger = get_logger(__name__)
 
-STUCK_MAX = 4096
+BAD_CHUNKS_MAX = 4096
 CANDIDATES_MAX = 16  # chunks with the same first block that are read to find where they diverge from a prompt
 AHEAD_FIRST, AHEAD_MAX = 4, 32  # after a chunk: how many next chunks of the same size are asked for at once
 CHUNK_BLOCKS_MAX = 128
@@ -122,7 +126,12 @@ class PrefixStore:
         self._identity = f"{fingerprint.hex()}:{rank}"
         self._read_only = place.read_only
         self._limits = limits
-        self._stuck: dict[str, None] = {}  # manifests of bad chunks that could not be removed; any thread
+        # Bad chunks that the next store overwrites: path of the manifest -> attempt, None if unknown. Any thread.
+        self._bad: dict[str, str | None] = {}
+        # Paths of bad chunks since the last good one: those of ``load``, and those of ``match``, which reads only
+        # manifests. A good manifest says nothing about layers. Any thread.
+        self._bad_in_a_row: set[str] = set()
+        self._bad_manifests_in_a_row: set[str] = set()
         self.use_noted_s = use_noted_s(place.capacity_policy())
         self.counts = PrefixCounts()
         self.on_full: Callable[[], None] = lambda: None  # called by any thread when a chunk finds no room
@@ -173,7 +182,7 @@ class PrefixStore:
             raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
         path = self._path(hashes)
         try:
-            if path not in self._stuck and self.files.exists(path):
+            if not self._overwrites(path) and self.files.exists(path):
                 return False
         except StoreError:
             self.counts.errors += 1
@@ -224,7 +233,7 @@ class PrefixStore:
                     files = {}
             self.files.write_all(files)
             # Another writer was faster. Replacing its manifest would leave its layers without a manifest.
-            if path not in self._stuck and self.files.exists(path):
+            if not self._overwrites(path) and self.files.exists(path):
                 self.files.delete_folder(f"{folder}/{attempt}")
                 return False
             body = {
@@ -235,7 +244,9 @@ class PrefixStore:
                 "layers": entries,
             }
             self.files.write(path, seal(body))
-            self._stuck.pop(path, None)
+            if (replaced := self._bad.pop(path, None)) is not None:
+                with contextlib.suppress(StoreError):
+                    self.files.delete_folder(f"{folder}/{replaced}")
         except BaseException:
             with contextlib.suppress(StoreError):
                 self.files.delete_folder(f"{folder}/{attempt}")
@@ -261,7 +272,7 @@ class PrefixStore:
             manifest: from ``manifests``; by default the manifest is read now.
 
         Raises:
-            SealError: a check failed; the chunk was removed.
+            SealError: a check failed; the next store replaces the chunk, unless reads of this host are in doubt.
             StoreError: the storage failed, or the chunk is gone (BlobNotFoundError).
         """
         body = None
@@ -269,25 +280,17 @@ class PrefixStore:
             body = self._manifest(chunk.path, manifest)
             if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
                 raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
-            folder = chunk.path.rsplit("/", 1)[0]
-            files = {
-                layer: (f"{folder}/{body['attempt']}/{file_name(layer)}", size)
-                for layer, (size, _) in body["layers"].items()
-            }
-            for layer, data in self.files.read_all(files):
-                size, checksum = body["layers"][layer]
-                if len(data) != size:
-                    raise SealError(SealReason.SIZE, f"{layer} of {chunk.path} has {len(data)} bytes, not {size}")
-                if xxhash.xxh3_128_hexdigest(data) != checksum:
-                    raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {chunk.path}")
-                self.counts.bytes_loaded += size
+            for layer, data in self._read_layers(chunk.path, body):
+                self.counts.bytes_loaded += len(data)
                 yield layer, tensor_in(data)
         except (SealError, BlobNotFoundError, BlobCorruptError) as e:
             if isinstance(e, BlobNotFoundError) and (body is None or self._is_gone(chunk.path)):
                 raise  # the chunk was removed since ``match``: a collector removes the manifest first
             self.counts.verify_failures += 1
             logger.warning("prefix chunk failed verification and counts as absent: %s", e)
-            self._discard(chunk.path, body)
+            if isinstance(e, SealError) and e.foreign:
+                raise
+            self._note_bad(chunk.path, None if body is None else body["attempt"], self._bad_in_a_row)
             if isinstance(e, SealError):
                 raise
             what = "gone" if isinstance(e, BlobNotFoundError) else "not what was stored"
@@ -296,6 +299,7 @@ class PrefixStore:
             self.counts.errors += 1
             raise
         self.counts.chunks_loaded += 1
+        self._note_good(chunk.path)
 
     def discard(self, chunk: Chunk, manifest: Callable[[], bytes]) -> None:
         """Remove an intact chunk that its reader cannot use. Until it is removed, no other chunk can replace it.
@@ -303,7 +307,7 @@ class PrefixStore:
         Args:
             manifest: the manifest that was used to load it. If another chunk has replaced it since, that chunk stays.
         """
-        self._discard(chunk.path, self._manifest(chunk.path, manifest))
+        self._discard(chunk.path, self._manifest(chunk.path, manifest)["attempt"])
 
     @property
     def notes_uses(self) -> bool:
@@ -358,12 +362,14 @@ class PrefixStore:
             except SealError as e:  # may be the chunk of this very prompt, of which a caller may omit the last block
                 self.counts.verify_failures += 1
                 logger.warning("prefix chunk failed verification and counts as absent: %s", e)
-                self._discard(path, None)
+                if not e.foreign:
+                    self._note_bad(path, None, self._bad_manifests_in_a_row)
                 continue
             except StoreError as e:
                 self.counts.errors += not isinstance(e, BlobNotFoundError)  # not found: removed since the listing
                 logger.debug("manifest %s: %s", path, e)
                 continue
+            self._bad_manifests_in_a_row.clear()
             alike = 0
             for one, other in zip(stored, wanted, strict=False):
                 if one != other:
@@ -402,20 +408,80 @@ class PrefixStore:
         """Return the path of the manifest of a chunk of these blocks."""
         return f"{self._base}/{hashes[0].hex()}/{len(hashes)}-{hashes[-1].hex()}.json"
 
-    def _discard(self, path: str, body: Mapping[str, Any] | None) -> None:
+    def _overwrites(self, path: str) -> bool:
+        """Whether a store replaces a chunk because it is bad. Not while this host's reads may be damaged."""
+        bad_in_a_row = max(len(self._bad_in_a_row), len(self._bad_manifests_in_a_row))
+        return path in self._bad and bad_in_a_row < BAD_READS_MAX
+
+    def _note_bad(self, path: str, attempt: str | None, row: set[str]) -> None:
+        """Remove a bad chunk, or have the next store overwrite it; see the module's docstring."""
+        if not row - {path} and not self._read_only and self._is_still_bad(path):
+            self._discard(path, attempt)
+        elif len(self._bad) < BAD_CHUNKS_MAX:
+            self._bad[path] = attempt
+        if len(row) < BAD_READS_MAX and path not in row:
+            row.add(path)
+            if len(row) == BAD_READS_MAX:
+                logger.error(
+                    "%d prefix chunks in a row were bad, which suggests that reads on host %s are damaged; further bad "
+                    "chunks are left alone. Check this host's memory and network (dmesg, ECC and NIC errors, proxies), "
+                    "and whether other hosts load the same prefixes",
+                    BAD_READS_MAX,
+                    socket.gethostname(),
+                )
+
+    def _note_good(self, path: str) -> None:
+        self._bad.pop(path, None)
+        self._bad_in_a_row.clear()
+        self._bad_manifests_in_a_row.clear()
+
+    def _is_still_bad(self, path: str) -> bool:
+        try:
+            body = self._manifest(path)
+            hashes = body["hashes"]
+            if not hashes or path != f"{self._base}/{hashes[0]}/{len(hashes)}-{hashes[-1]}.json":
+                return True
+            for _ in self._read_layers(path, body):
+                pass
+        except SealError as e:
+            return not e.foreign
+        except BlobCorruptError:
+            return True
+        except BlobNotFoundError:  # of a layer; or the chunk was removed, and its layers may be left
+            return True
+        except StoreError:
+            return False
+        return False
+
+    def _read_layers(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[str, memoryview]]:
+        """Read the files of a chunk's layers; each is verified before its yield."""
+        folder = path.rsplit("/", 1)[0]
+        files = {
+            layer: (f"{folder}/{body['attempt']}/{file_name(layer)}", size)
+            for layer, (size, _) in body["layers"].items()
+        }
+        for layer, data in self.files.read_all(files):
+            size, checksum = body["layers"][layer]
+            if len(data) != size:
+                raise SealError(SealReason.SIZE, f"{layer} of {path} has {len(data)} bytes, not {size}")
+            if xxhash.xxh3_128_hexdigest(data) != checksum:
+                raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {path}")
+            yield layer, data
+
+    def _discard(self, path: str, attempt: str | None) -> None:
         """Remove a bad chunk: first its manifest, so that nobody uses it any more, then its layers' files."""
         if self._read_only:
             return
         try:
-            if self._is_bad(path, body):
+            if self._is_bad(path, attempt):
                 self.files.delete(path)
         except StoreError as e:
             logger.warning("prefix chunk %s could not be removed; the next store overwrites it: %s", path, str(e))
-            if len(self._stuck) < STUCK_MAX:
-                self._stuck[path] = None
-        if body is not None:
+            if len(self._bad) < BAD_CHUNKS_MAX:
+                self._bad[path] = attempt
+        if attempt is not None:
             with contextlib.suppress(StoreError):
-                self.files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")
+                self.files.delete_folder(f"{path.rsplit('/', 1)[0]}/{attempt}")
 
     def _is_gone(self, path: str) -> bool:
         try:
@@ -423,13 +489,13 @@ class PrefixStore:
         except StoreError:
             return False
 
-    def _is_bad(self, path: str, body: Mapping[str, Any] | None) -> bool:
+    def _is_bad(self, path: str, attempt: str | None) -> bool:
         """Read the manifest again. False: another writer has replaced the chunk meanwhile."""
         try:
             manifest = self._manifest(path)
         except SealError:
             return True
-        return body is not None and bool(manifest["attempt"] == body["attempt"])
+        return attempt is not None and bool(manifest["attempt"] == attempt)
 
     def _list(self, folder: str) -> list[str]:
         try:

@@ -205,7 +205,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         _events(
             "Bad blobs moved aside and healed",
-            "A bad blob is moved aside; the next store of the block replaces it.",
+            "The next store of a bad block replaces it. It is moved aside only if it cannot be replaced.",
             ("kvtiers_quarantined_blobs_total", "tier", "{{instance}} {{tier}} moved aside"),
             ("kvtiers_healed_blobs_total", "tier", "{{instance}} {{tier}} healed"),
         ),

@@ -6,7 +6,7 @@ They are in vLLM's source distribution, unpacked somewhere as ``$SOURCE``::
         --rootdir $SOURCE $SOURCE/tests/v1/kv_offload/tiering/test_fs_tier.py
 
 with the interpreter of ``make e2e``'s environment, in this repository's folder. What cannot hold is marked below with
-its reason. With vLLM 0.32.0, 30 of 44 pass, 6 look at insides, and 8 (five tests) differ on purpose.
+its reason. With vLLM 0.32.0, 31 of 44 pass, 6 look at insides, and 7 (four tests) differ on purpose.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ INSIDES = {
 DIFFERENT = {
     "test_invalid_path_raises_at_construction": "StoreConfigError, which is no OSError",
     "test_batched_load_first_block_fails_marks_whole_batch": "the blocks behind a bad one are loaded too",
-    "test_transient_load_failure_leaves_file": "a link in a block's place is no passing error: it is moved aside",
     "test_invalid_locality_raises_at_construction": "a tier's type says where its storage is",
     "test_store_event_uses_configured_locality[None-None]": "a tier's type says where its storage is",
     "test_failed_load_after_abort_does_not_break_newer_probe": (

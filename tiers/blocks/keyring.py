@@ -57,7 +57,7 @@ class KeyRing:
             raise ConfigError("a key is listed twice", field="keys")
 
     def __repr__(self) -> str:
-        return f"KeyRing({', '.join(f'{number:08x}' for number in self._keys)})"
+        return f"KeyRing({', '.join(map(show_key_id, self._keys))})"
 
     def __reduce__(self) -> str:
         raise TypeError("a KeyRing cannot be pickled or copied, to keep its keys secret")
@@ -66,6 +66,11 @@ class KeyRing:
     def current_id(self) -> int:
         """Id of the key that seals new blocks."""
         return next(iter(self._keys))
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of all keys, the current one first."""
+        return tuple(self._keys)
 
     def derive(self, purpose: bytes, fingerprint: bytes) -> dict[int, bytes]:
         """Derive the keys for one purpose in one namespace: key id -> 32 bytes."""
@@ -81,6 +86,11 @@ KEY_VARIABLES: set[str] = set()
 def key_id(key: bytes) -> int:
     """Four bytes that identify a key but reveal nothing about it."""
     return int.from_bytes(hmac.digest(key, b"kvtiers\0key id", "sha256")[:4], "little")
+
+
+def show_key_id(number: int) -> str:
+    """A key's id as logs and commands show it: 8 hexadecimal digits."""
+    return f"{number:08x}"
 
 
 def parse_keys(text: str, source: str) -> KeyRing:

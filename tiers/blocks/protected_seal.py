@@ -9,8 +9,12 @@ of the trailer with zeros in place of that checksum, which is known only after e
 
 Nonces are 96 random bits, and keys are derived per namespace. Up to 2^32 blocks per key and namespace (4 PiB at 1 MiB
 per block) the probability of a repeated nonce is below 2^-32, the bound of NIST SP 800-38D. The tag is compared last,
-after all cheaper checks. A block without a tag is never accepted. A block whose key id is not in the ring is foreign: a
-miss, and left alone. OpenSSL does the work, without the GIL.
+after all cheaper checks. A block without a tag is never accepted. OpenSSL does the work, without the GIL.
+
+A block whose key id is not in the ring is foreign: a miss, and no store replaces it. Engines get a rotated key one
+after the other, so an engine that lacks the newest key would overwrite the blocks of those that have it, and they would
+overwrite its blocks in turn. An attacker could have good blocks replaced as well. The price: after a key is lost, its
+blocks are misses until somebody removes them. So engines (once), ``doctor``, ``du`` and ``verify`` name such keys.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvtiers.tiers.blocks.keyring import KeyRing
+from kvtiers.tiers.blocks.keyring import KeyRing, show_key_id
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import (
     CHECK_AT,
@@ -96,7 +100,9 @@ class _KeyedSeal(Seal):
         """Read key id, nonce and tag from a trailer that has passed the other checks."""
         proof = _Proof(*_PROOF.unpack_from(trailer, _PROOF_AT))
         if proof.key_id not in self._ciphers:
-            raise SealError(SealReason.UNSUPPORTED, f"its key {proof.key_id:08x} is not in the ring")
+            known = ", ".join(map(show_key_id, self._ciphers))
+            text = f"its key {show_key_id(proof.key_id)} is not among this engine's keys ({known})"
+            raise SealError(SealReason.UNKNOWN_KEY, text)
         return proof
 
     def _other_means(self, checksum: int, authentication: int) -> SealError:
@@ -124,7 +130,7 @@ class GmacSeal(_KeyedSeal):
         super().verify(key, payload, trailer, seen)
         proof = self._proof(trailer)
         if not hmac.compare_digest(self._tag(proof.key_id, proof.nonce, trailer, payload), proof.tag):
-            raise SealError(SealReason.AUTHENTICATION, f"its tag does not match key {proof.key_id:08x}")
+            raise SealError(SealReason.AUTHENTICATION, f"its tag does not match key {show_key_id(proof.key_id)}")
 
     open_in_place = verify
 
@@ -196,7 +202,9 @@ class GcmSeal(_KeyedSeal):
         try:
             cipher.finalize_with_tag(proof.tag)
         except InvalidTag:
-            raise SealError(SealReason.AUTHENTICATION, f"its tag does not match key {proof.key_id:08x}") from None
+            raise SealError(
+                SealReason.AUTHENTICATION, f"its tag does not match key {show_key_id(proof.key_id)}"
+            ) from None
 
 
 # Shared by all seals, because one thread may store with several seals in turn.

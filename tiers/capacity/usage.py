@@ -175,6 +175,8 @@ def forget_writers(store: Store, baseline: Baseline, *, keys: RecordKeys | None 
     """Remove dead writers' records. Call this only after a measurement without them is published."""
     for writer in baseline.dead:
         usage = _read_usage(store, writer, keys)
+        if usage is UNKNOWN and baseline.base.get(writer) is not None:
+            continue  # it was valid before the listing: perhaps only this read of it was damaged
         if usage is not None and usage is not UNKNOWN and usage.reserved != baseline.base.get(writer):
             continue  # alive: what it reserved in the meantime is in no measurement
         try:

@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 _COUNT = struct.Struct("=I")
 _FIELDS = tuple(each.name for each in fields(Batch))
-_KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable", "stuck"})
+_KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable", "bad", "suspects"})
 _COUNTERS = frozenset({"outcomes", "errors", "verify_failures"})
 JOINED_S = 0.02  # of work in a message of several tasks, so that a job does not wait longer for other jobs' blocks
 
@@ -67,7 +67,7 @@ class IsolatedMover(BlockMover):
     """A BlockMover for a store that ``RunsInWorkers``.
 
     One message carries the batches of one or more tasks. If its worker does not finish, all of them fail. ``cut`` keeps
-    new messages from being sent, but does not end a message under way. Set ``removes_bad`` before the first message.
+    new messages from being sent, but does not end a message under way. Probes read through the store's own calls.
 
     Attributes:
         begin_s: for how long a worker may start blocks of a message. The others go back into the queue.
@@ -100,10 +100,14 @@ class IsolatedMover(BlockMover):
         return has_room_for
 
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
-        begin = [task for task in tasks if self._may_begin(task)]
+        moves = [task for task in tasks if not task.is_probe]
+        begin = [task for task in moves if self._may_begin(task)]
         if begin:
             self._send(begin)
-        return [Unfinished(task) if self._may_begin(task) else task.batch for task in tasks]
+        return [
+            self.probe_reads(task) if task.is_probe else Unfinished(task) if self._may_begin(task) else task.batch
+            for task in tasks
+        ]
 
     def _may_begin(self, task: MoveTask) -> bool:
         """Drop the pairs of a task that is too late. False: no pairs are left."""
@@ -133,7 +137,7 @@ class IsolatedMover(BlockMover):
             self._fail(tasks, e)
             return
         for warning in answer["warnings"]:
-            self._warn(warning)
+            self._warn_once(warning)
         for text in answer["said"]:
             self._say(text)
         failed, left = 0, 0
@@ -180,7 +184,6 @@ class IsolatedMover(BlockMover):
                 "row_bytes": self._rows.row_bytes,
                 "name_prefix": self._name_prefix,
                 "seal": self._seal.to_json(),
-                "removes_bad": self.removes_bad,
             }
         )
 
@@ -245,7 +248,6 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
             warnings.append,
             said.append,
         )
-        mover.removes_bad = parts["removes_bad"]
         _movers.clear()
         mine = _movers[description] = _WorkerMover(mover, warnings, said)
     return mine

@@ -37,7 +37,11 @@ logger = get_logger(__name__)
 #: Blocks of this size or more are checksummed piece by piece while they move. Speed relative to plain preadv on one
 #: core and ext4, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
+#: So many different blocks that are bad, with no good one between them, are blamed on this host's reads. Single blocks
+#: rot, and a row of two is still likely in a folder with a bad sector; bad memory or a bad link spoils every block.
+BAD_READS_MAX = 3
 SAY_EVERY_S = 60.0
+WARNINGS_MAX = 64  # different warnings that are logged once each; a trailer may name any key
 _SINGLE_BLOCK_ERRORS = (StoreUnavailableError, StorePermissionError)  # errors that may concern only one block
 
 
@@ -49,7 +53,8 @@ class Batch:
     found: list[OffloadKey] = field(default_factory=list)  # stores: keys in ``succeeded`` that were already stored
     gone: list[OffloadKey] = field(default_factory=list)  # loads: absent, or not the block it should be
     unreadable: list[OffloadKey] = field(default_factory=list)  # loads: failed, perhaps only this block
-    stuck: list[OffloadKey] = field(default_factory=list)  # loads: bad blocks in ``gone`` that could not be removed
+    bad: list[OffloadKey] = field(default_factory=list)  # loads: blocks in ``gone`` that the next store must overwrite
+    suspects: list[OffloadKey] = field(default_factory=list)  # bad blocks, unless they were read as they are stored
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -75,12 +80,14 @@ class MoveTask:
         pairs: blocks still to move; ``batch`` has the others.
         deadline: by the mover's clock; no block is started after it.
         batch: results so far.
+        is_probe: only read blocks, until one is good, and keep none of them; the slots in ``pairs`` are not used.
     """
 
     is_load: bool
     pairs: Sequence[Pair]
     deadline: float
     batch: Batch = field(default_factory=Batch)
+    is_probe: bool = False
 
 
 class Window:
@@ -118,6 +125,11 @@ class Window:
 class BlockMover:
     """Moves batches of blocks. Any thread may call.
 
+    A load never removes a block that it found bad: the read may have been damaged on this host, in its memory or on its
+    network, and other hosts may still read the block. The next store overwrites the block with the same content
+    (``must_replace``), which costs nothing if the block was good. Only a store that cannot overwrite a bad block moves
+    it aside, after reading it once more, and not after ``BAD_READS_MAX`` bad blocks in a row.
+
     Args:
         name: the tier's name, for logs.
         name_prefix: prefix of the blocks' names in the store; see ``tiers.blocks.file_mapper.block_name``.
@@ -129,11 +141,9 @@ class BlockMover:
     Attributes:
         cut: the reason why blocks that have not started fail; "" lets them start. The scheduler's thread sets it, so
             that the backlog of a dead tier ends at once.
-        removes_bad: whether bad blocks are moved aside or deleted.
         must_replace: whether a store overwrites a block even if it looks good, because its last load failed.
+        sample: some stored blocks of this namespace and rank, for a probe to read. May raise StoreError.
     """
-
-    removes_bad = True
 
     def __init__(
         self,
@@ -150,6 +160,9 @@ class BlockMover:
         self.store = store
         self.cut = ""
         self.must_replace: Callable[[OffloadKey], bool] = lambda _: False
+        self.sample: Callable[[], Iterable[OffloadKey]] = lambda: ()
+        self._warned: set[str] = set()
+        self._bad_in_a_row = 0  # since the last good block; threads that race may lose a count
         self._say_at = float("-inf")  # when the next warning is allowed; threads that race may warn twice
         # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
@@ -184,6 +197,8 @@ class BlockMover:
         return [self._move_one(task) for task in tasks]
 
     def _move_one(self, task: MoveTask) -> Batch:
+        if task.is_probe:
+            return self.probe_reads(task)
         window = Window(self, task.pairs, task.deadline, self._clock)
         batch = (self.load_batch if task.is_load else self.store_batch)(window)
         self._drop(len(window.rest), self.cut or "deadline", batch)
@@ -228,9 +243,9 @@ class BlockMover:
         if published:
             return "moved"
         overwrite = self.must_replace(key)
-        is_bad = False
         try:
             self._check_stored(key, name)
+            self._bad_in_a_row = 0
             if not overwrite:
                 return "already_stored" if published is False else "moved"  # None: the store does not tell
         except BlobNotFoundError:
@@ -240,23 +255,52 @@ class BlockMover:
                 raise
         except BlobCorruptError:
             batch.verify_failures[SealReason.SIZE] += 1
-            overwrite = is_bad = True
+            overwrite = True  # no suspect: a power cut leaves many short files, and a size is not read with the data
         except SealError as e:
             batch.verify_failures[e.reason] += 1
             if e.foreign:  # perhaps an intact block of a newer version, which must not be replaced
                 batch.errors["ForeignBlock"] += 1
+                if e.reason is SealReason.UNKNOWN_KEY:
+                    self._warn_of_key(e)
                 return "failed"
-            overwrite = is_bad = True
+            self._note_suspect(key, e, batch)
+            overwrite = True
         try:
             self._put(name, key, row, overwrite=overwrite)
         except StoreError as e:
-            if not is_bad or e.retryable:
+            if not overwrite or e.retryable:
                 raise
             # There may be no room for a second block beside the bad one, or a folder has the block's name.
+            if self._is_good(key, name):
+                return "already_stored"
+            if self._bad_in_a_row >= BAD_READS_MAX:
+                raise
             put_aside(self.store, name)
+            batch.quarantined += 1
             self._put(name, key, row, overwrite=False)
         batch.healed += overwrite
         return "moved"
+
+    def _is_good(self, key: OffloadKey, name: str) -> bool:
+        """Read a stored block once more, outside the region. Raises SealError if it is foreign, or StoreError."""
+        row, trailer = memoryview(bytearray(self._rows.row_bytes)), bytearray(TRAILER_BYTES)
+        try:
+            self.store.get_into(name, (row, memoryview(trailer)))
+            self._seal.open_in_place(key, row, trailer)
+        except (BlobCorruptError, BlobNotFoundError):
+            return False
+        except SealError as e:
+            if e.foreign:
+                raise
+            return False
+        self._bad_in_a_row = 0
+        return True
+
+    def _note_suspect(self, key: OffloadKey, failure: SealError | BlobCorruptError, batch: Batch) -> None:
+        # The tag is compared last: if the checksums are right, and only the tag is wrong, the block was read well.
+        if not (isinstance(failure, SealError) and failure.reason is SealReason.AUTHENTICATION):
+            self._bad_in_a_row += 1
+            batch.suspects.append(key)
 
     def _put(self, name: str, key: OffloadKey, row: memoryview, *, overwrite: bool) -> bool:
         if self._pieces is None or not self._seal.stores_as_is:
@@ -334,6 +378,7 @@ class BlockMover:
             except StoreError as e:
                 self._note_load(None if as_a_whole else key, e, batch)
             else:
+                self._bad_in_a_row = 0
                 batch.succeeded.append(key)
                 continue
             batch.outcomes["failed"] += 1
@@ -353,6 +398,7 @@ class BlockMover:
                     seen = self._seal.running_checksum(row)
                     self._pieces.get_pieces_into(name, (row, memoryview(trailer)), seen.look)
                 self._seal.open_in_place(key, row, trailer, seen)
+                self._bad_in_a_row = 0
                 return True
             except (SealError, BlobCorruptError) as e:
                 # Drop the traceback, which refers to this frame: the reference cycle would keep the region's memory
@@ -370,14 +416,42 @@ class BlockMover:
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
         batch.verify_failures[reason] += 1
         batch.gone.append(key)
-        foreign = isinstance(failure, SealError) and failure.foreign
-        removed = not foreign and self._quarantine(name, batch)
-        if not (removed or foreign):
-            batch.stuck.append(key)
-        # A bad block that stays is found by every request for it, so ``say`` limits how often it is logged.
-        tell = self._warn if removed else self._say
-        tell(f"tier {self.name}: {name} is not the block it should be ({failure})")
+        if not (isinstance(failure, SealError) and failure.foreign):
+            batch.bad.append(key)
+            self._note_suspect(key, failure, batch)
+        if reason is SealReason.UNKNOWN_KEY:
+            self._warn_of_key(failure)
+        else:  # a bad block stays, and every request for it finds it, so ``say`` limits how often it is logged
+            self._say(f"tier {self.name}: {name} is not the block it should be ({failure})")
         return False
+
+    def _warn_of_key(self, failure: Exception) -> None:
+        self._warn_once(
+            f"tier {self.name}: stored blocks are misses, and no store replaces them ({failure}). If keys were "
+            "rotated, add the old key after the new one; if other engines have a newer key file, use it here, too"
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and len(self._warned) < WARNINGS_MAX:
+            self._warned.add(text)
+            self._warn(text)
+
+    def probe_reads(self, task: MoveTask) -> Batch:
+        """Read the task's blocks and a sample of others, until one is good; reads into memory of its own."""
+        keys = [key for key, _ in task.pairs]
+        try:
+            keys = [*self.sample(), *keys]
+        except StoreError as e:  # to list may be forbidden
+            self._note("listing", e)
+        row, trailer = memoryview(bytearray(self._rows.row_bytes)), bytearray(TRAILER_BYTES)
+        for key in keys:
+            if self._clock() >= task.deadline or self.cut == "shutdown":
+                task.batch.fault = "reading a few blocks took too long"
+                break
+            if self._load_one(key, row, trailer, task.batch):
+                task.batch.succeeded.append(key)
+                break
+        return task.batch
 
     def _foreign_block_at(self, name: str) -> SealError | None:
         """The error for another engine's block, whose size differs; None if the blob is not such a block."""
@@ -386,19 +460,6 @@ class BlockMover:
         except StoreError:
             return None
         return _foreign_block(found[0]) if found is not None and self._seal.is_foreign(found[1]) else None
-
-    def _quarantine(self, name: str, batch: Batch) -> bool:
-        """Move a bad block aside or delete it. False: the block is still there."""
-        if not self.removes_bad:
-            return False
-        try:
-            put_aside(self.store, name)
-            batch.quarantined += 1
-            return True
-        except StoreError as e:  # the block stays a miss, and the next store overwrites it
-            self._note("quarantine", e)
-            batch.errors[type(e).__name__] += 1
-            return False
 
     def _note_load(self, key: OffloadKey | None, error: StoreError, batch: Batch) -> None:
         self._note("load", error)

@@ -1,8 +1,9 @@
 """Circuit: a circuit breaker. Cuts off a tier that fails, and lets it back in on its own. No I/O but log lines.
 
 - closed (in use) -> open (cut off): after ``failures_max`` consecutive failures of one kind of operation, or at once
-  when a task overran its deadline.
-- open -> half-open: every ``probe_every_s``, to probe the storage with one harmless lookup.
+  when a task overran its deadline, or when blocks read in a row are bad (``health``).
+- open -> half-open: every ``probe_every_s``, to probe the storage with one harmless lookup, or, after bad blocks, with
+  a read of some blocks.
 - half-open -> closed: the probe was answered. In LMCache#4368, a circuit that never closed again left pods without
   their cache for 45 hours.
 - half-open -> open: the probe failed. If its answer arrives late after all, the next probe follows at once: the cause
@@ -75,7 +76,7 @@ class Circuit:
         ends_outage = self._failures[kind] >= self._failures_max
         self._failures[kind] = self._failures["store"] = 0
         if self.state is CircuitState.HALF_OPEN:
-            self._become(CircuitState.CLOSED, "it answers again")
+            self._become(CircuitState.CLOSED, "it answers again", logger.info)
         return ends_outage
 
     def fail(self, kind: Kind, why: str) -> None:
@@ -86,10 +87,14 @@ class Circuit:
         elif self.state is CircuitState.CLOSED and self._failures[kind] >= self._failures_max:
             self._open(f"{self._failures[kind]} failures in a row, the last: {why}")
 
-    def trip(self, why: str) -> None:
-        """Open at once: an operation overran its deadline, and the next operation would wait as long."""
+    def trip(self, why: str, *, is_error: bool = False) -> None:
+        """Open at once: an operation overran its deadline, or what is read cannot be trusted.
+
+        Args:
+            is_error: log it as an error, because it does not pass without an operator.
+        """
         if self.state is CircuitState.CLOSED:
-            self._open(why)
+            self._open(why, logger.error if is_error else logger.warning)
         elif self.state is CircuitState.HALF_OPEN:
             self._open(None)
 
@@ -105,17 +110,16 @@ class Circuit:
         self.state = CircuitState.HALF_OPEN  # not logged: it tells nothing new
         return True
 
-    def _open(self, why: str | None) -> None:
+    def _open(self, why: str | None, log: Callable[..., None] = logger.warning) -> None:
         self._probe_at = self._clock() + self._probe_every_s
         self._probe_failed = why is None
         if why is None:
             self.state = CircuitState.OPEN
         else:
             self.openings += 1
-            self._become(CircuitState.OPEN, why)
+            self._become(CircuitState.OPEN, why, log)
 
-    def _become(self, state: CircuitState, why: str) -> None:
+    def _become(self, state: CircuitState, why: str, log: Callable[..., None]) -> None:
         self.state = state
         self.closed = state is CircuitState.CLOSED
-        log = logger.info if state is CircuitState.CLOSED else logger.warning
         log("tier %s: circuit %s: %s", self._name, state, why)

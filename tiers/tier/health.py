@@ -2,38 +2,50 @@
 
 A block that cannot be read (on a bad sector, or in another user's folder) fails at every request for it, which says
 nothing new about the storage. So an error that may concern a single block counts once, unless other blocks fail, too.
+
+A bad block says as little about the storage: the read may have been damaged on its way, in this host's memory, on its
+network or by a proxy. ``BAD_READS_MAX`` different bad blocks without a good one between them are blamed on the reads.
+Then the tier is cut off, until a probe has read a good block: other hosts may still read what this host cannot.
 """
 
 from __future__ import annotations
 
+import socket
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.tier.block_mover import Batch
+from kvtiers.tiers.tier.block_mover import BAD_READS_MAX, Batch
 from kvtiers.tiers.tier.circuit import Circuit, Kind
 from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupCounts
 
 KEYS_MAX = 64  # failed keys remembered per kind; with more, the cause is not single blocks
-STUCK_KEYS_MAX = 65_536  # about 10 MB
+BAD_KEYS_MAX = 65_536  # about 10 MB
 TIMES_MAX = 32  # failures of one key are counted up to this number
 REST_S_MAX = 60.0  # removals by other hosts may go unnoticed for as long
 
 
 class TierHealth:
-    """Passes results to the circuit. Scheduler thread only, except that any thread may call ``must_replace``."""
+    """Passes results to the circuit. Scheduler thread only, except that any thread may call ``must_replace``.
+
+    Attributes:
+        doubts_reads: the tier was cut off because of bad blocks, and no good block was read since.
+    """
 
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
         self._failed_lookups = FailedKeys(KEYS_MAX)
         self._unreadable = FailedKeys(KEYS_MAX)
-        self._stuck = FailedKeys(STUCK_KEYS_MAX)
+        self._bad = FailedKeys(BAD_KEYS_MAX)
+        self._suspects: dict[Kind, dict[OffloadKey, None]] = {"load": {}, "store": {}}
+        self.doubts_reads = False
 
     def looked_up(self, counts: LookupCounts) -> bool:
         """Record lookups. True: only keys that failed before have failed; look up another key to test the storage."""
         is_news = self._failed_lookups.add(counts.failed)
         if counts.hits or counts.misses:
-            self._circuit.succeed("lookup")  # if some keys cannot be looked up, the others can still be hits
+            if not self.doubts_reads:
+                self._circuit.succeed("lookup")  # if some keys cannot be looked up, the others can still be hits
         elif counts.expired:
             self._circuit.fail("lookup", "lookups are not answered")
         elif is_news:
@@ -44,7 +56,7 @@ class TierHealth:
             self._circuit.answer_late()
         return False
 
-    def moved(self, batches: Iterable[Batch], op: Kind) -> list[OffloadKey]:
+    def moved(self, batches: Sequence[Batch], op: Kind) -> list[OffloadKey]:
         """Record the batches of a job that ended.
 
         One success counts for the whole job: a batch may be a single block, and three failed blocks say little.
@@ -57,28 +69,76 @@ class TierHealth:
         for batch in batches:
             if op == "load":  # a successful store does not show that the block can be read now
                 self._unreadable.forget(batch.succeeded)
-            self._stuck.forget(batch.succeeded)
-            self._stuck.add(batch.stuck)
+            self._bad.forget(batch.succeeded)
+            self._bad.add(batch.bad)
             is_news = self._unreadable.add(batch.unreadable)
             arrived |= bool(batch.succeeded)
             if batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
                 faults.append(batch.fault)
+        self._judge_reads(batches, op)
         if arrived:
+            if self.doubts_reads:
+                return []
             return self._unreadable.count_anew() if self._circuit.succeed(op) and op == "load" else []
         for fault in faults:
             self._circuit.fail(op, fault)
         return []
 
+    def probed(self, batch: Batch | None) -> None:
+        """Record a probe that has read blocks. None: it failed as a whole."""
+        if batch is not None and (
+            batch.succeeded or not (batch.suspects or batch.fault)
+        ):  # good, or none is left to read
+            self._trust_reads()
+            self._circuit.succeed("load")
+        else:
+            self._circuit.fail("load", "a probe has read no good block")
+
+    @property
+    def suspects(self) -> list[OffloadKey]:
+        """Bad blocks read since the last good one, up to ``BAD_READS_MAX`` of loads and of stores."""
+        return [key for keys in self._suspects.values() for key in keys]
+
+    def _judge_reads(self, batches: Iterable[Batch], op: Kind) -> None:
+        """Cut the tier off if too many blocks in a row were bad. One good block counts for the whole job.
+
+        A store reads only a block's end. So what it finds good says nothing about loads.
+        """
+        suspects = self._suspects[op]
+        for batch in batches:
+            if batch.succeeded if op == "load" else batch.found:
+                if op == "load":
+                    self._trust_reads()
+                suspects.clear()
+                return
+        for key in (key for batch in batches for key in batch.suspects):
+            if len(suspects) < BAD_READS_MAX:
+                suspects[key] = None
+        if len(suspects) == BAD_READS_MAX and self._circuit.closed:
+            self.doubts_reads = True
+            self._circuit.trip(
+                f"{BAD_READS_MAX} blocks in a row were bad, which suggests that reads on host {socket.gethostname()} "
+                "are damaged. Nothing was removed. Check this host's memory and network (dmesg, ECC and NIC errors, "
+                "proxies). If kvtiers verify finds the same blocks bad on another host, the storage is damaged: run "
+                "kvtiers verify --repair there. The tier is used again when this host has read a good block",
+                is_error=True,
+            )
+
+    def _trust_reads(self) -> None:
+        self.doubts_reads = False
+        for suspects in self._suspects.values():
+            suspects.clear()
+
     def must_replace(self, key: OffloadKey) -> bool:
         """Whether the next store must overwrite a block, because its last load failed.
 
-        That load failed with an error that may be the block's alone, or found a bad block that could not be removed.
+        That load failed with an error that may be the block's alone, or found that the block is bad.
         """
-        return key in self._unreadable or key in self._stuck
+        return key in self._unreadable or key in self._bad
 
     def rest_s(self, key: OffloadKey) -> float:
-        """How long a block that could not be read or removed counts as absent: about as long as it has been failing."""
-        times = max(self._unreadable.times(key), self._stuck.times(key))
+        """How long a block that could not be read or is bad counts as absent: about as long as it has been failing."""
+        times = max(self._unreadable.times(key), self._bad.times(key))
         return min(REST_S_MAX, FAILED_S_MIN * 2.0 ** max(0, times - 1))
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
@@ -45,6 +46,8 @@ DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 LOOKUPS_END_S = 0.5  # in addition to shutdown_s; time for running lookups to end
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
 BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
+PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
+SAMPLE_BLOCKS = 3  # read by a probe of reads; more than one, because some stored blocks may really be bad
 LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
 
 
@@ -205,6 +208,7 @@ class StoreTierManager(SecondaryTierManager):
         )
         self._health = TierHealth(self._circuit)
         self._mover.must_replace = self._health.must_replace
+        self._mover.sample = self._sample
         self._in_flight: dict[int, _InFlight] = {}
         self._doubtful: dict[OffloadKey, None] = {}  # an ordered set: told as removed, but perhaps stored since
         self._published_during_loads = KeysSinceJobStart()
@@ -236,7 +240,6 @@ class StoreTierManager(SecondaryTierManager):
             threads = options.worker_threads, options.worker_threads_max
             if max(threads) > 1:
                 isolated.loading, isolated.storing = Concurrency(*threads), Concurrency(*threads)
-        mover.removes_bad = not options.read_only
         return mover
 
     # -- lookups ---------------------------------------------------------------------------------------------------
@@ -259,16 +262,40 @@ class StoreTierManager(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         if self._circuit.take_probe():
-            # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
-            self._probe_key = make_offload_key(os.urandom(32), 0)
+            if self._health.doubts_reads:
+                self._probe_reads()
+            else:
+                # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
+                self._probe_key = make_offload_key(os.urandom(32), 0)
         if self._circuit.state is CircuitState.HALF_OPEN:
-            self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
+            if self._health.doubts_reads:
+                self._book_ended(BOOKED_KEYS_PER_CALL)  # the probe is a job of the pool
+            else:
+                self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
         self._lookup.flush()
         if self._collector is not None:
             self._poll_collector(self._collector)
         counts = self._lookup.take_counts()
         self._check_health(counts)
         self._counts.looked_up(counts)
+
+    def _probe_reads(self) -> None:
+        """Read some blocks on a pool thread, and close the circuit if one of them is good."""
+        pairs = [(key, 0) for key in self._health.suspects]
+        task = MoveTask(True, pairs, self._clock() + self._options.job_deadline_s, is_probe=True)
+        try:
+            self._pool.submit(PROBE_JOB_ID, [task], is_read=True)
+        except (ValueError, QueueFullError) as e:  # the last probe has not ended, or the pool is shut down
+            logger.debug("tier %s: no probe of reads: %s", self.name, e)
+
+    def _sample(self) -> Iterator[OffloadKey]:
+        """A few stored blocks of this namespace and rank, from a random folder if it has any. On a pool thread."""
+        digit = os.urandom(1).hex()[0]
+        for prefix in (f"{self.mapper.block_prefix}{digit}", self.mapper.block_prefix):
+            names = (info.key for info in islice(self.store.keys(prefix), SAMPLE_BLOCKS))
+            if keys := [key for name in names if (key := self.mapper.key_of(name)) is not None]:
+                yield from keys
+                return
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         if self._collector is not None:
@@ -428,6 +455,10 @@ class StoreTierManager(SecondaryTierManager):
 
     def _book(self, finished: FinishedJob[Batch]) -> Iterator[int]:
         """Book a job in parts, then report it. Yield the number of keys in each part."""
+        if finished.job_id == PROBE_JOB_ID:
+            (outcome,) = finished.outcomes
+            self._health.probed(outcome if isinstance(outcome, Batch) else None)
+            return
         job = self._in_flight.pop(finished.job_id)
         op = _op(job.is_load)
         batches = [batch for batch in finished.outcomes if isinstance(batch, Batch)]
@@ -486,7 +517,7 @@ class StoreTierManager(SecondaryTierManager):
                 self._lookup.mark(part, present=False)
                 yield len(part)
         for batch in batches:
-            for key in (*batch.unreadable, *batch.stuck):
+            for key in (*batch.unreadable, *batch.bad):
                 self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
         # Report "removed" only for blocks that are gone, not for every failed load: storage that is down for a second
         # still has its blocks, and nothing would announce them again. Skip blocks published by a store since the load

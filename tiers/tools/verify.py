@@ -6,18 +6,20 @@ Units are independent, so they can be checked in parallel, and a finished unit i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 
 import xxhash
 
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.store import KeyInfo, Store, put_aside
 from kvtiers.tiers.stores.files.listing import DAMAGED_MAX
 from kvtiers.tiers.tools.block_reader import NO_IDENTITY, BlockReader
-from kvtiers.tiers.tools.inventory import BlockName, Share, list_blocks
+from kvtiers.tiers.tools.inventory import BlockName, Share, list_blocks, parse_block_name
+from kvtiers.tiers.tools.seal_kinds import seal_kind
 
 UNIT_DIGITS = 2
 BAD_KEYS_MAX = 10_000  # listed by name in a result; further bad blocks are only counted
@@ -33,8 +35,8 @@ class UnitResult:
         bad: name and reason of each bad block, up to ``BAD_KEYS_MAX``.
         kept: bad blocks that a repair leaves alone, because the namespace's identity is missing.
         foreign: blocks that only a newer version can judge, or that have no seal to check; they are left alone.
-        errors: blocks that could not be read or moved aside, and files and folders that may not be read or that the
-            disk cannot read.
+        seals: kind of seal (see ``seal_kinds``) -> number of blocks that are not bad.
+        errors: blocks that could not be read, and files and folders that may not be read or that the disk cannot read.
     """
 
     unit: str
@@ -44,8 +46,8 @@ class UnitResult:
     bad_count: int = 0
     foreign: int = 0
     errors: int = 0
-    quarantined: int = 0
     kept: int = 0
+    seals: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,11 @@ class Verifier:
     """Checks units. For one thread; it starts worker threads of its own if reads mostly wait for a network.
 
     Args:
-        repair: move bad blocks aside (delete them if the store has no quarantine), so that the next store job writes
-            good ones.
         subset: the blocks to check.
     """
 
-    def __init__(self, store: Store, *, repair: bool = False, subset: Subset = ALL) -> None:
+    def __init__(self, store: Store, *, subset: Subset = ALL) -> None:
         self._store = store
-        self._repair = repair
         self._subset = subset
         self._threads = NETWORK_THREADS if store.capabilities.latency_bound else 1
         self._readers = [BlockReader(store) for _ in range(self._threads)]
@@ -150,17 +149,54 @@ class Verifier:
         result.blocks += 1
         result.bytes += info.size
         reason, foreign = reader.read(info, name)
-        if reason is None:
-            return
-        if foreign:
-            result.foreign += 1
+        if reason is None or foreign:
+            result.foreign += foreign
+            if len(reader.data) == info.size:
+                kind = seal_kind(reader.data[-TRAILER_BYTES:])
+                result.seals[kind] = result.seals.get(kind, 0) + 1
             return
         _note_bad(result, info.key, reason)
-        if reason == NO_IDENTITY:
-            result.kept += 1
-        elif self._repair:
-            put_aside(self._store, info.key)
-            result.quarantined += 1
+        result.kept += reason == NO_IDENTITY
+
+
+@dataclass(slots=True)
+class RepairResult:
+    """Result of repairing blocks.
+
+    Attributes:
+        removed: bad blocks that were moved aside, or deleted if the store has no quarantine.
+        good_again: blocks that are good now, or absent: they were replaced, or the first read was damaged.
+        errors: blocks that could not be read again or removed.
+    """
+
+    removed: int = 0
+    good_again: int = 0
+    errors: int = 0
+
+
+def repair(store: Store, results: Iterable[UnitResult]) -> RepairResult:
+    """Read the bad blocks once more, and remove those that are still bad. The next store job then writes good ones."""
+    done = RepairResult()
+    reader = BlockReader(store)
+    for key, was in (bad for result in results for bad in result.bad):
+        name = parse_block_name(key)
+        if name is None or was == NO_IDENTITY:
+            continue
+        try:
+            size = store.size(key)
+            reason, foreign = (None, False) if size is None else reader.read(KeyInfo(key, size, 0.0), name)
+            if reason is None or foreign:
+                done.good_again += 1
+            elif reason == NO_IDENTITY:
+                done.errors += 1
+            else:
+                put_aside(store, key)
+                done.removed += 1
+        except BlobNotFoundError:
+            done.good_again += 1
+        except StoreError:
+            done.errors += 1
+    return done
 
 
 def damaged_count(store: Store) -> int:
@@ -176,8 +212,10 @@ def _note_bad(result: UnitResult, key: str, reason: str) -> None:
 
 
 def _add(total: UnitResult, part: UnitResult) -> None:
-    for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "quarantined", "kept"):
+    for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "kept"):
         setattr(total, name, getattr(total, name) + getattr(part, name))
+    for kind, count in part.seals.items():
+        total.seals[kind] = total.seals.get(kind, 0) + count
     total.bad += part.bad[: BAD_KEYS_MAX - len(total.bad)]
 
 

@@ -36,7 +36,7 @@ def main() -> None:
         answer: dict[str, Any]
         try:
             if verifier is None:
-                verifier = Verifier(make_store(config), repair=config["repair"], subset=Subset(**config["subset"]))
+                verifier = Verifier(make_store(config), subset=Subset(**config["subset"]))
             answer = {"result": asdict(verifier.check(json.loads(line)))}
         except StoreError as e:
             answer = {"error": str(e)}
@@ -45,14 +45,14 @@ def main() -> None:
 
 
 def verify_units(
-    recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, repair: bool, subset: Subset = ALL
+    recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, subset: Subset = ALL
 ) -> Iterator[UnitResult]:
     """Check units in worker processes; yields results as they arrive, in no particular order.
 
     Raises:
         StoreError: a unit could not be listed, or a worker died. Results already yielded remain valid.
     """
-    config = json.dumps({**recipe.encode(), "repair": repair, "subset": asdict(subset)})
+    config = json.dumps({**recipe.encode(), "subset": asdict(subset)})
     workers = [
         subprocess.Popen(
             python_command("kvtiers.tiers.tools.verify_processes"),

@@ -757,3 +757,15 @@ def test_advice_is_given_only_where_it_holds_for_every_cause(tmp_path: Path) -> 
         assert isinstance(tier, TierConfig)
         assert findings.of_error("tiers[0]", error, tier).fix == fix, error
     assert findings.of_error("tiers[0]", StoreConfigError("it is wrong; write right")).fix == "write right"
+
+
+def test_damaged_reads_are_named_as_such_and_not_as_a_fault_of_the_storage() -> None:
+    class Damaged(MemoryStore):
+        def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+            super().get_into(key, parts)
+            parts[0][7] ^= 1
+
+    store = Damaged()
+    found = list(examine_store("s3", MemoryTierConfig(), store))
+    assert [one.check for one in found if one.level == "problem"] == ["reads"]
+    assert list(store.keys()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import threading
 import time
@@ -29,6 +30,7 @@ else:
     torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install '.[torch]'")
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install '.[torch]'")
 
+from kvtiers.connector.prefixes import format as prefix_format
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
 from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
 from kvtiers.connector.prefixes.files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, SideBySide
@@ -339,7 +341,7 @@ def test_a_bad_chunk_leaves_no_files_behind(tmp_path: Path) -> None:
         (chunk,) = store.match(hashes)
         with pytest.raises(SealError):
             load(store, chunk, hashes)
-        assert not [each for each in tmp_path.rglob("*") if each.is_file()]
+        assert every_file(tmp_path) == []
 
 
 def test_a_bad_chunk_that_cannot_be_removed_is_overwritten_by_the_next_store(
@@ -360,6 +362,96 @@ def test_a_bad_chunk_that_cannot_be_removed_is_overwritten_by_the_next_store(
     assert store.publish(hashes_of(1, 2), layers_of(2))
     assert load(store, chunk, hashes_of(1, 2))
     assert not store.publish(hashes_of(1, 2), layers_of(2)), "once"
+
+
+def test_second_bad_chunk_in_a_row_stays_until_the_next_store_overwrites_it(tmp_path: Path) -> None:
+    store, prompts = store_at(str(tmp_path)), [hashes_of(1, 2), hashes_of(3, 4)]
+    for hashes in prompts:
+        store.publish(hashes, layers_of(2))
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    for hashes in prompts:
+        with pytest.raises(SealError):
+            load(store, store.match(hashes)[0], hashes)
+    assert len(every_file(tmp_path)) == 1 + len(LAYERS)
+    for hashes in prompts:
+        assert store.publish(hashes, layers_of(2))
+        assert load(store, store.match(hashes)[0], hashes)
+    assert len(every_file(tmp_path)) == 2 * (1 + len(LAYERS)), "without the layers that were replaced"
+
+
+def test_chunk_that_is_good_when_read_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    read_all = store.files.read_all
+
+    def damaged_once(files: Any) -> Iterator[tuple[str, memoryview]]:
+        monkeypatch.undo()
+        for layer, data in read_all(files):
+            yield layer, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
+
+    monkeypatch.setattr(store.files, "read_all", damaged_once)
+    with pytest.raises(SealError):
+        load(store, chunk, hashes)
+    assert load(store, chunk, hashes)
+
+
+def test_damaged_reads_remove_and_replace_one_chunk_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_at(str(tmp_path))
+    prompts = [hashes_of(10 * number, 10 * number + 1) for number in range(6)]
+    for hashes in prompts:
+        store.publish(hashes, layers_of(2))
+    before = {path: path.read_bytes() for path in every_file(tmp_path)}
+    read_all = store.files.read_all
+
+    def damaged(files: Any) -> Iterator[tuple[str, memoryview]]:
+        for layer, data in read_all(files):
+            yield layer, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
+
+    monkeypatch.setattr(store.files, "read_all", damaged)
+    for hashes in prompts:
+        with pytest.raises(SealError):
+            load(store, store.match(hashes)[0], hashes)
+    for hashes in prompts[1:]:
+        assert not store.publish(hashes, layers_of(2))
+    left = {path: path.read_bytes() for path in every_file(tmp_path)}
+    assert left.items() <= before.items()
+    assert len(left) == (len(prompts) - 1) * (1 + len(LAYERS))
+    (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert socket.gethostname() in error
+    monkeypatch.undo()
+    for hashes in prompts[1:]:
+        assert load(store, store.match(hashes)[0], hashes)
+    assert {path: path.read_bytes() for path in every_file(tmp_path)} == left
+
+
+def test_good_manifests_read_by_a_lookup_clear_no_doubt_about_layers(
+    tmp_path: Path,
+) -> None:
+    store, prompts = store_at(str(tmp_path)), [hashes_of(10 * n, 10 * n + 1) for n in range(4)]
+    for hashes in prompts:
+        store.publish(hashes, layers_of(2))
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    for hashes in prompts:
+        with pytest.raises(SealError):
+            load(store, store.match(hashes)[0], hashes)
+        store.match(prompts[-1][:1])  # reads a manifest
+    assert len(every_file(tmp_path)) == (len(prompts) - 1) * (1 + len(LAYERS))
+
+
+def test_chunk_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    body = store._manifest(chunk.path)
+    store.files.write(chunk.path, prefix_format.seal({**body, "format": "later"}))
+    with pytest.raises(SealError):
+        load(store, chunk, hashes)
+    assert not store.publish(hashes, layers_of(2))
 
 
 def test_a_bad_chunk_stays_where_nothing_may_be_written(tmp_path: Path) -> None:

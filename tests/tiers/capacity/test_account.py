@@ -460,6 +460,21 @@ def test_what_the_seeming_dead_reserve_during_a_measurement_stays_counted() -> N
     assert used_bytes(store) == 600
 
 
+def test_record_that_is_read_wrongly_before_its_removal_stays() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("a", as_parts(bytes(300)))
+    baseline = read_baseline(store, now=clock() + WRITER_S + 1, writer_s=WRITER_S)
+    (usage,) = list_keys(store, USAGE_PREFIX)
+    record = read_blob(store, usage)
+    store.put(usage, as_parts(bytes(len(record))), overwrite=True)
+    assert publish_measured(store, Measured("m", 300, 1, baseline.base, 0.0), baseline.measured_id)
+    forget_writers(store, baseline)
+    assert list_keys(store, USAGE_PREFIX) == [usage]
+    store.put(usage, as_parts(record), overwrite=True)
+    assert used_bytes(store) == 300
+
+
 def test_records_of_the_dead_are_removed() -> None:
     store, bounded, clock = make()
     measure(store, clock())

@@ -143,12 +143,44 @@ def test_a_changed_block_is_a_miss_and_healed(bench: Bench, caplog: pytest.LogCa
         result = bench.run(KEYS[:3], [3, 4, 5], is_load=True)
         assert not result.success
         assert set(result.successful_keys) == {KEYS[0], KEYS[2]}
-        assert bench.value("kvtiers_quarantined_blobs_total") == count
+        assert bench.path(KEYS[1]).exists()
         assert "is not the block it should be" in caplog.text
         assert bench.run(KEYS[:3], [0, 1, 2], is_load=False).success
+        assert bench.value("kvtiers_healed_blobs_total") == count
         bench.rows[3:6] = 0
         assert bench.run(KEYS[:3], [3, 4, 5], is_load=True).success
         assert np.array_equal(bench.rows[3:6], before[:3])
+
+
+def test_bad_blocks_in_a_row_stay_and_cut_tier_off_until_one_is_good(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "kv", circuit_probe_s=0.001)
+    before = bench.fill(1)
+    blocks = list(range(8))
+    assert bench.run(KEYS, blocks, is_load=False).success
+    for key in KEYS:
+        data = bytearray(bench.path(key).read_bytes())
+        data[0] ^= 1
+        bench.path(key).write_bytes(data)
+    assert bench.run(KEYS, blocks, is_load=True).successful_keys == ()
+    assert bench.tier.circuit_state == "open"
+    bench.tier.on_schedule_end()
+    bench.tier.drain_jobs()
+    assert bench.tier.circuit_state == "open"
+    data = bytearray(bench.path(KEYS[0]).read_bytes())
+    data[0] ^= 1
+    bench.path(KEYS[0]).write_bytes(data)
+
+    def is_closed() -> bool:
+        bench.tier.on_schedule_end()
+        return bench.tier.circuit_state == "closed"
+
+    wait_for(is_closed)
+    bench.rows[:] = before
+    assert bench.run(KEYS, blocks, is_load=False).success
+    bench.rows[:] = 0
+    assert bench.run(KEYS, blocks, is_load=True).success
+    assert np.array_equal(bench.rows[:8], before[:8])
+    bench.tier.shutdown()
 
 
 def test_blocks_that_were_not_begun_teach_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,6 @@ def test_a_bad_block_is_a_miss_and_stays(
     assert len(said) == 1, "once a minute"
     assert reader.metrics.value("kvtiers_quarantined_blobs_total", "fs") == 0
     assert tree(tmp_path / "kv") == before
-    assert bench.run(bench.tier(isolation=isolation), KEYS[:1], is_load=True).successful_keys == ()
-    assert not path.exists()  # who may write moves it aside
 
 
 def test_a_namespace_that_nobody_has_written_is_not_made(bench: Bench, tmp_path: Path) -> None:

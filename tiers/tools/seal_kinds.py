@@ -1,0 +1,125 @@
+"""Seal kinds: how stored blocks were sealed, and which of them a tier's configuration makes misses.
+
+A tool judges a block without keys, so a block can be intact and yet a miss for every engine: its key is in no key file
+any more, or a newer version wrote it. A tool that says "all blocks are intact" must say this as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from heapq import heappush, heapreplace
+from itertools import islice
+
+from kvtiers.tiers.blocks.keyring import show_key_id
+from kvtiers.tiers.blocks.seal import NO_TRAILER, TRAILER_BYTES, describe_trailer
+from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.store import Store, SupportsTail
+from kvtiers.tiers.tools.inventory import parse_block_name
+
+SAMPLE_BLOCKS = 16
+SAMPLED_FROM_MAX = 2000  # blocks listed to choose a sample from; a check must not list a bucket of millions
+UNSEALED, OTHER, PLAIN = "unsealed", "other", "none"
+_PROTECTIONS = {"aes_256_gmac": "gmac", "aes_256_gcm": "aes-gcm"}
+
+
+def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
+    """How a block was sealed: "none" (no key), "gmac 1a2b3c4d" (protection and key ID), "unsealed" or "other".
+
+    "other" is damage, or a seal of a newer version.
+    """
+    if bytes(trailer) == NO_TRAILER:
+        return UNSEALED
+    fields = describe_trailer(trailer)
+    if fields is None:
+        return OTHER
+    if fields["authentication"] == "none":
+        return PLAIN
+    protection = _PROTECTIONS.get(fields["authentication"])
+    return OTHER if protection is None else f"{protection} {show_key_id(fields['key_id'])}"
+
+
+class Sample:
+    """An even sample of blocks: those with the smallest hashes.
+
+    Attributes:
+        names: of the sampled blocks.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, str]] = []
+
+    def add(self, name: str) -> None:
+        """Add a name, if it is a block's and its hash is among the smallest."""
+        block = parse_block_name(name)
+        if block is None:
+            return
+        entry = (-int(block.digits, 16), name)
+        if len(self._heap) < SAMPLE_BLOCKS:
+            heappush(self._heap, entry)
+        elif entry > self._heap[0]:
+            heapreplace(self._heap, entry)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for _, name in self._heap]
+
+
+def sample_seals(store: Store, names: Iterable[str] | None = None) -> Counter[str]:
+    """Count the kinds of seal of some blocks. Empty if the store cannot read only the end of a block.
+
+    Args:
+        names: of the blocks; None: chosen from the first ``SAMPLED_FROM_MAX`` that are listed.
+
+    Raises:
+        StoreError: the blocks cannot be listed.
+    """
+    kinds: Counter[str] = Counter()
+    if not isinstance(store, SupportsTail):
+        return kinds
+    if names is None:
+        sample = Sample()
+        for info in islice(store.keys(), SAMPLED_FROM_MAX):
+            sample.add(info.key)
+        names = sample.names
+    for name in names:
+        try:
+            found = store.get_tail(name, TRAILER_BYTES)
+        except StoreError:  # counted by verify
+            continue
+        if found is not None and len(found[1]) == TRAILER_BYTES:
+            kinds[seal_kind(found[1])] += 1
+    return kinds
+
+
+def count_misses(
+    kinds: Mapping[str, int], protection: str, key_ids: Container[str] | None, *, takes_unverified: bool
+) -> dict[str, int]:
+    """Count the blocks that no engine with this configuration can load, by reason.
+
+    Args:
+        kinds: kind of seal -> number of blocks.
+        protection: the tier's: "none", "gmac" or "aes-gcm".
+        key_ids: IDs of the tier's keys; None: unknown, so no key counts as missing.
+    """
+    misses: Counter[str] = Counter()
+    for kind, count in kinds.items():
+        how, _, key = kind.partition(" ")
+        if kind == UNSEALED:
+            if not takes_unverified:
+                misses["without a seal"] += count
+        elif kind == OTHER:
+            misses["of a newer version or damaged"] += count
+        elif how != protection:
+            misses[f"with auth or encrypt {how}, where this tier has {protection}"] += count
+        elif key and key_ids is not None and key not in key_ids:
+            misses[f"under key {key}, which this tier lacks"] += count
+    return dict(misses)
+
+
+def unknown_keys(kinds: Mapping[str, int], key_ids: Container[str] | None) -> dict[str, int]:
+    """Number of blocks under each key that is not in ``key_ids``."""
+    if key_ids is None:
+        return {}
+    found = ((kind.partition(" ")[2], count) for kind, count in kinds.items())
+    return {key: count for key, count in found if key and key not in key_ids}
