@@ -167,8 +167,10 @@ def translate(error: Exception, key: str) -> StoreError:
     if isinstance(error, OSError):
         # Without the error's text, which may contain a URL with a signature.
         return store_error(OSError(error.errno or 0, name), key)
-    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
+    if isinstance(error, NotImplementedError):
         return StoreConfigError(f"the driver does not support this operation ({name})", key=key)
+    if isinstance(error, (ValueError, TypeError)):
+        return StoreConfigError(f"the driver cannot use an option or the server's answer ({name})", key=key)
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
 
 
