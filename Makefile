@@ -1,6 +1,7 @@
-# Everything runs in .venv, made from constraints.txt on the first call of any target.
+# Everything runs in .venv, made from constraints.txt on the first call of any target. A Python that is named has an
+# environment of its own, such as .venv-3.13: make test PYTHON=python3.13
+VENV := .venv$(if $(PYTHON),-$(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])"))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := .venv
 BIN := $(VENV)/bin
 SITE_VENV := .venv-docs
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -9,7 +10,8 @@ export PIP_CONSTRAINT = constraints.txt
 # Where it is set, as in many containers, each of the hundreds of processes of a test run compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo plot test test-full test-rest test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
+.PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
+	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
 	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers docs reference site soak e2e e2e-env e2e-older \
 	e2e-reduced test-vllm clean
 
@@ -49,6 +51,10 @@ test-full: setup
 # What test-full runs and test does not.
 test-rest: setup
 	$(BIN)/python -m pytest -m full -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+
+# The tests of the tiers on the other versions of Python that are found here, 3 to 4 minutes each on two idle cores.
+test-pythons: setup
+	$(BIN)/python -m tests.pythons tests/tiers -m "not full" -n 3 --dist loadfile --no-loadscope-reorder -q
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
@@ -172,4 +178,4 @@ test-vllm:
 	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py
 
 clean:
-	rm -rf $(VENV) $(SITE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* $(SITE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests import pythons
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,3 +26,51 @@ def test_setup_finds_its_constraints_in_a_folder_with_a_space_in_its_name(tmp_pa
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (root / ".stamp").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [((), ".venv"), ((f"PYTHON={sys.executable}",), f".venv-{sys.version_info[0]}.{sys.version_info[1]}")],
+    ids=["usual", "named"],
+)
+def test_named_python_has_an_environment_of_its_own(
+    arguments: tuple[str, ...], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHON", raising=False)
+    command = ["make", "--dry-run", "--always-make", "setup", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    made = [line for line in done.stdout.splitlines() if " -m venv " in line]
+    assert [line.rpartition(" ")[2] for line in made] == [folder]
+    assert all(line.startswith(sys.executable) for line in made if arguments)
+
+
+def test_pythons_finds_an_interpreter_that_runs_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shim of pyenv is on the PATH for each version, and fails where nothing selects that version."""
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    shim = shims / f"python{version}"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(shims))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert pythons.find_interpreter(version) is None
+    assert pythons.run_tests(version, []).startswith(f"skipped: no python{version} runs here")
+    real = tmp_path / "versions" / f"{version}.9" / "bin"
+    real.mkdir(parents=True)
+    (real / "python").symlink_to(sys.executable)
+    assert pythons.find_interpreter(version) == str(real / "python")
+
+
+def test_pythons_fails_where_a_supported_version_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = {"3.12": "passed", "3.13": "failed (status 1)", pythons.NEXT_VERSION: "failed to install: pip"}
+    monkeypatch.setattr(pythons, "run_tests", lambda version, _: results[version])
+    assert list(pythons.main("3.11", [])) == ["3.13"]
+    assert capsys.readouterr().out.splitlines() == [f"Python {name}: {result}" for name, result in results.items()]
+
+
+def test_supported_versions_are_those_that_the_project_requires() -> None:
+    assert pythons.supported_versions() == ["3.11", "3.12", "3.13"]

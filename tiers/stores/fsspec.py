@@ -435,7 +435,9 @@ class FsspecStore(Store):
         """Yield the files below ``path``. Folders that cannot hold a path that starts with ``wanted`` are skipped."""
         if depth == LISTED_DEPTH and self._lists_trees:
             found = self._run("", lambda: self._call("find", path, detail=True, withdirs=False))
-            yield from found.values()
+            for entry in found.values():
+                if not self._is_folder_itself(entry, path):
+                    yield entry
             return
         try:
             entries = self._run("", lambda: self._call("ls", path, detail=True))
@@ -451,12 +453,23 @@ class FsspecStore(Store):
             return
         for entry in entries:
             name = entry["name"].rstrip("/")  # folder names of web servers end with a slash
+            if self._is_folder_itself(entry, path):
+                continue  # some drivers include the folder in its own listing
             if entry["type"] != "directory":
                 yield entry
-            elif name == path:
-                continue  # some drivers include the folder in its own listing
             elif (name.startswith(wanted) or wanted.startswith(f"{name}/")) and not _is_hidden(name):
                 yield from self._walk(place, name, depth + 1, wanted)
+
+    def _is_folder_itself(self, entry: Mapping[str, Any], path: str) -> bool:
+        """Whether an entry is the listed folder.
+
+        Raises:
+            StoreConfigError: the entry is not below the folder. A caller might delete what it takes it for.
+        """
+        name, folder = entry["name"].strip("/"), path.strip("/")
+        if name != folder and folder and not name.startswith(f"{folder}/"):
+            raise StoreConfigError(f"{self!r}: the driver lists names that were not asked for")
+        return bool(name == folder)
 
     def _log_skipped(self, folder: str) -> None:
         # A root that is a mount point may have a lost+found folder. One such folder must not fail the whole listing.

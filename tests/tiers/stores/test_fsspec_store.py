@@ -460,6 +460,32 @@ def test_a_folder_in_itself_is_listed_once(local: FsspecStore, monkeypatch: pyte
     assert list_keys(local) == ["a/b"]
 
 
+@pytest.mark.parametrize("other", ["{root}x/a/b", "/elsewhere/a/b", "{root}/c/b"])
+def test_listing_of_names_not_asked_for_is_refused(
+    local: FsspecStore, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """A collector would delete what has the same key in this root."""
+    local.put("a/b", as_parts(b"1"))
+    entry = {"name": other.format(root=local._place.root), "size": 1, "type": "file"}
+    ls = LocalFileSystem.ls
+    monkeypatch.setattr(LocalFileSystem, "ls", lambda fs, path, **options: [entry, *ls(fs, path, **options)])
+    with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+        list_keys(local)
+
+
+def test_tree_of_names_not_asked_for_is_refused(s3: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3.put("a/b/c/d", as_parts(b"1"))
+    assert list_keys(s3) == ["a/b/c/d"]
+    root = s3._place.root
+
+    async def find(*_: object, **__: object) -> dict[str, dict[str, object]]:
+        return {"other": {"name": f"{root}/a/x/c", "size": 1, "type": "file"}}
+
+    monkeypatch.setattr(s3._place.fs, "_find", find)
+    with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+        list_keys(s3)
+
+
 @pytest.mark.parametrize("name", ["n_r0", "001"])
 def test_what_somebody_else_keeps_to_himself_is_passed_over(
     listed: tuple[FsspecStore, Refusals], caplog: pytest.LogCaptureFixture, name: str

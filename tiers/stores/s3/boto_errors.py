@@ -31,31 +31,26 @@ from kvtiers.tiers.stores.s3.errors import (
     Place,
     connection_error,
     deadline_error,
+    not_understood,
+    proxy_error,
     server_error,
     tls_error,
 )
+from kvtiers.tiers.stores.s3.proxies import name_proxy
 
-#: Everything that a boto3 call raises because of a problem outside this process. The credential chain raises OSError
-#: (a token file or helper is missing), RuntimeError (the refreshed credentials have expired, too) and ValueError
-#: (something cannot be parsed). TypeError means that the code in an error document is not text.
-BOTO_ERRORS = (
-    boto_errors.BotoCoreError,
-    boto_errors.ClientError,
-    ResponseParserError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-)
+#: Everything that a boto3 call may raise: its parsers raise any exception about an answer that is not S3's.
+BOTO_ERRORS = (Exception,)
 
 
 def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
-    """Translate a botocore exception into ours.
+    """Translate an exception of a request to S3 into ours. A StoreError, such as one of ``ChainCredentials``, stays.
 
     Args:
         place: where the request went.
         timeout_s: the limit of an attempt, for the message.
     """
+    if isinstance(error, StoreError):
+        return error
     if isinstance(error, boto_errors.ClientError):
         code = code_of(error.response.get("Error", {}))
         answer = error.response.get("ResponseMetadata", {})
@@ -75,6 +70,10 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         return deadline_error(timeout_s, place)
     if isinstance(error, AnswerTooLongError):
         return StoreUnavailableError(f"endpoint: {place.endpoint_url} sends a longer answer than S3 ever does")
+    if isinstance(error, boto_errors.ProxyConnectionError):
+        place = replace(place, proxy=name_proxy(error.kwargs["proxy_url"]))
+        refused = _TUNNEL.search(str(_cause_of(error)))
+        return proxy_error(int(refused[1]), place) if refused else connection_error(place)
     for kinds, ours, hint in _UNANSWERED:
         if isinstance(error, kinds):
             return ours(hint.format(place.endpoint_url))
@@ -85,17 +84,33 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
     if isinstance(error, boto_errors.BotoCoreError):
         what = "profile" if isinstance(error, boto_errors.ProfileNotFound) else "boto3"
         return StoreConfigError(f"{what}: {_text_of(error)} ({place.config_source})")
+    if isinstance(error, OSError):
+        return connection_error(place)
+    return not_understood(error, place)
+
+
+def translate_chain(error: Exception, place: Place, timeout_s: float) -> StoreError:
+    """Translate an exception that the credential chain raised. Arguments as in ``translate``.
+
+    The chain raises OSError (a token file or helper is missing), RuntimeError (the refreshed credentials have expired,
+    too) and, about the output of a helper, nearly anything.
+    """
+    if isinstance(error, boto_errors.ProxyConnectionError):
+        place = replace(place, endpoint_url="a server of boto3's credential chain")
+    if isinstance(error, (StoreError, boto_errors.BotoCoreError, boto_errors.ClientError)):
+        return translate(error, place, timeout_s)
     if isinstance(error, RuntimeError):
         return CredentialsExpiredError("secret: boto3's refreshed credentials have expired, too; renew them")
+    if isinstance(error, OSError) and error.filename is None:
+        return connection_error(place)
     if isinstance(error, OSError):
-        if error.filename is None:
-            return connection_error(place)
         return StorePermissionError(
             f"secret: boto3's credential chain cannot read or run {printable(str(error.filename))}, the web identity "
             f"token or credential_process ({place.config_source})"
         )
     return StorePermissionError(
-        "secret: boto3's credential chain cannot parse the credentials; check the output of credential_process"
+        f"secret: boto3's credential chain cannot parse the credentials ({type(error).__name__}); check the output of "
+        "credential_process"
     )
 
 
@@ -135,7 +150,7 @@ def _text_of(error: boto_errors.BotoCoreError) -> str:
 def _place_of(error: Exception, place: Place) -> Place:
     """Where the failed request was sent, which may be STS or another server of the credential chain."""
     told = getattr(error, "kwargs", {})
-    asked = urlsplit(told.get("endpoint_url") or told.get("proxy_url") or "")
+    asked = urlsplit(told.get("endpoint_url") or "")
     own = urlsplit(place.endpoint_url).netloc
     host = asked.netloc.rpartition("@")[2]
     if not host or (own and host.endswith(own)):  # the host may begin with the bucket's name
@@ -170,6 +185,7 @@ def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: 
 
 
 TEXT_LENGTH_MAX = 500
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})\b")  # http.client's words
 _LOGIN = re.compile(r"//[^\s/]*@")
 
 _CLOCK_SAYS = ("Signature expired", "Signature not yet current")
@@ -199,9 +215,5 @@ _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ..
         StorePermissionError,
         "secret: boto3's credential chain failed (credential_process or metadata); try `aws sts get-caller-identity`",
     ),
-    (
-        (ResponseParserError, TypeError),
-        StoreConfigError,
-        NO_S3,
-    ),
+    ((ResponseParserError,), StoreConfigError, NO_S3),
 )

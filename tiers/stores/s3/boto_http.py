@@ -14,6 +14,7 @@ import contextlib
 import io
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from botocore.awsrequest import (
 )
 from urllib3.exceptions import HTTPError
 
+from kvtiers.tiers.stores.s3.tls import set_trust
 from kvtiers.tiers.stores.watchdog import Watchdog
 
 #: A page of a listing holds 1,000 URL-encoded names of at most 3 KiB each, plus half a KiB per name. Parsing can take
@@ -69,8 +71,7 @@ class BoundedHttp:
         """
         endpoint = client._endpoint
         endpoint.http_session._pool_classes_by_scheme.update(_POOLS)
-        with contextlib.suppress(AttributeError):  # internals of botocore; on failure only ca_path is trusted
-            endpoint.http_session._manager.connection_pool_kw["ssl_context"].load_default_certs()
+        _trust_alike(endpoint.http_session)
         endpoint.http_session = _BoundedSession(endpoint.http_session, self)
         client.meta.events.register("before-call", self._begin_call)
         return client
@@ -86,6 +87,19 @@ class BoundedHttp:
     def _begin_call(self, model: Any, **_: Any) -> None:
         if model.name != "HeadBucket":  # botocore makes this one within a call, to find the bucket's region
             self._call.deadline = self.clock() + self._timeout_s
+
+
+def _trust_alike(http_session: Any) -> None:
+    """Have a client's connections trust as ``tls`` says, including those that it makes later through a proxy."""
+    make = http_session._get_ssl_context
+
+    def make_trusting() -> ssl.SSLContext:
+        context: ssl.SSLContext = make()
+        set_trust(context)
+        return context
+
+    http_session._get_ssl_context = make_trusting
+    set_trust(http_session._manager.connection_pool_kw["ssl_context"])
 
 
 class BoundedBotocoreSession(botocore.session.Session):  # type: ignore[misc]

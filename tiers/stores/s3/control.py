@@ -21,6 +21,7 @@ from kvtiers.tiers.errors import BlobNotFoundError, StoreConfigError, StoreError
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, code_of, is_from_s3
 from kvtiers.tiers.stores.s3.errors import NO_S3, VagueRefusalError, deadline_error, server_error, without_absence
+from kvtiers.tiers.stores.s3.listing import Page
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.watchdog import begin
 
@@ -38,22 +39,28 @@ class S3Control:
         self._own = f"{self._options.prefix}/" if self._options.prefix else ""
         self._asking = threading.BoundedSemaphore(session.options.max_connections)
 
-    def list_page(self, prefix: str, delimiter: str = "", token: str = "") -> tuple[list[KeyInfo], list[str], str]:
-        """List up to 1,000 objects and folders by their whole names; also return the next page's token, "" if none.
+    def list_page(self, prefix: str, delimiter: str = "", token: str = "") -> Page:
+        """List up to 1,000 objects and folders by their whole names.
 
         boto3's parser is slow (50 ms of CPU per page), but obstore refuses a page that holds a name like "a//b".
 
         Args:
             delimiter: "/" to list what is directly below the prefix, folders included; "" to list all objects below it.
             token: from the previous page.
+
+        Raises:
+            StoreConfigError: an entry is incomplete, or its name was not asked for: a caller might delete that object.
         """
         more = {"ContinuationToken": token, "Delimiter": delimiter}
         page = self._list(Prefix=prefix, **{name: value for name, value in more.items() if value})
         try:
             found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
             folders = [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
-        except (KeyError, TypeError, AttributeError):  # an entry without its name, size or date
+        except (KeyError, AttributeError):  # an entry without its name, size or date
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url)) from None
+        if any(info.size < 0 for info in found):
+            raise StoreConfigError(f"{NO_S3.format(self._session.endpoint_url)} (an object has a negative size)")
+        self._raise_unless_asked_for(prefix, delimiter, [info.key for info in found], folders)
         return found, folders, self._next_token(page, token)
 
     def delete(self, key: str) -> None:
@@ -207,6 +214,16 @@ class S3Control:
         if "Name" not in answer:  # botocore parses a page of HTML as XML
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
         return answer
+
+    def _raise_unless_asked_for(self, prefix: str, delimiter: str, keys: list[str], folders: list[str]) -> None:
+        are_below = all(name and name.startswith(prefix) for name in (*keys, *folders))
+        are_parted = not delimiter or not any(delimiter in key[len(prefix) :] for key in keys)
+        are_folders = all(delimiter and name.endswith(delimiter) for name in folders)
+        if not (are_below and are_parted and are_folders):
+            raise StoreConfigError(
+                f"endpoint: {self._session.endpoint_url} lists names that were not asked for; does a proxy or gateway "
+                "drop the prefix of a listing?"
+            )
 
     def _next_token(self, page: dict[str, Any], token: str) -> str:
         """The token of the next page, "" after the last.

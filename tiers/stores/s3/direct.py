@@ -37,6 +37,7 @@ from kvtiers.tiers.stores.s3.errors import (
 )
 from kvtiers.tiers.stores.s3.options import IDLE_S_MAX
 from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.s3.tls import make_context
 from kvtiers.tiers.stores.vectored_io import look_at, runs, transfer
 from kvtiers.tiers.stores.watchdog import Watchdog
 
@@ -70,7 +71,7 @@ class DirectReader:
         self._name = subdomain + (parts.hostname or "")
         usual_port = 443 if parts.scheme == "https" else 80
         self._port = parts.port or usual_port
-        self._tls = _tls_context(session) if parts.scheme == "https" else None
+        self._tls = make_context(session.ca_path, verify=self._options.verify) if parts.scheme == "https" else None
         # The same header as the other clients send: a proxy may rewrite it, and the signature covers it.
         host = f"[{self._name}]" if ":" in self._name else self._name
         self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
@@ -201,15 +202,6 @@ class DirectReader:
                     undo.pop_all()
                     return sock
         raise connection_error(self._session.place)
-
-
-def _tls_context(session: S3Session) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.load_verify_locations(session.ca_path)
-    if not session.options.verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def _head_of_object(sock: socket.socket, size: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from kvtiers.tiers.errors import (
     BlobCorruptError,
@@ -61,18 +62,28 @@ class MissingHeaderError(StoreUnavailableError):
     retryable = False
 
 
+class SignatureRefusedError(CredentialsRefusedError):
+    """The server computes another signature: the secret is wrong, or the server does not sign all our headers."""
+
+
+class ProxyRefusedError(StoreConfigError):
+    """The proxy does not let this machine reach the endpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a request went, for the hints in error messages. Holds no secrets.
 
     Attributes:
         config_source: the profile and file that boto3 reads its configuration from.
+        proxy: address of the proxy in use, and the variable that sets it; "" if there is none.
     """
 
     bucket: str
     region: str
     endpoint_url: str
     config_source: str = ""
+    proxy: str = ""
 
 
 _REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_url, or log in if that is a login page"
@@ -88,12 +99,17 @@ _VIRTUAL = (
     "addressing_style: {endpoint_url} accepts buckets only as part of the host name; set addressing_style: virtual"
 )
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
+_SSE = "sse: the server cannot encrypt blobs in this way; correct sse and sse_kms_key_id, or give the server a KMS"
 _TOO_LARGE = "the blob is larger than the server, or a proxy in front of it, accepts"
 _FORM = "the server does not accept this request"
 
 _UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
 _OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
 _NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
+_IS_AUTHORITY = (
+    "endpoint: the certificate of {} is itself a certificate authority's, which obstore does not accept of a server; "
+    "issue one for the server alone (CA:FALSE), or set client: boto3"
+)
 _OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
 #: Part of a client's error text -> hint.
 _TLS_ERRORS = (
@@ -106,6 +122,7 @@ _TLS_ERRORS = (
     ("Hostname mismatch", _OTHER_NAME),
     ("IP address mismatch", _OTHER_NAME),
     ("NotValidForName", _OTHER_NAME),
+    ("CaUsedAsEndEntity", _IS_AUTHORITY),
     ("certificate has expired", _OTHER_TIME),
     ("InvalidCertificate(Expired", _OTHER_TIME),
     ("InvalidCertificate(NotValidYet", _OTHER_TIME),
@@ -138,6 +155,8 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "InvalidBucketName": (StoreConfigError, "bucket: {endpoint_url} does not accept the name {bucket}"),
     "InvalidClientTokenId": (CredentialsRefusedError, _KEY_ID),
     "InvalidDigest": (DigestRefusedError, "the bytes changed in transit"),
+    "InvalidEncryptionAlgorithmError": (StoreConfigError, _SSE),
+    "InvalidEncryptionMethod": (StoreConfigError, _SSE),
     "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
     "InvalidRange": (BlobCorruptError, "the blob is shorter than the requested range"),
     "InvalidStorageClass": (StoreConfigError, "storage_class: the server does not have this class"),
@@ -146,6 +165,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "KMS.DisabledException": (StorePermissionError, _KMS),
     "KMS.KMSInvalidStateException": (StorePermissionError, _KMS),
     "KMS.NotFoundException": (StorePermissionError, _KMS),
+    "KMSNotConfigured": (StoreConfigError, _SSE),  # MinIO's
     "NoSuchBucket": (StoreConfigError, _BUCKET),
     "NoSuchKey": (BlobNotFoundError, "not stored"),
     "OperationAborted": (StoreUnavailableError, "another writer is changing this key"),
@@ -157,7 +177,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "RequestTimeout": (StoreUnavailableError, "the server waited too long for the body"),
     "SecondLevelDomainForbidden": (StoreConfigError, _VIRTUAL),  # Alibaba Cloud's
     "ServiceUnavailable": (StoreUnavailableError, "the server is out of service"),
-    "SignatureDoesNotMatch": (CredentialsRefusedError, _SECRET),
+    "SignatureDoesNotMatch": (SignatureRefusedError, _SECRET),
     "SlowDown": (StoreThrottledError, "the server asks to slow down"),
     "SlowDownRead": (StoreThrottledError, "the server asks to slow down"),
     "SlowDownWrite": (StoreThrottledError, "the server asks to slow down"),
@@ -168,6 +188,8 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "XAmzContentChecksumMismatch": (DigestRefusedError, "the bytes changed in transit"),  # MinIO's
     "XAmzContentSHA256Mismatch": (DigestRefusedError, "the bytes changed in transit"),
     "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
+    "XMinioKMSKeyNotFoundException": (StoreConfigError, _SSE),
+    "XMinioKMSNotConfigured": (StoreConfigError, _SSE),
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }
 
@@ -226,7 +248,11 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
     error, hint = CODES.get(code) or _STATUSES.get(status) or fallback
     if error is RequestRefusedError and status != 501 and code not in _REFUSALS:
         error = VagueRefusalError
+    if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:  # only proxies send it
+        return proxy_error(status, place)
     said = f"{code}, HTTP {status}" if code else f"HTTP {status}"
+    if place.proxy and not code:
+        said += f"; the proxy {place.proxy} may have sent this response"
     target = _TARGET.match(location)
     filled = hint.format(
         bucket=place.bucket,
@@ -246,8 +272,42 @@ def without_absence(error: StoreError, place: Place) -> StoreError:
 
 def connection_error(place: Place) -> StoreError:
     """The exception for a request that got no response, or only part of one."""
+    if place.proxy:
+        return StoreUnavailableError(
+            f"proxy: no connection to {place.endpoint_url} through the proxy {place.proxy}; is its address right, "
+            "and can it reach the endpoint?"
+        )
     return StoreUnavailableError(
         f"endpoint: {place.endpoint_url} refused the connection, broke it off or is an unknown host"
+    )
+
+
+def proxy_error(status: int | None, place: Place) -> StoreError:
+    """The exception for a proxy that refuses to connect to the endpoint.
+
+    Args:
+        status: the HTTP status of its answer; None: unknown.
+    """
+    proxy = f"the proxy {place.proxy or f'in front of {place.endpoint_url}'}"
+    said = f" (HTTP {status})" if status else ""
+    if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+        return ProxyRefusedError(
+            f"proxy: {proxy} wants a login{said}; set the variable to http://user:password@host:port, or add the "
+            "endpoint's host to NO_PROXY"
+        )
+    if status is not None and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return StoreUnavailableError(f"proxy: {proxy} cannot reach {place.endpoint_url}{said}")
+    return ProxyRefusedError(
+        f"proxy: {proxy} does not connect this machine to {place.endpoint_url}{said}; allow the endpoint there, set a "
+        "login if the proxy wants one, or add the endpoint's host to NO_PROXY"
+    )
+
+
+def not_understood(error: Exception, place: Place) -> StoreError:
+    """The exception for a response that a client fails to read. Names only the type: the text may quote the server."""
+    return StoreConfigError(
+        f"endpoint: the server's answer could not be understood ({type(error).__name__}); is {place.endpoint_url} the "
+        "right address, or does a proxy change what S3 sends?"
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -56,6 +57,7 @@ from kvtiers.tiers.stores.s3.errors import (
     connection_error,
     deadline_error,
     missing_header,
+    proxy_error,
     server_error,
     tls_error,
     without_absence,
@@ -84,6 +86,7 @@ _NOT_PARTIAL = "Received non-partial response when range requested"
 _MISSING = re.compile(r"\b([A-Z][A-Za-z-]+) Header missing from response")
 _CONNECTION_TEXT = "HTTP error: "
 _TLS_TEXT = "InvalidCertificate"
+_TUNNEL = re.compile(r"ProxyAuthRequired|TunnelUnsuccessful")  # hyper-util's; it does not tell the status
 # object_store's own words; the text after them may quote the server.
 _WORDS = re.compile(r"Generic S3 error: ([A-Za-z -]{1,80})\b")
 
@@ -285,6 +288,9 @@ class ObstoreClient:
         if _CONNECTION_TEXT not in text:
             said = _WORDS.match(text)
             return StoreUnavailableError(NO_S3.format(place.endpoint_url) + (f" (obstore: {said[1]})" if said else ""))
+        if self._session.proxy is not None and (tunnel := _TUNNEL.search(str(error))):
+            is_login = tunnel[0] == "ProxyAuthRequired"
+            return proxy_error(HTTPStatus.PROXY_AUTHENTICATION_REQUIRED if is_login else None, place)
         if _TLS_TEXT in str(error):
             return tls_error(str(error), place)
         return connection_error(place)

@@ -1,16 +1,28 @@
-"""The forms in which a put proves its payload, from the cheapest to one that every server accepts."""
+"""The ways to put a blob, from the cheapest to one that every server accepts, and which of them a server accepts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtiers.tiers.errors import StoreError, StorePermissionError
-from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, DigestRefusedError, RequestRefusedError
-from kvtiers.tiers.stores.s3.options import Checksum
+from kvtiers.tiers.stores.s3.errors import (
+    CredentialsRefusedError,
+    DigestRefusedError,
+    RequestRefusedError,
+    SignatureRefusedError,
+    VagueRefusalError,
+)
+from kvtiers.tiers.stores.s3.options import Checksum, S3Options
 
-#: Errors with which a server may refuse a form.
+#: Errors with which a server may refuse a way.
 REFUSALS: Final = (RequestRefusedError, StorePermissionError, DigestRefusedError)
+
+#: Detours in a row after which one is taken at once, although the refusals did not say of what.
+VAGUE_DETOURS_MAX: Final = 3
+#: How long such a detour is taken, and how long only the first way is tried after all ways were refused.
+REMEMBERED_S: Final = 60.0
 
 
 class PutForm(Enum):
@@ -21,6 +33,13 @@ class PutForm(Enum):
     PLAIN = auto()  # by a signature that covers the payload
 
 
+class PutWay(NamedTuple):
+    """One way to put a blob. ``create``: with If-None-Match."""
+
+    create: bool
+    form: PutForm
+
+
 def forms_of(checksum: Checksum) -> tuple[PutForm, ...]:
     """The forms to try, in order. A bucket with object lock requires a checksum, which SIGNED provides."""
     if checksum == "none":
@@ -28,20 +47,129 @@ def forms_of(checksum: Checksum) -> tuple[PutForm, ...]:
     return (PutForm.CHECKED, PutForm.SIGNED, PutForm.PLAIN)
 
 
-def may_depend_on_form(error: StoreError, form: PutForm) -> bool:
-    """Whether the server may accept another form after it refused this one.
+class Detour:
+    """Whether requests take a detour at once, because the server refuses the straight way. Any thread may call.
 
-    It may refuse credentials because of a bucket policy that denies unsigned payloads.
+    A refusal with a known code is remembered for good. Other refusals may come from a load balancer whose servers
+    restart: after ``VAGUE_DETOURS_MAX`` detours in a row, the detour is taken for ``REMEMBERED_S``. Then the straight
+    way is tried again. Two threads that race cost at most one more request.
     """
-    if isinstance(error, CredentialsExpiredError):
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._is_lasting = False
+        self._in_a_row = 0
+        self._until = float("-inf")
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether to take the detour at once."""
+        return self._is_lasting or self._clock() < self._until
+
+    def was_not_needed(self) -> None:
+        """Note that the straight way succeeded."""
+        self._in_a_row = 0
+
+    def helped(self, refusals: Sequence[StoreError]) -> bool:
+        """Note that the detour succeeded after these refusals. Returns whether it is now taken for good."""
+        if not any(isinstance(refused, VagueRefusalError) for refused in refusals):
+            self._is_lasting = True
+        self._in_a_row += 1
+        if self._in_a_row >= VAGUE_DETOURS_MAX:
+            self._until = self._clock() + REMEMBERED_S
+        return self._is_lasting
+
+
+class PutWays:
+    """Remembers which ways of putting a bucket accepts. Any thread may call; a race costs at most one more upload.
+
+    After all ways were refused, only the first is tried for ``REMEMBERED_S``: the cause is another (a proxy, a
+    permission, the encryption), and a blob is large.
+    """
+
+    def __init__(self, checksum: Checksum, clock: Callable[[], float]) -> None:
+        self._forms = forms_of(checksum)
+        self._clock = clock
+        self._detours = {form: Detour(clock) for form in self._forms[1:]}  # to this form from the ones before
+        self._unconditional = Detour(clock)
+        self._in_vain_until = float("-inf")
+
+    @property
+    def first_form(self) -> PutForm:
+        """The form that a put tries first."""
+        return next((form for form in reversed(self._forms[1:]) if self._detours[form].is_taken), self._forms[0])
+
+    def to_try(self, *, create: bool) -> list[PutWay]:
+        """The ways of one put, in order.
+
+        Args:
+            create: the put must not replace a blob.
+        """
+        forms = self._forms[self._forms.index(self.first_form) :]
+        conditions = [False] if not create or self._unconditional.is_taken else [True, False]
+        ways = [PutWay(condition, form) for condition in conditions for form in forms]
+        return ways[:1] if self.are_all_refused else ways
+
+    @property
+    def are_all_refused(self) -> bool:
+        """Whether a put was lately refused in all ways."""
+        return self._clock() < self._in_vain_until
+
+    def all_refused(self) -> None:
+        """Note that the server refused all ways."""
+        self._in_vain_until = self._clock() + REMEMBERED_S
+
+    def accepted(self, way: PutWay, refusals: Mapping[PutWay, StoreError]) -> tuple[bool, bool]:
+        """Note that the server accepted a way after it had refused others.
+
+        Returns:
+            Whether this way's form, and whether its lack of If-None-Match, are now used for good.
+        """
+        self._in_vain_until = float("-inf")
+        form_refusals = [error for refused, error in refusals.items() if refused.create == way.create]
+        for form in self._forms[self._forms.index(way.form) + 1 :]:
+            self._detours[form].was_not_needed()
+        if way.create:
+            self._unconditional.was_not_needed()
+        condition_refusals = [error for refused, error in refusals.items() if refused.create != way.create]
+        return (
+            bool(form_refusals) and self._detours[way.form].helped(form_refusals),
+            bool(condition_refusals) and self._unconditional.helped(condition_refusals),
+        )
+
+
+def may_depend_on_way(error: StoreError, way: PutWay, other: PutWay) -> bool:
+    """Whether the server may accept another way after it refused this one.
+
+    It may refuse credentials because of a bucket policy that denies unsigned payloads, or a signature because it does
+    not know the headers of checksums.
+    """
+    if isinstance(error, RequestRefusedError):
+        return True
+    if isinstance(error, CredentialsRefusedError) and not isinstance(error, SignatureRefusedError):
         return False
-    return isinstance(error, RequestRefusedError) or form is PutForm.CHECKED
+    return other.create == way.create and (isinstance(error, StorePermissionError) or way.form is PutForm.CHECKED)
 
 
-def describe_refusal(error: StoreError, form: PutForm, taken: PutForm, checksum: Checksum) -> str:
+def describe_refusal(form: PutForm, taken: PutForm, checksum: Checksum) -> str:
     """The log message for a refused form; ``taken`` is the form that the server accepted."""
     if form is PutForm.PLAIN:
         return "the server wants a checksum; SHA-256 is sent"
-    if isinstance(error, RequestRefusedError) and taken is PutForm.PLAIN:
+    if taken is PutForm.PLAIN:
         return f"the server refuses {checksum}; payloads are signed instead"
     return f"the server refuses {checksum} with unsigned payloads; payloads are signed instead"
+
+
+def with_asked_for(error: StoreError, options: S3Options) -> StoreError:
+    """The error of a refused put, with the options that each put asks the server for and that may be its cause."""
+    if isinstance(error, CredentialsRefusedError):
+        return error
+    asked = [
+        f"{name}: {value}"
+        for name, value in (("sse", options.sse), ("storage_class", options.storage_class))
+        if value is not None
+    ]
+    if not asked:
+        return error
+    lacking = "may need a right of its own" if isinstance(error, StorePermissionError) else "the server may not support"
+    return type(error)(f"{error}; each put asks for {' and '.join(asked)}, which {lacking}")

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import getproxies
 
 import boto3
 import botocore.session
@@ -38,10 +37,11 @@ if TYPE_CHECKING:
 from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError
 from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
 from kvtiers.tiers.stores.s3.boto_config import BotoConfig
-from kvtiers.tiers.stores.s3.boto_errors import translate
+from kvtiers.tiers.stores.s3.boto_errors import translate, translate_chain
 from kvtiers.tiers.stores.s3.boto_http import BoundedHttp
 from kvtiers.tiers.stores.s3.errors import CredentialsLateError, Place
 from kvtiers.tiers.stores.s3.options import IDLE_S_MAX, S3Options, check_endpoint
+from kvtiers.tiers.stores.s3.proxies import check_proxy, name_proxy, proxy_of
 from kvtiers.tiers.stores.watchdog import begin
 
 DEFAULT_REGION = "us-east-1"
@@ -53,7 +53,6 @@ GOOD_S_MIN: Final = 600.0
 #: In the last 15 minutes before expiry, botocore would ask the chain on every request. That is useless if credentials
 #: are issued for less time, or if the chain returns the same ones until 5 minutes before expiry.
 ASK_EVERY_S: Final = 30.0
-_PORTS = {"http": 80, "https": 443}
 
 
 class S3Session:
@@ -89,7 +88,7 @@ class S3Session:
                 if options.role_arn is None:
                     source.refuse_mfa(botocore_session, chain)
                 self._credentials = ChainCredentials(
-                    chain, self.translate, options.attempt_timeout_s, check=source.check
+                    chain, self._translate_chain, options.attempt_timeout_s, check=source.check
                 )
                 botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
             self.ca_path: str = (
@@ -113,6 +112,9 @@ class S3Session:
         except ConfigError as e:  # S3Options checked its own field; this may come from the environment or profile
             raise StoreConfigError(f"endpoint: {e}") from None
         self.proxy = proxy_of(self.endpoint_url)
+        if self.proxy is not None:
+            check_proxy(self.proxy)
+            self.place = replace(self.place, proxy=name_proxy(self.proxy))
         if getproxies():  # the first client, made to learn the endpoint, has read them in its own way
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
             self.client = self.make_client()
@@ -216,7 +218,10 @@ class S3Session:
         try:
             return session.get_component("credential_provider").load_credentials()
         except Exception as e:  # noqa: BLE001 - bad helper output or files can make the chain raise any exception
-            raise self.translate(e) from None
+            raise self._translate_chain(e) from None
+
+    def _translate_chain(self, error: Exception) -> StoreError:
+        return translate_chain(error, self.place, self.options.attempt_timeout_s)
 
 
 def _read_ca_bundle(path: str) -> bytes:
@@ -357,36 +362,3 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         """Whether the chain's credentials expire within ``seconds``; None: so soon that it would refresh them."""
         refresh_needed = getattr(self._chain, "refresh_needed", None)  # static credentials lack it
         return refresh_needed is not None and bool(refresh_needed(seconds))
-
-
-def proxy_of(endpoint_url: str) -> str | None:
-    """The proxy's URL from the environment; None if requests go to the endpoint directly.
-
-    Chosen once for all three clients, which each read ``NO_PROXY`` differently: botocore (like urllib) supports
-    host:port but not networks. reqwest, which obstore uses, supports networks but not host:port. Only reqwest reads
-    ``ALL_PROXY``.
-    """
-    parts = urlsplit(endpoint_url)
-    host = parts.hostname or ""
-    proxies = getproxies()
-    proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if not proxy or _is_excluded(host, parts.port or _PORTS[parts.scheme], proxies.get("no", "")):
-        return None
-    if "://" not in proxy:
-        return f"http://{proxy}"
-    return proxy if proxy.startswith("http") else None  # no client supports SOCKS
-
-
-def _is_excluded(host: str, port: int, excluded: str) -> bool:
-    """Whether ``NO_PROXY`` covers the host: by ``*``, name, suffix, address or network, with or without a port."""
-    if proxy_bypass(f"{host}:{port}"):
-        return True
-    for entry in map(str.strip, excluded.split(",")):
-        if entry == "*":
-            return True
-        try:
-            if ip_address(host) in ip_network(entry, strict=False):
-                return True
-        except ValueError:
-            pass
-    return False

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Final
 
-from kvtiers.tiers.errors import BlobCorruptError, InvalidKeyError, StoreError
+from kvtiers.tiers.errors import BlobCorruptError, InvalidKeyError, StoreError, StorePermissionError
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import (
     KEY_LENGTH_MAX,
@@ -36,6 +36,7 @@ from kvtiers.tiers.store import (
     parts_size,
 )
 from kvtiers.tiers.stores.s3.attempts import Attempts
+from kvtiers.tiers.stores.s3.clients import Clients
 from kvtiers.tiers.stores.s3.control import DELETE_KEYS_MAX
 from kvtiers.tiers.stores.s3.errors import (
     BareRefusalError,
@@ -44,12 +45,23 @@ from kvtiers.tiers.stores.s3.errors import (
     MissingHeaderError,
     Place,
     RequestRefusedError,
+    SignatureRefusedError,
     VagueRefusalError,
     deadline_error,
 )
+from kvtiers.tiers.stores.s3.listing import Page, follow
 from kvtiers.tiers.stores.s3.many_objects import Answers, Lookups, delete_each
 from kvtiers.tiers.stores.s3.options import S3Options
-from kvtiers.tiers.stores.s3.put_form import REFUSALS, PutForm, describe_refusal, forms_of, may_depend_on_form
+from kvtiers.tiers.stores.s3.put_form import (
+    REFUSALS,
+    Detour,
+    PutForm,
+    PutWay,
+    PutWays,
+    describe_refusal,
+    may_depend_on_way,
+    with_asked_for,
+)
 from kvtiers.tiers.stores.s3.trial import try_each_client
 from kvtiers.tiers.stores.vectored_io import look_at
 from kvtiers.tiers.stores.watchdog import begin
@@ -67,9 +79,8 @@ TRY_S_MAX: Final = 5.0  # for the trial that follows a successful check
 class S3Store(Store):
     """Keeps blobs in an S3 bucket.
 
-    Any thread may call. The constructor does no I/O; the first call makes the clients. Three fields change in one
-    direction only: ``_forms`` drops the forms that the server refuses, ``_batches_refused`` becomes True and
-    ``capabilities.exclusive_create`` becomes False.
+    Any thread may call. The constructor does no I/O; the first call makes the clients. ``_ways``, ``_without_batches``
+    and ``_without_head`` remember what the server refuses. ``capabilities.exclusive_create`` may become False.
 
     Args:
         options: bucket, endpoint and request settings.
@@ -90,8 +101,9 @@ class S3Store(Store):
     ) -> None:
         self.options = options
         self._clock = clock
-        self._forms = forms_of(options.checksum)
-        self._batches_refused = False
+        self._ways = PutWays(options.checksum, clock)
+        self._without_batches = Detour(clock)
+        self._without_head = Detour(clock)
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
         )
@@ -101,32 +113,12 @@ class S3Store(Store):
         return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r}, client={self.options.client!r})"
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        self._name(key)
-        plain = _as_bytes(parts)
-        latest_start = self._attempts.latest_start()
-        refused: RequestRefusedError | None = None
-        if not overwrite and self.capabilities.exclusive_create:
-            try:
-                return self._put(key, plain, latest_start, create=True)
-            except RequestRefusedError as e:
-                refused = e.with_traceback(None)
-            if self._clock() > latest_start:
-                # A copy: with a traceback, ``refused`` and this frame would refer to each other, and so hold the
-                # caller's memory until the next garbage collection.
-                raise copy.copy(refused)
-        if not overwrite and self._size(key, latest_start) is not None:
-            return False
-        published = self._put(key, plain, latest_start, create=False)
-        # The server accepted the put without If-None-Match, so it had refused that header.
-        if refused is not None and not isinstance(refused, VagueRefusalError) and self.capabilities.exclusive_create:
-            self.capabilities = replace(self.capabilities, exclusive_create=False)
-            logger.warning("%r: the server refuses If-None-Match; each put first checks for the object", self)
-        return published
+        return self._put(key, _as_bytes(parts), create=not overwrite)
 
     def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
         """See ``SupportsAges``. The age is stored as metadata, because S3 itself sets each object's time."""
         metadata = {USED_AT: f"{used_at:.9f}"}
-        return self._put(key, _as_bytes(parts), self._attempts.latest_start(), create=False, metadata=metadata)
+        return self._put(key, _as_bytes(parts), create=False, metadata=metadata)
 
     def used_at(self, info: KeyInfo) -> float:
         """See ``SupportsAges``."""
@@ -168,6 +160,8 @@ class S3Store(Store):
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, 1,000 per request. Skip objects whose names are not valid keys, such as folder markers."""
+        if "//" in f"/{prefix}":  # no key has such a prefix, and some servers take it for "/"
+            return
         root = self.options.object_key("")
         for objects, _ in self._pages(root + prefix):
             for info in objects:
@@ -176,9 +170,7 @@ class S3Store(Store):
                     check_key(key)
                 except InvalidKeyError:
                     continue
-                # Some servers treat the prefix "a//" as "a/".
-                if key.startswith(prefix):
-                    yield KeyInfo(key, info.size, info.mtime)
+                yield KeyInfo(key, info.size, info.mtime)
 
     def close(self) -> None:
         self._attempts.close()
@@ -244,8 +236,8 @@ class S3Store(Store):
         The request runs in its own thread, because resolving an unknown host name can block for half a minute.
 
         Raises:
-            StoreError: within ``CHECK_S_MAX``. Its message is one line that begins with the cause (endpoint, secret,
-                clock, bucket or region) and says how to fix it.
+            StoreError: within ``CHECK_S_MAX``. Its message is one line that begins with the cause (endpoint, proxy,
+                secret, clock, bucket or region) and says how to fix it.
         """
         self._attempts.raise_if_closed()
         process = self._attempts.current()
@@ -288,8 +280,8 @@ class S3Store(Store):
 
     @property
     def checksum_refused(self) -> bool:
-        """Whether the server has refused a put because of its ``checksum``; payloads have been signed since."""
-        return self.options.checksum != "none" and self._forms[0] is not PutForm.CHECKED
+        """Whether the server has refused puts because of their ``checksum``; payloads have been signed since."""
+        return self.options.checksum != "none" and self._ways.first_form is not PutForm.CHECKED
 
     def folders(self) -> list[str]:
         """List the first components of all keys, with one request per 1,000 of them.
@@ -349,53 +341,83 @@ class S3Store(Store):
         return names
 
     def _put(
-        self,
-        key: str,
-        plain: list[memoryview],
-        latest_start: float,
-        *,
-        create: bool,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, plain: list[memoryview], *, create: bool, metadata: Mapping[str, str] | None = None
     ) -> bool:
-        forms = self._forms
-        refused: StoreError | None = None
-        for form in forms:
+        """Put a blob in the first way that the server accepts."""
+        latest_start = self._attempts.latest_start()
+        name = self._name(key)
+        refusals: dict[PutWay, StoreError] = {}
+        may_exist = create
+        for way in self._ways.to_try(create=create):
+            if refusals and not self._may_go_on(refusals, way, latest_start):
+                break
+            if may_exist and not way.create:
+                if self._size(key, latest_start) is not None:
+                    return False
+                may_exist = False
             try:
-                published = self._put_as(form, key, plain, latest_start, create=create, metadata=metadata)
+                published = self._put_in(way, key, name, plain, latest_start, metadata)
             except REFUSALS as e:
-                refused = refused or e.with_traceback(None)
-                if self._clock() > latest_start or not may_depend_on_form(e, form):
-                    break
+                refusals[way] = e.with_traceback(None)
                 continue
-            if refused is not None and not isinstance(refused, VagueRefusalError) and self._forms is forms:
-                self._forms = forms[forms.index(form) :]
-                logger.warning("%r: %s", self, describe_refusal(refused, forms[0], form, self.options.checksum))
+            self._note_accepted(way, refusals)
             return published
-        assert refused is not None
-        raise copy.copy(refused)  # as in ``put``
+        if self._clock() <= latest_start:
+            self._ways.all_refused()
+        # The first says most about the cause. A copy: with a traceback, it and this frame would refer to each other,
+        # and so hold the caller's memory until the next garbage collection.
+        raise copy.copy(next(iter(refusals.values())))
 
-    def _put_as(
+    def _may_go_on(self, refusals: dict[PutWay, StoreError], way: PutWay, latest_start: float) -> bool:
+        """Whether the server may accept ``way`` after these refusals, and there is time for it."""
+        last = next(reversed(refusals))
+        error = refusals[last]
+        is_futile = self._ways.are_all_refused or not may_depend_on_way(error, last, way)
+        if is_futile or self._clock() > latest_start:
+            return False
+        # A wrong secret is told by a request without a blob.
+        return not isinstance(error, SignatureRefusedError) or len(refusals) > 1 or self._is_secret_right(latest_start)
+
+    def _is_secret_right(self, latest_start: float) -> bool:
+        try:
+            self._attempts.run("", lambda clients: clients.control.check(), latest_start)
+        except CredentialsRefusedError:
+            return False
+        except StoreError as e:
+            return not e.retryable  # the signature is right, although the bucket may not be listed
+        return True
+
+    def _note_accepted(self, way: PutWay, refusals: Mapping[PutWay, StoreError]) -> None:
+        before = self._ways.first_form
+        form_changed, condition_dropped = self._ways.accepted(way, refusals)
+        if form_changed:
+            logger.warning("%r: %s", self, describe_refusal(before, way.form, self.options.checksum))
+        if condition_dropped and self.capabilities.exclusive_create:
+            self.capabilities = replace(self.capabilities, exclusive_create=False)
+            logger.warning("%r: the server refuses If-None-Match; each put first checks for the object", self)
+
+    def _put_in(
         self,
-        form: PutForm,
+        way: PutWay,
         key: str,
+        name: str,
         plain: list[memoryview],
         latest_start: float,
-        *,
-        create: bool,
         metadata: Mapping[str, str] | None,
     ) -> bool:
-        name = self._name(key)
+        def send(clients: Clients) -> bool:
+            try:
+                return clients.data.put(name, plain, create=way.create, form=way.form, metadata=metadata)
+            except (RequestRefusedError, StorePermissionError) as e:
+                raise with_asked_for(e, self.options) from None
+
         try:
-            return self._attempts.run(
-                key,
-                lambda clients: clients.data.put(name, plain, create=create, form=form, metadata=metadata),
-                latest_start,
-            )
+            return self._attempts.run(key, send, latest_start)
         except MissingHeaderError as e:
             missing = e.with_traceback(None)
         if self._is_listed(name, parts_size(plain), latest_start):
             return True
-        raise copy.copy(missing)  # as in ``put``
+        raise copy.copy(missing)  # as in ``_put``
 
     def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
         """Whether the bucket lists the object. Decides a put whose response lacks the header that proves success."""
@@ -407,28 +429,24 @@ class S3Store(Store):
 
     def _pages(self, prefix: str, delimiter: str = "", key: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
         """List the objects and folders below a prefix of whole names, 1,000 per request. Errors name ``key``."""
-        token = ""
-        while True:
-            objects, folders, token = self._list_page(prefix, delimiter, token, key)
-            yield objects, folders
-            if not token:
-                return
 
-    def _list_page(self, prefix: str, delimiter: str, token: str, key: str) -> tuple[list[KeyInfo], list[str], str]:
-        return self._attempts.run(key, lambda clients: clients.control.list_page(prefix, delimiter, token))
+        def list_page(token: str) -> Page:
+            return self._attempts.run(key, lambda clients: clients.control.list_page(prefix, delimiter, token))
+
+        return follow(list_page, self.options.endpoint_url or "the endpoint")
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
-        if self._batches_refused:
+        if self._without_batches.is_taken:
             return self._delete_each(names)
         try:
-            return self._attempts.run("", lambda clients: clients.control.delete_batch(names))
+            failed = self._attempts.run("", lambda clients: clients.control.delete_batch(names))
         except RequestRefusedError as e:  # MissingContentMD5, NotImplemented and the like
             failed = self._delete_each(names)
-            is_explicit = not isinstance(e, VagueRefusalError)
-            if is_explicit and len(failed) < len(names) and not self._batches_refused:
-                self._batches_refused = True
+            if len(failed) < len(names) and self._without_batches.helped([e]):
                 logger.warning("%r: the server refuses DeleteObjects; blobs are deleted one by one instead", self)
-            return failed
+        else:
+            self._without_batches.was_not_needed()
+        return failed
 
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
         return delete_each(names, lambda name: self._attempts.run("", lambda clients: clients.control.delete(name)))
@@ -443,16 +461,28 @@ class S3Store(Store):
 
     def _size(self, key: str, latest_start: float) -> int | None:
         name = self._name(key)
+        if self._without_head.is_taken:
+            with contextlib.suppress(BlobCorruptError):
+                return self._size_by_get(key, name, latest_start)
         try:
-            return self._attempts.run(key, lambda clients: clients.data.size(name), latest_start)
+            size = self._attempts.run(key, lambda clients: clients.data.size(name), latest_start)
         except (RequestRefusedError, BareRefusalError) as e:
             refused = e.with_traceback(None)
+        else:
+            self._without_head.was_not_needed()
+            return size
         # The response to a HEAD has no body, so an expired session token is a bare 400. A GET returns the reason.
         if self._clock() <= latest_start:
-            with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
-                tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
-                return tail and tail[0]
-        raise copy.copy(refused)  # as in ``put``, which may be the caller
+            with contextlib.suppress(BlobCorruptError):
+                size = self._size_by_get(key, name, latest_start)
+                self._without_head.helped([VagueRefusalError("")])
+                return size
+        raise copy.copy(refused)  # as in ``_put``, which may be the caller
+
+    def _size_by_get(self, key: str, name: str, latest_start: float) -> int | None:
+        """Ask with a GET of one byte. Raises BlobCorruptError if the object is empty, or the server ignores ranges."""
+        tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
+        return tail and tail[0]
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import string
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from kvtiers.tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.stores.s3.boto_errors import translate
+from kvtiers.tiers.stores.s3.boto_errors import translate, translate_chain
 from kvtiers.tiers.stores.s3.errors import Place
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.session import S3Session
@@ -75,7 +76,7 @@ def test_only_connection_errors_are_retried(kind: type[Any]) -> None:
     told = translate(make(kind), PLACE, 1.0)
     is_of_connection = kind in CONNECTION_ERRORS
     assert told.retryable == (is_of_connection or kind in TIMEOUTS)
-    assert ("refused the connection" in str(told)) == is_of_connection
+    assert bool(re.search("refused the connection|no connection to", str(told))) == is_of_connection
 
 
 def test_what_is_not_foreseen_is_told_in_botocores_words() -> None:
@@ -98,10 +99,37 @@ def test_what_the_http_client_raises_is_told_apart() -> None:
     assert "b'token'" not in str(told)
 
 
-def test_proxy_that_refuses_is_named() -> None:
+def test_proxy_without_connection_error_names_proxy_and_endpoint() -> None:
     error = boto_errors.ProxyConnectionError(proxy_url="http://***:***@proxy.example:3128")
     told = translate(error, PLACE, 1.0)
-    assert str(told).startswith("endpoint: http://proxy.example:3128 refused the connection")
+    assert isinstance(told, StoreUnavailableError)
+    assert str(told).startswith(
+        "proxy: no connection to http://storage.example through the proxy http://proxy.example:3128;"
+    )
+
+
+def test_proxy_error_of_credential_chain_does_not_name_bucket_endpoint() -> None:
+    error = boto_errors.ProxyConnectionError(proxy_url="http://proxy.example:3128", error=OSError("no route"))
+    told = translate_chain(error, PLACE, 1.0)
+    assert str(told).startswith("proxy: no connection to a server of boto3's credential chain through the proxy")
+
+
+@pytest.mark.parametrize("error", [ValueError("canary"), KeyError("canary"), OverflowError("canary"), RuntimeError()])
+def test_unknown_exception_of_request_error_names_type_and_not_credentials(error: Exception) -> None:
+    told = translate(error, PLACE, 1.0)
+    assert isinstance(told, StoreConfigError)
+    assert str(told).startswith(f"endpoint: the server's answer could not be understood ({type(error).__name__}); ")
+    assert "canary" not in str(told)
+
+
+@pytest.mark.parametrize("error", [ValueError("canary"), KeyError("canary"), IndexError("canary")])
+def test_unknown_exception_of_credential_chain_error_names_credentials(error: Exception) -> None:
+    told = translate_chain(error, PLACE, 1.0)
+    assert isinstance(told, StorePermissionError)
+    assert str(told).startswith(
+        f"secret: boto3's credential chain cannot parse the credentials ({type(error).__name__}); "
+    )
+    assert "canary" not in str(told)
 
 
 # -- credentials -------------------------------------------------------------------------------------------------------

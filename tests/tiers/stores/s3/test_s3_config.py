@@ -44,7 +44,7 @@ from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
 from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S
 from kvtiers.tiers.stores.s3.control import S3Control
 from kvtiers.tiers.stores.s3.direct import DirectReader
-from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, CredentialsRefusedError
+from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, CredentialsRefusedError, SignatureRefusedError
 from kvtiers.tiers.stores.s3.options import S3Options, check_endpoint
 from kvtiers.tiers.stores.s3.session import ASK_EVERY_S, ChainCredentials, S3Session
 from kvtiers.tiers.stores.s3.store import S3Store
@@ -547,7 +547,7 @@ def session() -> Iterator[S3Session]:
         (400, "IDPCommunicationError", "", StoreUnavailableError, "STS cannot reach"),
         (403, "RequestExpired", "", StorePermissionError, "clock: "),
         (403, "SignatureDoesNotMatch", "Signature expired: 1 is now earlier than 2", StorePermissionError, "clock: "),
-        (403, "SignatureDoesNotMatch", "", CredentialsRefusedError, "secret: the key id is known, its secret is not"),
+        (403, "SignatureDoesNotMatch", "", SignatureRefusedError, "secret: the key id is known, its secret is not"),
         (403, "InvalidClientTokenId", "", CredentialsRefusedError, "secret: STS does not know this access key id"),
         (400, "ValidationError", "", StorePermissionError, "secret: STS does not let"),
     ],
@@ -964,7 +964,10 @@ def test_put_that_may_not_be_made_is_told_by_its_first_refusal(options: S3Option
     store = S3Store(options)
     with pytest.raises(StorePermissionError, match="AccessDenied, HTTP 403"):
         store.put("a", as_parts(DATA))
-    assert len(server.requests("PUT")) == 2  # the second one has a signed payload
+    assert len(server.requests("PUT")) == 3  # one of each form
+    with pytest.raises(StorePermissionError, match="AccessDenied, HTTP 403"):
+        store.put("a", as_parts(DATA))
+    assert len(server.requests("PUT")) == 4  # a permission that is missing is not the form's fault
     assert not store.checksum_refused
     store.close()
 

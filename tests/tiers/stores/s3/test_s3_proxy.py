@@ -8,7 +8,7 @@ import pytest
 
 from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
 from kvtiers.tiers.stores.s3.options import Client, S3Options
-from kvtiers.tiers.stores.s3.session import proxy_of
+from kvtiers.tiers.stores.s3.proxies import proxy_of
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.http_faults import HttpFaultServer

@@ -1,0 +1,33 @@
+"""Which certificates S3's clients trust: one rule for all of them, on each version of Python.
+
+All trust the system's certificate authorities (including ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``) and those of one file
+(see ``S3Session``). obstore checks certificates with rustls, the other two with Python's ``ssl``, which has become
+stricter than rustls since Python 3.13. Its flags are set here as rustls works: a certificate authority needs no key
+usage and no key identifier, and may itself be signed by another one that is not trusted.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+
+def set_trust(context: ssl.SSLContext) -> None:
+    """Have a context follow the rule. The caller adds the file's certificate authorities."""
+    context.load_default_certs()
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+
+
+def make_context(ca_path: str, *, verify: bool) -> ssl.SSLContext:
+    """A context that trusts the system's certificate authorities and those of a file.
+
+    Args:
+        verify: False accepts any certificate.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    set_trust(context)
+    context.load_verify_locations(ca_path)
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
