@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files
 from kvtiers.connector.prefixes.files.bucket import BucketFiles
 from kvtiers.connector.prefixes.files.folder import FolderFiles
 from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
+from kvtiers.connector.prefixes.place import local_folder
+from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
 from kvtiers.tiers.config.open_store import for_engine, open_store
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
@@ -36,6 +39,14 @@ def files_for(place: BoundedTierConfig) -> Files:
             store, max(place.n_read_threads, place.n_write_threads), min(THREADS_MAX, place.n_threads_max)
         )
     if isinstance(place, FsspecTierConfig):
-        return FsspecFiles(place.url, place.storage_options)
+        folder = local_folder(place.url)
+        if folder is None:
+            return FsspecFiles(place.url, place.storage_options)
+        return _folder_files(folder, 0)
     assert isinstance(place, FsTierConfig | NfsTierConfig)
-    return FolderFiles(place.root_dir, place.min_free)
+    return _folder_files(place.root_dir, place.min_free)
+
+
+def _folder_files(root: str, min_free_bytes: int) -> FolderFiles:
+    """A folder that a user names may be a link. A tier's folder of prefixes may not: others may write beside it."""
+    return FolderFiles(root, min_free_bytes, follow=os.path.basename(root) != PREFIXES_FOLDER)

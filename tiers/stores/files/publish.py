@@ -54,7 +54,7 @@ OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
 # EISDIR: the kernel does not support the flag. EINVAL: from some FUSE servers.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Publisher:
@@ -354,7 +354,7 @@ def _read_line(path: str) -> str:
 
 def _raise_if_no_hard_links(e: OSError) -> None:
     """Raise if link(2) failed because there are no hard links. Here, EPERM means that; missing rights are EACCES."""
-    if e.errno in _NO_HARD_LINKS:
+    if e.errno in NO_HARD_LINKS:
         raise StoreConfigError(
             f"this file system has no hard links ({errno.errorcode[e.errno]}), which kvtiers needs to publish blocks; "
             "use another file system (vfat, exFAT and some FUSE mounts have no hard links)"
