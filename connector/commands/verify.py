@@ -22,6 +22,7 @@ from kvtiers.tiers.config.open_store import tool_recipe
 from kvtiers.tiers.errors import ConfigError, public_url
 from kvtiers.tiers.isolation.process import StoreRecipe
 from kvtiers.tiers.store import SupportsQuarantine
+from kvtiers.tiers.tools.ownership import check_is_ours
 from kvtiers.tiers.tools.verify import ALL, Subset, UnitResult, damaged_count, decode_result, find_units, total_of
 from kvtiers.tiers.tools.verify_processes import verify_units
 
@@ -70,6 +71,9 @@ def verify(
     results = Results()
     for place in places:
         with results.of(place):
+            if repair:
+                with place.open() as store:
+                    check_is_ours(store)
             result = results.add({**_verify_place(place, work), "dry_run": dry_run})
             if not as_json:
                 _show(result)

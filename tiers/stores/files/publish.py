@@ -31,7 +31,9 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +50,10 @@ from kvtiers.tiers.stores.files.posix import (
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
+#: Names that PrivateNames makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
+_PRIVATE = r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+"
+PRIVATE_NAME = re.compile(rf"{_PRIVATE}|\.[0-9a-f]{{32}}")
+QUARANTINED_NAME = re.compile(rf"{_PRIVATE}-.+")
 STALE_AGE_S_MAX = 3600.0  # no writer needs an hour for one blob, and hosts' clocks differ by less than an hour
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
@@ -260,28 +266,43 @@ class FreeSpace:
                 self._in_flight_bytes -= size
 
 
-def sweep(root: RootFolder, now: Callable[[], float]) -> None:
-    """Remove the private files of dead writers. ``now``: Unix seconds; called only if the private folder exists."""
+def sweep(root: RootFolder, now: Callable[[], float], *, remove: bool = True) -> int:
+    """Remove the private files of dead writers. Everything else in the private folder is somebody else's and stays.
+
+    Args:
+        now: Unix seconds; called only if the private folder exists.
+        remove: False: only count the files.
+
+    Returns:
+        How many files were removed.
+    """
     try:
         fd = root.open(PRIVATE_FOLDER, OPEN_LISTING)
     except FileNotFoundError:
-        return
+        return 0
+    count = 0
     try:
         machine = _machine()
         now_s = now()
         failures = Failures()
         with os.scandir(fd) as entries:
             for entry in entries:
+                if PRIVATE_NAME.fullmatch(entry.name) is None:
+                    continue
                 try:
-                    age_s = now_s - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_mtime
-                    if age_s > STALE_AGE_S_MAX or _is_dead(entry.name, machine):
-                        os.unlink(entry.name, dir_fd=fd)
-                except (FileNotFoundError, IsADirectoryError):
-                    pass  # removed by another store, or a folder, which kvtiers did not create
+                    status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+                    is_old = now_s - status.st_mtime > STALE_AGE_S_MAX
+                    if stat.S_ISREG(status.st_mode) and (is_old or _is_dead(entry.name, machine)):
+                        if remove:
+                            os.unlink(entry.name, dir_fd=fd)
+                        count += 1
+                except FileNotFoundError:
+                    pass  # removed by another store
                 except OSError as e:
                     failures.note(e)
     finally:
         close_reader(fd)
+    return count
 
 
 def storage_time(root: RootFolder) -> float:
