@@ -9,7 +9,6 @@ from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files
 from kvtiers.connector.prefixes.files.bucket import BucketFiles
 from kvtiers.connector.prefixes.files.folder import FolderFiles
 from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
-from kvtiers.connector.prefixes.place import local_folder
 from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
 from kvtiers.tiers.config.open_store import for_engine, open_store
 from kvtiers.tiers.config.tier_options import (
@@ -39,14 +38,8 @@ def files_for(place: BoundedTierConfig) -> Files:
             store, max(place.n_read_threads, place.n_write_threads), min(THREADS_MAX, place.n_threads_max)
         )
     if isinstance(place, FsspecTierConfig):
-        folder = local_folder(place.url)
-        if folder is None:
-            return FsspecFiles(place.url, place.storage_options)
-        return _folder_files(folder, 0)
+        return FsspecFiles(place.url, place.storage_options)
     assert isinstance(place, FsTierConfig | NfsTierConfig)
-    return _folder_files(place.root_dir, place.min_free)
-
-
-def _folder_files(root: str, min_free_bytes: int) -> FolderFiles:
-    """A folder that a user names may be a link. A tier's folder of prefixes may not: others may write beside it."""
-    return FolderFiles(root, min_free_bytes, follow=os.path.basename(root) != PREFIXES_FOLDER)
+    # A folder that a user names may be a link. A tier's folder of prefixes may not: others may write beside it.
+    follow = os.path.basename(place.root_dir) != PREFIXES_FOLDER
+    return FolderFiles(place.root_dir, place.min_free, follow=follow)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import xxhash
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import open_tool_store
-from kvtiers.tiers.config.tier_options import BoundedTierConfig
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig
 from kvtiers.tiers.errors import SealError, StoreError
 from kvtiers.tiers.stores.files.local import LocalStore
 
@@ -52,7 +53,7 @@ def file_url_store(root: Path) -> PrefixStore:
     pytest.importorskip("fsspec")
     tier = parse_tier({"type": "fsspec", "url": f"file://{root}"})
     assert isinstance(tier, BoundedTierConfig)
-    return PrefixStore(tier, NAMESPACE, FINGERPRINT)
+    return PrefixStore(place_of_prefixes(tier), NAMESPACE, FINGERPRINT)
 
 
 @pytest.fixture
@@ -77,6 +78,8 @@ def test_link_below_root_is_neither_read_nor_written_nor_emptied(
     root, before = tmp_path / "shared", contents(home)
     store = make_store(root)
     assert store.publish(HASHES, layers_of(2))
+    if make_store is file_url_store:
+        root /= "prefixes"
     (attempt,) = {path.parent for path in root.rglob("*.safetensors")}
     target, victim = {
         "namespace": (home, root / f"{NAMESPACE}_r0"),
@@ -98,8 +101,12 @@ def test_link_below_root_is_neither_read_nor_written_nor_emptied(
     except StoreError:
         assert where in ("namespace", "chunk"), "the next store must replace the chunk"
     else:
-        assert load(make_store(root)).keys() == set(LAYERS)
+        assert load(make_store(tmp_path / "shared")).keys() == set(LAYERS)
     store.files.delete_layers(FOLDER)
+    chunks = ChunkStore(open_tool_store(place_at(str(root))), lambda _: None)
+    for key in (MANIFEST, str(attempt.relative_to(root))):  # as a collector does that listed them before
+        with contextlib.suppress(StoreError):
+            chunks.delete(key)
     assert contents(home) == before
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == mtimes
 
@@ -187,6 +194,15 @@ def test_root_that_is_removed_and_made_again_is_used(tmp_path: Path) -> None:
     assert store.publish(HASHES, layers_of(2))
     assert (root / MANIFEST).exists()
     assert load(store).keys() == set(LAYERS)
+
+
+@pytest.mark.parametrize("url", ["file://{}", "local://{}", "{}"])
+def test_local_folder_given_as_url_is_accessed_as_a_folder(tmp_path: Path, url: str) -> None:
+    tier = parse_tier({"type": "fsspec", "url": url.format(tmp_path), "max_bytes": "1GiB", "read_only": True})
+    place = place_of_prefixes(cast(BoundedTierConfig, tier))
+    assert (place.type, place.max_bytes, place.read_only) == ("fs", 1 << 30, True)
+    assert isinstance(place, FsTierConfig)
+    assert place.root_dir == f"{tmp_path}/prefixes"
 
 
 # ---- forged manifests ----
