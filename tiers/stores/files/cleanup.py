@@ -181,9 +181,11 @@ def _for_each(
 ) -> None:
     """Call ``call`` with the folder's descriptor, and the name and status of each of the store's own files in it.
 
-    Others may use folders of these names, too: what is not a regular file with a name that stores make is not ours.
-    Skips files that were removed meanwhile. Also skips the folder or a file if permission is denied, such as for files
-    of a command run as root: this user cannot remove them, and they must not stop the collection.
+    Others may use folders of these names, too: a file is ours by its name. Stores write only regular files, but move
+    links and special files into quarantine as well; to unlink these touches no target.
+
+    Skips folders, and files that were removed meanwhile. Also skips the folder or a file if permission is denied, such
+    as for files of a command run as root: this user cannot remove them, and they must not stop the collection.
     """
     try:
         fd = root.open(folder, OPEN_LISTING)
@@ -198,7 +200,9 @@ def _for_each(
                     continue
                 try:
                     status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
+                    if stat.S_ISREG(status.st_mode) or (
+                        folder == QUARANTINE_FOLDER and not stat.S_ISDIR(status.st_mode)
+                    ):
                         call(fd, entry.name, status)
                 except (FileNotFoundError, PermissionError):
                     pass
