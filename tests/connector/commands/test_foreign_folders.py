@@ -31,7 +31,14 @@ def strange(tmp_path: Path) -> Path:
     strange = tmp_path / "strange"
     for name in (
         *(".tmp/thesis.txt", ".quarantine/sample", f"{DATED}/config.json", f"{DATED}_r0/000/00_g0/mine.bin"),
-        *("_kvtiers/notes", "_kvtiers/measured", "prefixes/notes", "notes.bin", ".ssh/id_ed25519"),
+        *(
+            "_kvtiers/notes",
+            "_kvtiers/members/notes",
+            "_kvtiers/measured",
+            "prefixes/notes",
+            "notes.bin",
+            ".ssh/id_ed25519",
+        ),
     ):
         (strange / name).parent.mkdir(parents=True, exist_ok=True)
         (strange / name).write_text("{}")
