@@ -269,6 +269,24 @@ class SupportsSweep(Protocol):
 
 
 @runtime_checkable
+class CountsLeftovers(Protocol):
+    """A store that tells what ``sweep`` would remove."""
+
+    def leftovers(self, quarantine_s_max: float) -> int:
+        """Number of files that were removed by sweeps since the store was opened, or that ``sweep`` would remove."""
+        ...
+
+
+@runtime_checkable
+class HidesNames(Protocol):
+    """A store whose listings leave names out, because no key can have them."""
+
+    def hidden_names(self) -> list[str]:
+        """Return the hidden names of files and folders that kvtiers did not write, relative to the root."""
+        ...
+
+
+@runtime_checkable
 class NamesBlocks(Protocol):
     """A store whose block names differ from ``FileMapper``'s."""
 

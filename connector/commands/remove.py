@@ -30,7 +30,7 @@ from kvtiers.tiers.tools.inventory import Share
 from kvtiers.tiers.tools.namespaces import (
     NamespaceRemoval,
     blocks_of,
-    identity_files,
+    has_identity,
     is_of_model,
     may_be_of_model,
     namespace_names,
@@ -130,7 +130,7 @@ def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
             share = Share()
             for info in ticker.each(blocks_of(store, name)):
                 share.add(info.size)
-            if share.blobs or identity_files(store, name):  # else only a foreign file or an empty folder
+            if share.blobs or has_identity(store, name):  # else only a foreign file or an empty folder
                 blocks[name] = share
                 found |= of_models
     return _Plan(place, blocks, found)

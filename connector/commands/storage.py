@@ -47,8 +47,15 @@ from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.tier_options import BoundedTierConfig, S3TierConfig, TierConfig
 from kvtiers.tiers.errors import ConfigError, printable
 from kvtiers.tiers.store import KeyInfo, Store
-from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, block_beginnings, list_blocks
-from kvtiers.tiers.tools.namespaces import differences, differences_in_words
+from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, list_blocks
+from kvtiers.tiers.tools.namespaces import (
+    blocks_of,
+    differences,
+    differences_in_words,
+    has_identity,
+    namespace_names,
+)
+from kvtiers.tiers.tools.ownership import check_is_ours
 from kvtiers.tiers.tools.seal_kinds import Sample, count_misses, sample_seals
 
 DAY_S = 86_400
@@ -255,6 +262,8 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
 
 
 def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> CollectReport | None:
+    with place.open() as store:  # opened to write, a store removes what dead writers left
+        check_is_ours(store)
     with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="blobs") as ticker:
         keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
         return _run(Collector(store, policy, on_progress=ticker.count, keys=keys), dry_run, policy.lease_s)
@@ -270,7 +279,9 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:
         assert isinstance(store, S3Store)
-        versions = store.expire_after(days, block_beginnings(store.folders()))
+        # A rule removes all that begins so: others' folders may have such a name, too.
+        own = [name for name in namespace_names(store) if has_identity(store, name) or any(blocks_of(store, name))]
+        versions = store.expire_after(days, [f"{name}_r" for name in own])
     return {"expire_after_days": days, "expire_versions": versions}
 
 
@@ -374,6 +385,8 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
     if result["ttl_waits_s"]:
         wait = human_age(result["ttl_waits_s"])
         say(f"  nothing is removed by ttl for another {wait}: the storage's clock was stepped, so ages are not known")
+    if result["leftovers"]:
+        say(f"  {verb}, left by dead writers or in quarantine: {counted(result['leftovers'], 'file')}")
     if result["gave_up"]:
         say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:

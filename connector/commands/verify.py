@@ -26,6 +26,7 @@ from kvtiers.tiers.config.open_store import tool_recipe
 from kvtiers.tiers.errors import ConfigError, public_url
 from kvtiers.tiers.isolation.process import StoreRecipe
 from kvtiers.tiers.store import SupportsQuarantine
+from kvtiers.tiers.tools.ownership import check_is_ours
 from kvtiers.tiers.tools.seal_kinds import unknown_keys
 from kvtiers.tiers.tools.verify import (
     ALL,
@@ -96,6 +97,9 @@ def verify(
     results = Results()
     for place in places:
         with results.of(place):
+            if repairs:
+                with place.open() as store:
+                    check_is_ours(store)
             result = results.add({**_verify_place(place, work, asks=not as_json), "dry_run": dry_run})
             if not as_json:
                 _show(result)

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "kvtiers-demo-run-"
+MARK = ".kvtiers-demo-run"  # an empty file in each of these folders: a folder of the user's own may have such a name
 
 
 @contextlib.contextmanager
 def run_folder(parent: Path) -> Iterator[Path]:
     """Make a new folder in ``parent``, locked while this process uses it. The kernel unlocks it if the process dies.
 
-    Unlocked folders of this user, left by killed runs, are removed first.
+    Unlocked folders of this user that killed runs left are removed first.
 
     Raises:
         OSError: the folder cannot be made.
@@ -30,7 +31,8 @@ def run_folder(parent: Path) -> Iterator[Path]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):  # on NFS no process can lock a folder
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if folder.exists():
+        with contextlib.suppress(FileNotFoundError):
+            (folder / MARK).touch()
             break
         os.close(descriptor)  # another run has just removed it, as a folder that a killed run left
     try:
@@ -43,7 +45,8 @@ def run_folder(parent: Path) -> Iterator[Path]:
 def _remove_if_unlocked(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if os.fstat(descriptor).st_uid == os.geteuid():
+        names = os.listdir(descriptor)
+        if os.fstat(descriptor).st_uid == os.geteuid() and (MARK in names or not names):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -22,6 +22,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ import xxhash
 
 MANIFEST = "manifest.json"
 NEW_PREFIX = "new-"
+_NEW = re.compile(rf"{NEW_PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp names a folder
 CACHE_NAME = "kvtiers-models"
 MANIFEST_BYTES_MAX = 1 << 20
 FREE_BYTES_MIN = 1 << 30  # left free on the cache's disk, or the conversion is not kept
@@ -96,7 +98,7 @@ class WeightsCache:
             OSError: the model cannot be written, or the disk would have less than ``FREE_BYTES_MIN`` free.
         """
         for entry in self._root.iterdir():
-            if entry.name.startswith(NEW_PREFIX) or _is_digest(entry.name):
+            if _NEW.fullmatch(entry.name) or _is_digest(entry.name):
                 _remove(entry)
         if shutil.disk_usage(self._root).free < size_bytes + FREE_BYTES_MIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

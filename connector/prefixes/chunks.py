@@ -18,7 +18,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from kvtiers.connector.prefixes.format import MANIFEST_BYTES_MAX, MANIFEST_NAME, unseal
+from kvtiers.connector.prefixes.format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal
 from kvtiers.tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.isolation.process import StoreRecipe
 from kvtiers.tiers.isolation.worker import find_object
@@ -33,7 +33,7 @@ _FOLDER = rf"{NAMESPACE}_r[0-9]+/[0-9a-f]{{8,128}}/"
 _CHUNK_FILE = re.compile(rf"({_FOLDER})(.+)")
 _MANIFEST = re.compile(_FOLDER + MANIFEST_NAME)
 _ATTEMPT = re.compile(_FOLDER + r"[0-9a-f]{32}")
-_HALF_MANIFEST = re.compile(_MANIFEST.pattern + r"\.[0-9a-f]{32}\.part")
+_HALF_MANIFEST = re.compile(_MANIFEST.pattern + PART_ENDING)
 
 
 class ChunkStore(Layer):
@@ -70,8 +70,8 @@ class ChunkStore(Layer):
         attempts: dict[str, list[KeyInfo]] = {}
         manifests = []
         for info in infos:
-            attempt = info.key.rpartition("/")[0]
-            if attempt in attempts or _ATTEMPT.fullmatch(attempt):
+            attempt, _, name = info.key.rpartition("/")
+            if (attempt in attempts or _ATTEMPT.fullmatch(attempt)) and LAYER_FILE.fullmatch(name):
                 attempts.setdefault(attempt, []).append(info)
             elif _MANIFEST.fullmatch(info.key):
                 manifests.append(info)
@@ -108,7 +108,8 @@ class ChunkStore(Layer):
             attempts[key] = attempt
 
     def _delete_folder(self, folder: str) -> None:
-        keys = [info.key for info in self.inner.keys(f"{folder}/")]
+        found = (info.key for info in self.inner.keys(f"{folder}/"))
+        keys = [key for key in found if LAYER_FILE.fullmatch(key.removeprefix(f"{folder}/"))]
         inner: Any = self.inner
         for error in inner.delete_many(keys):
             if error is not None:

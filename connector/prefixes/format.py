@@ -15,6 +15,7 @@ import xxhash
 
 from kvtiers.tiers.blocks.namespace import parse_json
 from kvtiers.tiers.errors import SealError, SealReason
+from kvtiers.tiers.store import KEY_PART_LENGTH_MAX
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,16 @@ FORMAT = "prefix-1"
 MANIFEST_BYTES_MAX = 4 << 20
 #: Pattern of a manifest's name: number of blocks, and hash of the last block.
 MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
+#: Ending of a file that is not completely written yet.
+PART_ENDING = r"\.[0-9a-f]{32}\.part"
+#: Pattern of a layer's file: complete, or left incomplete by a writer that died.
+LAYER_FILE = re.compile(rf"[\w.~%-]+\.safetensors({PART_ENDING})?", re.ASCII)
+CHUNK_BLOCKS_MAX = 128
+#: Largest sum of a chunk's layers. A manifest may be forged, so its sizes must not decide how much memory is allocated.
+CHUNK_BYTES_MAX = 4 << 30
+#: A layer's file is at most this much larger than its tensor.
+LAYER_HEADER_BYTES_MAX = 512
+_SHOWN_MAX = 40  # characters of a field of a manifest in an error
 _TENSOR = "kv"
 #: Types of KV caches: safetensors' name -> torch's name.
 _DTYPES = {
@@ -46,6 +57,8 @@ def seal(body: Mapping[str, Any]) -> bytes:
 def unseal(data: bytes, path: str) -> dict[str, Any]:
     """Return a manifest's content: ``hashes``, ``attempt``, ``layers`` and ``identity``. Callers compare ``identity``.
 
+    Anybody who may write to the storage can write a manifest with a valid checksum, so each field is checked.
+
     Raises:
         SealError: the bytes are not a valid manifest.
     """
@@ -54,21 +67,40 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
         raise SealError(SealReason.TRAILER_CHECKSUM, f"{path} does not match its checksum")
     try:
         body = parse_json(text)
-        hashes, layers, its_format = body["hashes"], body["layers"], body["format"]
-        sound = (
-            isinstance(body["identity"], str)
-            and re.fullmatch(r"[0-9a-f]{32}", body["attempt"]) is not None
-            and all(isinstance(block, str) for block in hashes)
-            and all(isinstance(size, int) and isinstance(checksum, str) for size, checksum in layers.values())
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except ValueError as e:
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest") from e
-    if its_format != FORMAT:
-        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}", foreign=True)
-    if not sound:
+    its_format = body.get("format") if isinstance(body, dict) else None
+    if isinstance(its_format, str) and its_format != FORMAT:
+        raise SealError(SealReason.VERSION, f"{path} has format {its_format[:_SHOWN_MAX]!r}", foreign=True)
+    if its_format != FORMAT or not _is_sound(body):
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest")
     checked: dict[str, Any] = body
     return checked
+
+
+def _is_sound(body: dict[str, Any]) -> bool:
+    match body:
+        case {"identity": str(), "hashes": list(hashes), "attempt": str(attempt), "layers": dict(layers)}:
+            return (
+                re.fullmatch(r"[0-9a-f]{32}", attempt) is not None
+                and len(hashes) <= CHUNK_BLOCKS_MAX
+                and all(isinstance(block, str) for block in hashes)
+                and all(_is_layer(name, entry) for name, entry in layers.items())
+                and sum(size for size, _ in layers.values()) <= CHUNK_BYTES_MAX
+            )
+    return False
+
+
+def _is_layer(name: str, entry: object) -> bool:
+    """Whether an entry of a manifest's ``layers`` is a name that a file can have, with a size and a checksum."""
+    try:
+        fits = len(name) > 0 and len(file_name(name)) <= KEY_PART_LENGTH_MAX
+    except UnicodeEncodeError:  # JSON can name characters that no file name can contain
+        return False
+    match entry:
+        case [int(size), str()] if not isinstance(size, bool):
+            return fits and size >= 0
+    return False
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -90,13 +122,17 @@ def tensor_in(data: memoryview) -> torch.Tensor:
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         entry = parse_json(bytes(data[8:begin]))[_TENSOR]
-        first, last = entry["data_offsets"]
+        if not entry["shape"]:
+            raise ValueError("it has no dimension of tokens")
         if entry["dtype"] not in _DTYPES:
             return safetensors.torch.load(bytes(data))[_TENSOR]
+        first, last = entry["data_offsets"]
+        if not 0 <= first <= last <= len(data) - begin:
+            raise ValueError("its offsets lie outside of the file")
         dtype = getattr(torch, _DTYPES[entry["dtype"]])
         return torch.frombuffer(data[begin + first : begin + last], dtype=dtype).reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError, RuntimeError) as e:
-        raise SealError(SealReason.MAGIC, f"a layer's file is not valid safetensors: {e}") from e
+    except (ValueError, LookupError, TypeError, RuntimeError, ArithmeticError, safetensors.SafetensorError) as e:
+        raise SealError(SealReason.MAGIC, f"a layer's file is not valid safetensors ({type(e).__name__})") from e
 
 
 def file_name(layer: str) -> str:
@@ -108,4 +144,4 @@ def file_name(layer: str) -> str:
 def chunk_bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> int:
     """Return an upper bound of the bytes in a chunk's files."""
     manifest = 512 + sum(2 * len(block) + 8 for block in hashes) + sum(6 * len(layer) + 128 for layer in layers)
-    return manifest + sum(tensor.nbytes + 512 for tensor in layers.values())
+    return manifest + sum(tensor.nbytes + LAYER_HEADER_BYTES_MAX for tensor in layers.values())

@@ -33,7 +33,9 @@ import xxhash
 
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
 from kvtiers.connector.prefixes.format import (
+    CHUNK_BLOCKS_MAX,
     FORMAT,
+    LAYER_HEADER_BYTES_MAX,
     MANIFEST_BYTES_MAX,
     MANIFEST_NAME,
     chunk_bytes_max,
@@ -64,7 +66,6 @@ logger = get_logger(__name__)
 BAD_CHUNKS_MAX = 4096
 CANDIDATES_MAX = 16  # chunks with the same first block that are read to find where they diverge from a prompt
 AHEAD_FIRST, AHEAD_MAX = 4, 32  # after a chunk: how many next chunks of the same size are asked for at once
-CHUNK_BLOCKS_MAX = 128
 _MANIFEST = re.compile(MANIFEST_NAME)
 
 
@@ -232,10 +233,6 @@ class PrefixStore:
                     self.files.write_all(files)
                     files = {}
             self.files.write_all(files)
-            # Another writer was faster. Replacing its manifest would leave its layers without a manifest.
-            if not self._overwrites(path) and self.files.exists(path):
-                self.files.delete_folder(f"{folder}/{attempt}")
-                return False
             body = {
                 "format": FORMAT,
                 "identity": self._identity,
@@ -243,17 +240,34 @@ class PrefixStore:
                 "attempt": attempt,
                 "layers": entries,
             }
-            self.files.write(path, seal(body))
-            if (replaced := self._bad.pop(path, None)) is not None:
-                with contextlib.suppress(StoreError):
-                    self.files.delete_folder(f"{folder}/{replaced}")
+            if not self._put_manifest(path, seal(body), attempt):
+                self.files.delete_layers(f"{folder}/{attempt}")
+                return False
         except BaseException:
             with contextlib.suppress(StoreError):
-                self.files.delete_folder(f"{folder}/{attempt}")
+                self.files.delete_layers(f"{folder}/{attempt}")
             self.counts.errors += 1
             raise
         self.counts.chunks_stored += 1
         self.counts.bytes_stored += total
+        return True
+
+    def _put_manifest(self, path: str, data: bytes, attempt: str) -> bool:
+        """Returns False if another writer was faster. To replace its manifest would leave its layers without one."""
+        if not self._overwrites(path):
+            if self.files.create(path, data):
+                return True
+            try:
+                return bool(self._manifest(path)["attempt"] == attempt)  # a request of ours may have been repeated
+            except BlobNotFoundError:
+                pass
+            except SealError as e:  # a bad manifest is replaced, unless the reading is in doubt
+                if e.foreign or self._reads_are_in_doubt():
+                    return False
+        self.files.write(path, data)
+        if (replaced := self._bad.pop(path, None)) is not None:
+            with contextlib.suppress(StoreError):
+                self.files.delete_layers(f"{path.rsplit('/', 1)[0]}/{replaced}")
         return True
 
     def manifests(self, chunks: Sequence[Chunk]) -> list[Callable[[], bytes]]:
@@ -261,7 +275,12 @@ class PrefixStore:
         return self.files.reading([chunk.path for chunk in chunks], MANIFEST_BYTES_MAX)
 
     def load(
-        self, chunk: Chunk, hashes: Sequence[bytes], manifest: Callable[[], bytes] | None = None
+        self,
+        chunk: Chunk,
+        hashes: Sequence[bytes],
+        manifest: Callable[[], bytes] | None = None,
+        *,
+        block_bytes_max: int | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (layer name, tensor (tokens of the whole chunk, …)) for every layer. Each is verified before its yield.
 
@@ -270,6 +289,7 @@ class PrefixStore:
         Args:
             hashes: hashes of the blocks that the caller expects, ``chunk.blocks`` of them.
             manifest: from ``manifests``; by default the manifest is read now.
+            block_bytes_max: bytes of a block in the largest layer, if known: memory is not allocated for larger layers.
 
         Raises:
             SealError: a check failed; the next store replaces the chunk, unless reads of this host are in doubt.
@@ -280,6 +300,10 @@ class PrefixStore:
             body = self._manifest(chunk.path, manifest)
             if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
                 raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
+            if block_bytes_max is not None:
+                size_max = len(body["hashes"]) * block_bytes_max + LAYER_HEADER_BYTES_MAX
+                if any(size > size_max for size, _ in body["layers"].values()):
+                    raise SealError(SealReason.SIZE, f"{chunk.path} names a layer of more than {size_max} bytes")
             for layer, data in self._read_layers(chunk.path, body):
                 self.counts.bytes_loaded += len(data)
                 yield layer, tensor_in(data)
@@ -410,8 +434,10 @@ class PrefixStore:
 
     def _overwrites(self, path: str) -> bool:
         """Whether a store replaces a chunk because it is bad. Not while this host's reads may be damaged."""
-        bad_in_a_row = max(len(self._bad_in_a_row), len(self._bad_manifests_in_a_row))
-        return path in self._bad and bad_in_a_row < BAD_READS_MAX
+        return path in self._bad and not self._reads_are_in_doubt()
+
+    def _reads_are_in_doubt(self) -> bool:
+        return max(len(self._bad_in_a_row), len(self._bad_manifests_in_a_row)) >= BAD_READS_MAX
 
     def _note_bad(self, path: str, attempt: str | None, row: set[str]) -> None:
         """Remove a bad chunk, or have the next store overwrite it; see the module's docstring."""
@@ -481,7 +507,7 @@ class PrefixStore:
                 self._bad[path] = attempt
         if attempt is not None:
             with contextlib.suppress(StoreError):
-                self.files.delete_folder(f"{path.rsplit('/', 1)[0]}/{attempt}")
+                self.files.delete_layers(f"{path.rsplit('/', 1)[0]}/{attempt}")
 
     def _is_gone(self, path: str) -> bool:
         try:
@@ -506,7 +532,11 @@ class PrefixStore:
             return []
 
     def _manifest(self, path: str, read: Callable[[], bytes] | None = None) -> dict[str, Any]:
-        body = unseal(self.files.read(path, MANIFEST_BYTES_MAX) if read is None else read(), path)
+        try:
+            data = self.files.read(path, MANIFEST_BYTES_MAX) if read is None else read()
+        except BlobCorruptError as e:
+            raise SealError(SealReason.MAGIC, f"{path} is not a manifest: {e}") from e
+        body = unseal(data, path)
         if body["identity"] != self._identity:
             raise SealError(SealReason.FINGERPRINT, f"{path} belongs to another namespace or rank")
         return body

@@ -52,7 +52,7 @@ from kvtiers.tiers.capacity.usage import (
 )
 from kvtiers.tiers.errors import StoreConfigError, StoreError, StoreFullError
 from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import NamesBlocks, Store, SupportsSweep
+from kvtiers.tiers.store import CountsLeftovers, NamesBlocks, Store, SupportsSweep
 from kvtiers.tiers.tools.inventory import parse_block_name
 
 logger = get_logger(__name__)
@@ -181,6 +181,8 @@ class Collector:
         if isinstance(self._store, SupportsSweep):
             # A dry run keeps what is in quarantine; a read-only store also keeps what dead writers left.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
+        if isinstance(self._store, CountsLeftovers):
+            report.leftovers = self._store.leftovers(self._policy.quarantine_s)
         baseline = read_baseline(self._store, now=now, writer_s=writer_s, keys=self._keys)
         clock = baseline.clock
         if ttl_s is not None and knows_time:
@@ -233,6 +235,8 @@ class Collector:
         if report.own_bytes and isinstance(self._store, SupportsSweep):
             left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
             freed, report.own_bytes = report.own_bytes - left, left
+            if isinstance(self._store, CountsLeftovers):
+                report.leftovers = self._store.leftovers(0.0)
             excess -= freed
             measured = replace(measured, bytes=max(0, measured.bytes - freed))
         if report.dry_run:

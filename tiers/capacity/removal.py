@@ -29,7 +29,9 @@ class CollectReport:
         blobs, bytes: totals of everything listed, except prefixes.
         removed_blobs, removed_bytes: totals by reason, "ttl" or "capacity".
         kept_by_error: number of blobs that could not be removed.
-        own_bytes: bytes in the store's own folders, quarantine included.
+        own_bytes: bytes of the store's own files, quarantine included.
+        leftovers: files of dead writers and quarantined blobs that were removed since the store was opened; with
+            ``dry_run``, that a run would remove.
         gave_up: another collector measured meanwhile, so nothing more was removed for capacity.
         ttl_waits_s: nothing is removed for ttl during so many seconds, because the storage's clock was stepped.
     """
@@ -41,6 +43,7 @@ class CollectReport:
     removed_bytes: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
     kept_by_error: int = 0
     own_bytes: int = 0
+    leftovers: int = 0
     gave_up: bool = False
     ttl_waits_s: float = 0.0
     seconds: float = 0.0

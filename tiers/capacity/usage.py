@@ -42,6 +42,7 @@ of bytes, so nothing is granted until it publishes the record again (it does so 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ logger = get_logger(__name__)
 MEASURED = f"{OWN_PREFIX}measured"
 USAGE_PREFIX = f"{OWN_PREFIX}grants/"
 WRITERS_PREFIX = f"{OWN_PREFIX}members/"
+WRITER_NAME = re.compile(r"[0-9a-f]{16}")
 AT_S_MAX = 1e15  # excludes NaN and integers too large for float arithmetic
 BYTES_MAX = 1 << 63
 READERS_MAX = 32  # concurrent reads of other writers' records, if each read waits for a network
@@ -159,7 +161,7 @@ def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys
         writer = info.key.removeprefix(WRITERS_PREFIX)
         # abs(): a clock that was ahead may have left timestamps in the future.
         dead = min(abs(now - at) for at in (info.mtime, renewed_at.get(writer, info.mtime))) > writer_s
-        if dead:
+        if dead and WRITER_NAME.fullmatch(writer):  # what has another name is not a writer's record, and stays
             baseline.dead.append(writer)
         usage = _read_usage(store, writer, keys)
         if usage is UNKNOWN:

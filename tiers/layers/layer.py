@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 #: Methods of the optional protocols. A batch method returns a key's error at the key's position, and does not raise it.
 BATCH_METHODS: Final = ("size_many", "delete_many", "get_many_into")
-SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes", "total_bytes", "folders", "used_at")
+SINGLE_METHODS: Final = (
+    *("get_tail", "quarantine", "touch", "sweep", "leftovers", "hidden_names", "free_bytes", "total_bytes", "folders"),
+    "used_at",
+)
 #: Methods that make no storage call; layers pass them on unchanged.
 PASSED_METHODS: Final = ("is_block", "prepare")
 

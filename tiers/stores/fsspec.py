@@ -45,6 +45,7 @@ from kvtiers.tiers.stores.fsspec_driver import (
     EXCLUSIVE_CREATE,
     LOCAL,
     TEMPORARY_FOLDER,
+    TEMPORARY_NAME,
     explain_options,
     lists_trees,
     mtime_of,
@@ -486,10 +487,12 @@ class FsspecStore(Store):
                 yield KeyInfo(key, size, mtime)
 
     def _sweep(self) -> None:
-        """Remove temporary files of dead writers."""
+        """Remove temporary files of dead writers. Others may use a folder of this name, too, so names are checked."""
         try:
             folder = self._place.path(TEMPORARY_FOLDER)
             for entry in self._call("ls", folder, detail=True):
+                if entry["type"] != "file" or not TEMPORARY_NAME.fullmatch(entry["name"].rpartition("/")[2]):
+                    continue
                 written_at = mtime_of(entry)
                 if written_at and self._clock() - written_at > TEMPORARY_S_MAX:  # 0.0: unknown; the writer may be alive
                     self._call("rm_file", entry["name"])

@@ -51,6 +51,8 @@ REFUSED: Final[Mapping[str, str]] = {
 }
 #: Folder below the root for files that are not completely written yet.
 TEMPORARY_FOLDER: Final = ".tmp"
+#: The names of these files: dot names, so that listings never show them.
+TEMPORARY_NAME: Final = re.compile(r"\.[0-9a-f]{32}")
 #: Names under which drivers report a file's time.
 _MILLISECONDS_FIELD: Final = "modificationTime"  # webhdfs
 _TIME_FIELDS: Final = (
@@ -99,7 +101,7 @@ def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_fo
     if fs.isdir(target):
         raise BlobCorruptError("there is a folder")  # a move would put the blob into this folder
     folder = target.rpartition("/")[0]
-    temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # a dot name, so that listings never show it
+    temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # see TEMPORARY_NAME
     try:
         _with_folder(fs, temporary_folder, lambda: _write(fs, temporary, parts))
         if protocols_of(fs) & LOCAL:

@@ -102,6 +102,15 @@ def identity_files(store: Store, namespace: str) -> list[str]:
     return [] if store.size(name) is None else [name]
 
 
+def has_identity(store: Store, namespace: str) -> bool:
+    """Whether a namespace's identity is readable, or in a file that only kvtiers writes.
+
+    Raises:
+        StoreError: the storage cannot be read.
+    """
+    return bool(read_identities(store, namespace) or (store.shares_folders and identity_files(store, namespace)))
+
+
 @dataclass(slots=True)
 class NamespaceRemoval:
     """Removes the blocks of one namespace and then the files that identify it. Nothing else is touched.
@@ -145,6 +154,8 @@ class NamespaceRemoval:
             self._remove_identity()
 
     def _remove_identity(self) -> None:
+        if not self.removed.blobs and not has_identity(self.store, self.namespace):
+            return  # a folder of somebody else may have such a name, and a config.json
         for error in delete_all(self.store, identity_files(self.store, self.namespace)):
             if error is not None:
                 self.failed += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files
 from kvtiers.connector.prefixes.files.bucket import BucketFiles
 from kvtiers.connector.prefixes.files.folder import FolderFiles
 from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
+from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
 from kvtiers.tiers.config.open_store import for_engine, open_store
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
@@ -38,4 +40,6 @@ def files_for(place: BoundedTierConfig) -> Files:
     if isinstance(place, FsspecTierConfig):
         return FsspecFiles(place.url, place.storage_options)
     assert isinstance(place, FsTierConfig | NfsTierConfig)
-    return FolderFiles(place.root_dir, place.min_free)
+    # A folder that a user names may be a link. A tier's folder of prefixes may not: others may write beside it.
+    follow = os.path.basename(place.root_dir) != PREFIXES_FOLDER
+    return FolderFiles(place.root_dir, place.min_free, follow=follow)

@@ -1,20 +1,11 @@
-"""Files: interface to the storage of PrefixStore's files, and the translation of its errors."""
+"""Files: interface to the storage of PrefixStore's files."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-
-from kvtiers.tiers.errors import (
-    BlobNotFoundError,
-    StoreFullError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
 
 FILES_AT_ONCE = 16  # files in memory, and requests to an object store, at the same time
 
@@ -43,6 +34,17 @@ class Files(ABC):
         The bytes are valid until the next item is requested: fresh memory for each file costs more than reading it.
         If a file has another size, the bytes may be wrong, or BlobCorruptError is raised.
         """
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a file atomically, unless it exists. Returns False if it exists, also after a repeated request of ours.
+
+        This default serves storage that cannot decide: of two writers at the same moment, the later one replaces the
+        file of the earlier one, which mostly learns it here.
+        """
+        if self.exists(path):
+            return False
+        self.write(path, data)
+        return self.read(path, len(data) + 1) == data
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         """Write each file atomically, in any order."""
@@ -78,8 +80,8 @@ class Files(ABC):
         """Delete a file. Does nothing if the file does not exist."""
 
     @abstractmethod
-    def delete_folder(self, folder: str) -> None:
-        """Delete a folder and its files. Does nothing if the folder does not exist."""
+    def delete_layers(self, folder: str) -> None:
+        """Delete the layers' files in a folder (``format.LAYER_FILE``), and the folder if it is empty then."""
 
     def prepare(self) -> None:  # noqa: B027 - not every storage has a slower first call
         """Create the clients that the first call needs, without asking the storage. Raises nothing."""
@@ -93,18 +95,3 @@ class Files(ABC):
 
     def close(self) -> None:  # noqa: B027 - not every storage holds resources
         """Release connections and threads. Does not wait for the storage; calls under way may fail."""
-
-
-@contextlib.contextmanager
-def storage_errors(path: str) -> Iterator[None]:
-    """Translate the errors of a file system to StoreError."""
-    try:
-        yield
-    except FileNotFoundError as e:
-        raise BlobNotFoundError("does not exist", key=path) from e
-    except PermissionError as e:
-        raise StorePermissionError(str(e), key=path) from e
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreFullError(str(e), key=path) from e
-        raise StoreUnavailableError(str(e), key=path) from e

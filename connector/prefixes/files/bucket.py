@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtiers.connector.prefixes.files.base import Files
 from kvtiers.connector.prefixes.files.side_by_side import SideBySide, result_of
+from kvtiers.connector.prefixes.format import LAYER_FILE
 from kvtiers.tiers.errors import BlobNotFoundError
 from kvtiers.tiers.tier.concurrency import Concurrency
 
@@ -34,6 +35,9 @@ class BucketFiles(Files):
 
     def write(self, path: str, data: bytes) -> None:
         self._store.put(path, [memoryview(data)], overwrite=True)
+
+    def create(self, path: str, data: bytes) -> bool:
+        return self._store.put(path, [memoryview(data)], overwrite=False)
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         writes = [self._side_by_side.submit(self.write, path, data) for path, data in files.items()]
@@ -98,8 +102,9 @@ class BucketFiles(Files):
     def delete(self, path: str) -> None:
         self._store.delete(path)
 
-    def delete_folder(self, folder: str) -> None:
-        keys = [info.key for info in self._store.keys(f"{folder}/")]
+    def delete_layers(self, folder: str) -> None:
+        found = (info.key for info in self._store.keys(f"{folder}/"))
+        keys = [key for key in found if LAYER_FILE.fullmatch(key.removeprefix(f"{folder}/"))]
         for error in self._store.delete_many(keys):
             if error is not None:
                 raise error

@@ -10,9 +10,11 @@ from typing import Any
 
 from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files
 from kvtiers.connector.prefixes.files.side_by_side import SideBySide, result_of
+from kvtiers.connector.prefixes.format import LAYER_FILE
 from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, public_url
 from kvtiers.tiers.stores.fsspec_driver import (
     ATOMIC_PUT,
+    EXCLUSIVE_CREATE,
     TEMPORARY_FOLDER,
     open_driver,
     protocols_of,
@@ -38,6 +40,18 @@ class FsspecFiles(Files):
                 self._fs.pipe_file(self._full(path), data)
             else:
                 put_and_move(self._fs, self._full(path), [memoryview(data)], self._full(TEMPORARY_FOLDER))
+
+    def create(self, path: str, data: bytes) -> bool:
+        if not protocols_of(self._fs) & EXCLUSIVE_CREATE:
+            return super().create(path, data)
+        with driver_errors(path):
+            try:
+                self._fs.pipe_file(self._full(path), data, mode="create")
+                return True
+            except OSError:  # FileExistsError, or a server's refusal that s3fs does not recognize
+                if self.exists(path):
+                    return False
+        return super().create(path, data)
 
     def read(self, path: str, bytes_max: int) -> bytes:
         with driver_errors(path):
@@ -103,10 +117,12 @@ class FsspecFiles(Files):
         with driver_errors(path), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(path))
 
-    def delete_folder(self, folder: str) -> None:
-        for name in self.names(folder):
+    def delete_layers(self, folder: str) -> None:
+        names = self.names(folder)
+        layers = list(filter(LAYER_FILE.fullmatch, names))
+        for name in layers:
             self.delete(f"{folder}/{name}")
-        if not self._is_atomic:  # an object store has no folders
+        if not self._is_atomic and names == layers:  # an object store has no folders
             with driver_errors(folder), contextlib.suppress(FileNotFoundError):
                 self._fs.rmdir(self._full(folder))
 

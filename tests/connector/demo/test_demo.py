@@ -303,19 +303,24 @@ def test_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path) -> None:
         "with run_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'block.bin').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    others = tmp_path / "kvtiers-demo-others"
-    others.mkdir()
+    others, named_alike = tmp_path / "kvtiers-demo-others", tmp_path / "kvtiers-demo-run-my_notes"
+    for folder in (others, named_alike):
+        folder.mkdir()
+        (folder / "thesis.txt").touch()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     link = tmp_path / "kvtiers-demo-run-link"
     link.symlink_to(elsewhere)
     with run_folder(tmp_path) as running:
         assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -signal.SIGKILL
-        (left,) = (folder for folder in tmp_path.glob("kvtiers-demo-run-*") if folder not in (running, link))
+        (left,) = (
+            folder for folder in tmp_path.glob("kvtiers-demo-run-*") if folder not in (running, link, named_alike)
+        )
         assert (left / "block.bin").exists()
         with run_folder(tmp_path) as second:
-            assert {running, second, link, others, elsewhere} == set(tmp_path.iterdir())
-    assert {link, others, elsewhere} == set(tmp_path.iterdir())
+            assert {running, second, link, others, named_alike, elsewhere} == set(tmp_path.iterdir())
+    assert {link, others, named_alike, elsewhere} == set(tmp_path.iterdir())
+    assert (named_alike / "thesis.txt").exists()
 
 
 def test_the_default_text_is_long_and_everywhere() -> None:

@@ -107,8 +107,8 @@ def test_a_failed_conversion_leaves_nothing(cache: WeightsCache, tmp_path: Path)
 
 
 def test_the_cache_holds_one_model_and_sweeps_what_killed_processes_left(cache: WeightsCache, tmp_path: Path) -> None:
-    (tmp_path / "cache" / "new-left").mkdir()
-    save(tmp_path / "cache" / "new-left")
+    (tmp_path / "cache" / "new-left_0ab").mkdir()
+    save(tmp_path / "cache" / "new-left_0ab")
     (tmp_path / "cache" / "notes").write_text("a user's file")
     cache.store(Source("b" * 64, 1, "converter 1"), 7, save)
     cache.store(SOURCE, 7, save)

@@ -25,7 +25,7 @@ from kvtiers.tiers.errors import BlobNotFoundError, ConfigError, StoreFullError,
 from kvtiers.tiers.store import KeyInfo, Store, SupportsDeleteMany
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
-from kvtiers.tiers.stores.files.posix import make_folders
+from kvtiers.tiers.stores.files.posix import RootFolder
 from tests.files import files_below
 from tests.identity import FakeSpec
 from tests.tiers.capacity.test_account import measure
@@ -39,7 +39,6 @@ else:
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install '.[torch]'")
 
 from kvtiers.connector.prefixes.chunks import ChunkStore
-from kvtiers.connector.prefixes.files import folder as folder_files
 from kvtiers.connector.prefixes.limits import PrefixLimits, use_noted_s
 from kvtiers.connector.prefixes.place import place_at, place_of_prefixes
 from kvtiers.connector.prefixes.store import PrefixStore
@@ -566,12 +565,15 @@ def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
 ) -> None:
     store, hashes, times = store_at(str(tmp_path)), hashes_of(1), iter(range(20))
 
-    def make_and_lose(path: str) -> None:
-        make_folders(path)
-        if len(os.path.basename(path)) == 32 and next(times) < 3:
-            os.rmdir(path)
+    make_folder = RootFolder.make_folder
 
-    monkeypatch.setattr(folder_files, "make_folders", make_and_lose)
+    def make_and_lose(root: RootFolder, path: str) -> int:
+        made = make_folder(root, path)
+        if len(os.path.basename(path)) == 32 and next(times) < 3:
+            os.rmdir(tmp_path / path)
+        return made
+
+    monkeypatch.setattr(RootFolder, "make_folder", make_and_lose)
     assert store.publish(hashes, layers_of(1))
     (chunk,) = store.match(hashes)
     assert len(dict(store.load(chunk, hashes))) == len(LAYERS)

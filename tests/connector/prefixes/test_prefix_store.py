@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,9 +35,10 @@ from kvtiers.connector.prefixes import format as prefix_format
 from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
 from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
 from kvtiers.connector.prefixes.files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, SideBySide
+from kvtiers.connector.prefixes.format import CHUNK_BLOCKS_MAX
 from kvtiers.connector.prefixes.limits import USE_NOTED_S
 from kvtiers.connector.prefixes.place import place_at
-from kvtiers.connector.prefixes.store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
+from kvtiers.connector.prefixes.store import Chunk, PrefixStore, blocks_in_all
 from kvtiers.connector.prefixes.uses import PrefixUses
 from tests.connector.prefixes.test_prefix_limits import BLOCK, FINGERPRINT, LAYERS, hashes_of
 from tests.waiting import wait_for
@@ -252,13 +254,14 @@ def test_every_byte_of_every_file_is_covered(tmp_path: Path) -> None:
 
 def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
-    replace, seen = os.replace, []
+    rename, link, seen = os.rename, os.link, []
 
-    def watch(source: str, target: str) -> None:
+    def watch(call: Callable[..., None], *names: str, **options: Any) -> None:
         seen.append(store.match(hashes))
-        replace(source, target)
+        call(*names, **options)
 
-    monkeypatch.setattr(os, "replace", watch)
+    monkeypatch.setattr(os, "rename", partial(watch, rename))
+    monkeypatch.setattr(os, "link", partial(watch, link))
     store.publish(hashes, layers_of(2))
     assert len(seen) == 3  # two layers and the manifest, last
     assert seen == [[], [], []]
@@ -267,18 +270,19 @@ def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch
 
 def test_a_failed_publish_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
-    replace, calls = os.replace, []
+    rename, calls = os.rename, []
 
-    def fail_second(source: str, target: str) -> None:
+    def fail_second(source: str, target: str, **folders: int) -> None:
         calls.append(target)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        replace(source, target)
+        rename(source, target, **folders)
 
-    monkeypatch.setattr(os, "replace", fail_second)
+    monkeypatch.setattr(os, "rename", fail_second)
     with pytest.raises(StoreError, match="No space"):
         store.publish(hashes, layers_of(2))
     assert every_file(tmp_path) == []
+    assert not [path for path in tmp_path.rglob("*") if len(path.name) == 32]  # nor an empty folder of its layers
     assert store.match(hashes) == []
 
 
@@ -762,7 +766,7 @@ def test_what_a_collector_took_during_a_long_load_is_no_damage(url: str) -> None
     manifest = store.files.read(chunk.path, 1 << 20)
     folder = f"{chunk.path.rpartition('/')[0]}/{store._manifest(chunk.path)['attempt']}"
     store.files.delete(chunk.path)
-    store.files.delete_folder(folder)
+    store.files.delete_layers(folder)
     with pytest.raises(BlobNotFoundError):
         list(store.load(chunk, hashes, lambda: manifest))
     assert store.counts.verify_failures == 0

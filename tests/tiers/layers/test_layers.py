@@ -24,6 +24,8 @@ from kvtiers.tiers.layers.limit import LimitOptions, LimitStore
 from kvtiers.tiers.layers.measure import MeasureStore, Observation
 from kvtiers.tiers.layers.retry import RetryOptions, RetryStore
 from kvtiers.tiers.store import (
+    CountsLeftovers,
+    HidesNames,
     KeyInfo,
     NamesBlocks,
     Store,
@@ -62,6 +64,8 @@ PROTOCOLS: dict[str, type] = {
     "quarantine": SupportsQuarantine,
     "touch": SupportsTouch,
     "sweep": SupportsSweep,
+    "leftovers": CountsLeftovers,
+    "hidden_names": HidesNames,
     "free_bytes": SupportsFreeBytes,
     "total_bytes": SupportsTotalBytes,
     "folders": SupportsFolders,

@@ -214,15 +214,20 @@ def test_failed_put_leaves_nothing(
 def test_temporary_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
     folder = tmp_path / "kv" / ".tmp"
     folder.mkdir(parents=True)
-    (folder / ".old").write_bytes(b"1")
-    (folder / ".young").write_bytes(b"1")
-    os.utime(folder / ".old", (time.time() - 4000,) * 2)
+    old, young = f".{'0a' * 16}", f".{'1b' * 16}"
+    others = {"thesis.txt", ".old", f"{old}.bak", f".{'2c' * 16}"}
+    for name in (old, young, *others):
+        (folder / name).write_bytes(b"1")
+    (folder / f".{'2c' * 16}").unlink()
+    (folder / f".{'2c' * 16}").symlink_to(tmp_path)  # a link is nobody's temporary file
+    for name in (old, *others):
+        os.utime(folder / name, (time.time() - 4000,) * 2, follow_symlinks=False)
     FsspecStore(f"file://{tmp_path}/kv").close()
-    assert [path.name for path in folder.iterdir()] == [".young"]
+    assert {path.name for path in folder.iterdir()} == {young, *others}
 
 
 def test_who_only_reads_sweeps_nothing_and_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    litter = tmp_path / "kv" / ".tmp" / ".old"
+    litter = tmp_path / "kv" / ".tmp" / f".{'0a' * 16}"
     litter.parent.mkdir(parents=True)
     litter.write_bytes(b"1")
     os.utime(litter, (1, 1))
@@ -257,10 +262,11 @@ def test_opening_ends_where_a_server_never_answers(caplog: pytest.LogCaptureFixt
 def test_temporary_files_stay_where_the_driver_tells_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kv" / ".tmp"
     folder.mkdir(parents=True)
-    (folder / ".somebodys").write_bytes(b"1")
+    name = f".{'0a' * 16}"
+    (folder / name).write_bytes(b"1")
     monkeypatch.setattr("kvtiers.tiers.stores.fsspec.mtime_of", lambda entry: 0.0)
     FsspecStore(f"file://{tmp_path}/kv").close()
-    assert [path.name for path in folder.iterdir()] == [".somebodys"]
+    assert [path.name for path in folder.iterdir()] == [name]
 
 
 def test_put_never_moves_a_blob_into_a_folder(local: FsspecStore, tmp_path: Path) -> None:

@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
 
 from kvtiers.tiers.stores.files.listing import Failures
 from kvtiers.tiers.stores.files.posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
-from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER
+from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME
+
+#: The store's own folders, and the names of its files there.
+OWN_FOLDERS: Mapping[str, re.Pattern[str]] = {PRIVATE_FOLDER: PRIVATE_NAME, QUARANTINE_FOLDER: QUARANTINED_NAME}
 
 _IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY)
 
@@ -113,36 +118,74 @@ def touch_blob(root: RootFolder, key: str) -> None:
         close_reader(dir_fd)
 
 
-def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
-    """Remove bad blobs that were quarantined at least ``age_s_max`` before ``now`` (Unix seconds). 0: remove all."""
+def sweep_quarantine(root: RootFolder, now: float, age_s_max: float, *, remove: bool = True) -> int:
+    """Remove bad blobs that were quarantined at least ``age_s_max`` before ``now`` (Unix seconds). 0: remove all.
 
-    def sweep_one(fd: int, name: str) -> None:
+    Args:
+        remove: False: only count the files.
+
+    Returns:
+        How many files were removed.
+    """
+    count = 0
+
+    def sweep_one(fd: int, name: str, status: os.stat_result) -> None:
+        nonlocal count
         # A rename changes only ctime, so ctime is the time when the blob was moved here.
-        if age_s_max <= 0 or now - os.stat(name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max:
-            os.unlink(name, dir_fd=fd)
+        if age_s_max <= 0 or now - status.st_ctime >= age_s_max:
+            if remove:
+                os.unlink(name, dir_fd=fd)
+            count += 1
 
     _for_each(root, QUARANTINE_FOLDER, sweep_one, Failures())
+    return count
 
 
 def own_bytes(root: RootFolder) -> int:
-    """Total bytes of the files in the store's own folders, which listings do not include."""
+    """Total bytes of the store's own files, which listings do not include."""
     total = 0
     failures = Failures()
 
-    def count(fd: int, name: str) -> None:
+    def count(_fd: int, _name: str, status: os.stat_result) -> None:
         nonlocal total
-        total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
+        total += status.st_size
 
-    for folder in (PRIVATE_FOLDER, QUARANTINE_FOLDER):
+    for folder in OWN_FOLDERS:
         _for_each(root, folder, count, failures)
     return total
 
 
-def _for_each(root: RootFolder, folder: str, call: Callable[[int, str], None], failures: Failures) -> None:
-    """Call ``call`` with the folder's descriptor and each entry's name. Skips entries that were removed meanwhile.
+def hidden_names(root: RootFolder) -> list[str]:
+    """Names that listings leave out and that no store wrote: other dot names, and others' files in our own folders."""
+    found = [name for name in _names_in(root, ".") if name[0] == "." and name not in OWN_FOLDERS]
+    for folder, own in OWN_FOLDERS.items():
+        found += [f"{folder}/{name}" for name in _names_in(root, folder) if own.fullmatch(name) is None]
+    return found
 
-    Also skips the folder or an entry if permission is denied, such as for files of a command run as root: this user
-    cannot remove them, and they must not stop the collection.
+
+def _names_in(root: RootFolder, folder: str) -> list[str]:
+    try:
+        fd = root.open(folder, OPEN_LISTING)
+    except OSError as e:
+        if is_absent(e) or isinstance(e, PermissionError):
+            return []
+        raise
+    try:
+        return os.listdir(fd)
+    finally:
+        close_reader(fd)
+
+
+def _for_each(
+    root: RootFolder, folder: str, call: Callable[[int, str, os.stat_result], None], failures: Failures
+) -> None:
+    """Call ``call`` with the folder's descriptor, and the name and status of each of the store's own files in it.
+
+    Others may use folders of these names, too: a file is ours by its name. Stores write only regular files, but move
+    links and special files into quarantine as well; to unlink these touches no target.
+
+    Skips folders, and files that were removed meanwhile. Also skips the folder or a file if permission is denied, such
+    as for files of a command run as root: this user cannot remove them, and they must not stop the collection.
     """
     try:
         fd = root.open(folder, OPEN_LISTING)
@@ -153,9 +196,15 @@ def _for_each(root: RootFolder, folder: str, call: Callable[[int, str], None], f
     try:
         with os.scandir(fd) as entries:
             for entry in entries:
+                if OWN_FOLDERS[folder].fullmatch(entry.name) is None:
+                    continue
                 try:
-                    call(fd, entry.name)
-                except (FileNotFoundError, IsADirectoryError, PermissionError):
+                    status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) or (
+                        folder == QUARANTINE_FOLDER and not stat.S_ISDIR(status.st_mode)
+                    ):
+                        call(fd, entry.name, status)
+                except (FileNotFoundError, PermissionError):
                     pass
                 except OSError as e:
                     failures.note(e)

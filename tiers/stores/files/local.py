@@ -6,6 +6,7 @@ root also holds ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, k
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -27,7 +28,7 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
-from kvtiers.tiers.stores.files.cleanup import own_bytes, remove_blobs, sweep_quarantine, touch_blob
+from kvtiers.tiers.stores.files.cleanup import hidden_names, own_bytes, remove_blobs, sweep_quarantine, touch_blob
 from kvtiers.tiers.stores.files.listing import folder_names, walk
 from kvtiers.tiers.stores.files.posix import (
     ABSENT,
@@ -99,12 +100,13 @@ class LocalStore(Store):
         self._lock = threading.Lock()
         self._logged_folders: set[str] = set()
         self.damaged = 0
+        self._swept_count = 0  # set when the store is opened, and by the thread that sweeps
         root = self._open_root(make=not read_only)
         self._root: RootFolder | None = root
         if read_only:
             return
         try:
-            sweep(root, lambda: self._now(root))
+            self._swept_count = sweep(root, lambda: self._now(root))
         except (OSError, StoreError) as e:
             # Blobs can be read even if leftover files cannot be removed (in a read-only root, say).
             # Log the text: a handler that keeps the record would keep the exception's frames, and so the root open.
@@ -187,19 +189,32 @@ class LocalStore(Store):
         try:
             if self._read_only:
                 return own_bytes(root)
+            now = self._time(root)
             try:
-                now = self._now(root)
-            except OSError as e:
-                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                # Reading the server's clock needs a free inode. If it fails, keep files whose removal depends on age.
-                now = float("-inf")
-            try:
-                sweep(root, lambda: now)
+                self._swept_count += sweep(root, lambda: now)
             except PermissionError as e:
                 self._log_skipped(PRIVATE_FOLDER, e)
-            sweep_quarantine(root, now, quarantine_s_max)
+            self._swept_count += sweep_quarantine(root, now, quarantine_s_max)
             return own_bytes(root)
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def leftovers(self, quarantine_s_max: float) -> int:
+        """See ``CountsLeftovers``."""
+        root = self._use_root(None)
+        try:
+            now = self._time(root)
+            left = sweep_quarantine(root, now, quarantine_s_max, remove=False)
+            with contextlib.suppress(PermissionError):
+                left += sweep(root, lambda: now, remove=False)
+            return self._swept_count + left
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def hidden_names(self) -> list[str]:
+        """See ``HidesNames``."""
+        try:
+            return hidden_names(self._use_root(None))
         except OSError as e:
             raise store_error(e, "") from e
 
@@ -225,6 +240,17 @@ class LocalStore(Store):
             return self._use_root(None).total_bytes()
         except OSError as e:
             raise store_error(e, "") from e
+
+    def _time(self, root: RootFolder) -> float:
+        if self._read_only:
+            return time.time()  # reading the server's clock would write a file
+        try:
+            return self._now(root)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # Reading the server's clock needs a free inode. If it fails, keep files whose removal depends on age.
+            return float("-inf")
 
     def _now(self, root: RootFolder) -> float:  # noqa: ARG002 - for subclasses
         """Unix seconds, by the clock that sets the times of files below a root: this host's."""

@@ -184,21 +184,23 @@ class RootFolder:
     Args:
         path: the folder. Its parents may be symbolic links; the folder itself must not be one.
         make: create the folder and its parents with mode 0700 if they are missing.
+        follow: the folder itself may be a symbolic link, too.
 
     Raises:
         OSError: the folder is missing, is not a folder, or cannot be created.
     """
 
-    def __init__(self, path: str, *, make: bool) -> None:
+    def __init__(self, path: str, *, make: bool, follow: bool = False) -> None:
         self.fd = -1
         self._path = path
+        flags = OPEN_FOLDER & ~os.O_NOFOLLOW if follow else OPEN_FOLDER
         try:
-            self.fd = os.open(path, OPEN_FOLDER)
+            self.fd = os.open(path, flags)
         except FileNotFoundError:
             if not make:
                 raise
             make_folders(path)
-            self.fd = os.open(path, OPEN_FOLDER)
+            self.fd = os.open(path, flags)
         self._openat2 = openat2_works(self.fd)
         self._owner: tuple[int, int] | None = None
         if os.geteuid() == 0 and _ignores_permissions():

@@ -31,7 +31,9 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import secrets
+import stat
 import sys
 import threading
 import time
@@ -49,13 +51,17 @@ from kvtiers.tiers.stores.files.posix import (
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
+#: Names that PrivateNames makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
+_PRIVATE = r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+"
+PRIVATE_NAME = re.compile(rf"{_PRIVATE}|\.[0-9a-f]{{32}}")
+QUARANTINED_NAME = re.compile(rf"{_PRIVATE}-.+")
 STALE_AGE_S_MAX = 3600.0  # no writer needs an hour for one blob, and hosts' clocks differ by less than an hour
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
 # EISDIR: the kernel does not support the flag. EINVAL: from some FUSE servers.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Publisher:
@@ -264,28 +270,43 @@ class FreeSpace:
                 self._in_flight_bytes -= size
 
 
-def sweep(root: RootFolder, now: Callable[[], float]) -> None:
-    """Remove the private files of dead writers. ``now``: Unix seconds; called only if the private folder exists."""
+def sweep(root: RootFolder, now: Callable[[], float], *, remove: bool = True) -> int:
+    """Remove the private files of dead writers. Everything else in the private folder is somebody else's and stays.
+
+    Args:
+        now: Unix seconds; called only if the private folder exists.
+        remove: False: only count the files.
+
+    Returns:
+        How many files were removed.
+    """
     try:
         fd = root.open(PRIVATE_FOLDER, OPEN_LISTING)
     except FileNotFoundError:
-        return
+        return 0
+    count = 0
     try:
         machine = _machine()
         now_s = now()
         failures = Failures()
         with os.scandir(fd) as entries:
             for entry in entries:
+                if PRIVATE_NAME.fullmatch(entry.name) is None:
+                    continue
                 try:
-                    age_s = now_s - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_mtime
-                    if age_s > STALE_AGE_S_MAX or _is_dead(entry.name, machine):
-                        os.unlink(entry.name, dir_fd=fd)
-                except (FileNotFoundError, IsADirectoryError):
-                    pass  # removed by another store, or a folder, which kvtiers did not create
+                    status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+                    is_old = now_s - status.st_mtime > STALE_AGE_S_MAX
+                    if stat.S_ISREG(status.st_mode) and (is_old or _is_dead(entry.name, machine)):
+                        if remove:
+                            os.unlink(entry.name, dir_fd=fd)
+                        count += 1
+                except FileNotFoundError:
+                    pass  # removed by another store
                 except OSError as e:
                     failures.note(e)
     finally:
         close_reader(fd)
+    return count
 
 
 def storage_time(root: RootFolder) -> float:
@@ -358,7 +379,7 @@ def _read_line(path: str) -> str:
 
 def _raise_if_no_hard_links(e: OSError) -> None:
     """Raise if link(2) failed because there are no hard links. Here, EPERM means that; missing rights are EACCES."""
-    if e.errno in _NO_HARD_LINKS:
+    if e.errno in NO_HARD_LINKS:
         raise StoreConfigError(
             f"this file system has no hard links ({errno.errorcode[e.errno]}), which kvtiers needs to publish blocks; "
             "use another file system (vfat, exFAT and some FUSE mounts have no hard links)"

@@ -665,23 +665,24 @@ def test_a_few_damaged_files_in_the_stores_own_folders_keep_no_others(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(tmp_path)
-    names = [f"{number}" for number in range(40)]
-    for folder in (".tmp", ".quarantine"):
+    made = publish.PrivateNames()
+    names = {".tmp": [made.make() for _ in range(40)], ".quarantine": [f"{made.make()}-a.bin" for _ in range(40)]}
+    for folder in names:
         (tmp_path / folder).mkdir()
-        for name in names:
+        for name in names[folder]:
             (tmp_path / folder / name).write_bytes(b"x")
             os.utime(tmp_path / folder / name, (0, 0))
 
     def left() -> list[int]:
-        return [len(list((tmp_path / folder).iterdir())) for folder in (".tmp", ".quarantine")]
+        return [len(list((tmp_path / folder).iterdir())) for folder in names]
 
     for module in (folder_cleanup, publish):
-        monkeypatch.setattr(module, "os", Damaged({"7", "23"}, code))
+        monkeypatch.setattr(module, "os", Damaged({each[n] for each in names.values() for n in (7, 23)}, code))
     assert store.sweep(0.0) == 0
     assert left() == [2, 2]
     for module in (folder_cleanup, publish):
-        monkeypatch.setattr(module, "os", Damaged(set(names), code))
-    for name in names:
+        monkeypatch.setattr(module, "os", Damaged({name for each in names.values() for name in each}, code))
+    for name in names[".quarantine"]:
         (tmp_path / ".quarantine" / name).write_bytes(b"x")
     with pytest.raises(StoreError):  # the disk is gone
         store.sweep(0.0)

@@ -34,6 +34,7 @@ from kvtiers.tiers.store import Store, check_key
 from kvtiers.tiers.stores.files import posix, publish
 from kvtiers.tiers.stores.files.listing import FOLDERS_DEEP_MAX
 from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
 from tests.leaks import open_fds
@@ -458,20 +459,83 @@ def test_private_files_of_dead_writers_are_swept(tmp_path: Path, monkeypatch: py
     machine, pid, started, token, count = ours.rsplit("-", 4)
     reused = f"{machine}-{pid}-{int(started) - 1}-{token}-{count}"
     other_host = f"elsewhere-{ours}"
-    foreign = "notes.txt"
-    for name in (reused, other_host, foreign):
+    without_proc = f"-{pid}--{token}-7"
+    for name in (reused, other_host, without_proc):
         (private / name).write_bytes(b"half a blob")
-    (private / "folder").mkdir()
-    assert len(list(private.iterdir())) == 6
+    assert len(list(private.iterdir())) == 5
 
     LocalStore(tmp_path / "root")
-    assert {path.name for path in private.iterdir()} == {ours, other_host, foreign, "folder"}
+    assert {path.name for path in private.iterdir()} == {ours, other_host, without_proc}
     long_ago = time.time() - publish.STALE_AGE_S_MAX - 60
     for path in private.iterdir():
         os.utime(path, (long_ago, long_ago))
     LocalStore(tmp_path / "root")
-    assert {path.name for path in private.iterdir()} == {"folder"}
+    assert list(private.iterdir()) == []
     assert list_keys(store) == ["a"]
+
+
+@pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
+def test_files_of_others_in_the_stores_own_folders_are_kept_and_not_counted(
+    tmp_path: Path, store_class: type[LocalStore]
+) -> None:
+    """Other programs use folders of these names, too."""
+    names = publish.PrivateNames()
+    own = names.make()
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    others = []
+    for folder, ending in ((".tmp", ""), (".quarantine", "-a.bin")):
+        inside = tmp_path / "root" / folder
+        inside.mkdir(parents=True)
+        for name in ("thesis.txt", "sample", f"{own}.txt", own[:-1], "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
+            (inside / name).write_bytes(b"mine")
+        if folder == ".tmp":  # stores write only regular files, but move whatever has a block's name aside
+            (inside / names.make()).symlink_to(outside)
+            os.mkfifo(inside / names.make())
+        (inside / f"{names.make()}{ending}").mkdir()
+        others += list(inside.iterdir())
+        for path in inside.iterdir():
+            os.utime(path, (0, 0), follow_symlinks=False)
+    store = store_class(tmp_path / "root")
+    assert store.leftovers(0.0) == 0
+    assert store.sweep(0.0) == 0
+    assert [path for path in others if not os.path.lexists(path)] == []
+    assert outside.read_bytes() == b"mine"
+    assert {name.rpartition("/")[2] for name in store.hidden_names()} >= {"thesis.txt", "sample"}
+
+
+def test_quarantined_links_and_special_files_are_removed_without_their_targets(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    (tmp_path / "root" / "f").mkdir()
+    (tmp_path / "root" / "f" / "link").symlink_to(outside)
+    os.mkfifo(tmp_path / "root" / "f" / "fifo")
+    for key in ("f/link", "f/fifo"):
+        store.quarantine(key)
+    assert store.leftovers(0.0) == 2
+    assert store.sweep(0.0) == 0
+    assert list((tmp_path / "root" / ".quarantine").iterdir()) == []
+    assert outside.read_bytes() == b"mine"
+
+
+def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    store = LocalStore(root)
+    store.put("f/a", as_parts(b"1"), overwrite=True)
+    store.quarantine("f/a")
+    stale = root / ".tmp" / f"elsewhere-{store._publisher._names.make()}"
+    stale.write_bytes(b"half a blob")
+    os.utime(stale, (0, 0))
+    store = LocalStore(root, read_only=True)
+    assert (store.leftovers(3600.0), store.leftovers(0.0), store.sweep(0.0)) == (1, 2, 12)
+    assert store.leftovers(0.0) == 2
+    store = LocalStore(root)  # opening removes what dead writers left
+    assert not stale.exists()
+    assert (store.leftovers(3600.0), store.leftovers(0.0)) == (1, 2)
+    assert store.sweep(0.0) == 0
+    assert store.leftovers(0.0) == 2
+    assert store.hidden_names() == []
 
 
 def test_a_private_file_of_a_living_writer_stays(tmp_path: Path) -> None:

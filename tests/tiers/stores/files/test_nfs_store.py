@@ -204,8 +204,8 @@ def test_a_listing_of_a_root_that_is_gone_does_not_end_as_if_nothing_were_there(
 def test_age_is_told_by_the_servers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose clock is days ahead must not remove what another host is writing now."""
     prepare(tmp_path)
-    live = tmp_path / ".tmp" / "other-host-0badcafe-1-2-3-4"
-    old = tmp_path / ".tmp" / "other-host-0badcafe-1-2-3-5"
+    live = tmp_path / ".tmp" / "other-host-0badcafe-4026531836-1-2-0123abcd-4"
+    old = tmp_path / ".tmp" / "other-host-0badcafe-4026531836-1-2-0123abcd-5"
     for path in (live, old):
         path.write_bytes(b"half a blob")
     an_hour_ago = time.time() - publish.STALE_AGE_S_MAX - 60

@@ -1,0 +1,63 @@
+"""Whether a storage is kvtiers' own, which destructive commands require: a path may be a mistake.
+
+A storage is kvtiers' own if it has one of these:
+
+- a namespace whose ``config.json`` (or, in a folder of vLLM, whose identity file) names that namespace, as every
+  engine writes it at its start;
+- a record below ``_kvtiers/``, which stays when the last namespace is removed;
+- a block, or a chunk of prefixes: its name is long enough that nobody else makes it.
+
+A storage without any blob is accepted as well: there is nothing to remove, and a regular job must not fail because an
+engine has not started yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import islice
+
+from kvtiers.tiers.capacity.collector import is_block
+from kvtiers.tiers.capacity.records import OWN_PREFIX, UNREADABLE, get_record
+from kvtiers.tiers.errors import ConfigError, printable
+from kvtiers.tiers.store import HidesNames, NamesBlocks, Store
+from kvtiers.tiers.tools.namespaces import has_identity, namespace_names
+
+RECORDS_TRIED_MAX = 16
+
+
+def check_is_ours(store: Store) -> None:
+    """Check that kvtiers wrote to this storage, or that it is empty.
+
+    Raises:
+        ConfigError: it holds files of others and nothing of kvtiers.
+        StoreError: the storage cannot be listed.
+    """
+    hidden = store.hidden_names() if isinstance(store, HidesNames) else []
+    found = next((info.key for info in store.keys()), hidden[0] if hidden else None)  # noqa: SIM118 - not a dict
+    if found is None or _has_identity(store) or _has_record(store) or _has_block(store):
+        return
+    raise ConfigError(
+        f"is not a storage of kvtiers, so nothing is changed: it holds {printable(found)!r}, but no namespace with a "
+        f"config.json of kvtiers, no record below {OWN_PREFIX} and no block; check the path"
+    )
+
+
+def _has_identity(store: Store) -> bool:
+    for namespace in namespace_names(store):
+        with contextlib.suppress(*UNREADABLE):  # one folder may belong to another user
+            if has_identity(store, namespace):
+                return True
+    return False
+
+
+def _has_record(store: Store) -> bool:
+    for info in islice(store.keys(OWN_PREFIX), RECORDS_TRIED_MAX):
+        with contextlib.suppress(*UNREADABLE):
+            if get_record(store, info.key):
+                return True
+    return False
+
+
+def _has_block(store: Store) -> bool:
+    names = store.is_block if isinstance(store, NamesBlocks) else is_block
+    return any(names(info.key) for info in store.keys())  # noqa: SIM118 - not a dict
