@@ -115,9 +115,12 @@ def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfi
             raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
         return tier.model_copy(update={"prefix": "/".join(filter(None, (tier.prefix.strip("/"), PREFIXES_FOLDER)))})
     # A local folder is accessed as such, also one that is given as a URL: fsspec's driver would follow links in it.
-    folder = local_folder(tier.url) if isinstance(tier, FsspecTierConfig) else tier.root_dir
-    if folder is None:
-        return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{PREFIXES_FOLDER}"})
+    if isinstance(tier, FsspecTierConfig):
+        folder = local_folder(tier.url)
+        if folder is None:
+            return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{PREFIXES_FOLDER}"})
+    else:
+        folder = tier.root_dir
     kept = {name: getattr(tier, name) for name in SETTINGS if name in tier.model_fields_set}
     return place_at(escape(os.path.join(folder, PREFIXES_FOLDER)), **kept)  # it is parsed again
 

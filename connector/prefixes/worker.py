@@ -92,7 +92,6 @@ class PrefixWorker:
         self._load_deadline_s = load_deadline_s
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._token_bytes = 0  # of one token, in all layers
-        self._block_bytes_max = 0  # of one block, in the largest layer
         self._cuda: torch.device | None = None
         self._loading: dict[str, Load] = {}
         self._failed_blocks: set[int] = set()
@@ -111,7 +110,6 @@ class PrefixWorker:
             self._pages(tensor)
         self._kv_caches = kv_caches
         self._token_bytes = sum(tensor.nbytes for tensor in kv_caches.values()) // (self._num_blocks * self._block_size)
-        self._block_bytes_max = max((tensor.nbytes // self._num_blocks for tensor in kv_caches.values()), default=0)
         self._cuda = next((tensor.device for tensor in kv_caches.values() if tensor.is_cuda), None)
 
     def load(self, store: PrefixStore, transfer: Transfer) -> None:
@@ -229,6 +227,7 @@ class PrefixWorker:
 
     def _load(self, store: PrefixStore, transfer: Transfer, load: Load) -> None:
         size = self._block_size
+        block_bytes_max = max((layer.nbytes // self._num_blocks for layer in self._kv_caches.values()), default=0)
         position, last = 0, len(transfer.hashes)
         wanted = []
         for chunk in store.match(transfer.hashes):
@@ -245,7 +244,7 @@ class PrefixWorker:
             manifest = cache(manifest)
             try:
                 hashes = transfer.hashes[begin:end]
-                for layer, tensor in store.load(chunk, hashes, manifest, block_bytes_max=self._block_bytes_max):
+                for layer, tensor in store.load(chunk, hashes, manifest, block_bytes_max=block_bytes_max):
                     if layer in missing:
                         missing.discard(layer)
                         values = tensor[skip * size : chunk.blocks * size]

@@ -228,7 +228,7 @@ def body(**changed: Any) -> dict[str, Any]:
     }
 
 
-FORGED = [
+FORGED: list[object] = [
     body(layers={LAYERS[0]: [2**40, CHECKSUM]}),
     body(layers={LAYERS[0]: [CHUNK_BYTES_MAX, CHECKSUM], LAYERS[1]: [1, CHECKSUM]}),
     body(layers={LAYERS[0]: [2**2000, CHECKSUM]}),
@@ -289,11 +289,11 @@ def test_forged_manifest_is_discarded_and_replaced_by_next_store(tmp_path: Path,
 )
 def test_any_manifest_is_discarded_and_replaced_by_next_store(tmp_path: Path, field: str, value: Any) -> None:
     assume((field, value) != ("layers", {}))  # a valid manifest, of a rank without layers
-    content = {
-        "entry": lambda: body(layers={LAYERS[0]: value}),
-        "name": lambda: body(layers={str(value): [0, CHECKSUM]}),
-        "all": lambda: value,
-    }.get(field, lambda: body(**{field: value}))()
+    content: object = {
+        "entry": body(layers={LAYERS[0]: value}),
+        "name": body(layers={str(value): [0, CHECKSUM]}),
+        "all": value,
+    }.get(field, body(**{field: value}))
     for path in tmp_path.rglob(f"{FOLDER}/*.json"):
         path.unlink()
     forge(tmp_path, content)
