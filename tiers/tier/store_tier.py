@@ -456,8 +456,8 @@ class StoreTierManager(SecondaryTierManager):
     def _book(self, finished: FinishedJob[Batch]) -> Iterator[int]:
         """Book a job in parts, then report it. Yield the number of keys in each part."""
         if finished.job_id == PROBE_JOB_ID:
-            (outcome,) = finished.outcomes
-            self._health.probed(outcome if isinstance(outcome, Batch) else None)
+            (probed,) = finished.outcomes
+            self._health.probed(probed if isinstance(probed, Batch) else None)
             return
         job = self._in_flight.pop(finished.job_id)
         op = _op(job.is_load)

@@ -188,7 +188,12 @@ def test_repair_of_one_percent_or_less_does_not_ask() -> None:
 @pytest.mark.parametrize("answer", [True, False])
 def test_repair_of_many_bad_blocks_asks_on_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(verify, "confirm", lambda question: (asked.append(question), answer)[1])
+
+    def confirm(question: str) -> bool:
+        asked.append(question)
+        return answer
+
+    monkeypatch.setattr(verify, "confirm", confirm)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     place = Place("shared", FsTierConfig(type="fs", root_dir="/nowhere"), "/nowhere")
     total = UnitResult("", blocks=100, bad_count=20)
