@@ -65,22 +65,23 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[str, tuple[int, int]] = {}  # anchor -> its value's nodes and depth, once it is complete
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark = event.start_mark
         nodes, deepest = self._nodes, self._deepest
         self._depth += 1
         self._deepest = self._depth
         self._nodes += 1
         if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
             if event.anchor not in self._sizes:
-                raise ComposerError(None, None, "an alias repeats the value that it is in", event.start_mark)
+                raise ComposerError(None, None, "an alias repeats the value that it is in", mark)
             size, depth = self._sizes[event.anchor]
             self._nodes += size - 1
             self._deepest += depth - 1
         if self._nodes > NODES_MAX:
             problem = f"it has more than {NODES_MAX:,} values, each alias counted as what it repeats"
-            raise ComposerError(None, None, problem, event.start_mark)
+            raise ComposerError(None, None, problem, mark)
         if self._deepest > DEPTH_MAX:
-            raise ComposerError(None, None, "it is nested too deeply", event.start_mark)
+            raise ComposerError(None, None, "it is nested too deeply", mark)
         node = super().compose_node(parent, index)
         if not isinstance(event, yaml.AliasEvent) and event.anchor is not None:
             self._sizes[event.anchor] = (self._nodes - nodes, self._deepest - self._depth + 1)

@@ -48,7 +48,7 @@ def find_factory(module_path: str) -> Callable[..., object]:
     module_name, _, function = module_path.partition(":")
     name = function or HOOK
     try:
-        make = getattr(importlib.import_module(module_name), name, None)
+        make: Callable[..., object] | None = getattr(importlib.import_module(module_name), name, None)
     except Exception as e:  # a user's module may raise anything
         fix = "correct module_path, or install the module where the engine runs"
         if not (isinstance(e, ModuleNotFoundError) and e.name and f"{module_name}.".startswith(f"{e.name}.")):

@@ -255,8 +255,8 @@ def test_check_names_packages_that_are_missing(
 
 
 def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
-        monkeypatch.setattr(f"{module}.file_system_type", lambda _: "nfs4")
+    for path in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
+        monkeypatch.setattr(f"{path}.file_system_type", lambda _: "nfs4")
     for module, name in ((findings, "_folder"), (check, "_block_sizes")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a dead mount would hang here"))
     tier = {"type": "nfs", "root_dir": str(tmp_path)}
