@@ -2,7 +2,7 @@
 
 Each measurement notes the storage's time and this machine's time since its start, which nobody can set. The next
 collector compares how much of both has passed, also in another process. After a step, ``ttl`` counts from the step: no
-block that was used a moment before is removed, and none stays for longer than twice its ttl.
+block that was used a moment before is removed. Blocks stay longer than they should, for one ttl or two.
 """
 
 from __future__ import annotations

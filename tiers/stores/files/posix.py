@@ -259,7 +259,7 @@ class RootFolder:
     def free_bytes(self) -> int | None:
         """Free bytes of the file system that this user may use; None: it does not report its size (FUSE may not)."""
         status = os.fstatvfs(self.fd)
-        return status.f_bavail * status.f_frsize if status.f_blocks else None
+        return status.f_bavail * status.f_frsize if status.f_blocks or status.f_bavail else None
 
     def total_bytes(self) -> int | None:
         """Size of the file system; None: it does not report its size."""
