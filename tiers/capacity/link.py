@@ -19,7 +19,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
 from kvtiers.tiers.isolation.loaded_code import OWN_CODE
-from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, python_command
+from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command
 from kvtiers.tiers.isolation.worker import own_log_level
 from kvtiers.tiers.plain_logs import get_logger
 
@@ -129,7 +129,7 @@ class CollectorLink:
         if process is not None:
             process.terminate()
             self._reader.join(CLOSE_S / 2)
-            process.kill()
+            kill_group(process)
         self._reader.join(CLOSE_S / 2)
         self._feeder.join(CLOSE_S / 2)
 
@@ -157,6 +157,7 @@ class CollectorLink:
             stdout=subprocess.PIPE,
             text=True,
             env=environment_without(KEY_VARIABLES),
+            process_group=0,
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -167,7 +168,7 @@ class CollectorLink:
                 self._process = process
                 self._tell_uses(process, list(self._unnoted))
             if self._closed.is_set():  # close() may have looked before there was a process
-                process.kill()
+                kill_group(process)
             for line in process.stdout:
                 if not line.endswith("\n"):
                     break  # the process died while it wrote
@@ -177,7 +178,7 @@ class CollectorLink:
         finally:
             self._process = None
             if not self._closed.is_set():
-                process.kill()
+                kill_group(process)
             process.wait()
             process.stdout.close()
             try:

@@ -13,6 +13,9 @@ that it reads into. A process can be killed, and once it is reaped, it cannot to
   process is gone.
 - Parts inside the region are sent as offsets, because the worker has mapped the same memory. Parts outside go through
   the scratch file, a memfd per worker, and are copied once more.
+- A store's library may do anything in its worker: fork, end the process, write into any descriptor. A worker is killed
+  with its process group. Its forks do not map the region and cannot answer. An answer counts only with its request's
+  random tag; after anything else the worker is killed (``worker``).
 
 Workers are fresh interpreters. A fork of a process with threads copies locks that no thread will release, and
 multiprocessing's start methods use pickle and run the main module again. A worker with a file store takes 0.08 s to
@@ -40,7 +43,7 @@ from kvtiers.tiers.errors import (
 from kvtiers.tiers.isolation import calls
 from kvtiers.tiers.isolation.pool import WorkerPool, WorkersUnavailableError
 from kvtiers.tiers.isolation.process import MappedRegion, StoreRecipe, WorkerProcess
-from kvtiers.tiers.isolation.worker import decode_error
+from kvtiers.tiers.isolation.worker import StrayBytesError, decode_error
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store
 
@@ -315,6 +318,12 @@ class ProcessIsolatedStore(Store):
     def _lost(self, worker: WorkerProcess, error: Exception, key: str = "") -> StoreError:
         if self._pool.closed:
             return StoreClosedError("the store was closed", key=key)
+        if isinstance(error, StrayBytesError):
+            return StoreUnavailableError(
+                f"worker {worker.process.pid} was killed: {error}. Does the store's library fork, or write into files "
+                "that it has not opened?",
+                key=key,
+            )
         return StoreUnavailableError(f"worker {worker.process.pid} died during the call: {error!r}", key=key)
 
     def _take_worker(self, key: str = "") -> WorkerProcess:

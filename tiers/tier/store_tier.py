@@ -402,6 +402,13 @@ class StoreTierManager(SecondaryTierManager):
     def _book(self, finished: FinishedJob[Batch]) -> Iterator[int]:
         """Book a job in parts, then report it. Yield the number of keys in each part."""
         job = self._in_flight.pop(finished.job_id)
+        try:
+            yield from self._book_outcomes(finished, job)
+        except Exception:  # whatever a task returned, its job must be reported
+            logger.exception("tier %s: job %d cannot be booked; it counts as failed", self.name, finished.job_id)
+            self._results.append(JobResult(finished.job_id, success=False))
+
+    def _book_outcomes(self, finished: FinishedJob[Batch], job: _InFlight) -> Iterator[int]:
         op = _op(job.is_load)
         batches = [batch for batch in finished.outcomes if isinstance(batch, Batch)]
         for error, size in zip(finished.outcomes, job.batch_sizes, strict=True):

@@ -1660,3 +1660,77 @@ def test_a_tiers_name_is_text_whatever_yaml_makes_of_it(name: Any, label: str) -
     tier = Bench(MemoryStore).tier(name=name)
     assert tier.name == label
     tier.shutdown()
+
+
+class KeepingStore(MemoryStore):
+    """Keeps what it gets for longer than a call, as a library with threads may."""
+
+    def __init__(self, keep: Callable[[memoryview], object]) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self._keep = keep
+        self.error: type[BaseException] | None = None
+        self.read_only: set[bool] = set()
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        self.read_only |= {part.readonly for part in parts}
+        return super().put(key, parts, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        super().get_into(key, parts)
+        if not key.endswith(".json"):
+            self.kept += map(self._keep, parts[:1])
+            if self.error is not None:
+                raise self.error
+
+
+ERRORS = [None, StoreUnavailableError, ValueError, SystemExit]
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("error", ERRORS)
+def test_store_that_keeps_parts_cannot_write_into_them_after_the_job(
+    bench: Bench, error: type[BaseException] | None
+) -> None:
+    store = KeepingStore(lambda part: part)
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).success
+    assert bench.store(tier, KEYS[:2]).success  # found there
+    assert store.read_only == {True}
+    store.error = error
+    assert bench.load(tier, KEYS[:2]).success == (error is None)
+    assert len(store.kept) >= 1
+    for part in store.kept:
+        with pytest.raises(ValueError, match="released"):
+            part[0] = 1
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("error", ERRORS)
+def test_load_whose_slot_the_store_still_uses_is_reported_when_it_does_not(
+    bench: Bench, error: type[BaseException] | None
+) -> None:
+    store = KeepingStore(np.frombuffer)  # its memory stays reachable although the part is released
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:1]).success
+    store.error = error
+    tier.submit_load(job := bench.job(KEYS[:1]))
+    wait_for(lambda: store.kept)
+    assert not tier._pool.wait_idle(0.3)
+    store.kept.clear()
+    assert bench.result(tier, job).success == (error is None)
+
+
+@ONE_BENCH
+def test_job_that_cannot_be_booked_is_reported_as_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._lookup, "mark", lambda *_, **__: 1 / 0)
+        assert not bench.store(tier, KEYS[:2]).success
+    assert "cannot be booked" in caplog.text
+    assert bench.load(tier, KEYS[:2]).success
