@@ -45,7 +45,7 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
-from kvtiers.tiers.testing.faults import run_in_child
+from kvtiers.tiers.testing.faults import fork, run_in_child
 from tests.leaks import open_fds
 from tests.processes import deadline, is_gone, kill_workers
 from tests.tiers.isolation.misbehaving_store import (
@@ -618,7 +618,7 @@ def test_a_fork_that_lives_does_not_hold_up_the_end(make: Make) -> None:
     store.put("f/a", [memoryview(b"data")])
     pids = store.worker_pids
     read_end, write_end = os.pipe()
-    child = os.fork()
+    child = fork()
     if not child:
         store.close()  # of what is its parent's
         os.read(read_end, 1)
