@@ -14,7 +14,8 @@ from typing import Any
 from kvtiers.tiers.isolation.worker import encode_error
 
 LISTING_PAGE_KEYS = 256
-OPTIONAL_METHODS = ("get_tail", "quarantine", "folders")  # the parent's store has them only if the worker's store does
+# The parent's store has these only if the worker's store does.
+OPTIONAL_METHODS = ("get_tail", "quarantine", "folders", "check")
 
 
 def describe(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> tuple[object, list[str]]:
@@ -63,6 +64,13 @@ def get_tail(store: Any, _region: memoryview, argument: Any, _raw: memoryview) -
 def quarantine(store: Any, _region: memoryview, key: str, _raw: memoryview) -> None:
     """Move a blob aside."""
     store.quarantine(key)
+
+
+def check(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> None:
+    """Verify that the storage can be used."""
+    if hasattr(store, "prepare"):  # a check has a short time limit, and all workers create their clients now
+        store.prepare()
+    store.check()
 
 
 def folders(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> list[str]:

@@ -103,6 +103,7 @@ class WorkerProcess:
         self._pid = os.getpid()
         self._sock = sock
         self._frames = FrameReader(sock)
+        self._greeting: bytes | None = None  # the tag of the worker's first frame, until that has arrived
         self._arrived = select.poll()
         self._arrived.register(sock, select.POLLIN)
         self._ending = threading.Lock()  # held to kill the group and to reap, so that no other group is killed
@@ -139,10 +140,10 @@ class WorkerProcess:
             if scratch_fd >= 0:
                 os.close(scratch_fd)
             raise
+        worker._greeting = os.urandom(TAG_BYTES)
+        sent = {**config, "scratch_fd": scratch_fd, "region": place, "log_level": own_log_level()}
         try:
-            ours.sendall(
-                pack_frame({**config, "scratch_fd": scratch_fd, "region": place, "log_level": own_log_level()})
-            )
+            ours.sendall(pack_frame(sent, tag=worker._greeting))
         except ConnectionError:
             pass  # the worker is dead already; its first call will fail
         return worker
@@ -171,6 +172,14 @@ class WorkerProcess:
             StrayBytesError: the worker sent something else than the answer.
             StoreError: raised by the function. The worker can take another call; after other errors, discard it.
         """
+        if self._greeting is not None:
+            try:
+                self._frames.receive(lambda: self._wait_until(deadline), tag=self._greeting)
+            except StrayBytesError:
+                raise
+            except EOFError as e:
+                raise ConnectionResetError("it ended before it could take a call") from e
+            self._greeting = None
         # An end that arrives now is noticed by the send, so that the request goes to another worker.
         if not self._frames.is_empty() or (self._arrived.poll(0) and self._sock.recv(1, socket.MSG_PEEK)):
             raise StrayBytesError("it sent bytes when nothing had been asked")
@@ -194,6 +203,11 @@ class WorkerProcess:
         if error is not None:
             raise decode_error(error)
         return value
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the process has come so far as to create its store."""
+        return self._greeting is None
 
     def hang_up(self) -> None:
         """Shut down the socket, even if a fork of this process holds it open; an idle worker then exits."""

@@ -54,6 +54,8 @@ logger = get_logger(__name__)
 RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # code that tiers ``run`` in workers; imported while they are idle
 BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
 ABANDON_S = 0.5
+#: Of a store that a function makes, until it is made.
+UNKNOWN = Capabilities(exclusive_create=False, shared=True, latency_bound=True)
 REDELIVERIES_MAX = 8  # deliveries of one call, if workers die before they take it
 
 
@@ -75,9 +77,12 @@ class ProcessIsolatedStore(Store):
         memory_bytes_max: memory that a worker may allocate beyond what it has at its start; None: no limit. A worker
             that exceeds the limit dies, and its call fails as if the worker had been killed.
 
+    Attributes:
+        missing: why the store could not be created at the start; None: it was created.
+
     Raises:
-        StoreError: raised by the store's constructor. If the error is retryable and the recipe names a class with
-            ``capabilities``, it is only logged, and calls fail until the storage is back.
+        StoreError: raised by the store's constructor. If the error is retryable, it is kept in ``missing``, and calls
+            fail until the storage is back.
         WorkersUnavailableError: no worker process can be started, or none stays alive.
         StoreConfigError: the recipe cannot be encoded, or it cannot be used.
     """
@@ -99,6 +104,7 @@ class ProcessIsolatedStore(Store):
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
         config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
+        self.missing: StoreError | None = None
         self._pool = WorkerPool(config, region=self._region, n_workers=n_workers)
         try:
             self.capabilities, extras = self._describe(recipe)
@@ -223,6 +229,9 @@ class ProcessIsolatedStore(Store):
     def _quarantine(self, key: str) -> None:
         self._call(calls.quarantine, key, key)
 
+    def _check(self) -> None:
+        self._call(calls.check, None)
+
     def _folders(self) -> list[str]:
         names: list[str] = self._call(calls.folders, None)
         return names
@@ -271,6 +280,7 @@ class ProcessIsolatedStore(Store):
             StoreUnavailableError: the worker died.
             StoreError: the function raised.
         """
+        has_run = False
         for _ in range(REDELIVERIES_MAX):
             worker = self._take_worker(key)
             is_usable = False
@@ -285,18 +295,22 @@ class ProcessIsolatedStore(Store):
                 raise StoreTimeoutError(
                     f"{function.__name__} took more than {self.deadline_s:g} s; its worker was killed", key=key
                 ) from e
-            except ConnectionError:
-                continue  # connection reset: the worker died before it read the request
+            except ConnectionError:  # connection reset: the worker died before it read the request
+                has_run |= worker.has_run
+                continue
             except (OSError, EOFError) as e:
                 raise self._lost(worker, e, key) from e
             finally:
                 (self._pool.give_back if is_usable else self._pool.discard)(worker)
+        if has_run:
+            raise StoreUnavailableError(f"{REDELIVERIES_MAX} workers died while they created their store", key=key)
         raise WorkersUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
-        """The store's capabilities and optional methods, from a worker, or else from the store's class.
+        """The store's capabilities and optional methods, from a worker, or else from the store's class, if it is one.
 
         Raises:
+            StoreError: an error that is not retryable.
             WorkersUnavailableError: no worker lives long enough to answer.
         """
         try:
@@ -305,11 +319,14 @@ class ProcessIsolatedStore(Store):
         except WorkersUnavailableError:
             raise
         except StoreError as e:
+            if not e.retryable:
+                raise
+            late = isinstance(e, StoreTimeoutError)
+            self.missing = StoreTimeoutError(f"it was not created within {self.deadline_s:g} s") if late else e
             found: Any = getattr(sys.modules.get(recipe.module), recipe.name, None)
             capabilities = getattr(found, "capabilities", None)
-            if not e.retryable or not isinstance(capabilities, Capabilities):
-                raise
-            logger.warning("%s starts without its storage: %s", recipe.name, e)
+            if not isinstance(capabilities, Capabilities):
+                return UNKNOWN, []
             return capabilities, [name for name in calls.OPTIONAL_METHODS if hasattr(found, name)]
 
     def _deadline_at(self) -> float:

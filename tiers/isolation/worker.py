@@ -10,10 +10,10 @@ Each request has a random tag, and its answer has the same tag. So nothing that 
 for an answer, before an answer or in the middle of one. A process that a library forks can neither answer nor write
 into the region: the region is not mapped in forks, and a fork that returns from the library ends.
 
-Before the first request, the parent sends the worker's configuration. Bytes of blobs are not in frames. They lie in
-the region or in the scratch file, a memfd that worker and parent share. A blob's parts are segments ``[offset,
-length]`` of the region, and with offset -1 the next ``length`` bytes of the scratch file. ``raw`` is the scratch file's
-bytes if it is used, and otherwise the frame's raw bytes.
+Before the first request, the parent sends the worker's configuration, which gets an empty answer. Bytes of blobs are
+not in frames. They lie in the region or in the scratch file, a memfd that worker and parent share. A blob's parts are
+segments ``[offset, length]`` of the region, and with offset -1 the next ``length`` bytes of the scratch file. ``raw``
+is the scratch file's bytes if it is used, and otherwise the frame's raw bytes.
 
 Import only the standard library and ``tiers.errors`` here: callers wait while a killed worker's replacement starts.
 """
@@ -38,7 +38,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from kvtiers.tiers import errors
-from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.errors import StoreError, StoreUnavailableError
 
 _LOGGER = "kvtiers"  # the parent of all loggers of this package
 
@@ -192,7 +192,8 @@ def main() -> None:
         os.register_at_fork(after_in_child=sock.close)  # or the parent would not see this process's end
         try:
             frames = FrameReader(sock)
-            config, *_ = frames.receive()
+            config, _, tag = frames.receive()
+            sock.sendall(pack_frame(None, tag=tag))  # from now on, an early end is the store's fault
             log_to_stderr("kvtiers-worker", config["log_level"])
             worker = _Worker(config)
             worker.open_early()
@@ -340,4 +341,10 @@ class _Worker:
 
     def _open(self) -> None:
         if self._store is None:
-            self._store = make_store(self._config)
+            try:
+                self._store = make_store(self._config)
+            except Exception:
+                raise
+            except BaseException as e:  # such as SystemExit: a library that gives up must not end this process
+                name = f"{self._config['module']}.{self._config['name']}"
+                raise StoreUnavailableError(f"{name} raised {type(e).__name__}: {e}") from e

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from kvtiers.tiers.errors import KVTiersError, StoreConfigError, printable
+from kvtiers.tiers.errors import KVTiersError, StoreConfigError, StoreUnavailableError, printable
 from kvtiers.tiers.store import Store
 
 HOOK = "make_store"
@@ -24,12 +24,15 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
     Raises:
         StoreConfigError: the module cannot be imported, the function does not exist, it raised another exception than
             KVTiersError, or it did not return a Store.
+        StoreUnavailableError: the module or the function raised SystemExit.
         KVTiersError: raised by the function; passed on unchanged.
     """
     module_name, _, function = module_path.partition(":")
     name = function or HOOK
     try:
         make = getattr(importlib.import_module(module_name), name, None)
+    except SystemExit as e:
+        raise StoreUnavailableError(f"{module_name} cannot be imported: {_describe(e)}") from e
     except Exception as e:  # a user's module may raise anything
         raise StoreConfigError(f"{module_name} cannot be imported: {_describe(e)}") from e
     if not callable(make):
@@ -38,6 +41,8 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
         store = make(dict(options))
     except KVTiersError:
         raise
+    except SystemExit as e:  # it must not end the engine
+        raise StoreUnavailableError(f"{module_name}.{name} raised {_describe(e)}") from e
     except Exception as e:  # a user's function may raise anything
         raise StoreConfigError(f"{module_name}.{name} failed with its options: {_describe(e)}") from e
     if not isinstance(store, Store):
@@ -45,5 +50,5 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
     return store
 
 
-def _describe(e: Exception) -> str:
+def _describe(e: BaseException) -> str:
     return f"{type(e).__name__}: {printable(str(e))}"

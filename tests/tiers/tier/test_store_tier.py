@@ -40,6 +40,7 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
 from kvtiers.tiers.tier import block_mover, health, store_tier
+from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.health import REST_S_MAX
 from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
@@ -1144,9 +1145,9 @@ class TestLiveness:
 
     def test_loads_that_all_fail_cut_it_off_though_lookups_and_stores_are_answered(self, bench: Bench) -> None:
         """Small packets pass and large ones do not: each load would wait for its deadline."""
-        deaf = FaultyStore(
-            bench.make_store(), [Fault("get_into", count=None, error=lambda: StoreUnavailableError("timed out"))]
-        )
+        # The first read is the start's: if it failed, the tier would start cut off.
+        fault = Fault("get_into", first=2, count=None, error=lambda: StoreUnavailableError("timed out"))
+        deaf = FaultyStore(bench.make_store(), [fault])
         tier = bench.tier(store=deaf, circuit_failures=3)
         bench.fill(1)
         assert bench.store(tier, KEYS[:3]).success
@@ -1734,3 +1735,21 @@ def test_job_that_cannot_be_booked_is_reported_as_failed(
         assert not bench.store(tier, KEYS[:2]).success
     assert "cannot be booked" in caplog.text
     assert bench.load(tier, KEYS[:2]).success
+
+
+@ONE_BENCH
+def test_tier_whose_storage_fails_at_the_start_is_cut_off_and_opens_its_namespace_later(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = bench.clock = Clock()
+    inner = MemoryStore()
+    faulty = FaultyStore(inner, [Fault("size", count=1, error=lambda: StoreUnavailableError("refused"))])
+    tier = bench.tier(store=faulty)
+    assert caplog.messages == ["tier test: circuit open: it starts without its storage: refused"]
+    assert tier.circuit_state is CircuitState.OPEN
+    assert not list(inner.keys(""))
+    clock.advance(10.0)
+    wait_for(lambda: tier.on_schedule_end() or tier.circuit_state is CircuitState.CLOSED)
+    wait_for(lambda: any(info.key.endswith("config.json") for info in inner.keys("")))
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:1]).success
