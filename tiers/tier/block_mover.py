@@ -272,7 +272,7 @@ class BlockMover:
             if offset == row.nbytes:
                 trailer[:] = self._seal.trailer(key, row, checksum)
 
-        parts = row.toreadonly(), memoryview(trailer).toreadonly()
+        parts = [row.toreadonly(), memoryview(trailer).toreadonly()]
         return self._pieces.put_pieces(name, parts, look, overwrite=overwrite)
 
     def _check_stored(self, key: OffloadKey, name: str) -> None:
