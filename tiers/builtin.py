@@ -8,15 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
 from kvtiers.tiers.blocks.keyring import load_keys, show_key_id
-from kvtiers.tiers.blocks.namespace import open_namespace
-from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, Seal
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
@@ -39,7 +36,13 @@ from kvtiers.tiers.store import Store, SupportsTouch
 from kvtiers.tiers.stores.files.mounts import missing_mount
 from kvtiers.tiers.tier.block_mover import Rows
 from kvtiers.tiers.tier.lookup import LookupOptions
-from kvtiers.tiers.tier.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, TierOptions
+from kvtiers.tiers.tier.store_tier import (
+    LOAD_ONLY_THREADS,
+    CollectorEnd,
+    StoreTierManager,
+    TierOptions,
+    open_if_answered,
+)
 from kvtiers.tiers.tracing import make_job_tracer
 
 logger = get_logger(__name__)
@@ -106,18 +109,7 @@ class S3TierManager(StoreTierManager):
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from kvtiers.tiers.stores.s3.store import S3Store
-
         config = parse_tier({"type": "s3", **options})
-        assert isinstance(config, S3TierConfig)
-        _, options = store_recipe(config)
-        try:
-            with closing(S3Store(**options)) as store:
-                store.check()
-        except StoreError as e:
-            if not e.retryable:
-                raise
-            logger.warning("tier %s starts without its storage: %s", config.name or tier_type, e)
         _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
@@ -185,7 +177,10 @@ def _start(
         why = f"isolation: {config.isolation}"
         store = open_store(for_engine(config, f"tier {name}", f"{why}, and {unmappable}" if unmappable else why))
     collector = None
+    missing: StoreError | None = getattr(store, "missing", None)
     try:
+        if isinstance(config, S3TierConfig) and missing is None:
+            missing = _check_s3(store)
         if not store.capabilities.shared:
             check_needs_no_sharing(policy, in_workers=not store_runs_here)
         mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
@@ -198,9 +193,9 @@ def _start(
         if policy is not None:
             if isinstance(config, FsTierConfig):
                 policy = _check_reserve(name, config, policy)
-            # Before the store is bounded: these few bytes must not be refused.
-            if not policy.waits and open_namespace(store, mapper):
-                tell_nearest(store, mapper, name)
+            if not policy.waits:
+                # Before the store is bounded: these few bytes must not be refused.
+                missing = missing or open_if_answered(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
                 store = bound_store(store, config, policy.max_bytes)
@@ -213,6 +208,7 @@ def _start(
             mapper=mapper,
             options=options,
             collector=collector,
+            missing=missing,
         )
     except BaseException:
         if collector is not None:
@@ -222,9 +218,10 @@ def _start(
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
     logger.info(
-        "tier %s: started: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
+        "tier %s: %s: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
         "A stored block has %s tokens: shorter prompts are not stored",
         name,
+        "started" if tier.missing is None else "waits for its storage",
         _shown_place(config),
         mapper.base_path.rpartition("/")[2],
         mapper.rank,
@@ -234,6 +231,21 @@ def _start(
         ", read only" if options.read_only else "",
         mapper.block_tokens,
     )
+
+
+def _check_s3(store: Any) -> StoreError | None:
+    """Verify endpoint, credentials and bucket where the store's client runs. Returns an error that may pass.
+
+    Raises:
+        StoreError: an error that does not pass.
+    """
+    try:
+        store.check()
+    except StoreError as e:
+        if not e.retryable:
+            raise
+        return e
+    return None
 
 
 def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:

@@ -34,7 +34,10 @@ def _plain(value: object) -> object:
     """A value unchanged, or its printable text if its own text is not printable."""
     if value is None or isinstance(value, int | float):
         return value
-    text = str(value)
+    try:
+        text = str(value)
+    except Exception as e:  # noqa: BLE001 - a library's exception may have no text; a log line must not raise
+        return f"<{type(value).__name__}, whose text cannot be read: {type(e).__name__}>"
     shown = printable(text)
     return value if shown == text else shown
 

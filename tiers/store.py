@@ -12,7 +12,7 @@ only in memory use and time.
 - Every operation is idempotent: repeating it changes nothing.
 - Methods raise only ``StoreError`` and its subclasses.
 - Bytes move directly between the storage and the caller's ``parts``; they are never joined into one buffer first.
-- Parts are lent for one call: ``put`` does not write into them, and no call keeps them, whether it succeeds or fails.
+- Parts are lent for one call: ``put`` gets read-only views, and no call keeps parts, whether it succeeds or fails.
 - Nothing about a key is cached: a change made through another handle is visible as soon as the storage shows it.
 """
 
@@ -90,6 +90,7 @@ class Store(ABC):
         - ``overwrite=True``: replaces the content of ``key`` in one step. Readers always see the old blob or the new
           one (except on file systems that first move an open file aside, such as NFS and libfuse).
         - On error, nothing new is visible under ``key``.
+        - The parts are read-only views.
         - The caller must not change the parts before the call has returned.
 
         Returns:
@@ -107,6 +108,8 @@ class Store(ABC):
         # Behavior
         - If the storage knows before it reads that the blob's size differs from the total size of the parts, the parts
           stay unchanged. After any other error the content of the parts is undefined.
+        - When the call has ended, also by an error, nothing writes into the parts any more. The caller takes them back,
+          and waits as long as a thread of the store still has one.
 
         Raises:
             BlobNotFoundError: nothing is stored under ``key``.

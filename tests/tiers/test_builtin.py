@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,12 @@ from kvtiers.tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManag
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import store_recipe
 from kvtiers.tiers.config.tier_options import FsspecTierConfig, NfsTierConfig, S3TierConfig
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, StorePermissionError
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from kvtiers.tiers.isolation.store import ProcessIsolatedStore
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.testing.servers import S3Server, moto_server
+from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
@@ -270,3 +275,97 @@ def test_where_no_process_can_be_started_auto_is_threads(
         tier.drain_jobs()
         assert [result.success for result in tier.get_finished()] == [True]
     tier.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["fs", "nfs", "memory", "s3", "fsspec", "store"])
+def test_engine_process_loads_no_obstore_and_keeps_its_environment(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the default isolation. obstore may abort its process, and needs the C library's environment changed."""
+    root = str(tmp_path / "root")
+    options: dict[str, dict[str, Any]] = {
+        "fs": {"root_dir": root, "min_free": 0},
+        "nfs": {"root_dir": root, "min_free": 0},
+        "memory": {"max_bytes": "64MiB"},
+        "fsspec": {"url": f"file://{root}", "max_bytes": "1GiB"},
+        "store": {"module_path": f"{HeldStore.__module__}:make_local", "options": {"root": root}},
+    }
+    with contextlib.ExitStack() as stack:
+        if kind == "s3":
+            use_credentials(monkeypatch)
+            monkeypatch.setenv("AWS_PAGER", "less")  # is hidden from obstore
+            endpoint = stack.enter_context(moto_server()).endpoint_url
+            boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
+            options["s3"] = {"bucket": "bucket", "endpoint_url": endpoint, "max_bytes": "1GiB"}
+        config = {"type": kind, "lookup_deadline_s": 60.0, "job_deadline_s": 60.0, **options[kind]}
+        program = [sys.executable, "-m", "tests.tiers.isolation.hostile_engine"]
+        engine = stack.enter_context(
+            subprocess.Popen(
+                [*program, json.dumps({"tier": config, "row_bytes": ROW_BYTES, "maps": True})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parents[2],
+            )
+        )
+        said, _ = engine.communicate("store at last\nload\nfind\ntouch\nseen\n", timeout=300)
+        started, stored, loaded, found, _, (seen, _) = map(json.loads, said.splitlines())
+    assert (started, stored[0], loaded[0], found[0]) == ("started", True, True, [True] * 4)
+    modules, changes = seen
+    assert changes == []
+    assert not {"obstore", "s3fs", "aiobotocore"} & set(modules)
+    assert kind == "s3" or "botocore" not in modules
+    assert kind == "fsspec" or "fsspec" not in modules
+
+
+@pytest.mark.parametrize("how", ["hang", "exit", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "ConnectionError"])
+def test_tier_whose_store_cannot_be_made_starts_cut_off_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    file = tmp_path / "root.how"
+    file.write_text(how)
+    options = {"root": str(tmp_path / "root")}
+    config = {"type": "store", "module_path": f"{HeldStore.__module__}:make_local", "options": options}
+    # On a busy machine a worker takes seconds to start.
+    limits = {"job_deadline_s": 2.0 if how == "hang" else 60.0, "lookup_deadline_s": 60.0, "circuit_probe_s": 0.1}
+    caplog.set_level("INFO", "kvtiers")
+    create = partial(SecondaryTierFactory.create_secondary_tier, {**config, **limits}, view, FakeSpec())
+    if how == "ConnectionError":  # as before: an error that says what is wrong refuses the start
+        with pytest.raises(StoreConfigError, match="ConnectionError: as told"):
+            create()
+        return
+    tier: Any = create()
+    try:
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert warning.startswith("tier store: circuit open: it starts without its storage: ")
+        assert (how in warning) == (how not in ("hang", "exit"))
+        assert "tier store: started" not in caplog.text
+        assert "tier store: waits for its storage" in caplog.text
+        assert tier.lookup(KEYS[0]) is False
+        tier.submit_store(JobMetadata(1, KEYS, np.arange(ROWS, dtype=np.int32)))
+        assert [result.success for result in tier.get_finished()] == [False]
+        file.unlink()
+
+        def is_back() -> bool:
+            tier.on_schedule_end()
+            return bool(tier.circuit_state is CircuitState.CLOSED)
+
+        wait_for(is_back)
+        assert "tier store: circuit closed: it answers again" in caplog.text
+        wait_for(lambda: is_back() and list((tmp_path / "root").glob("**/config.json")))
+        if how != "hang":  # the other's deadline is short
+            store_and_load(tier, np.asarray(view))
+    finally:
+        tier.shutdown()
+
+
+@pytest.mark.parametrize("how", ["SystemExit", "ValueError"])
+def test_store_that_raises_when_it_is_made_in_the_engine_does_not_end_it(
+    tmp_path: Path, region: np.ndarray[Any, Any], how: str
+) -> None:
+    (tmp_path / "root.how").write_text(how)
+    options = {"root": str(tmp_path / "root")}
+    config = {"type": "store", "module_path": f"{HeldStore.__module__}:make_local", "options": options}
+    with pytest.raises(StoreError, match=f"{how}: as told"):
+        SecondaryTierFactory.create_secondary_tier({**config, "isolation": "thread"}, region.data, FakeSpec())

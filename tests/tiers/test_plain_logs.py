@@ -105,3 +105,12 @@ def test_every_logger_is_a_plain_one() -> None:
     assert len(modules) > 100
     own = [path for path in modules if re.search(r"getLogger\((__name__|\))", path.read_text(encoding="utf-8"))]
     assert own == [], "use kvtiers.tiers.plain_logs.get_logger"
+
+
+def test_log_line_with_an_exception_that_has_no_text_names_its_class(log: io.StringIO) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    get_logger("kvtiers.test_plain_logs").warning("it failed: %s", Odd())
+    assert log.getvalue() == "it failed: <Odd, whose text cannot be read: ZeroDivisionError>\n"

@@ -11,7 +11,6 @@ from kvtiers.tiers.errors import (
     BlobNotFoundError,
     ConfigError,
     NamespaceMismatchError,
-    StoreError,
     StoreFullError,
     printable,
 )
@@ -31,8 +30,8 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
     A file that is empty or all zeros is written again. A power cut leaves such a file if it happens after the name and
     before the bytes have reached the disk (seen on ext4, 8 s after a first start).
 
-    A full storage, or one that fails with a retryable error, does not keep an engine from starting. The error is
-    logged, and the fingerprint in each block's seal still keeps foreign blocks out.
+    A full storage does not keep an engine from starting. The error is logged, and the fingerprint in each block's seal
+    still keeps foreign blocks out.
 
     Returns:
         Whether the namespace is new, which means that no fields were stored before.
@@ -40,7 +39,7 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
     Raises:
         NamespaceMismatchError: the stored fields differ; names the first field that differs.
         ConfigError: the stored file does not contain a namespace's fields.
-        StoreError: a permanent error: no permission, no such bucket or root.
+        StoreError: raised by the store, but for StoreFullError.
     """
     is_new = False
     try:
@@ -52,9 +51,7 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
                 if not others:
                     raise
                 logger.warning("%s", e)
-    except StoreError as e:
-        if not (e.retryable or isinstance(e, StoreFullError)):
-            raise
+    except StoreFullError as e:
         logger.warning("namespace %s: config.json could not be written or verified: %s", mapper.base_path, e)
     return is_new
 

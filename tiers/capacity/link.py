@@ -21,7 +21,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
 from kvtiers.tiers.isolation.loaded_code import OWN_CODE
-from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, python_command
+from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command
 from kvtiers.tiers.isolation.worker import own_log_level
 from kvtiers.tiers.plain_logs import get_logger
 
@@ -169,7 +169,7 @@ class CollectorLink:
         if process is not None:
             process.terminate()
             self._reader.join(CLOSE_S / 2)
-            process.kill()
+            kill_group(process)
         self._reader.join(CLOSE_S / 2)
         self._feeder.join(CLOSE_S / 2)
 
@@ -198,6 +198,7 @@ class CollectorLink:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment_without(KEY_VARIABLES),
+            process_group=0,
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -211,7 +212,7 @@ class CollectorLink:
             except Full:
                 pass
             if self._closed.is_set():  # close() may have looked before there was a process
-                process.kill()
+                kill_group(process)
             for line in self._lines(process):
                 self._hear(json.loads(line))
         except BrokenPipeError:
@@ -219,7 +220,7 @@ class CollectorLink:
         finally:
             self._process = None
             if not self._closed.is_set():
-                process.kill()
+                kill_group(process)
             process.wait()
             self._dead_owners.append(self._owner)
             process.stdout.close()

@@ -31,7 +31,14 @@ from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
 from kvtiers.tiers.capacity.usage import read_measured, used_bytes
 from kvtiers.tiers.errors import StoreError
-from kvtiers.tiers.isolation.worker import die_with_parent, limit_memory, log_to_stderr, make_store, own_output
+from kvtiers.tiers.isolation.worker import (
+    die_with_parent,
+    end_if_forked,
+    limit_memory,
+    log_to_stderr,
+    make_store,
+    own_output,
+)
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, SupportsTouch
 
@@ -54,13 +61,14 @@ def main() -> None:
     limit_memory(MEMORY_BYTES_MAX)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the lease is released
+    pid = os.getpid()
     output = own_output()
     told_at = time.monotonic()
 
     def tell(message: dict[str, Any]) -> None:
         nonlocal told_at
         told_at = time.monotonic()
-        _tell(output, message)
+        _tell(output, pid, message)
 
     def tell_alive() -> None:
         if time.monotonic() - told_at >= ALIVE_EVERY_S:
@@ -89,6 +97,7 @@ def main() -> None:
     store: Store | None = None
     pause_s = error_pause_s = 0.0
     while True:
+        end_if_forked(pid)
         try:
             if store is None:
                 store = make_store(config)
@@ -188,7 +197,8 @@ def _read_touches(touches: deque[str]) -> None:
     os._exit(0)  # the main thread hangs in a call
 
 
-def _tell(output: TextIO, message: dict[str, Any]) -> None:
+def _tell(output: TextIO, pid: int, message: dict[str, Any]) -> None:
+    end_if_forked(pid)
     try:
         output.write(json.dumps(message) + "\n")
         output.flush()

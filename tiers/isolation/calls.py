@@ -14,7 +14,8 @@ from typing import Any
 from kvtiers.tiers.isolation.worker import encode_error
 
 LISTING_PAGE_KEYS = 256
-OPTIONAL_METHODS = ("get_tail", "quarantine", "folders")  # the parent's store has them only if the worker's store does
+# The parent's store has these only if the worker's store does.
+OPTIONAL_METHODS = ("get_tail", "quarantine", "folders", "check")
 
 
 def describe(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> tuple[object, list[str]]:
@@ -25,7 +26,8 @@ def describe(store: Any, _region: memoryview, _argument: None, _raw: memoryview)
 def put(store: Any, region: memoryview, argument: Any, scratch: memoryview) -> bool | None:
     """Put a blob: ``[key, overwrite, segments]``."""
     key, overwrite, segments = argument
-    published: bool | None = store.put(key, _parts(segments, region, scratch)[0], overwrite=overwrite)
+    parts = [part.toreadonly() for part in _parts(segments, region, scratch)[0]]
+    published: bool | None = store.put(key, parts, overwrite=overwrite)
     return published
 
 
@@ -64,6 +66,13 @@ def quarantine(store: Any, _region: memoryview, key: str, _raw: memoryview) -> N
     store.quarantine(key)
 
 
+def check(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> None:
+    """Verify that the storage can be used."""
+    if hasattr(store, "prepare"):  # a check has a short time limit, and all workers create their clients now
+        store.prepare()
+    store.check()
+
+
 def folders(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> list[str]:
     """The store's folders."""
     return list(store.folders())
@@ -71,9 +80,8 @@ def folders(store: Any, _region: memoryview, _argument: None, _raw: memoryview) 
 
 def size_many(store: Any, _region: memoryview, keys: list[str], _raw: memoryview) -> list[object]:
     """The size of each blob, None, or an error."""
-    if hasattr(store, "size_many"):
-        return [encode_error(size) if isinstance(size, Exception) else size for size in store.size_many(keys)]
-    return [_value_or_error(store.size, key) for key in keys]
+    sizes = store.size_many(keys) if hasattr(store, "size_many") else (_value_or_error(store.size, key) for key in keys)
+    return [_size(size) for size in sizes]
 
 
 def delete_many(store: Any, _region: memoryview, keys: list[str], _raw: memoryview) -> list[list[str] | None]:
@@ -118,4 +126,11 @@ def _value_or_error(call: Callable[[str], object], key: str) -> object:
     try:
         return call(key)
     except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-        return encode_error(e)
+        return e
+
+
+def _size(size: object) -> object:
+    """A size as the caller expects it: a list would pass for an error."""
+    if isinstance(size, list | tuple | dict):
+        size = TypeError(f"a size is a number or None, not a {type(size).__name__}")
+    return encode_error(size) if isinstance(size, Exception) else size

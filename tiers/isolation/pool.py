@@ -130,7 +130,7 @@ class WorkerPool:
         for kill_at in (started_at + within_s / 2, started_at + within_s):
             workers = {worker for worker in workers if not worker.wait(kill_at - time.monotonic())}
             for worker in workers:
-                worker.process.kill()
+                worker.kill()
         if workers:
             logger.error("%d workers cannot be reaped: %s", len(workers), sorted(w.process.pid for w in workers))
         try:
@@ -155,9 +155,9 @@ class WorkerPool:
         """Kill a worker and wait until it is reaped."""
         with self._changed:
             self.stuck_calls += 1
-        worker.process.kill()
+        worker.kill()
         worker.hang_up()
-        worker.process.wait()
+        worker.wait()
         with self._changed:
             self.stuck_calls -= 1
             self.workers.discard(worker)

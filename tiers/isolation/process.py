@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -16,7 +20,14 @@ from typing import Any
 from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
 from kvtiers.tiers.errors import RegionError, StoreConfigError
 from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
-from kvtiers.tiers.isolation.worker import FrameReader, decode_error, own_log_level, pack_frame
+from kvtiers.tiers.isolation.worker import (
+    TAG_BYTES,
+    FrameReader,
+    StrayBytesError,
+    decode_error,
+    own_log_level,
+    pack_frame,
+)
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, parts_size
 from kvtiers.tiers.stores.files.posix import STDERR, occupy_standard_streams
@@ -25,6 +36,7 @@ from kvtiers.tiers.stores.vectored_io import transfer
 logger = get_logger(__name__)
 
 SCRATCH_KEEP_BYTES = 16 << 20  # a larger scratch file is truncated after the call
+LOOK_S_MAX = 0.05  # between looks at a process that is about to end
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -41,6 +53,16 @@ def python_command(module: str, *arguments: str) -> list[str]:
 def environment_without(variables: Collection[str]) -> dict[str, str]:
     """This process's environment without some variables."""
     return {name: value for name, value in os.environ.items() if name not in variables}
+
+
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that was started with ``process_group=0``, and all that its libraries have started.
+
+    Call it before the process is reaped: afterwards its number may be another group's.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +95,7 @@ class StoreRecipe:
 
 
 class WorkerProcess:
-    """A worker process. One thread owns it and calls it; any thread may use ``wait`` and ``process``."""
+    """A worker process. One thread owns it and calls it; any thread may use ``kill``, ``wait`` and ``process``."""
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, scratch_fd: int) -> None:
         self.process = process
@@ -81,6 +103,10 @@ class WorkerProcess:
         self._pid = os.getpid()
         self._sock = sock
         self._frames = FrameReader(sock)
+        self._greeting: bytes | None = None  # the tag of the worker's first frame, until that has arrived
+        self._arrived = select.poll()
+        self._arrived.register(sock, select.POLLIN)
+        self._ending = threading.Lock()  # held to kill the group and to reap, so that no other group is killed
 
     @classmethod
     def start(cls, config: Mapping[str, Any], region: MappedRegion | None) -> WorkerProcess:
@@ -104,6 +130,9 @@ class WorkerProcess:
                     stdout=output,  # what a library prints must not mix with the parent's output
                     stderr=output,
                     env=environment_without(KEY_VARIABLES),
+                    # Not a session of its own: with autogroups, the scheduler would give it the share of a whole
+                    # session.
+                    process_group=0,
                 )
             worker = cls(process, ours, scratch_fd)
         except BaseException:
@@ -111,10 +140,10 @@ class WorkerProcess:
             if scratch_fd >= 0:
                 os.close(scratch_fd)
             raise
+        worker._greeting = os.urandom(TAG_BYTES)
+        sent = {**config, "scratch_fd": scratch_fd, "region": place, "log_level": own_log_level()}
         try:
-            ours.sendall(
-                pack_frame({**config, "scratch_fd": scratch_fd, "region": place, "log_level": own_log_level()})
-            )
+            ours.sendall(pack_frame(sent, tag=worker._greeting))
         except ConnectionError:
             pass  # the worker is dead already; its first call will fail
         return worker
@@ -140,16 +169,29 @@ class WorkerProcess:
         Raises:
             TimeoutError: ``deadline`` has passed.
             OSError, EOFError: the worker died.
+            StrayBytesError: the worker sent something else than the answer.
             StoreError: raised by the function. The worker can take another call; after other errors, discard it.
         """
+        if self._greeting is not None:
+            try:
+                self._frames.receive(lambda: self._wait_until(deadline), tag=self._greeting)
+            except StrayBytesError:
+                raise
+            except EOFError as e:
+                raise ConnectionResetError("it ended before it could take a call") from e
+            self._greeting = None
+        # An end that arrives now is noticed by the send, so that the request goes to another worker.
+        if not self._frames.is_empty() or (self._arrived.poll(0) and self._sock.recv(1, socket.MSG_PEEK)):
+            raise StrayBytesError("it sent bytes when nothing had been asked")
         scratch_bytes = parts_size(given) + sum(map(parts_size, taken))
         if scratch_bytes:
             os.ftruncate(self._scratch_fd, scratch_bytes)
             transfer(os.pwritev, self._scratch_fd, given)
-        frame = pack_frame((function.__module__, function.__qualname__, argument, scratch_bytes), raw)
+        tag = os.urandom(TAG_BYTES)
+        frame = pack_frame((function.__module__, function.__qualname__, argument, scratch_bytes), raw, tag=tag)
         self._wait_until(deadline)
         self._sock.sendall(frame)
-        (value, error), _ = self._frames.receive(lambda: self._wait_until(deadline))
+        (value, error), *_ = self._frames.receive(lambda: self._wait_until(deadline), tag=tag)
         if error is None and scratch_bytes:
             start = 0
             for parts, failure in zip(taken, value if taken else (), strict=False):
@@ -162,6 +204,11 @@ class WorkerProcess:
             raise decode_error(error)
         return value
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the process has come so far as to create its store."""
+        return self._greeting is None
+
     def hang_up(self) -> None:
         """Shut down the socket, even if a fork of this process holds it open; an idle worker then exits."""
         if self._pid == os.getpid():  # in a fork, the worker belongs to the parent
@@ -172,13 +219,33 @@ class WorkerProcess:
             os.close(self._scratch_fd)
             self._scratch_fd = -1
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the process is reaped. False: timed out."""
-        try:
-            self.process.wait(max(0.0, timeout_s))
-        except subprocess.TimeoutExpired:
-            return False
+    def kill(self) -> None:
+        """Kill the process and what it has started."""
+        with self._ending:
+            kill_group(self.process)
+
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Wait until the process has ended; then kill what it has started, and reap it. False: timed out."""
+        until = time.monotonic() + timeout_s
+        look_s = 0.0005
+        while not self._has_ended():
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return False
+            look_s = min(2 * look_s, left_s, LOOK_S_MAX)
+            time.sleep(look_s)
+        with self._ending:
+            kill_group(self.process)
+            self.process.wait()
         return True
+
+    def _has_ended(self) -> bool:
+        if self.process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # another thread has just reaped it
+            return True
 
     def _wait_until(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()

@@ -13,6 +13,9 @@ that it reads into. A process can be killed, and once it is reaped, it cannot to
   process is gone.
 - Parts inside the region are sent as offsets, because the worker has mapped the same memory. Parts outside go through
   the scratch file, a memfd per worker, and are copied once more.
+- A store's library may do anything in its worker: fork, end the process, write into any descriptor. A worker is killed
+  with its process group. Its forks do not map the region and cannot answer. An answer counts only with its request's
+  random tag; after anything else the worker is killed (``worker``).
 
 Workers are fresh interpreters. A fork of a process with threads copies locks that no thread will release, and
 multiprocessing's start methods use pickle and run the main module again. A worker with a file store takes 0.08 s to
@@ -40,7 +43,7 @@ from kvtiers.tiers.errors import (
 from kvtiers.tiers.isolation import calls
 from kvtiers.tiers.isolation.pool import WorkerPool, WorkersUnavailableError
 from kvtiers.tiers.isolation.process import MappedRegion, StoreRecipe, WorkerProcess
-from kvtiers.tiers.isolation.worker import decode_error
+from kvtiers.tiers.isolation.worker import StrayBytesError, decode_error
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store
 
@@ -51,6 +54,8 @@ logger = get_logger(__name__)
 RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # code that tiers ``run`` in workers; imported while they are idle
 BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
 ABANDON_S = 0.5
+#: Of a store that a function makes, until it is made.
+UNKNOWN = Capabilities(exclusive_create=False, shared=True, latency_bound=True)
 REDELIVERIES_MAX = 8  # deliveries of one call, if workers die before they take it
 
 
@@ -72,9 +77,12 @@ class ProcessIsolatedStore(Store):
         memory_bytes_max: memory that a worker may allocate beyond what it has at its start; None: no limit. A worker
             that exceeds the limit dies, and its call fails as if the worker had been killed.
 
+    Attributes:
+        missing: why the store could not be created at the start; None: it was created.
+
     Raises:
-        StoreError: raised by the store's constructor. If the error is retryable and the recipe names a class with
-            ``capabilities``, it is only logged, and calls fail until the storage is back.
+        StoreError: raised by the store's constructor. If the error is retryable, it is kept in ``missing``, and calls
+            fail until the storage is back.
         WorkersUnavailableError: no worker process can be started, or none stays alive.
         StoreConfigError: the recipe cannot be encoded, or it cannot be used.
     """
@@ -96,6 +104,7 @@ class ProcessIsolatedStore(Store):
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
         config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
+        self.missing: StoreError | None = None
         self._pool = WorkerPool(config, region=self._region, n_workers=n_workers)
         try:
             self.capabilities, extras = self._describe(recipe)
@@ -220,6 +229,9 @@ class ProcessIsolatedStore(Store):
     def _quarantine(self, key: str) -> None:
         self._call(calls.quarantine, key, key)
 
+    def _check(self) -> None:
+        self._call(calls.check, None)
+
     def _folders(self) -> list[str]:
         names: list[str] = self._call(calls.folders, None)
         return names
@@ -268,6 +280,7 @@ class ProcessIsolatedStore(Store):
             StoreUnavailableError: the worker died.
             StoreError: the function raised.
         """
+        has_run = False
         for _ in range(REDELIVERIES_MAX):
             worker = self._take_worker(key)
             is_usable = False
@@ -282,18 +295,22 @@ class ProcessIsolatedStore(Store):
                 raise StoreTimeoutError(
                     f"{function.__name__} took more than {self.deadline_s:g} s; its worker was killed", key=key
                 ) from e
-            except ConnectionError:
-                continue  # connection reset: the worker died before it read the request
+            except ConnectionError:  # connection reset: the worker died before it read the request
+                has_run |= worker.has_run
+                continue
             except (OSError, EOFError) as e:
                 raise self._lost(worker, e, key) from e
             finally:
                 (self._pool.give_back if is_usable else self._pool.discard)(worker)
+        if has_run:
+            raise StoreUnavailableError(f"{REDELIVERIES_MAX} workers died while they created their store", key=key)
         raise WorkersUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
-        """The store's capabilities and optional methods, from a worker, or else from the store's class.
+        """The store's capabilities and optional methods, from a worker, or else from the store's class, if it is one.
 
         Raises:
+            StoreError: an error that is not retryable.
             WorkersUnavailableError: no worker lives long enough to answer.
         """
         try:
@@ -302,11 +319,14 @@ class ProcessIsolatedStore(Store):
         except WorkersUnavailableError:
             raise
         except StoreError as e:
+            if not e.retryable:
+                raise
+            late = isinstance(e, StoreTimeoutError)
+            self.missing = StoreTimeoutError(f"it was not created within {self.deadline_s:g} s") if late else e
             found: Any = getattr(sys.modules.get(recipe.module), recipe.name, None)
             capabilities = getattr(found, "capabilities", None)
-            if not e.retryable or not isinstance(capabilities, Capabilities):
-                raise
-            logger.warning("%s starts without its storage: %s", recipe.name, e)
+            if not isinstance(capabilities, Capabilities):
+                return UNKNOWN, []
             return capabilities, [name for name in calls.OPTIONAL_METHODS if hasattr(found, name)]
 
     def _deadline_at(self) -> float:
@@ -315,6 +335,12 @@ class ProcessIsolatedStore(Store):
     def _lost(self, worker: WorkerProcess, error: Exception, key: str = "") -> StoreError:
         if self._pool.closed:
             return StoreClosedError("the store was closed", key=key)
+        if isinstance(error, StrayBytesError):
+            return StoreUnavailableError(
+                f"worker {worker.process.pid} was killed: {error}. Does the store's library fork, or write into files "
+                "that it has not opened?",
+                key=key,
+            )
         return StoreUnavailableError(f"worker {worker.process.pid} died during the call: {error!r}", key=key)
 
     def _take_worker(self, key: str = "") -> WorkerProcess:

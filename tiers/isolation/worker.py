@@ -1,15 +1,19 @@
 """The worker's side of ``store``: a process that has one store and handles one request at a time.
 
 A request is a function to call as ``function(store, region, argument, raw)``; the answer is what it returns. Both are
-frames on a stream socket: two lengths (big-endian u32), a JSON text, raw bytes. The texts::
+frames on a stream socket: two lengths (big-endian u32), a tag, a JSON text, raw bytes, the tag again. The texts::
 
     request  [module, function, argument, bytes used in the scratch file]
     answer   [value, error]      error: null, or what the function raised
 
-Before the first request, the parent sends the worker's configuration. Bytes of blobs are not in frames. They lie in
-the region or in the scratch file, a memfd that worker and parent share. A blob's parts are segments ``[offset,
-length]`` of the region, and with offset -1 the next ``length`` bytes of the scratch file. ``raw`` is the scratch file's
-bytes if it is used, and otherwise the frame's raw bytes.
+Each request has a random tag, and its answer has the same tag. So nothing that a library writes into the socket passes
+for an answer, before an answer or in the middle of one. A process that a library forks can neither answer nor write
+into the region: the region is not mapped in forks, and a fork that returns from the library ends.
+
+Before the first request, the parent sends the worker's configuration, which gets an empty answer. Bytes of blobs are
+not in frames. They lie in the region or in the scratch file, a memfd that worker and parent share. A blob's parts are
+segments ``[offset, length]`` of the region, and with offset -1 the next ``length`` bytes of the scratch file. ``raw``
+is the scratch file's bytes if it is used, and otherwise the frame's raw bytes.
 
 Import only the standard library and ``tiers.errors`` here: callers wait while a killed worker's replacement starts.
 """
@@ -34,32 +38,39 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from kvtiers.tiers import errors
-from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.errors import StoreError, StoreUnavailableError
 
 _LOGGER = "kvtiers"  # the parent of all loggers of this package
 
 FRAME_BYTES_MAX = 1 << 28  # a larger length does not come from kvtiers
 
+TAG_BYTES = 16
 _LENGTHS = struct.Struct("!II")
+_HEAD_BYTES = _LENGTHS.size + TAG_BYTES
 _RECEIVE_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
 _THREAD_STACK_BYTES = 1 << 20  # not the usual 8 MiB, which count toward ``limit_memory`` although hardly used
 _OUT_OF_MEMORY_STATUS = 3
+_FORKED_STATUS = 4
 _TOUCH_BYTES = 64 << 20  # takes a millisecond or two, for which a request may have to wait
 
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
 
 
-def pack_frame(content: object, raw: bytes = b"") -> bytes:
+class StrayBytesError(EOFError):
+    """The other side sent bytes that are not the frame that was expected. Nothing that it sends can be used."""
+
+
+def pack_frame(content: object, raw: bytes = b"", *, tag: bytes = bytes(TAG_BYTES)) -> bytes:
     """Encode one frame.
 
     Raises:
         TypeError, ValueError: ``content`` cannot be encoded as JSON.
     """
     text = _encode(content).encode()
-    return b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw))
+    return b"".join((_LENGTHS.pack(len(text), len(raw)), tag, text, raw, tag))
 
 
 def _as_plain(value: Any) -> object:
@@ -85,23 +96,33 @@ class FrameReader:
         """Whether nothing of the next frame has been received yet."""
         return not self._received
 
-    def receive(self, wait: Callable[[], None] = lambda: None) -> tuple[Any, memoryview]:
-        """Receive one frame. ``wait`` is called before each receive, to set the time left of a timeout.
+    def receive(
+        self, wait: Callable[[], None] = lambda: None, *, tag: bytes | None = None
+    ) -> tuple[Any, memoryview, bytes]:
+        """Receive one frame: its content, its raw bytes and its tag.
+
+        Args:
+            wait: called before each receive, to set the time left of a timeout.
+            tag: the tag that the frame must have; None: any.
 
         Raises:
-            EOFError: the other side has closed the socket, or sent a malformed frame.
+            StrayBytesError: what arrived is not such a frame.
+            EOFError: the other side has closed the socket.
             OSError: raised by the socket.
         """
-        self._receive(_LENGTHS.size, wait)
+        self._receive(_HEAD_BYTES, wait)
         text_bytes, raw_bytes = _LENGTHS.unpack_from(self._received)
-        if max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
-            raise EOFError(f"a frame of {text_bytes} + {raw_bytes} bytes is not from kvtiers")
-        raw_at = _LENGTHS.size + text_bytes
+        found = bytes(self._received[_LENGTHS.size : _HEAD_BYTES])
+        if found != (tag or found) or max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
+            raise StrayBytesError("what arrived is not a frame that was asked for")
+        raw_at = _HEAD_BYTES + text_bytes
         end = raw_at + raw_bytes
-        self._receive(end, wait)
-        frame, self._received = self._received, self._received[end:]
+        self._receive(end + TAG_BYTES, wait)
+        frame, self._received = self._received, self._received[end + TAG_BYTES :]
         view = memoryview(frame)
-        return json.loads(str(view[_LENGTHS.size : raw_at], "utf-8")), view[raw_at:end]
+        if view[end : end + TAG_BYTES] != found:
+            raise StrayBytesError("other bytes arrived in the middle of a frame")
+        return json.loads(str(view[_HEAD_BYTES:raw_at], "utf-8")), view[raw_at:end], found
 
     def _receive(self, size: int, wait: Callable[[], None]) -> None:
         """Receive until there are ``size`` bytes, and what comes with them: mostly a whole frame at once."""
@@ -165,10 +186,14 @@ def main() -> None:
     # Ctrl-C, and signals that systemd sends to a whole service, are for the parent to handle: it has stores to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pid = os.getpid()
+    os.set_inheritable(fd, False)  # programs that a library runs must not get it
     with socket.socket(fileno=fd) as sock:
+        os.register_at_fork(after_in_child=sock.close)  # or the parent would not see this process's end
         try:
             frames = FrameReader(sock)
-            config, _ = frames.receive()
+            config, _, tag = frames.receive()
+            sock.sendall(pack_frame(None, tag=tag))  # from now on, an early end is the store's fault
             log_to_stderr("kvtiers-worker", config["log_level"])
             worker = _Worker(config)
             worker.open_early()
@@ -178,7 +203,11 @@ def main() -> None:
             while True:
                 while frames.is_empty() and not requests.poll(0) and next(preparing, None):
                     pass
-                sock.sendall(worker.serve(*frames.receive()))
+                end_if_forked(pid)
+                request, raw, tag = frames.receive()
+                answer = worker.serve(request, raw, tag)
+                end_if_forked(pid)
+                sock.sendall(answer)
         except (EOFError, ConnectionError):
             return
 
@@ -191,6 +220,15 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before prctl
         sys.exit()
+
+
+def end_if_forked(pid: int) -> None:
+    """End this process at once if it is not process ``pid``: a library has forked it, and its fork came back.
+
+    Call it before each message to or from the parent, which would otherwise get two answers.
+    """
+    if os.getpid() != pid:
+        os._exit(_FORKED_STATUS)
 
 
 def log_to_stderr(process_name: str, level: int) -> None:
@@ -226,7 +264,9 @@ def limit_memory(bytes_max: int) -> None:
 
 def own_output() -> TextIO:
     """Reserve standard output for this process's messages: from now on, output of libraries goes to standard error."""
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    fd = os.dup(1)
+    os.register_at_fork(after_in_child=lambda: os.close(fd))  # or the parent would not see this process's end
+    output = os.fdopen(fd, "w", encoding="utf-8")
     os.dup2(2, 1)
     return output
 
@@ -241,6 +281,7 @@ class _Worker:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
+        os.set_inheritable(config["scratch_fd"], False)
         self._store: Any = None
         self._region = memoryview(b"")
         self._mapping: mmap.mmap | None = None
@@ -248,6 +289,7 @@ class _Worker:
             fd, offset, length = config["region"]
             before = offset % mmap.ALLOCATIONGRANULARITY
             self._mapping = mmap.mmap(fd, before + length, offset=offset - before)
+            self._mapping.madvise(mmap.MADV_DONTFORK)  # a fork may outlive this process, and slots are reused then
             self._region = memoryview(self._mapping)[before:]
             os.close(fd)
 
@@ -283,18 +325,26 @@ class _Worker:
         except Exception:  # noqa: BLE001 - the next request raises the error again, and reports it
             pass
 
-    def serve(self, request: Any, raw: memoryview) -> bytes:
+    def serve(self, request: Any, raw: memoryview, tag: bytes) -> bytes:
         """Handle a request; returns the answer's frame."""
         module, name, argument, scratch_bytes = request
         try:
             self._open()
             if scratch_bytes:
                 # Not closed here: after an error its traceback still refers to the mapping.
-                raw = memoryview(mmap.mmap(self._config["scratch_fd"], scratch_bytes))
-            return pack_frame((find_object(module, name)(self._store, self._region, argument, raw), None))
+                mapping = mmap.mmap(self._config["scratch_fd"], scratch_bytes)
+                mapping.madvise(mmap.MADV_DONTFORK)
+                raw = memoryview(mapping)
+            return pack_frame((find_object(module, name)(self._store, self._region, argument, raw), None), tag=tag)
         except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-            return pack_frame((None, encode_error(e)))
+            return pack_frame((None, encode_error(e)), tag=tag)
 
     def _open(self) -> None:
         if self._store is None:
-            self._store = make_store(self._config)
+            try:
+                self._store = make_store(self._config)
+            except Exception:
+                raise
+            except BaseException as e:  # such as SystemExit: a library that gives up must not end this process
+                name = f"{self._config['module']}.{self._config['name']}"
+                raise StoreUnavailableError(f"{name} raised {type(e).__name__}: {e}") from e

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtiers.tiers.errors import KVTiersError, StoreConfigError, printable
+from kvtiers.tiers.errors import KVTiersError, StoreConfigError, StoreUnavailableError, printable
 from kvtiers.tiers.store import Store
 
 HOOK = "make_store"
@@ -24,6 +24,7 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
     Raises:
         StoreConfigError: the module cannot be imported, the function does not exist, it raised another exception than
             KVTiersError, or it did not return a Store.
+        StoreUnavailableError: the module or the function raised SystemExit.
         KVTiersError: raised by the function; passed on unchanged.
     """
     make = find_factory(module_path)
@@ -32,6 +33,8 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
         store = make(dict(options))
     except KVTiersError:
         raise
+    except SystemExit as e:  # it must not end the engine
+        raise StoreUnavailableError(f"{name} raised {_describe(e)}") from e
     except Exception as e:  # a user's function may raise anything
         raise StoreConfigError(f"{name} failed with its options: {_describe(e)}") from e
     if not isinstance(store, Store):
@@ -49,6 +52,8 @@ def find_factory(module_path: str) -> Callable[..., object]:
     name = function or HOOK
     try:
         make: Callable[..., object] | None = getattr(importlib.import_module(module_name), name, None)
+    except SystemExit as e:
+        raise StoreUnavailableError(f"{module_name} cannot be imported: {_describe(e)}") from e
     except Exception as e:  # a user's module may raise anything
         fix = "correct module_path, or install the module where the engine runs"
         if not (isinstance(e, ModuleNotFoundError) and e.name and f"{module_name}.".startswith(f"{e.name}.")):
@@ -67,5 +72,5 @@ def _shown(module_path: str) -> str:
     return f"{module_name}.{function or HOOK}"
 
 
-def _describe(e: Exception) -> str:
+def _describe(e: BaseException) -> str:
     return f"{type(e).__name__}: {printable(str(e))}"

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -310,9 +311,20 @@ class _Os:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+def fork() -> int:
+    """``os.fork`` without the warning of Python 3.12 and later about forks beside threads.
+
+    Only for tests: a fork has no other threads, and waits forever for a lock that one of them held. The threads of a
+    test wait, or hold locks of objects that the fork does not use. Programs that kvtiers starts are never forks.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
 def start_child(call: Callable[[], object]) -> int:
     """Run ``call`` in a forked child, which exits with 0, or 1 after an exception. Returns its pid; wait for it."""
-    pid = os.fork()
+    pid = fork()
     if pid:
         return pid
     status = 1

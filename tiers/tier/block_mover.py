@@ -6,9 +6,14 @@ is encryption: a block is encrypted into its thread's buffer.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,6 +47,7 @@ PIECEWISE_BYTES_MIN = 4 << 20
 BAD_READS_MAX = 3
 SAY_EVERY_S = 60.0
 WARNINGS_MAX = 64  # different warnings that are logged once each; a trailer may name any key
+LENT_LOOK_S = 0.01  # between looks at slots that a store still uses
 _SINGLE_BLOCK_ERRORS = (StoreUnavailableError, StorePermissionError)  # errors that may concern only one block
 
 
@@ -304,7 +310,8 @@ class BlockMover:
 
     def _put(self, name: str, key: OffloadKey, row: memoryview, *, overwrite: bool) -> bool:
         if self._pieces is None or not self._seal.stores_as_is:
-            return self.store.put(name, self._seal.seal_parts(key, row), overwrite=overwrite)
+            parts = [part.toreadonly() for part in self._seal.seal_parts(key, row)]
+            return self.store.put(name, parts, overwrite=overwrite)
         checksum = self._seal.running_checksum(row)
         trailer = bytearray(TRAILER_BYTES)
 
@@ -313,7 +320,8 @@ class BlockMover:
             if offset == row.nbytes:
                 trailer[:] = self._seal.trailer(key, row, checksum)
 
-        return self._pieces.put_pieces(name, (row, memoryview(trailer)), look, overwrite=overwrite)
+        parts = [row.toreadonly(), memoryview(trailer).toreadonly()]
+        return self._pieces.put_pieces(name, parts, look, overwrite=overwrite)
 
     def _check_stored(self, key: OffloadKey, name: str) -> None:
         """Check size and trailer of the stored blob; only the size if the store cannot read a blob's end."""
@@ -336,13 +344,29 @@ class BlockMover:
             batch.errors[why] += count
 
     def load_batch(self, pairs: Iterable[Pair]) -> Batch:
-        """Fill slots with verified blocks."""
+        """Fill slots with verified blocks. When it ends, also by an exception, the store cannot reach the slots."""
+        rows = LentRows(self._rows)
+        try:
+            return self._load_rows(pairs, rows)
+        except BaseException as e:
+            _drop_frames(e)
+            raise
+        finally:
+            if not rows.take_back():
+                logger.error(
+                    "tier %s: the store still uses the memory of a load that has ended; the load is reported when it "
+                    "does not",
+                    self.name,
+                )
+                rows.wait()
+
+    def _load_rows(self, pairs: Iterable[Pair], rows: LentRows) -> Batch:
         batch = Batch()
         if self._gets_many is not None:
-            pairs = self._load_many(self._gets_many, list(pairs), batch)
+            pairs = self._load_many(self._gets_many, list(pairs), batch, rows)
         trailer = bytearray(TRAILER_BYTES)
         for key, block in pairs:
-            if self._load_one(key, self._rows[block], trailer, batch):
+            if self._load_one(key, rows[block], trailer, batch):
                 batch.succeeded.append(key)
             else:
                 batch.outcomes["failed"] += 1
@@ -351,12 +375,13 @@ class BlockMover:
             batch.bytes_moved = moved * self._rows.row_bytes
         return batch
 
-    def _load_many(self, store: SupportsGetMany, pairs: Sequence[Pair], batch: Batch) -> list[Pair]:
+    def _load_many(self, store: SupportsGetMany, pairs: Sequence[Pair], batch: Batch, rows: LentRows) -> list[Pair]:
         """Load a batch with one call. Returns the blocks that were bad, so that they are loaded again one by one."""
         trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
+        lent = [rows[block] for _, block in pairs]
         requests = [
-            (block_name(self._name_prefix, key), (self._rows[block], memoryview(trailer)))
-            for (key, block), trailer in zip(pairs, trailers, strict=True)
+            (block_name(self._name_prefix, key), (row, memoryview(trailer)))
+            for (key, _), row, trailer in zip(pairs, lent, trailers, strict=True)
         ]
         suspect = []
         outcomes: list[Exception | None]
@@ -365,11 +390,11 @@ class BlockMover:
             outcomes = store.get_many_into(requests)
         except StoreError as e:  # the whole call failed: a layer may refuse it
             outcomes, as_a_whole = [e] * len(requests), True
-        for (key, block), trailer, error in zip(pairs, trailers, outcomes, strict=True):
+        for (key, block), row, trailer, error in zip(pairs, lent, trailers, outcomes, strict=True):
             try:
                 if error is not None:
                     raise error
-                self._seal.open_in_place(key, self._rows[block], trailer)
+                self._seal.open_in_place(key, row, trailer)
             except (SealError, BlobCorruptError):
                 suspect.append((key, block))
                 continue
@@ -513,10 +538,15 @@ class Rows:
                 field="primary_kv_view",
             )
         self._flat = view.cast("B")
+        self._whole = ctypes.c_ubyte * self._flat.nbytes
 
     def __getitem__(self, block: int) -> memoryview:
         start = block * self.row_bytes
         return self._flat[start : start + self.row_bytes]
+
+    def lend(self) -> Any:
+        """The region as an object that lives as long as anything refers to a view made of it."""
+        return self._whole.from_buffer(self._flat)
 
     def release(self) -> None:
         """Release the region, so that it can be unmapped. Call it only when no thread can use a row any more."""
@@ -530,3 +560,50 @@ class Rows:
             bad = next(block for block in blocks if not 0 <= block < self.num_rows)
             raise ValueError(f"block id {bad} is outside the region's 0..{self.num_rows - 1}")
         return blocks
+
+
+class LentRows:
+    """Rows that a store fills in one call, and must not reach afterwards: slots are reused. One thread uses it."""
+
+    def __init__(self, rows: Rows) -> None:
+        owner = rows.lend()
+        self._owner = weakref.ref(owner)
+        self._whole = memoryview(owner).cast("B")
+        self._row_bytes = rows.row_bytes
+        self._views: list[memoryview] = []
+
+    def __getitem__(self, block: int) -> memoryview:
+        start = block * self._row_bytes
+        view = self._whole[start : start + self._row_bytes]
+        self._views.append(view)
+        return view
+
+    def take_back(self) -> bool:
+        """Release the views. False: something of the store, such as a thread, still has views or arrays made of them.
+
+        No living exception may refer to the frames of the call; see ``_drop_frames``.
+        """
+        for view in (self._whole, *self._views):
+            with suppress(BufferError):  # in use, as the owner tells, too
+                view.release()
+        self._views.clear()
+        if self._owner() is not None:
+            gc.collect()  # perhaps it is only a reference cycle, such as an exception and its frame
+        return self._owner() is None
+
+    def wait(self) -> None:
+        """Wait until nothing refers to the rows, however long that takes. The job's deadline cuts the tier off."""
+        while self._owner() is not None:
+            time.sleep(LENT_LOOK_S)
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Remove the tracebacks of an exception and of its causes, whose frames keep a call's parts in use."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += each.__cause__, each.__context__

@@ -201,7 +201,7 @@ class DualQueueThreadPool(Generic[P, T]):
         for queue in (self._reads, self._writes):
             for task in queue.copy():  # the whole queue, because requeued tasks at the front are not ordered by age
                 if task.job.submitted_at <= limit and _remove(queue, task):
-                    self._account(task, self._cancel(task.work), self._clock())
+                    self._account(task, self._cancelled(task), self._clock())
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every job has finished; get_finished returns the results. False: timed out."""
@@ -226,7 +226,7 @@ class DualQueueThreadPool(Generic[P, T]):
         self._closing = True
         for queue in (self._reads, self._writes):
             while (task := _take(queue)) is not None:
-                self._account(task, self._cancel(task.work), self._clock())
+                self._account(task, self._cancelled(task), self._clock())
         for _ in self._threads:
             self._tokens.put(None)
             self._read_tokens.put(None)
@@ -255,7 +255,7 @@ class DualQueueThreadPool(Generic[P, T]):
 
     def _account(self, task: _Task[P, T], outcome: T | BaseException, ended_at: float) -> None:
         job = task.job
-        job.outcomes[task.index] = outcome
+        job.outcomes[task.index] = TypeError("a task must return a value") if outcome is None else outcome
         job.remaining -= 1
         if not job.remaining:
             self._finish(job, ended_at)
@@ -264,7 +264,6 @@ class DualQueueThreadPool(Generic[P, T]):
         del self._jobs[job.job_id]
         self._cost -= job.cost
         outcomes = tuple(outcome for outcome in job.outcomes if outcome is not None)
-        assert len(outcomes) == len(job.outcomes), "a task must return a value"
         self._finished.append(FinishedJob(job.job_id, outcomes, ended_at - job.submitted_at))
 
     def _work(self, seat: int, own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> None:
@@ -296,7 +295,9 @@ class DualQueueThreadPool(Generic[P, T]):
         self._offer_read()
         outcomes: Sequence[T | Unfinished[P] | BaseException]
         try:
-            outcomes = self._run([task.work for task in tasks])
+            outcomes = list(self._run([task.work for task in tasks]))
+            if len(outcomes) != len(tasks):
+                raise TypeError(f"{len(outcomes)} outcomes of {len(tasks)} tasks")
         except BaseException as e:  # noqa: BLE001 - a thread's edge: the jobs must be reported in any case
             # Drop the traceback, whose frames would keep the region's memoryviews alive.
             outcomes = [e.with_traceback(None)] * len(tasks)
@@ -307,20 +308,29 @@ class DualQueueThreadPool(Generic[P, T]):
     def _end_or_requeue(
         self, tasks: Sequence[_Task[P, T]], outcomes: Sequence[T | Unfinished[P] | BaseException]
     ) -> None:
+        """Pass outcomes on, and requeue the tasks that have more to do. Raises nothing: the tasks would be lost."""
         ended_at = self._clock()
         rests = []
         for task, outcome in zip(tasks, outcomes, strict=True):
             if not isinstance(outcome, Unfinished):
                 self._ended.put((task, outcome, ended_at))
-            elif self._closing:
-                self._ended.put((task, self._cancel(outcome.rest), ended_at))
+                continue
+            task.work = outcome.rest
+            if self._closing:
+                self._ended.put((task, self._cancelled(task), ended_at))
             else:
-                task.work = outcome.rest
                 rests.append(task)
         queue = self._reads if tasks[0].job.is_read else self._writes
         queue.extendleft(reversed(rests))
         for _ in rests:
             self._wake_one(queue)
+
+    def _cancelled(self, task: _Task[P, T]) -> T | BaseException:
+        """The outcome of a task that will not run. Raises nothing: the task is in no queue any more."""
+        try:
+            return self._cancel(task.work)
+        except BaseException as e:  # noqa: BLE001 - the job must be reported in any case
+            return e.with_traceback(None)
 
     def _next_tasks(self, own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> list[_Task[P, T]]:
         """Take the tasks that a thread runs next. Empty if both queues were empty at the same time.
@@ -340,19 +350,23 @@ class DualQueueThreadPool(Generic[P, T]):
         if task is None:
             return []
         tasks = [task]
-        joins = self._joins(task.work)
-        for _ in range(len(queue) // len(self._began)):
-            try:
-                task = queue[0]
-            except IndexError:
-                break
-            # If another thread has the task's token, leave the task to that thread.
-            if not (joins(task.work) and self._take_token()):
-                break
-            if not _remove(queue, task):
-                self._tokens.put(None)
-                break
-            tasks.append(task)
+        try:
+            joins = self._joins(task.work)
+            for _ in range(len(queue) // len(self._began)):
+                try:
+                    task = queue[0]
+                except IndexError:
+                    break
+                # If another thread has the task's token, leave the task to that thread.
+                if not (joins(task.work) and self._take_token()):
+                    break
+                if not _remove(queue, task):
+                    self._tokens.put(None)
+                    break
+                tasks.append(task)
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: the tasks are in no queue any more
+            self._end_or_requeue(tasks, [e.with_traceback(None)] * len(tasks))
+            return []
         return tasks
 
     def _take_token(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey, make_offload_key
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.blocks.seal import Checksum, Seal
-from kvtiers.tiers.errors import QueueFullError
+from kvtiers.tiers.errors import QueueFullError, StoreError
 from kvtiers.tiers.isolation.mover import IsolatedMover, RunsInWorkers
 from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.plain_logs import get_logger
@@ -105,6 +106,22 @@ class _InFlight:
     batch_sizes: tuple[int, ...]  # number of blocks in each of the job's tasks
 
 
+def open_if_answered(store: Store, mapper: FileMapper, tier: str, *, read_only: bool = False) -> StoreError | None:
+    """Open the namespace. Returns the error if the storage does not answer.
+
+    Raises:
+        ConfigError, StoreError: see ``open_namespace``; no retryable error.
+    """
+    try:
+        if open_namespace(store, mapper, read_only=read_only):
+            tell_nearest(store, mapper, tier)
+    except StoreError as e:
+        if not e.retryable:
+            raise
+        return e
+    return None
+
+
 class CollectorEnd(Protocol):
     """The tier's end of the connection to its collector (``tiers.capacity.link``). Only ``close`` blocks."""
 
@@ -140,11 +157,18 @@ class StoreTierManager(SecondaryTierManager):
     The scheduler's thread calls every method and owns every field. Pool and probe threads use only ``_mover`` and the
     slots of the job they work on.
 
+    A storage that does not answer at the start does not keep the engine waiting: the tier starts cut off, and its
+    namespace is opened when the storage is back.
+
     Args:
         store: keeps the blobs; closed at shutdown.
         mapper: names the blocks and carries the namespace's identity. By default the identity includes the spec's
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
+        missing: why the storage is known not to answer; None: it is asked.
+
+    Attributes:
+        missing: why the storage did not answer at the start; None: it did.
 
     Raises:
         ConfigError: the region's rows are not a multiple of 4,096 bytes, or the stored namespace has other fields.
@@ -161,6 +185,7 @@ class StoreTierManager(SecondaryTierManager):
         mapper: FileMapper | None = None,
         options: TierOptions | None = None,
         collector: CollectorEnd | None = None,
+        missing: StoreError | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -173,8 +198,7 @@ class StoreTierManager(SecondaryTierManager):
         self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
-        if open_namespace(store, mapper, read_only=options.read_only):
-            tell_nearest(store, mapper, self.name)
+        self.missing = missing or open_if_answered(store, mapper, self.name, read_only=options.read_only)
         self.store = store
         self.mapper = mapper
         self._collector = collector
@@ -206,6 +230,9 @@ class StoreTierManager(SecondaryTierManager):
         self._circuit = Circuit(
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
+        self._namespace_due = self.missing is not None
+        if self.missing is not None:
+            self._circuit.trip(f"it starts without its storage: {self.missing}")
         self._health = TierHealth(self._circuit)
         self._mover.must_replace = self._health.must_replace
         self._mover.sample = self._sample
@@ -339,10 +366,26 @@ class StoreTierManager(SecondaryTierManager):
         elif self._health.looked_up(counts):
             self._needs_extra_lookup = True
         self._mover.cut = "" if circuit.closed else "circuit_open"
+        if self._namespace_due and circuit.closed:
+            opening = threading.Thread(target=self._open_late, name=f"kvtiers-{self.name}-namespace", daemon=True)
+            self._namespace_due = False
+            try:
+                opening.start()
+            except RuntimeError:  # no thread can be started now: the next step tries again
+                self._namespace_due = True
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
             self.metrics.inc("kvtiers_circuit_opened_total", self.name, by=circuit.openings - self._openings_counted)
             self._openings_counted = circuit.openings
+
+    def _open_late(self) -> None:
+        """Open the namespace in a thread of its own, after a start without the storage."""
+        try:
+            error = open_if_answered(self.store, self.mapper, self.name, read_only=self._options.read_only)
+            self._namespace_due = error is not None
+        except Exception as e:  # noqa: BLE001 - a thread's edge; seals keep foreign blocks out
+            if not self._closed:
+                logger.error("tier %s: its namespace cannot be opened, so the next start will fail: %s", self.name, e)
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -460,6 +503,13 @@ class StoreTierManager(SecondaryTierManager):
             self._health.probed(probed if isinstance(probed, Batch) else None)
             return
         job = self._in_flight.pop(finished.job_id)
+        try:
+            yield from self._book_outcomes(finished, job)
+        except Exception:  # whatever a task returned, its job must be reported
+            logger.exception("tier %s: job %d cannot be booked; it counts as failed", self.name, finished.job_id)
+            self._results.append(JobResult(finished.job_id, success=False))
+
+    def _book_outcomes(self, finished: FinishedJob[Batch], job: _InFlight) -> Iterator[int]:
         op = _op(job.is_load)
         batches = [batch for batch in finished.outcomes if isinstance(batch, Batch)]
         for error, size in zip(finished.outcomes, job.batch_sizes, strict=True):

@@ -7,6 +7,7 @@ A worker reads JSON lines from standard input (its configuration, then units) an
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from typing import Any
 from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
 from kvtiers.tiers.daemon_pool import DaemonPool
 from kvtiers.tiers.errors import StoreError, StoreUnavailableError
-from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, python_command
-from kvtiers.tiers.isolation.worker import make_store, own_output
+from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command
+from kvtiers.tiers.isolation.worker import end_if_forked, make_store, own_output
 from kvtiers.tiers.tools.verify import ALL, Subset, UnitResult, Verifier, decode_result
 
 KILLED_S_MAX = 5.0  # for threads to see that their workers were killed
@@ -29,6 +30,7 @@ KILLED_S_MAX = 5.0  # for threads to see that their workers were killed
 def main() -> None:
     """Run a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    pid = os.getpid()
     output = own_output()
     config = json.loads(sys.stdin.readline())
     verifier: Verifier | None = None
@@ -40,6 +42,7 @@ def main() -> None:
             answer = {"result": asdict(verifier.check(json.loads(line)))}
         except StoreError as e:
             answer = {"error": str(e)}
+        end_if_forked(pid)
         output.write(json.dumps(answer) + "\n")
         output.flush()
 
@@ -60,6 +63,7 @@ def verify_units(
             stdout=subprocess.PIPE,
             text=True,
             env=environment_without(KEY_VARIABLES),
+            process_group=0,
         )
         for _ in range(min(n_workers, len(units)))
     ]
@@ -72,7 +76,7 @@ def verify_units(
             yield result.result()
     finally:
         for worker in workers:
-            worker.kill()
+            kill_group(worker)
         pool.shutdown(KILLED_S_MAX)
         for worker in workers:
             worker.communicate()

@@ -24,6 +24,7 @@ import pytest
 from kvtiers.connector.region.region_file import reap_stale_regions, region_path
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.errors import RegionError
+from kvtiers.tiers.testing.faults import fork as fork_process
 from tests.promises import Record
 from tests.waiting import wait_for
 
@@ -64,7 +65,7 @@ class Child:
 def fork(run: Callable[[Callable[[str], None]], None]) -> Child:
     """Run ``run(say)`` in a child that then waits to be killed."""
     lines, end = os.pipe()
-    pid = os.fork()
+    pid = fork_process()
     if pid:
         os.close(end)
         return Child(pid, lines)
@@ -300,7 +301,7 @@ def test_a_reaper_without_descriptors_takes_nobody_for_dead(directory: str) -> N
 def test_a_forked_child_that_outlives_its_engine_is_told_of_and_its_end_frees_the_region(directory: str) -> None:
     def run(say: Callable[[str], None]) -> None:
         SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
-        heir = os.fork()
+        heir = fork_process()
         if heir:
             say(str(heir))
         signal.pause()

@@ -1,4 +1,4 @@
-"""An engine with an S3 tier, for ``test_s3_hostile``: a process of its own, as it may be aborted or run out of memory.
+"""An engine with a tier, for ``test_s3_hostile`` and ``test_builtin``: a process of its own, which may be aborted.
 
 It reads commands from standard input, one a line, and answers each with a line of JSON.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +29,9 @@ NEVER_S = 240.0  # far beyond any deadline of the tier's
 def main() -> None:
     """Serve standard input until it ends. The argument is JSON: ``tier``, ``row_bytes`` and ``maps``."""
     config = json.loads(sys.argv[1])
+    changes: list[str] = []  # of the C library's environment, which other threads may be reading
+    for name in ("putenv", "unsetenv"):
+        setattr(os, name, lambda *arguments, name=name: changes.append(f"{name} {arguments[0]!r}"))
     row_bytes = config["row_bytes"]
     flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if config["maps"] else mmap.MAP_PRIVATE)
     rows: Any = np.frombuffer(mmap.mmap(-1, BLOCKS * row_bytes, flags), np.uint8).reshape(BLOCKS, row_bytes)
@@ -49,6 +53,13 @@ def main() -> None:
         rows[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None]
         return run(tier.submit_store)
 
+    def store_at_last() -> bool:
+        """A bounded tier refuses blocks until it has measured its storage."""
+        until = time.monotonic() + NEVER_S
+        while not (stored := store()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return stored
+
     def load() -> bool:
         rows[:] = 255
         return run(tier.submit_load) and bool((rows == np.arange(BLOCKS, dtype=np.uint8)[:, None]).all())
@@ -61,8 +72,21 @@ def main() -> None:
         return isinstance(outcome, list) and any(isinstance(each, StoreError) for each in outcome)
 
     names = [tier.mapper.relative_name(key) for key in keys]
+
+    def lookup() -> list[bool]:
+        until = time.monotonic() + NEVER_S
+        while None in (found := [tier.lookup(key) for key in keys]) and time.monotonic() < until:
+            tier.on_schedule_end()
+            time.sleep(0.005)
+        return found
+
+    def touch() -> None:
+        tier.touch(keys)
+        tier.on_schedule_end()
+
     commands: dict[str, Callable[[], object]] = {
         "store": store,
+        "store at last": store_at_last,
         "load": load,
         "head": lambda: fails(lambda: tier.store.size(names[0])),
         "list": lambda: fails(lambda: list(tier.store.keys())),
@@ -70,6 +94,9 @@ def main() -> None:
         "delete": lambda: fails(lambda: tier.store.delete("nothing")),
         "delete_many": lambda: fails(lambda: tier.store.delete_many(["nothing", "of", "all"])),
         "peak": _peak_bytes,
+        "find": lookup,
+        "touch": touch,
+        "seen": lambda: [sorted({name.partition(".")[0] for name in sys.modules}), changes],
     }
     print(json.dumps("started"), flush=True)
     for line in sys.stdin:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import os
 import signal
+import stat
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +17,7 @@ from typing import Any
 
 from kvtiers.tiers import errors
 from kvtiers.tiers.errors import StoreUnavailableError
+from kvtiers.tiers.isolation.worker import pack_frame
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store
 from kvtiers.tiers.stores.files.local import LocalStore
 
@@ -41,6 +45,20 @@ def make_memory(options: Mapping[str, Any]) -> Store:
     from kvtiers.tiers.stores.memory import MemoryStore  # imports numpy, which workers of the other stores need not
 
     return MemoryStore()
+
+
+def make_local(options: Mapping[str, Any]) -> Store:
+    """A store of a custom tier. ``how``, in a file beside its root, says what happens instead."""
+    root = options["root"]
+    while os.path.exists(how := f"{root}.how"):
+        with open(how, encoding="ascii") as file:
+            what = file.read()
+        if what == "exit":
+            os._exit(0)
+        if what != "hang":
+            raise getattr(builtins, what)("as told")
+        time.sleep(0.01)
+    return LocalStore(root)
 
 
 class Number:
@@ -85,6 +103,67 @@ class OddStore(LocalStore):
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         yield KeyInfo(b"key", 0, 0.0)  # type: ignore[arg-type]
+
+
+class IntrudingStore(LocalStore):
+    """A store whose library forks, writes into its process's socket, and writes into parts of a put."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if key == "scribble":
+            for part in parts:
+                part.cast("B")[:1] = b"S"
+        return super().put(key, parts, overwrite=overwrite)
+
+    def size(self, key: str) -> int | None:
+        return ["printable", "x", ""] if key == "list" else super().size(key)  # type: ignore[return-value]
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key in ("fork", "fork-in-c"):
+            fork = os.fork if key == "fork" else ctypes.PyDLL(None).fork  # the latter calls no hook of Python's
+            self._note(fork())
+        elif key in ("late-child", "late-session"):
+            if not (child := os.fork()):
+                if key == "late-session":
+                    os.setsid()
+                self._wait_for_go()
+                for part in parts:
+                    part.cast("B")[:1] = b"F"
+                os._exit(0)
+            self._note(child)
+            threading.Event().wait()
+        elif key == "program":
+            self._note(subprocess.Popen(["/bin/sleep", "600"]).pid)
+        elif key.startswith("stray-"):
+            threading.Thread(target=self._intrude, args=(key,), daemon=True).start()
+            if key != "stray-later":
+                threading.Event().wait()  # the call would otherwise be answered first
+        super().get_into(key, parts)
+
+    def _intrude(self, key: str) -> None:
+        sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd)]
+        if key == "stray-later":
+            self._wait_for_go()
+        content: object = {"stray-answer": [[None], None], "stray-null": None}.get(key, ["x"])
+        frame = os.urandom(64) if key == "stray-before" else pack_frame(content)
+        os.write(sockets[0], frame)
+        with open(f"{self.root_dir}.wrote", "w", encoding="ascii"):
+            pass
+
+    def _wait_for_go(self) -> None:
+        while not os.path.exists(f"{self.root_dir}.go"):
+            time.sleep(0.01)
+
+    def _note(self, pid: int) -> None:
+        if pid:
+            with open(f"{self.root_dir}.forks", "a", encoding="ascii") as file:
+                print(pid, file=file)
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:  # the descriptor of the listing
+        return False
 
 
 class PlainStore(Store):

@@ -39,16 +39,22 @@ from kvtiers.tiers.isolation.mapped_file import open_mapped_file
 from kvtiers.tiers.isolation.pool import WorkersUnavailableError
 from kvtiers.tiers.isolation.process import SCRATCH_KEEP_BYTES, MappedRegion, WorkerProcess
 from kvtiers.tiers.isolation.store import RUN_MODULES, ProcessIsolatedStore, StoreRecipe
-from kvtiers.tiers.isolation.worker import FrameReader, decode_error, encode_error, pack_frame
+from kvtiers.tiers.isolation.worker import FrameReader, StrayBytesError, decode_error, encode_error, pack_frame
 from kvtiers.tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine, SupportsTail
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
-from kvtiers.tiers.testing.faults import run_in_child
+from kvtiers.tiers.testing.faults import fork, run_in_child
 from tests.leaks import open_fds
 from tests.processes import deadline, is_gone, kill_workers
-from tests.tiers.isolation.misbehaving_store import HeldStore, OddStore, OptionsDataclass, PlainStore
+from tests.tiers.isolation.misbehaving_store import (
+    HeldStore,
+    IntrudingStore,
+    OddStore,
+    OptionsDataclass,
+    PlainStore,
+)
 from tests.tiers.stores.files.root_folder import FolderContract
 from tests.waiting import wait_for
 
@@ -184,15 +190,15 @@ def test_frames_that_arrive_together_and_in_pieces_are_read_one_by_one() -> None
         frames = FrameReader(theirs)
         assert frames.is_empty()
         ours.sendall(pack_frame(["first"], b"raw") + pack_frame({}) + pack_frame("third" * 40_000, bytes(100_000))[:9])
-        content, raw = frames.receive()
+        content, raw, _ = frames.receive()
         assert (content, bytes(raw)) == (["first"], b"raw")
         assert not frames.is_empty()
-        content, raw = frames.receive()
+        content, raw, _ = frames.receive()
         assert (content, bytes(raw)) == ({}, b"")
         rest = pack_frame("third" * 40_000, bytes(100_000))[9:]
         sending = threading.Thread(target=ours.sendall, args=(rest,))
         sending.start()
-        content, raw = frames.receive()
+        content, raw, _ = frames.receive()
         sending.join()
         assert (content, bytes(raw)) == ("third" * 40_000, bytes(100_000))
         assert frames.is_empty()
@@ -200,6 +206,25 @@ def test_frames_that_arrive_together_and_in_pieces_are_read_one_by_one() -> None
         ours.shutdown(socket.SHUT_WR)
         with pytest.raises(EOFError):
             frames.receive()
+
+
+def test_frame_with_another_tag_or_with_bytes_inside_is_refused() -> None:
+    tag, frame = bytes(range(16)), pack_frame([1], tag=bytes(range(16)))
+    for sent, accepted in (
+        (frame, True),
+        (pack_frame([1]), False),
+        (frame[:-20] + b"\n" + frame[-20:], False),
+        (b"\n" + frame, False),
+        (b"\xff" * 64, False),
+    ):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(sent)
+            if accepted:
+                assert FrameReader(theirs).receive(tag=tag)[0] == [1]
+                continue
+            with pytest.raises(StrayBytesError):
+                FrameReader(theirs).receive(tag=tag)
 
 
 def test_a_large_call_leaves_no_memory_behind(make: Make) -> None:
@@ -593,7 +618,7 @@ def test_a_fork_that_lives_does_not_hold_up_the_end(make: Make) -> None:
     store.put("f/a", [memoryview(b"data")])
     pids = store.worker_pids
     read_end, write_end = os.pipe()
-    child = os.fork()
+    child = fork()
     if not child:
         store.close()  # of what is its parent's
         os.read(read_end, 1)
@@ -758,6 +783,108 @@ def test_a_fork_is_refused(make: Make) -> None:
 
     assert run_in_child(use) == 0
     assert store.size("a") is None
+
+
+# ---- libraries that do what they must not ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["fork", "fork-in-c"])
+def test_fork_that_returns_from_a_library_answers_nothing(make: Make, region: Region, tmp_path: Path, key: str) -> None:
+    store = make(IntrudingStore)
+    data = make_data(BLOCK_BYTES)
+    store.put(key, [memoryview(data)])
+    store.put("other", [memoryview(data[::-1])])
+    for _ in range(3):
+        store.get_into(key, [region.block(0)])
+        store.get_into("other", [region.block(1)])
+        assert (bytes(region.block(0)), bytes(region.block(1))) == (bytes(data), bytes(data[::-1]))
+    assert store.kills == 0
+    forks = [int(pid) for pid in (tmp_path / "root.forks").read_text().split()]
+    assert len(forks) == 3
+    wait_for(lambda: all(map(is_gone, forks)), within_s=WAIT_S_MAX)
+
+
+@pytest.mark.parametrize("key", ["late-child", "late-session"])
+def test_child_of_a_killed_worker_cannot_write_into_the_region(
+    make: Make, region: Region, tmp_path: Path, key: str
+) -> None:
+    """Also one that leaves the worker's process group, and so outlives it."""
+    store = make(IntrudingStore)
+    store.put(key, [region.block(0)])
+    with deadline(store, 2.0), pytest.raises(StoreTimeoutError):
+        store.get_into(key, [region.block(0)])
+    wait_for((tmp_path / "root.forks").exists, within_s=WAIT_S_MAX)
+    (child,) = map(int, (tmp_path / "root.forks").read_text().split())
+    try:
+        if key == "late-child":
+            assert is_gone(child)
+        (tmp_path / "root.go").touch()
+        wait_for(lambda: is_gone(child), within_s=WAIT_S_MAX)
+        assert bytes(region.block(0)) == bytes(BLOCK_BYTES)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_process_that_a_library_started_ends_with_its_worker(make: Make, tmp_path: Path) -> None:
+    store = make(IntrudingStore, close_s=2 * WAIT_S_MAX)
+    store.put("program", [memoryview(b"data")])
+    assert fetch(store, "program", 4) == b"data"
+    (program,) = map(int, (tmp_path / "root.forks").read_text().split())
+    assert not is_gone(program)
+    store.close()  # the worker ends by itself
+    wait_for(lambda: is_gone(program), within_s=WAIT_S_MAX)
+
+
+@pytest.mark.parametrize("key", ["stray-before", "stray-answer", "stray-null"])
+def test_bytes_that_are_not_the_answer_fail_the_call_and_end_the_worker(make: Make, region: Region, key: str) -> None:
+    store = make(IntrudingStore)
+    data = make_data(BLOCK_BYTES)
+    store.put("good", [memoryview(data)])
+    with pytest.raises(StoreUnavailableError, match="not a frame that was asked for"):
+        store.get_into(key, [region.block(0)])
+    assert store.kills == 1
+    store.get_into("good", [region.block(1)])
+    assert region.block(1) == data
+
+
+def test_bytes_that_arrive_between_calls_end_the_worker(make: Make, tmp_path: Path) -> None:
+    store = make(IntrudingStore)
+    with pytest.raises(BlobNotFoundError):
+        store.get_into("stray-later", [memoryview(bytearray(4))])
+    (tmp_path / "root.go").touch()
+    wait_for((tmp_path / "root.wrote").exists, within_s=WAIT_S_MAX)
+    with pytest.raises(StoreUnavailableError, match="when nothing had been asked"):
+        store.size("good")
+    assert store.size("good") is None
+    assert store.kills == 1
+
+
+def test_put_gets_read_only_parts(make: Make, region: Region) -> None:
+    store = make(IntrudingStore)
+    with pytest.raises(StoreError, match="cannot modify read-only memory"):
+        store.put("scribble", [region.block(0), memoryview(bytearray(10))])
+    assert bytes(region.block(0)) == bytes(BLOCK_BYTES)
+
+
+def test_size_that_is_a_list_is_an_error(make: Make) -> None:
+    with pytest.raises(StoreError, match="a size is a number or None, not a list"):
+        make(IntrudingStore).size("list")
+
+
+def test_fork_of_a_process_with_own_output_writes_nothing() -> None:
+    """The collector and the workers of ``verify``."""
+    script = """
+import os
+from kvtiers.tiers.isolation.worker import end_if_forked, own_output
+output, pid = own_output(), os.getpid()
+child = os.fork()
+end_if_forked(pid)
+output.write(f"answer {os.waitpid(child, 0)[1] != 0}")
+output.flush()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment(), check=True)
+    assert done.stdout == "answer True"
 
 
 # ---- close, leaks ----------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from kvtiers.tiers.stores.fsspec import FsspecStore
 from kvtiers.tiers.stores.fsspec_driver import check_drivers, lists_trees, mtime_of
 from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
+from kvtiers.tiers.testing.faults import fork
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
 from tests.tiers.stores.files.root_folder import FolderContract
@@ -764,7 +765,7 @@ def test_driver_with_listings_of_its_own_is_not_shared_by_threads(monkeypatch: p
 
 def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
     s3.put("a", as_parts(b"1234"))
-    child = os.fork()
+    child = fork()
     if child == 0:
         code = 1
         try:

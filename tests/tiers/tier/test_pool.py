@@ -514,3 +514,65 @@ def test_every_job_is_reported_exactly_once_under_load(make: Callable[..., Pool]
 def test_limits_below_one_are_refused(bad: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="1 or more"):
         Pool(bad[0], bad[1], run=call_each, name="x", jobs_max=bad[2], cost_max=bad[3])
+
+
+class TestCallbacksThatRaise:
+    """A job is reported, and its thread works on, whatever the tier's own code does."""
+
+    @staticmethod
+    def outcomes(**callbacks: Any) -> list[tuple[object, ...]]:
+        """Of two jobs: the first with the callbacks' faults, the second after them."""
+        pool = Pool(1, 1, name="test", jobs_max=9, cost_max=9, **{"run": call_each, **callbacks})
+        try:
+            pool.submit(1, [lambda: 1] * 40, is_read=True)
+            first = finish(pool)[1].outcomes
+            pool.submit(2, [lambda: 2], is_read=False)
+            return [first, finish(pool)[2].outcomes]
+        finally:
+            assert pool.shutdown(120)
+
+    @pytest.mark.parametrize("outcomes", [[], [1, 2], None, 5])
+    def test_run_that_returns_no_outcome_per_task_fails_its_tasks(self, outcomes: Any) -> None:
+        first, second = self.outcomes(run=lambda tasks: outcomes if tasks[0]() == 1 else [2])
+        assert all(isinstance(each, TypeError) for each in first)
+        assert second == (2,)
+
+    def test_run_that_returns_none_as_an_outcome_fails_its_task(self) -> None:
+        first, second = self.outcomes(run=lambda tasks: [None if task() == 1 else 2 for task in tasks])
+        assert all(isinstance(each, TypeError) for each in first)
+        assert second == (2,)
+
+    @pytest.mark.parametrize("error", [ValueError("in joins"), SystemExit()])
+    def test_joins_that_raises_fails_the_task(self, error: BaseException) -> None:
+        def joins(first: Task) -> Callable[[Task], bool]:
+            if first() == 1:
+                raise error
+            return lambda task: False
+
+        first, second = self.outcomes(joins=joins)
+        assert set(map(type, first)) == {type(error)}
+        assert second == (2,)
+
+    @pytest.mark.parametrize("how", ["shutdown", "late", "rest"])
+    def test_cancel_that_raises_is_the_outcome(self, how: str) -> None:
+        def cancel(task: Task) -> object:
+            raise SystemExit
+
+        gate = Gate(Unfinished(gated := lambda: 1))
+        pool = Pool(1, 1, run=call_each, cancel=cancel, name="test", jobs_max=9, cost_max=9)
+        others = [Gate(), gate]
+        pool.submit(1, others, is_read=True)
+        wait_entered(gate, others[0])
+        pool.submit(2, [gated, gated], is_read=True)
+        if how == "late":
+            pool.cancel_late(0.0)
+            (late,) = pool.get_finished()
+            assert [type(each) for each in late.outcomes] == [SystemExit] * 2
+        ending = threading.Thread(target=pool.shutdown, args=(120,))
+        ending.start()
+        wait_for(lambda: pool._closing)
+        let_go(gate, others[0])
+        ending.join()
+        outcomes = {job.job_id: job.outcomes for job in pool.get_finished()}
+        assert [type(each) for each in outcomes[1]] == [str, SystemExit]
+        assert how == "late" or [type(each) for each in outcomes[2]] == [SystemExit] * 2

@@ -40,6 +40,7 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
 from kvtiers.tiers.tier import block_mover, health, store_tier
+from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.health import REST_S_MAX
 from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
@@ -1145,9 +1146,9 @@ class TestLiveness:
 
     def test_loads_that_all_fail_cut_it_off_though_lookups_and_stores_are_answered(self, bench: Bench) -> None:
         """Small packets pass and large ones do not: each load would wait for its deadline."""
-        deaf = FaultyStore(
-            bench.make_store(), [Fault("get_into", count=None, error=lambda: StoreUnavailableError("timed out"))]
-        )
+        # The first read is the start's: if it failed, the tier would start cut off.
+        fault = Fault("get_into", first=2, count=None, error=lambda: StoreUnavailableError("timed out"))
+        deaf = FaultyStore(bench.make_store(), [fault])
         tier = bench.tier(store=deaf, circuit_failures=3)
         bench.fill(1)
         assert bench.store(tier, KEYS[:3]).success
@@ -1664,3 +1665,100 @@ def test_a_tiers_name_is_text_whatever_yaml_makes_of_it(name: Any, label: str) -
     tier = Bench(MemoryStore).tier(name=name)
     assert tier.name == label
     tier.shutdown()
+
+
+class KeepingStore(MemoryStore):
+    """Keeps what it gets for longer than a call, as a library with threads may."""
+
+    def __init__(self, keep: Callable[[memoryview], object]) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self._keep = keep
+        self.error: type[BaseException] | None = None
+        self.read_only: set[bool] = set()
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        self.read_only |= {part.readonly for part in parts}
+        return super().put(key, parts, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        super().get_into(key, parts)
+        if not key.endswith(".json"):
+            self.kept += map(self._keep, parts[:1])
+            if self.error is not None:
+                raise self.error
+
+
+ERRORS = [None, StoreUnavailableError, ValueError, SystemExit]
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("error", ERRORS)
+def test_store_that_keeps_parts_cannot_write_into_them_after_the_job(
+    bench: Bench, error: type[BaseException] | None
+) -> None:
+    store = KeepingStore(lambda part: part)
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).success
+    assert bench.store(tier, KEYS[:2]).success  # found there
+    assert store.read_only == {True}
+    store.error = error
+    assert bench.load(tier, KEYS[:2]).success == (error is None)
+    assert len(store.kept) >= 1
+    for part in store.kept:
+        with pytest.raises(ValueError, match="released"):
+            part[0] = 1
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("error", ERRORS)
+def test_load_whose_slot_the_store_still_uses_is_reported_when_it_does_not(
+    bench: Bench, error: type[BaseException] | None
+) -> None:
+    store = KeepingStore(np.frombuffer)  # its memory stays reachable although the part is released
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:1]).success
+    store.error = error
+    tier.submit_load(job := bench.job(KEYS[:1]))
+    wait_for(lambda: store.kept)
+    assert not tier._pool.wait_idle(0.3)
+    store.kept.clear()
+    assert bench.result(tier, job).success == (error is None)
+
+
+@ONE_BENCH
+def test_job_that_cannot_be_booked_is_reported_as_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._lookup, "mark", lambda *_, **__: 1 / 0)
+        assert not bench.store(tier, KEYS[:2]).success
+    assert "cannot be booked" in caplog.text
+    assert bench.load(tier, KEYS[:2]).success
+
+
+@ONE_BENCH
+def test_tier_whose_storage_fails_at_the_start_is_cut_off_and_opens_its_namespace_later(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = bench.clock = Clock()
+    inner = MemoryStore()
+    faulty = FaultyStore(inner, [Fault("size", count=1, error=lambda: StoreUnavailableError("refused"))])
+    tier = bench.tier(store=faulty)
+    assert caplog.messages == ["tier test: circuit open: it starts without its storage: refused"]
+    assert tier.circuit_state is CircuitState.OPEN
+    assert not list(inner.keys(""))
+    clock.advance(10.0)
+
+    def is_closed_after_a_step() -> bool:
+        tier.on_schedule_end()
+        return bool(tier.circuit_state is CircuitState.CLOSED)
+
+    wait_for(is_closed_after_a_step)
+    wait_for(lambda: any(info.key.endswith("config.json") for info in inner.keys("")))
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:1]).success

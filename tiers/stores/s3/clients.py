@@ -15,7 +15,6 @@ from kvtiers.tiers.store import Look
 from kvtiers.tiers.stores.s3.boto3_client import Boto3Client
 from kvtiers.tiers.stores.s3.boto_config import BotoConfig
 from kvtiers.tiers.stores.s3.control import S3Control
-from kvtiers.tiers.stores.s3.obstore_client import ObstoreClient, usable
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.put_form import PutForm
 from kvtiers.tiers.stores.s3.session import S3Session
@@ -157,13 +156,18 @@ class ProcessClients:
         session = S3Session(self._options)
         control = S3Control(session)
         data: DataPlane
-        if self._options.client == "obstore" and usable():
+        if self._options.client == "boto3":
+            data = Boto3Client(session, clock=self._clock)
+            return Clients(session, control, data)
+        # Imported only where it is used: never in an engine's own process, whose environment it changes for a moment.
+        from kvtiers.tiers.stores.s3.obstore_client import ObstoreClient, usable
+
+        if usable():
             data = ObstoreClient(session, clock=self._clock)
         else:
-            if self._options.client == "obstore":
-                logger.warning(
-                    "bucket %s: obstore cannot be used in a forked process; using boto3 instead", self._options.bucket
-                )
+            logger.warning(
+                "bucket %s: obstore cannot be used in a forked process; using boto3 instead", self._options.bucket
+            )
             data = Boto3Client(session, clock=self._clock)
         return Clients(session, control, data)
 

@@ -23,6 +23,7 @@ from kvtiers.tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, Sup
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
+from kvtiers.tiers.testing.faults import fork
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
 from tests.s3_clients import CLIENTS, choose, use_credentials
@@ -335,7 +336,7 @@ class TestFork:
     def test_store_works_in_a_forked_child(self, store: S3Store, used_before: bool) -> None:
         if used_before:
             store.put("a", as_parts(b"1234"))
-        child = os.fork()
+        child = fork()
         if child == 0:
             code = 1
             try:
