@@ -24,10 +24,10 @@ _COMPILERS = ("", "eager", "inductor")
 _DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
-def with_effect(vllm_config: Any) -> Iterator[tuple[str, Any]]:
+def with_effect(config: Any) -> Iterator[tuple[str, Any]]:
     """Options that ``uncounted.IGNORED`` lists and that have an effect in this engine."""
-    engine = getattr(vllm_config, "model_config", None)
-    if str(getattr(getattr(vllm_config, "load_config", None), "load_format", "")) == "dummy":
+    engine = getattr(config, "model_config", None)
+    if str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy":
         seed = getattr(engine, "seed", None)
         if seed:
             yield "model_config.seed", seed
@@ -37,22 +37,22 @@ def with_effect(vllm_config: Any) -> Iterator[tuple[str, Any]]:
             yield "model_config.code_revision", code_revision
         if _uses_transformers_model(engine):
             yield "model_config.trust_remote_code", True
-    compiler = getattr(getattr(vllm_config, "compilation_config", None), "backend", "")
+    compiler = getattr(getattr(config, "compilation_config", None), "backend", "")
     if compiler not in _COMPILERS:
         yield "compilation_config.backend", str(compiler)
 
 
-def without_effect(vllm_config: Any) -> Iterator[str]:
+def without_effect(config: Any) -> Iterator[str]:
     """Beginnings of the names of options that do not count in this engine, though ``uncounted`` does not list them."""
-    drafts = getattr(vllm_config, "speculative_config", None)
+    drafts = getattr(config, "speculative_config", None)
     if getattr(drafts, "method", None) in _DRAFTS_WITHOUT_MODEL:
         yield "speculative_config."
-    adapters = getattr(vllm_config, "lora_config", None)
-    engine = getattr(vllm_config, "model_config", None)
+    adapters = getattr(config, "lora_config", None)
+    engine = getattr(config, "model_config", None)
     if adapters is not None and getattr(adapters, "lora_dtype", None) == getattr(engine, "dtype", ""):
         yield "lora_config.lora_dtype"
-    named = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-    if named is not None and _is_chosen_anyway(named, vllm_config):
+    named = getattr(getattr(config, "attention_config", None), "backend", None)
+    if named is not None and _is_chosen_anyway(named, config):
         yield "attention_config.backend"
 
 
@@ -65,7 +65,7 @@ def _uses_transformers_model(engine: Any) -> bool:
         return True
 
 
-def _is_chosen_anyway(named: Any, vllm_config: Any) -> bool:
+def _is_chosen_anyway(named: Any, config: Any) -> bool:
     """Whether vLLM would choose this attention backend for every layer, if no backend were named.
 
     A model's layers may have sinks or a sliding window. The config does not say which, so vLLM is asked for each kind.
@@ -77,12 +77,12 @@ def _is_chosen_anyway(named: Any, vllm_config: Any) -> bool:
         import vllm.config
         import vllm.v1.attention.selector
 
-        engine, blocks, attention = vllm_config.model_config, vllm_config.cache_config, vllm_config.attention_config
-        drafts = vllm_config.speculative_config
+        engine, blocks, attention = config.model_config, config.cache_config, config.attention_config
+        drafts = config.speculative_config
         has_draft = drafts is not None and drafts.method not in _DRAFTS_WITHOUT_MODEL
         if has_draft or engine.quantization or attention.backend_per_kind or blocks.kv_cache_dtype_skip_layers:
             return False
-        unnamed = copy.copy(vllm_config)
+        unnamed = copy.copy(config)
         unnamed.attention_config = copy.copy(attention)
         unnamed.attention_config.backend = None
         log.setLevel(logging.ERROR)  # vLLM logs what it chooses, and would do so once more

@@ -129,18 +129,17 @@ def _check_option(vllm_config: Any, name: str) -> None:
 
 
 def _counted(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+    owner: Any = type(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
-        if is_ignored(type(config), field.name):
+        if is_ignored(owner, field.name):
             continue
         place = f"{path}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _counted(value, f"{place}.")
         elif (plain := _plain(value, place)) != _plain(_default(field), place):
-            yield (
-                place,
-                Shown(plain) if isinstance(plain, str) and plain in _choices(type(config), field.name) else plain,
-            )
+            is_choice = isinstance(plain, str) and plain in _choices(owner, field.name)
+            yield place, Shown(plain) if is_choice else plain
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -172,11 +171,11 @@ def _choices(owner: type, name: str) -> frozenset[Any]:
 
 def _plain(value: Any, place: str) -> Any:
     """Convert a value to JSON types. The result is the same in every process and for every order of keys."""
-    if value is None or isinstance(value, bool | int | float | str):
-        found = value.value if isinstance(value, enum.Enum) else value
-        return Shown(found) if isinstance(value, enum.Enum) and isinstance(found, str) else found
     if isinstance(value, enum.Enum):
-        return Shown(f"{type(value).__name__}.{value.name}")
+        plain = value.value if isinstance(value, bool | int | float | str) else f"{type(value).__name__}.{value.name}"
+        return Shown(plain) if isinstance(plain, str) else plain
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, Mapping):
         return {str(name): _plain(each, place) for name, each in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, list | tuple):
