@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 HEADER_BYTES_MAX = 100 << 20  # safetensors' own limit
 _SLICE_BYTES_MIN = 64 << 10
 
-#: What a malformed header raises: json, struct and zipfile do not document all that they raise.
+#: Exceptions for a malformed header. json, struct and zipfile do not document all exceptions that they raise.
 _MALFORMED = (
     ValueError, TypeError, KeyError, AttributeError, OverflowError, EOFError, RecursionError, MemoryError,
     struct.error, zipfile.BadZipFile, NotImplementedError,
@@ -35,7 +35,7 @@ class Layout:
     """Offsets and sizes in a file of weights.
 
     Attributes:
-        headers: what describes the tensors. For PyTorch's zip format this includes a CRC-32 of every tensor.
+        headers: descriptions of the tensors. For PyTorch's zip format they include a CRC-32 of every tensor.
         tensors: tensors, and the slices of stacked ones, such as a layer's experts.
     """
 

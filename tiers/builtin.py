@@ -194,7 +194,7 @@ def _start(
             if isinstance(config, FsTierConfig):
                 policy = _check_reserve(name, config, policy)
             if not policy.waits:
-                # Before the store is bounded: these few bytes must not be refused.
+                # Before the limits apply: the few bytes of config.json must not be refused.
                 missing = missing or open_if_answered(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
@@ -234,10 +234,13 @@ def _start(
 
 
 def _check_s3(store: Any) -> StoreError | None:
-    """Verify endpoint, credentials and bucket where the store's client runs. Returns an error that may pass.
+    """Verify endpoint, credentials and bucket where the store's client runs.
+
+    Returns:
+        A retryable error; None: the bucket can be used.
 
     Raises:
-        StoreError: an error that does not pass.
+        StoreError: an error that is not retryable.
     """
     try:
         store.check()
@@ -344,10 +347,10 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
 
 
 def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> CapacityPolicy:
-    """Warn once about a ``min_free`` that this disk cannot keep. (A collector warns about an NFS mount: it may hang.)
+    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang.
 
     Returns:
-        The policy, without a reserve for which every block would be removed in vain.
+        The policy. Its reserve is 0 if no removal could reach it.
     """
     try:
         status = os.statvfs(config.root_dir)
@@ -394,7 +397,7 @@ def record_keys(config: TierConfig) -> RecordKeys | None:
 
 
 def key_ids(config: TierConfig) -> frozenset[str] | None:
-    """The ids of a tier's keys, as commands show them. None if they cannot be read, such as by another user.
+    """The ids of a tier's keys, as commands show them. None if this user cannot read the keys.
 
     A tier without keys has no ids.
     """

@@ -29,9 +29,9 @@ except ImportError as e:
 logger = get_logger(__name__)
 
 CLOSE_S = 1.0
-#: From accepting a connection until its answer is sent.
+#: Time limit from accepting a connection until its answer is sent.
 REQUEST_S_MAX = 5.0
-#: One more connection ends the oldest. So a scrape is answered whatever other connections wait for.
+#: One more connection ends the oldest, so that idle connections cannot keep a scrape from being answered.
 CONNECTIONS_MAX = 16
 _ACCEPT_RETRY_S = 0.5
 
@@ -76,7 +76,7 @@ def _label_values(metric: MetricDef, sample: Sample) -> list[str]:
 
 
 class _Server(ThreadingMixIn, TCPServer):
-    """Bounds the number of connections and the time of each: they are descriptors and threads of the engine.
+    """Limits the number and the time of connections, because each takes a descriptor and a thread of the engine.
 
     ``_open`` is written by the accepting thread, and each entry is removed by its connection's thread.
     """

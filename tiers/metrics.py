@@ -126,9 +126,10 @@ class Metrics:
         self._watchers: list[set[tuple[str, tuple[str, ...]]]] = []
 
     def watch(self) -> set[tuple[str, tuple[str, ...]]]:
-        """Return a set to which the name and labels of each series are added that is new, changed or forgotten.
+        """Return a set that collects name and labels of each series that is new, changed or removed.
 
-        It begins with all series. The writer's thread reads and clears it, so that it need not look at all series.
+        It starts with all series. The thread that writes metrics also reads and clears the set, so it need not look at
+        unchanged series.
         """
         watcher = {*self._values, *self._histograms}
         self._watchers.append(watcher)

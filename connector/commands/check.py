@@ -131,7 +131,7 @@ def _tell_verdict(config: Path, verdict: str) -> None:
 def examine(deployment: DeploymentConfig) -> Examined:
     """Examine a valid configuration on this machine.
 
-    Creates nothing, but buckets, URLs of other machines and stores of your own get a small blob for a moment.
+    Writes nothing to local folders. In buckets, remote URLs and stores of your own it writes and deletes a small blob.
     """
     found = [shared_memory(deployment.region.size), *config_findings(deployment)]
     blocks: list[dict[str, int]] = []

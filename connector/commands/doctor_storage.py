@@ -177,7 +177,7 @@ def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
 def _damaged_reads(where: str) -> Finding:
     return Finding(
         "problem", where, "reads",
-        f"a blob was read with other bytes than were written on host {socket.gethostname()}",
+        f"host {socket.gethostname()} read other bytes of a blob than it had written",
         "check this host's memory and network (dmesg, ECC and NIC errors, proxies), and run doctor on another host",
     )  # fmt: skip
 

@@ -109,7 +109,7 @@ def shared_memory(region_bytes: int) -> Finding:
                 return Finding("ok", "host", "/dev/shm", text)
     fix = "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)"
     if total >= region_bytes:
-        fix += "; if an engine with this file is running, its region fills it: run this command as the engine's user"
+        fix += "; if an engine with this file is running, its region uses it: run this command as the engine's user"
     return Finding("problem", "host", "/dev/shm", text, fix)
 
 
@@ -204,9 +204,9 @@ _FIX_OF_SILENCE = {
 
 
 def of_error(where: str, error: Exception, config: TierConfig | None = None, field: str = "") -> Finding:
-    """The problem that an error is, with what to do about it.
+    """Turn an error into a problem with a fix.
 
-    Only the error knows its cause, so what to do comes from its message. ``_fix_of`` adds what holds for any cause.
+    Only the error knows its cause, so the fix comes from its message. ``_fix_of`` adds a fix that holds for any cause.
     """
     if isinstance(error, ConfigError):
         if fix := getattr(error, "fix", ""):
@@ -260,7 +260,7 @@ def _url(where: str, tier: FsspecTierConfig) -> Iterator[Finding]:
         yield from refused
         return
     for name, meant in misspelt_options(tier.url, tier.storage_options).items():
-        text = f"{name} is not an option that the driver's constructor names"
+        text = f"the driver's constructor has no parameter {name}"
         yield Finding("warning", where, "storage_options", text, f"did you mean {meant}?")
     protocol, _, path = tier.url.partition("://")
     if protocol in LOCAL:
@@ -311,7 +311,7 @@ def _try_key(store: Store, key: str, *, read_only: bool) -> None:
     try:
         store.get_into(key, [memoryview(got)])
         if got != key.encode():
-            raise StoreConfigError("the store does not give back the bytes that were put")
+            raise StoreConfigError("the store returned other bytes than were written")
     finally:
         store.delete(key)
 
@@ -335,13 +335,13 @@ def _folder(where: str, tier: BoundedTierConfig, root: Path, field: str) -> Iter
                 "mount the disk that it leads to, or correct the link",
             )
         elif not existing.is_dir():
-            yield problem(f"{existing} is not a folder", f"write another {field}, or move that file away")
+            yield problem(f"{existing} is not a folder", f"use another {field}, or move that file away")
         elif point := unmounted_point(os.path.realpath(existing)):
             yield problem(f"{root} is below {point}, which is in /etc/fstab and is not mounted", f"mount {point}")
         elif tier.read_only and existing != root:
             yield problem(
                 f"{root} does not exist, and the tier is read_only: nothing can be loaded",
-                f"write the writers' {field}",
+                f"use the {field} of the engines that write",
             )
         elif tier.read_only:
             if not os.access(root, os.R_OK | os.X_OK):
@@ -349,7 +349,7 @@ def _folder(where: str, tier: BoundedTierConfig, root: Path, field: str) -> Iter
         elif not os.access(existing, os.W_OK | os.X_OK):
             yield problem(
                 f"{existing} is not writable for uid {uid}",
-                f"give uid {uid} the right to write, or write another {field}",
+                f"give uid {uid} the right to write, or use another {field}",
             )
         else:
             if existing != root:
@@ -357,7 +357,7 @@ def _folder(where: str, tier: BoundedTierConfig, root: Path, field: str) -> Iter
             if isinstance(tier, FsTierConfig | NfsTierConfig):
                 yield from _space(where, tier, existing)
     except OSError as e:  # no permission to search a parent folder, or a name that is too long
-        yield problem(f"{root} cannot be accessed by uid {uid}: {e.strerror}", f"write another {field}")
+        yield problem(f"{root} cannot be accessed by uid {uid}: {e.strerror}", f"use another {field}")
 
 
 def _link_to_nothing(where: str, folder: Path, field: str) -> Iterator[Finding]:
@@ -370,7 +370,7 @@ def _link_to_nothing(where: str, folder: Path, field: str) -> Iterator[Finding]:
 
 
 def _removable_bytes(tier: FsTierConfig | NfsTierConfig) -> int:
-    """What a collector may remove to make room, by its last measurement; 0 if the tier has no collector."""
+    """Bytes that a collector may remove to make room, by its last measurement; 0 if the tier has no collector."""
     if tier.capacity_policy() is None:
         return 0
     try:
@@ -395,7 +395,7 @@ def _space(where: str, tier: FsTierConfig | NfsTierConfig, folder: Path) -> Iter
     elif free < tier.min_free:
         own = _removable_bytes(tier)
         if own >= tier.min_free - free:
-            text += f": the running engines' collector removes some of this tier's {human_bytes(own)} of blocks"
+            text += f": the collector of running engines makes room by removing some of this tier's {human_bytes(own)}"
             yield Finding("ok", where, "min_free", text)
         else:
             yield Finding("problem", where, "min_free", f"{text}: nothing is stored", "make room, or lower min_free")

@@ -117,9 +117,9 @@ def say(text: str, *, to_stderr: bool = False) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table to standard output, a line for each row: its names are to be copied.
+    """Print a table to standard output, one line for each row, so that names can be copied.
 
-    Without lines around the cells in a pipe, and where they do not fit into the terminal.
+    Omits the lines around cells in a pipe, and if the table does not fit into the terminal.
     """
     console = _Console()
     width = console.measure(table, options=console.options.update(max_width=TABLE_CELLS_MAX)).maximum

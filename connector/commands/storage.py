@@ -262,7 +262,7 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
 
 
 def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> CollectReport | None:
-    with place.open() as store:  # opened to write, a store removes what dead writers left
+    with place.open() as store:  # not opened to write, because a store then removes the files of dead writers
         check_is_ours(store)
     with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="blobs") as ticker:
         keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
@@ -279,7 +279,7 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:
         assert isinstance(store, S3Store)
-        # A rule removes all that begins so: others' folders may have such a name, too.
+        # A lifecycle rule removes everything that begins with a name, and folders of others may look like a namespace.
         own = [name for name in namespace_names(store) if has_identity(store, name) or any(blocks_of(store, name))]
         versions = store.expire_after(days, [f"{name}_r" for name in own])
     return {"expire_after_days": days, "expire_versions": versions}

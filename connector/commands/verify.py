@@ -42,8 +42,8 @@ from kvtiers.tiers.tools.verify import (
 from kvtiers.tiers.tools.verify_processes import verify_units
 
 BAD_SHOWN_MAX = 20
-#: More bad blocks than both of these, or not one good block, and --repair asks before it removes them: storage rots in
-#: single blocks, while a host with bad memory or a bad network reads many good blocks as bad.
+#: --repair asks before it removes more bad blocks than both limits allow, or if no block is good. Storage rots in
+#: single blocks; a host with bad memory or a bad network reads many good blocks as bad.
 UNASKED_BLOCKS_MAX = 3
 UNASKED_SHARE_MAX = 0.01
 STATE_BEGINS = '{"place": '
@@ -252,8 +252,8 @@ def _may_remove(place: Place, total: UnitResult, *, yes: bool, asks: bool) -> bo
 
 def _doubt(bad: int, blocks: int) -> str:
     return (
-        f"{bad:,} of {counted(blocks)} are bad. So many are more often caused by the machine that reads them (memory, "
-        f"network, proxy; this is {socket.gethostname()}) than by the storage. Verify on another machine first."
+        f"{bad:,} of {counted(blocks)} are bad. Often the cause is not the storage but the machine that reads (memory, "
+        f"network, proxy; this is {socket.gethostname()}). Run verify on another machine first."
     )
 
 
@@ -307,7 +307,7 @@ def _show(result: dict[str, Any]) -> None:
         say(f"  good or gone when read again (replaced, or read wrongly before): {counted(result['good_again'])}")
     if result["stopped"]:
         say(f"  nothing was removed: {_doubt(result['bad_count'] - result['kept'], result['blocks'])}")
-        say("  If it finds the same blocks bad, repeat this with --yes.")
+        say("  If it finds the same blocks bad, repeat this command with --yes.")
     if result["dry_run"] and (would := result["bad_count"] - result["kept"]):
         say(f"  would be {moved}: {counted(would)}")
     for reason, count in result["misses"].items():

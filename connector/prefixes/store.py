@@ -13,10 +13,12 @@ piece. Readers start from the manifest. So a chunk is visible only when all its 
 never mix their files.
 
 The manifest seals the chunk. It holds the namespace's identity, every block's hash, size and checksum of every layer's
-file, and a checksum of itself. If a check fails, the chunk counts as a miss. If it fails once more, the chunk is
-removed, manifest and layers, so that the next store replaces it. But only the first bad chunk after a good one is
-removed: of more in a row, this host's reads may be the cause (its memory, its network), and it would empty a storage
-that others share. The next store overwrites those, but not after ``BAD_READS_MAX`` of them in a row.
+file, and a checksum of itself. If a check fails, the chunk counts as a miss and is read once more. If the check fails
+again, the manifest and the layers are removed, so that the next store replaces the chunk.
+
+Only the first bad chunk after a good one is removed. If more are bad in a row, this host's memory or network may be the
+cause, and removing them could empty a storage that other hosts share. The next store overwrites such chunks, unless
+``BAD_READS_MAX`` of them were bad in a row.
 """
 
 from __future__ import annotations
@@ -253,7 +255,7 @@ class PrefixStore:
         return True
 
     def _put_manifest(self, path: str, data: bytes, attempt: str) -> bool:
-        """Returns False if another writer was faster. To replace its manifest would leave its layers without one."""
+        """Returns False if another writer was faster. Replacing its manifest would leave its layers unreferenced."""
         if not self._overwrites(path):
             if self.files.create(path, data):
                 return True
@@ -292,7 +294,7 @@ class PrefixStore:
             block_bytes_max: bytes of a block in the largest layer, if known: memory is not allocated for larger layers.
 
         Raises:
-            SealError: a check failed; the next store replaces the chunk, unless reads of this host are in doubt.
+            SealError: a check failed; the next store replaces the chunk, unless this host's reads are in doubt.
             StoreError: the storage failed, or the chunk is gone (BlobNotFoundError).
         """
         body = None

@@ -1,7 +1,7 @@
-"""Options that count only in some engines: where they have an effect, and where vLLM would not have chosen the same.
+"""Decides whether options count that have an effect only in some engines, or that name what vLLM would choose anyway.
 
-The functions must give the same answer in every engine with the same options, so they use the engine's config and the
-platform only.
+The functions must give the same answer in every engine with the same options, so they use only the engine's config and
+the platform.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
 def with_effect(config: Any) -> Iterator[tuple[str, Any]]:
-    """Options that ``uncounted.IGNORED`` lists and that have an effect in this engine."""
+    """Options that ``uncounted.IGNORED`` lists, but that have an effect in this engine and therefore count."""
     engine = getattr(config, "model_config", None)
     if str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy":
         seed = getattr(engine, "seed", None)
@@ -43,7 +43,7 @@ def with_effect(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def without_effect(config: Any) -> Iterator[str]:
-    """Beginnings of the names of options that do not count in this engine, though ``uncounted`` does not list them."""
+    """Name prefixes of options that do not count in this engine, although ``uncounted`` does not list them."""
     drafts = getattr(config, "speculative_config", None)
     if getattr(drafts, "method", None) in _DRAFTS_WITHOUT_MODEL:
         yield "speculative_config."

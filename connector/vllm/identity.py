@@ -83,7 +83,7 @@ def readable(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def log_identity(found: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Log the options that count and that vLLM did not derive by itself, and the variables that are not vLLM's.
+    """Log the options that count and that vLLM did not derive itself, and the ``VLLM_*`` variables that are not vLLM's.
 
     Call this in the scheduler's process. It logs once per process.
     """

@@ -24,7 +24,7 @@ from kvtiers.tiers.errors import ConfigError
 # R-SWA (newer releases only) keeps a window of the generated tokens.
 _RSWA = getattr(kv_cache_interface, "RSWASpec", ())
 _WINDOWS = (ChunkedLocalAttentionSpec, SlidingWindowSpec, _RSWA)
-#: Kinds of which a block is a function of the tokens up to its end. Full attention includes MLA.
+#: Kinds of KV whose blocks depend only on the tokens up to the block's end. Full attention includes MLA.
 _BY_PREFIX = (FullAttentionSpec, MambaSpec, *_WINDOWS)
 
 
@@ -137,7 +137,7 @@ def _is_plain_mla(layers: Collection[Any], config: Any, vllm_config: Any) -> boo
 
 
 def _refuse_unknown(layers: Iterable[Any]) -> None:
-    """Refuse kinds of KV of which it is not known that it depends on the tokens before it alone.
+    """Refuse kinds of KV that are not known to depend only on the tokens before them.
 
     Cross-attention is such a kind: its KV is that of an encoder's input.
     """

@@ -1,4 +1,4 @@
-"""Refuses models of which a token's KV depends on more than the tokens before it.
+"""Refuses models in which the KV of a token depends on more than the tokens before it.
 
 Blocks are named by a prompt's beginning. So KV that depends on a prompt's end, on its length, or on other requests
 cannot be stored under such a name. ``kv_groups`` refuses attention that is not causal, which vLLM says per layer.
@@ -11,9 +11,8 @@ from typing import Any
 
 from kvtiers.tiers.errors import ConfigError
 
-#: Types of RoPE that turn a token by its position alone, in Transformers. ``dynamic`` and ``longrope`` choose their
-#: frequencies by the largest position of a step, which may also be another request's. Types that are not known here
-#: may do so, too.
+#: Types of RoPE that depend only on a token's position, in Transformers. ``dynamic`` and ``longrope`` choose their
+#: frequencies by the largest position of a step, which may be another request's. Unknown types may do the same.
 _ROPES_BY_POSITION = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
 
 
@@ -24,7 +23,7 @@ def check_model(model: Any) -> None:
         ConfigError: names the field:
 
             - ``pooler_config``: the pooler needs all tokens to be computed.
-            - ``model``: vLLM does not reuse this model's KV either, as of encoder-decoder models.
+            - ``model``: vLLM does not reuse this model's KV either, such as that of encoder-decoder models.
             - ``rope_type``: the position embeddings depend on a prompt's length.
             - ``dual_chunk_attention_config``: what a token sees depends on a prompt's length and its last tokens.
     """

@@ -185,8 +185,8 @@ IGNORED_VARIABLES: Mapping[str, str] = {
     _SOMETIMES: "PLUGINS",
 }
 
-#: Fields that count no longer, with the values that vLLM derives for an engine at its defaults. Every identity has
-#: these values, whatever the engine's are, so that the namespaces of such engines stayed as they were.
+#: Fields that no longer count, with the values that vLLM derives for an engine at its defaults. Every identity holds
+#: these values, whatever the engine's own are, so that engines at the defaults kept their namespaces.
 FORMER: Mapping[str, Any] = {
     "compilation_config.backend": "inductor",
     "compilation_config.custom_ops": ["none"],

@@ -38,7 +38,7 @@ class Shown(str):
 
 
 def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Name and value of the variables that count: vLLM's own that are set to another value than their default.
+    """Name and value of the variables that count: vLLM's own variables that are not at their defaults.
 
     Args:
         ignored: names without ``VLLM_``.
@@ -84,7 +84,7 @@ def _registered() -> Mapping[str, Parser] | None:
 
 
 def _parsers(environ: Mapping[str, str]) -> Mapping[str, Parser]:
-    """vLLM's functions that read its variables, but from ``environ``: those of a second copy of ``vllm.envs``.
+    """vLLM's functions that read its variables, from a second copy of ``vllm.envs`` that reads ``environ``.
 
     The process' own environment must not be changed: other threads read it.
     """

@@ -39,7 +39,7 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
     Raises:
         NamespaceMismatchError: the stored fields differ; names the first field that differs.
         ConfigError: the stored file does not contain a namespace's fields.
-        StoreError: raised by the store, but for StoreFullError.
+        StoreError: raised by the store, except StoreFullError.
     """
     is_new = False
     try:

@@ -11,10 +11,10 @@ Nonces are 96 random bits, and keys are derived per namespace. Up to 2^32 blocks
 per block) the probability of a repeated nonce is below 2^-32, the bound of NIST SP 800-38D. The tag is compared last,
 after all cheaper checks. A block without a tag is never accepted. OpenSSL does the work, without the GIL.
 
-A block whose key id is not in the ring is foreign: a miss, and no store replaces it. Engines get a rotated key one
-after the other, so an engine that lacks the newest key would overwrite the blocks of those that have it, and they would
-overwrite its blocks in turn. An attacker could have good blocks replaced as well. The price: after a key is lost, its
-blocks are misses until somebody removes them. So engines (once), ``doctor``, ``du`` and ``verify`` name such keys.
+A block whose key id is not in the ring is foreign: it is a miss, and no store replaces it. During a rotation, engines
+get the new key one after the other. If foreign blocks were replaced, engines with the old and with the new key would
+overwrite each other's blocks, and an attacker could have good blocks replaced. The price: if a key is lost, its blocks
+stay misses until an operator removes them. So engines (once), ``doctor``, ``du`` and ``verify`` report unknown keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Steps of the storage's clock, by which all blocks would look older than their ttl.
+"""Detects steps of the storage's clock, after which all blocks may look older than their ttl.
 
-Each measurement notes the storage's time and this machine's time since its start, which nobody can set. The next
-collector compares how much of both has passed, also in another process. After a step, ``ttl`` counts from the step: no
-block that was used a moment before is removed. Blocks stay longer than they should, for one ttl or two.
+Each measurement records the storage's time and this machine's time since boot, which nobody can set. The next
+collector, also in another process, compares how far both clocks have advanced. After a step, ``ttl`` counts from the
+step, so that recently used blocks are not removed. The price: blocks stay too long, by one ttl or two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 STEP_S_MIN = 5.0  # several systems round times to seconds
-STEP_SHARE = 1 / 4  # of ttl; a smaller step makes blocks live for so much longer or shorter
+STEP_SHARE = 1 / 4  # of ttl; a smaller step is ignored, so blocks live that much longer or shorter
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -23,7 +23,7 @@ def since_boot() -> float:
 
 
 def boot_id() -> str:
-    """Identifies this machine and its last start; "" if unknown."""
+    """The id of this machine's current boot; "" if unknown."""
     try:
         with open(BOOT_ID, encoding="ascii") as f:
             return f.read().strip()
@@ -38,8 +38,8 @@ class ClockReading:
     Attributes:
         storage: Unix seconds of the clock that stamps blobs.
         boot: see ``boot_id``.
-        since_boot: seconds since that start.
-        stepped_at: by the storage's clock, when a step was noticed last; None: not within a ttl.
+        since_boot: seconds since that boot.
+        stepped_at: the storage's time when the last step was noticed; None: no step within one ttl.
     """
 
     storage: float
@@ -48,13 +48,13 @@ class ClockReading:
     stepped_at: float | None = None
 
     def after(self, before: ClockReading | None, *, host: float, ttl_s: float, gap_s_max: float) -> ClockReading:
-        """This reading, which says whether the clock was stepped since another one, or before that.
+        """Return this reading with ``stepped_at`` set, by comparing it with the previous reading.
 
         Args:
-            before: the reading of the last measurement, perhaps by another machine.
-            host: Unix seconds of this host's clock, against which a first reading is compared.
+            before: the reading of the last measurement, perhaps by another machine; None: there was none.
+            host: Unix seconds of this host's clock, with which a first reading is compared.
             ttl_s: age at which blocks are removed.
-            gap_s_max: if more has passed since another machine's reading, it may have been a step.
+            gap_s_max: a longer time since another machine's reading counts as a step.
         """
         margin = max(STEP_S_MIN, STEP_SHARE * ttl_s)
         stepped_at = None if before is None else before.stepped_at
@@ -62,7 +62,7 @@ class ClockReading:
             is_step = abs(self.storage - host) > margin
         elif self.boot and self.boot == before.boot:
             is_step = abs((self.storage - before.storage) - (self.since_boot - before.since_boot)) > margin
-        else:  # of another machine, or from before a restart: nobody knows how much time has passed
+        else:  # the previous reading is another machine's, or from before a reboot: the time between is unknown
             is_step = not -margin <= self.storage - before.storage <= gap_s_max
         if is_step:
             stepped_at = self.storage
@@ -71,12 +71,12 @@ class ClockReading:
         return ClockReading(self.storage, self.boot, self.since_boot, stepped_at)
 
     def to_json(self) -> dict[str, Any]:
-        """For a record."""
+        """Convert to JSON, for a record."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: object) -> ClockReading | None:
-        """The inverse of ``to_json``; None if it is not one."""
+        """The inverse of ``to_json``; None if the content is not a reading."""
         match content:
             case {
                 "storage": int() | float() as storage,
@@ -89,5 +89,5 @@ class ClockReading:
 
 
 def held_s(reading: ClockReading, ttl_s: float) -> float:
-    """For how many seconds no block is to be removed for its ttl; 0: ages can be believed."""
+    """Seconds during which no block may be removed by ttl; 0: ages can be trusted."""
     return 0.0 if reading.stepped_at is None else max(0.0, ttl_s - (reading.storage - reading.stepped_at))

@@ -210,12 +210,12 @@ class Collector:
         return report
 
     def _tell_step(self, clock: ClockReading, waits_s: float) -> None:
-        """Warn once of each step."""
+        """Warn once about each step of the storage's clock."""
         if waits_s and clock.stepped_at != self._told_stepped_at:
             logger.warning(
-                "the storage's clock was stepped, differs from this host's, or was not read for longer than ttl: the "
-                "ages of blocks are not known, so none is removed for ttl = %.0f s during the next %.0f s. Check the "
-                "clocks of the storage and of this host (NTP)", self._policy.ttl_s, waits_s,
+                "the storage's clock was stepped, differs from this host's, or was not read for longer than ttl. The "
+                "ages of blocks are unknown, so ttl = %.0f s removes no block for the next %.0f s. Check the clocks of "
+                "the storage and of this host (NTP)", self._policy.ttl_s, waits_s,
             )  # fmt: skip
         self._told_stepped_at = clock.stepped_at
 

@@ -30,15 +30,15 @@ logger = get_logger(__name__)
 TOUCH_EVERY_S = 600.0
 TOUCHED_KEYS_MAX = 262_144  # remembered, so that their uses are not recorded again too soon
 UNNOTED_KEYS_MAX = 262_144  # sent and not recorded yet; further uses are dropped, to be recorded at the next use
-WAITING_KEYS_MAX = 65_536  # the same, before the process is needed
+WAITING_KEYS_MAX = 65_536  # the same limit while the process has not been needed yet
 NAMES_A_LINE = 4096
 TOUCH_BATCHES_MAX = 64  # waiting to be sent; more are dropped
 REMOVED_KEYS_MAX = 65_536  # removals waiting for ``take_removed``; older ones are dropped
-STORED_KEYS_MAX = 65_536  # blocks stored last, so that an older removal of one is not believed
+STORED_KEYS_MAX = 65_536  # latest stores, which show that a reported removal may be older than the block
 RESTART_S = (1.0, 60.0)  # first and longest pause before a dead collector is restarted
 LISTEN_S = 1.0
-# A process that says nothing for so long is killed. Longer where its storage is far away, and twice as long after each
-# such end, because it may only be slow.
+# A process that is silent for this long is killed. On far storage the limit is SILENT_POLLS polls, if that is longer.
+# It doubles after each kill, because the process may only be slow.
 SILENT_S, SILENT_S_MAX = 20.0, 600.0
 SILENT_POLLS = 8
 DEAD_OWNERS_MAX = 16
@@ -119,15 +119,15 @@ class CollectorLink:
         return self._process is not None or not self._needed.is_set()
 
     def note_full(self) -> None:
-        """Record that the storage refused a block for want of room."""
+        """Record that the storage refused a block because it is full."""
         self._needed.set()
 
     def take_removed(self, count_max: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Take up to ``count_max`` blocks that this engine's collector removed, the oldest removals first.
 
         Returns:
-            The blocks that are gone, and the blocks that this engine has stored since the removal, or before it: the
-            two were at about the same time, so only the storage knows.
+            The blocks that are gone, and the blocks in doubt. This engine stored the latter at about the time of their
+            removal, so only the storage can tell whether they exist.
         """
         removed: list[OffloadKey] = []
         doubtful: list[OffloadKey] = []
@@ -137,7 +137,7 @@ class CollectorLink:
         return removed, doubtful
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Record that the blocks are stored now, so that an older removal that is told later is not believed."""
+        """Record that the blocks are stored now, so that an earlier removal that is reported later is not believed."""
         now = time.monotonic()
         for key in keys:
             self._stored[key] = now
@@ -230,17 +230,17 @@ class CollectorLink:
                 pass  # unwritten input is lost with the process
 
     def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
-        """What the process says, until it ends or says nothing for too long. A line that it did not end is left out."""
+        """Yield the process's lines until it ends or is silent for too long. Drops an incomplete last line."""
         assert process.stdout is not None
         fd = process.stdout.fileno()
         poll = select.poll()  # not select.select, which takes no descriptor above 1023
         poll.register(fd, select.POLLIN)
         begun = b""
-        # Counted in rounds, not by a clock: if this process was stopped as well, that is not the other's silence.
+        # Counted in rounds, not by a clock: time in which this process was stopped is not the other one's silence.
         silent_s = 0.0
         while silent_s < self._silent_s:
             if not poll.poll(1000 * LISTEN_S):
-                if not _is_runnable(process.pid):  # else it works, or others take all the cores
+                if not _is_runnable(process.pid):  # a runnable process works or waits for a core
                     silent_s += LISTEN_S
                 continue
             silent_s = 0.0
@@ -250,8 +250,8 @@ class CollectorLink:
             *lines, begun = (begun + heard).split(b"\n")
             yield from lines
         logger.warning(
-            "tier %s: its collector (process %d) has not answered for %.0f s, because it or its storage hangs: it is "
-            "killed, and another one is started", self._name, process.pid, silent_s,
+            "tier %s: its collector (process %d) has not answered for %.0f s: the process or its storage hangs. "
+            "Killing it and starting another one", self._name, process.pid, silent_s,
         )  # fmt: skip
         self._silent_s = min(SILENT_S_MAX, 2 * self._silent_s)
 

@@ -42,7 +42,7 @@ class CapacityPolicy:
 
     @property
     def waits(self) -> bool:
-        """Whether nothing is to be removed until the storage refuses a block: only the disk is a limit."""
+        """Whether the collector waits until the storage refuses a block, because only the disk is a limit."""
         return self.max_bytes is None and self.ttl_s is None
 
     def is_short(self, used: int, wanted: int) -> bool:

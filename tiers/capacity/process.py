@@ -7,7 +7,7 @@ lines:
 - ``{"noted": count}``: so many uses are recorded, in the order in which they came
 - ``{"report": {…}, "used": bytes}``: after a run
 - ``{"error": "…"}``
-- ``{}``: it is alive, at least every ``ALIVE_EVERY_S`` while its storage answers
+- ``{}``: a sign of life, at least every ``ALIVE_EVERY_S`` while its storage answers
 
 It exits on SIGTERM, at the end of its input, and when its parent dies, in the middle of a run if need be: an
 interrupted run leaves nothing to repair.

@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 DELETE_BATCH_KEYS = 512
 DELETE_WAIT_S_MAX = 1.0  # short: a block that is used between its listing and its removal is removed anyway
 RENEW_EVERY_KEYS = 1024
-RENEW_S_MAX = 5.0  # a slow storage lists few keys in the time of a lease
+RENEW_S_MAX = 5.0  # a slow storage may list fewer keys than RENEW_EVERY_KEYS before the lease ends
 UNCOUNTED = f"{PREFIXES_FOLDER}/"
 
 
@@ -33,7 +33,7 @@ class CollectReport:
         leftovers: files of dead writers and quarantined blobs that were removed since the store was opened; with
             ``dry_run``, that a run would remove.
         gave_up: another collector measured meanwhile, so nothing more was removed for capacity.
-        ttl_waits_s: nothing is removed for ttl during so many seconds, because the storage's clock was stepped.
+        ttl_waits_s: seconds during which ttl removes nothing, because the storage's clock was stepped.
     """
 
     dry_run: bool = False

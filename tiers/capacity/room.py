@@ -29,7 +29,7 @@ class Margin(NamedTuple):
     of_stored: float
 
 
-# When the collector starts (a put that would leave less than min_free is refused already), and how far it goes.
+# Margins at which the collector starts, and up to which it removes. Puts that leave less than min_free are refused.
 FREE_HIGH, FREE_LOW = Margin(0.05, 0.1), Margin(0.25, 0.5)
 TRIAL = f"{OWN_PREFIX}trial"
 TRIAL_BYTES_MAX = 4 << 20  # size limit of the trial put that is made each minute
@@ -197,7 +197,7 @@ class Room:
             self._freed.add(size, free, self._monotonic())
 
     def _check_reserve(self) -> None:
-        """Keep no reserve that no removal can reach: removing every block would not let one be stored."""
+        """Drop a reserve that no removal can reach: even with all blocks removed, no block could be stored."""
         total = self._store.total_bytes() if isinstance(self._store, SupportsTotalBytes) else None
         if total is not None and self._min_free_bytes >= total:
             logger.warning(

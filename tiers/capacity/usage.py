@@ -161,7 +161,7 @@ def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys
         writer = info.key.removeprefix(WRITERS_PREFIX)
         # abs(): a clock that was ahead may have left timestamps in the future.
         dead = min(abs(now - at) for at in (info.mtime, renewed_at.get(writer, info.mtime))) > writer_s
-        if dead and WRITER_NAME.fullmatch(writer):  # what has another name is not a writer's record, and stays
+        if dead and WRITER_NAME.fullmatch(writer):  # files with other names are not writers' records, and stay
             baseline.dead.append(writer)
         usage = _read_usage(store, writer, keys)
         if usage is UNKNOWN:

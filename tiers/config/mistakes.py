@@ -217,7 +217,7 @@ def kind_of(value: object) -> str:
 
 
 def _looks_like(value: object) -> str:
-    """What YAML took a text without quotes for; "" if the value cannot come from such a text."""
+    """The type that YAML gave to text without quotes; "" if the value cannot come from such text."""
     if isinstance(value, bool):
         return "true or false (yes, no, on, off)"
     return "a number" if isinstance(value, int | float) else "a date" if isinstance(value, date) else ""

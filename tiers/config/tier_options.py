@@ -494,9 +494,9 @@ class S3TierConfig(NetworkTierConfig):
 
 
 def _check_url(url: str, info: ValidationInfo) -> str:
-    """Refuse a text that fsspec would use as a path, and make the path of a local URL absolute.
+    """Refuse text that is not a URL, and make the path of a local URL absolute.
 
-    fsspec would start from the folder of its process.
+    fsspec would treat both as paths in the working directory of its process.
     """
     *outer, last = url.split("::")  # each link but the last one may be a protocol alone
     if not all(_PROTOCOL.match(link if "://" in link else f"{link}://") for link in outer) or not _PROTOCOL.match(last):

@@ -16,7 +16,7 @@ from yaml.scanner import ScannerError
 from kvtiers.tiers.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
-NODES_MAX = 10_000  # an alias counts as many as the value that it repeats: a few hundred bytes may stand for billions
+NODES_MAX = 10_000  # an alias counts as all values that it repeats: a few hundred bytes may expand to billions
 DEPTH_MAX = 32
 MERGE_TAG = "tag:yaml.org,2002:merge"
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -73,12 +73,12 @@ class _Loader(yaml.SafeLoader):
         self._nodes += 1
         if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
             if event.anchor not in self._sizes:
-                raise ComposerError(None, None, "an alias repeats the value that it is in", mark)
+                raise ComposerError(None, None, "an alias repeats the value that contains it", mark)
             size, depth = self._sizes[event.anchor]
             self._nodes += size - 1
             self._deepest += depth - 1
         if self._nodes > NODES_MAX:
-            problem = f"it has more than {NODES_MAX:,} values, each alias counted as what it repeats"
+            problem = f"it has more than {NODES_MAX:,} values, counting each alias as the values that it repeats"
             raise ComposerError(None, None, problem, mark)
         if self._deepest > DEPTH_MAX:
             raise ComposerError(None, None, "it is nested too deeply", mark)
@@ -99,7 +99,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, ArithmeticError, TypeError):
-            # Python's own errors, of text that matches a type's pattern or has its tag, and is not one.
+            # Python's own errors: the text matches a type's pattern or has its tag, but is not a valid value.
             problem = _NOT_VALID.get(node.tag, "a value does not fit its tag")
             raise ConstructorError(None, None, problem, node.start_mark) from None
 

@@ -130,7 +130,7 @@ def _value_or_error(call: Callable[[str], object], key: str) -> object:
 
 
 def _size(size: object) -> object:
-    """A size as the caller expects it: a list would pass for an error."""
+    """Encode a size for the answer. A list would be decoded as an error, so it is replaced by a TypeError."""
     if isinstance(size, list | tuple | dict):
         size = TypeError(f"a size is a number or None, not a {type(size).__name__}")
     return encode_error(size) if isinstance(size, Exception) else size

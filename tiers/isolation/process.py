@@ -56,9 +56,9 @@ def environment_without(variables: Collection[str]) -> dict[str, str]:
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that was started with ``process_group=0``, and all that its libraries have started.
+    """Kill a process that was started with ``process_group=0``, and all processes that its libraries have started.
 
-    Call it before the process is reaped: afterwards its number may be another group's.
+    Call it before the process is reaped: afterwards another group may have its number.
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -103,7 +103,7 @@ class WorkerProcess:
         self._pid = os.getpid()
         self._sock = sock
         self._frames = FrameReader(sock)
-        self._greeting: bytes | None = None  # the tag of the worker's first frame, until that has arrived
+        self._greeting: bytes | None = None  # the tag of the worker's first frame, until that frame has arrived
         self._arrived = select.poll()
         self._arrived.register(sock, select.POLLIN)
         self._ending = threading.Lock()  # held to kill the group and to reap, so that no other group is killed
@@ -169,7 +169,7 @@ class WorkerProcess:
         Raises:
             TimeoutError: ``deadline`` has passed.
             OSError, EOFError: the worker died.
-            StrayBytesError: the worker sent something else than the answer.
+            StrayBytesError: the worker sent other bytes than the answer.
             StoreError: raised by the function. The worker can take another call; after other errors, discard it.
         """
         if self._greeting is not None:
@@ -182,7 +182,7 @@ class WorkerProcess:
             self._greeting = None
         # An end that arrives now is noticed by the send, so that the request goes to another worker.
         if not self._frames.is_empty() or (self._arrived.poll(0) and self._sock.recv(1, socket.MSG_PEEK)):
-            raise StrayBytesError("it sent bytes when nothing had been asked")
+            raise StrayBytesError("it sent bytes although no request was open")
         scratch_bytes = parts_size(given) + sum(map(parts_size, taken))
         if scratch_bytes:
             os.ftruncate(self._scratch_fd, scratch_bytes)
@@ -206,7 +206,7 @@ class WorkerProcess:
 
     @property
     def has_run(self) -> bool:
-        """Whether the process has come so far as to create its store."""
+        """Whether the process started and reached the creation of its store."""
         return self._greeting is None
 
     def hang_up(self) -> None:
@@ -220,12 +220,12 @@ class WorkerProcess:
             self._scratch_fd = -1
 
     def kill(self) -> None:
-        """Kill the process and what it has started."""
+        """Kill the process and all processes that it has started."""
         with self._ending:
             kill_group(self.process)
 
     def wait(self, timeout_s: float = math.inf) -> bool:
-        """Wait until the process has ended; then kill what it has started, and reap it. False: timed out."""
+        """Wait until the process has ended; then kill the processes that it started, and reap it. False: timed out."""
         until = time.monotonic() + timeout_s
         look_s = 0.0005
         while not self._has_ended():

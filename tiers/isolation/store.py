@@ -54,7 +54,7 @@ logger = get_logger(__name__)
 RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # code that tiers ``run`` in workers; imported while they are idle
 BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
 ABANDON_S = 0.5
-#: Of a store that a function makes, until it is made.
+#: Assumed for a store that a factory function makes, until the store exists.
 UNKNOWN = Capabilities(exclusive_create=False, shared=True, latency_bound=True)
 REDELIVERIES_MAX = 8  # deliveries of one call, if workers die before they take it
 
@@ -307,7 +307,7 @@ class ProcessIsolatedStore(Store):
         raise WorkersUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
-        """The store's capabilities and optional methods, from a worker, or else from the store's class, if it is one.
+        """The store's capabilities and optional methods: from a worker or, if none answers, from the recipe's class.
 
         Raises:
             StoreError: an error that is not retryable.

@@ -106,7 +106,7 @@ class FrameReader:
             tag: the tag that the frame must have; None: any.
 
         Raises:
-            StrayBytesError: what arrived is not such a frame.
+            StrayBytesError: the bytes that arrived are not such a frame.
             EOFError: the other side has closed the socket.
             OSError: raised by the socket.
         """
@@ -114,7 +114,7 @@ class FrameReader:
         text_bytes, raw_bytes = _LENGTHS.unpack_from(self._received)
         found = bytes(self._received[_LENGTHS.size : _HEAD_BYTES])
         if found != (tag or found) or max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
-            raise StrayBytesError("what arrived is not a frame that was asked for")
+            raise StrayBytesError("the bytes that arrived are not the requested answer")
         raw_at = _HEAD_BYTES + text_bytes
         end = raw_at + raw_bytes
         self._receive(end + TAG_BYTES, wait)
@@ -223,7 +223,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def end_if_forked(pid: int) -> None:
-    """End this process at once if it is not process ``pid``: a library has forked it, and its fork came back.
+    """End this process at once if it is not process ``pid``, but a fork that a library made and returned from.
 
     Call it before each message to or from the parent, which would otherwise get two answers.
     """

@@ -282,14 +282,14 @@ class FsspecStore(Store):
                 self._run("", lambda: self._call("ls", place.root, detail=True))
             except BlobNotFoundError:
                 text = f"{self!r} holds nothing, and the tier is read_only: nothing can be loaded"
-                raise StoreConfigError(f"{text}; write the writers' URL") from None
+                raise StoreConfigError(f"{text}; use the URL of the engines that write") from None
             return
         data, got = secrets.token_bytes(TRIAL_BYTES), bytearray(TRIAL_BYTES)
         self.put(key, [memoryview(data)], overwrite=True)
         try:
             self.get_into(key, [memoryview(got)])
             if got != data:
-                raise StoreUnavailableError("the storage does not give back the bytes that were put")
+                raise StoreUnavailableError("the storage returned other bytes than were written")
         finally:
             self.delete(key)
             if not self._is_atomic:
@@ -465,7 +465,7 @@ class FsspecStore(Store):
         """Whether an entry is the listed folder.
 
         Raises:
-            StoreConfigError: the entry is not below the folder. A caller might delete what it takes it for.
+            StoreConfigError: the entry is not below the folder. A caller might delete another blob by such a name.
         """
         name, folder = entry["name"].strip("/"), path.strip("/")
         if name != folder and folder and not name.startswith(f"{folder}/"):

@@ -69,7 +69,7 @@ _OPTIONS_SHOWN_MAX: Final = 12
 
 
 class OptionsError(StoreConfigError):
-    """The driver failed with an error of Python, as it does if it gets an option that it does not know."""
+    """The driver failed with one of Python's own errors, such as for an option that it does not know."""
 
 
 def protocols_of(fs: Any) -> frozenset[str]:
@@ -190,7 +190,7 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
         return StoreConfigError(f"the driver does not support this operation ({name})", key=key)
     is_unreadable = isinstance(error, (UnicodeError, JSONDecodeError))  # a server's response
     if isinstance(error, (ValueError, TypeError)) and not is_unreadable:
-        text = f"the driver does not support this operation, or not its options ({name}){explain()}"
+        text = f"the driver does not support this operation or its options ({name}){explain()}"
         return OptionsError(text, key=key)
     if isinstance(error, (AssertionError, AttributeError)) and (told := explain()):
         return OptionsError(f"the driver failed ({name}){told}", key=key)
@@ -212,12 +212,12 @@ def explain_options(url: str, options: Mapping[str, Any]) -> str:
     meant = [f"did you mean {close}?" for name in odd if (close := _meant_option(name, known))]
     accepted = sorted(known)[:_OPTIONS_SHOWN_MAX]
     more = ", …" if len(known) > len(accepted) else ""
-    told = " ".join(meant) or f"it names {', '.join(accepted)}{more}"
-    return f"; storage_options: the driver's constructor does not name {', '.join(map(str, odd))}: {told}"
+    told = " ".join(meant) or f"its parameters are {', '.join(accepted)}{more}"
+    return f"; storage_options: the driver's constructor has no parameter {', '.join(map(str, odd))}: {told}"
 
 
 def misspelt_options(url: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Options that the driver does not name and that are close to an option that it names: name -> probably meant.
+    """Options that are no parameters of the driver and resemble one of its parameters: name -> probably meant name.
 
     Drivers drop unknown options, pass them on or fail on them.
     """

@@ -42,8 +42,8 @@ logger = get_logger(__name__)
 #: Blocks of this size or more are checksummed piece by piece while they move. Speed relative to plain preadv on one
 #: core and ext4, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
-#: So many different blocks that are bad, with no good one between them, are blamed on this host's reads. Single blocks
-#: rot, and a row of two is still likely in a folder with a bad sector; bad memory or a bad link spoils every block.
+#: This many different bad blocks, without a good block between them, are blamed on this host's reads. Storage rots in
+#: single blocks, and two in a row are still likely near a bad sector. Bad memory or a bad network damages every block.
 BAD_READS_MAX = 3
 SAY_EVERY_S = 60.0
 WARNINGS_MAX = 64  # different warnings that are logged once each; a trailer may name any key
@@ -59,8 +59,10 @@ class Batch:
     found: list[OffloadKey] = field(default_factory=list)  # stores: keys in ``succeeded`` that were already stored
     gone: list[OffloadKey] = field(default_factory=list)  # loads: absent, or not the block it should be
     unreadable: list[OffloadKey] = field(default_factory=list)  # loads: failed, perhaps only this block
-    bad: list[OffloadKey] = field(default_factory=list)  # loads: blocks in ``gone`` that the next store must overwrite
-    suspects: list[OffloadKey] = field(default_factory=list)  # bad blocks, unless they were read as they are stored
+    bad: list[OffloadKey] = field(
+        default_factory=list
+    )  # loads: blocks in ``gone`` that are bad, so the next store must overwrite them
+    suspects: list[OffloadKey] = field(default_factory=list)  # bad blocks that may have been read wrongly
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -354,8 +356,8 @@ class BlockMover:
         finally:
             if not rows.take_back():
                 logger.error(
-                    "tier %s: the store still uses the memory of a load that has ended; the load is reported when it "
-                    "does not",
+                    "tier %s: a load has ended, but the store still uses its memory; the load is reported when the "
+                    "store has released it",
                     self.name,
                 )
                 rows.wait()
@@ -466,7 +468,7 @@ class BlockMover:
         keys = [key for key, _ in task.pairs]
         try:
             keys = [*self.sample(), *keys]
-        except StoreError as e:  # to list may be forbidden
+        except StoreError as e:  # listing may be forbidden
             self._note("listing", e)
         row, trailer = memoryview(bytearray(self._rows.row_bytes)), bytearray(TRAILER_BYTES)
         for key in keys:
@@ -584,7 +586,7 @@ class LentRows:
         No living exception may refer to the frames of the call; see ``_drop_frames``.
         """
         for view in (self._whole, *self._views):
-            with suppress(BufferError):  # in use, as the owner tells, too
+            with suppress(BufferError):  # still in use, which ``_owner`` shows as well
                 view.release()
         self._views.clear()
         if self._owner() is not None:

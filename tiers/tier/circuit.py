@@ -88,10 +88,10 @@ class Circuit:
             self._open(f"{self._failures[kind]} failures in a row, the last: {why}")
 
     def trip(self, why: str, *, is_error: bool = False) -> None:
-        """Open at once: an operation overran its deadline, or what is read cannot be trusted.
+        """Open at once: an operation overran its deadline, or reads cannot be trusted.
 
         Args:
-            is_error: log it as an error, because it does not pass without an operator.
+            is_error: log an error instead of a warning, because an operator must act.
         """
         if self.state is CircuitState.CLOSED:
             self._open(why, logger.error if is_error else logger.warning)

@@ -3,9 +3,9 @@
 A block that cannot be read (on a bad sector, or in another user's folder) fails at every request for it, which says
 nothing new about the storage. So an error that may concern a single block counts once, unless other blocks fail, too.
 
-A bad block says as little about the storage: the read may have been damaged on its way, in this host's memory, on its
-network or by a proxy. ``BAD_READS_MAX`` different bad blocks without a good one between them are blamed on the reads.
-Then the tier is cut off, until a probe has read a good block: other hosts may still read what this host cannot.
+A bad block does not prove that the storage is damaged: this host's memory, its network or a proxy may have damaged the
+read. ``BAD_READS_MAX`` different bad blocks without a good block between them are blamed on this host's reads. Then the
+tier is cut off until a probe has read a good block, and nothing is removed: other hosts may read these blocks well.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TierHealth:
     def _judge_reads(self, batches: Iterable[Batch], op: Kind) -> None:
         """Cut the tier off if too many blocks in a row were bad. One good block counts for the whole job.
 
-        A store reads only a block's end. So what it finds good says nothing about loads.
+        A store reads only a block's end, so a good end says nothing about loads.
         """
         suspects = self._suspects[op]
         for batch in batches:

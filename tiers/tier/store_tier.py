@@ -133,7 +133,7 @@ class CollectorEnd(Protocol):
         """Whether the collector runs and answers, or is not needed yet."""
 
     def note_full(self) -> None:
-        """Record that the storage refused a block for want of room."""
+        """Record that the storage refused a block because it is full."""
 
     def take_removed(self, count_max: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Return up to ``count_max`` blocks of this tier that the collector has removed.
@@ -165,7 +165,7 @@ class StoreTierManager(SecondaryTierManager):
         mapper: names the blocks and carries the namespace's identity. By default the identity includes the spec's
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
-        missing: why the storage is known not to answer; None: it is asked.
+        missing: the error if the storage is known not to answer; None: ask it.
 
     Attributes:
         missing: why the storage did not answer at the start; None: it did.
@@ -244,7 +244,7 @@ class StoreTierManager(SecondaryTierManager):
         self._booking: Iterator[int] | None = None  # a job of which only a part is booked yet
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
-        self.full = ""  # why the storage refused a block for want of room, the last time
+        self.full = ""  # why the storage last refused a block because it was full
         self._closed = False
         self._was_closed = True  # whether the circuit was closed at the last take_answered
         self._openings_counted = 0
@@ -406,7 +406,7 @@ class StoreTierManager(SecondaryTierManager):
         return self._events.take()
 
     def stop_collector(self) -> None:
-        """Remove nothing from now on, even if the disk is full. For a measurement beside a deployment's blocks."""
+        """Remove nothing from now on, even if the disk is full. For benchmarks next to a deployment's blocks."""
         if self._collector is not None:
             self._collector.close()
             self._collector = None

@@ -1,4 +1,4 @@
-"""Whether a storage is kvtiers' own, which destructive commands require: a path may be a mistake.
+"""Checks that a storage is kvtiers' own. Destructive commands require this, because a path may be a mistake.
 
 A storage is kvtiers' own if it has one of these:
 

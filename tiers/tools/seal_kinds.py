@@ -1,7 +1,7 @@
-"""Seal kinds: how stored blocks were sealed, and which of them a tier's configuration makes misses.
+"""Seal kinds: how stored blocks were sealed, and which blocks a tier's configuration cannot load.
 
-A tool judges a block without keys, so a block can be intact and yet a miss for every engine: its key is in no key file
-any more, or a newer version wrote it. A tool that says "all blocks are intact" must say this as well.
+Tools check blocks without keys. So a block can be intact and yet a miss for every engine: its key is no longer in any
+key file, or a newer version wrote it. A tool that says "all blocks are intact" must report such blocks as well.
 """
 
 from __future__ import annotations

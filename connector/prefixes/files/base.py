@@ -36,10 +36,10 @@ class Files(ABC):
         """
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file atomically, unless it exists. Returns False if it exists, also after a repeated request of ours.
+        """Write a file atomically, unless it exists. Returns False if it exists, even if our own first try wrote it.
 
-        This default serves storage that cannot decide: of two writers at the same moment, the later one replaces the
-        file of the earlier one, which mostly learns it here.
+        This default is for storage without an atomic create. If two writers race, the later one replaces the file of
+        the earlier one, which mostly learns of it here.
         """
         if self.exists(path):
             return False

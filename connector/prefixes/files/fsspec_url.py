@@ -122,7 +122,7 @@ class FsspecFiles(Files):
         layers = list(filter(LAYER_FILE.fullmatch, names))
         for name in layers:
             self.delete(f"{folder}/{name}")
-        if not self._is_atomic and names == layers:  # an object store has no folders
+        if not self._is_atomic and names == layers:  # object stores have no folders to remove
             with driver_errors(folder), contextlib.suppress(FileNotFoundError):
                 self._fs.rmdir(self._full(folder))
 

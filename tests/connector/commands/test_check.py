@@ -450,14 +450,17 @@ def test_check_of_good_fsspec_url_finds_nothing_and_leaves_nothing() -> None:
 
 def test_check_of_read_only_fsspec_url_that_holds_nothing_is_a_problem() -> None:
     (found,) = problems({"type": "fsspec", "url": "memory://kvtiers-check-nothing", "read_only": True})
-    assert "holds nothing, and the tier is read_only: nothing can be loaded; write the writers' URL" in found
+    assert (
+        "holds nothing, and the tier is read_only: nothing can be loaded; use the URL of the engines that write"
+        in found
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"endpiont_url": "http://127.0.0.1:9"}, "does not name endpiont_url: did you mean endpoint_url?"),
-        ({"force_path_style": True}, "does not name force_path_style: it names anon, batch_size, "),
+        ({"endpiont_url": "http://127.0.0.1:9"}, "has no parameter endpiont_url: did you mean endpoint_url?"),
+        ({"force_path_style": True}, "has no parameter force_path_style: its parameters are anon, batch_size, "),
         ({"client_kwargs": {"regoin": "x"}}, "check the values of storage_options (client_kwargs, secret)"),
         ({"key": 123}, "check the values of storage_options (key, secret)"),
         ({"asynchronous": True}, "asynchronous is not accepted, because kvtiers calls the driver from threads;"),
@@ -474,8 +477,7 @@ def test_check_warns_of_misspelt_option_that_driver_drops(tmp_path: Path) -> Non
     tier = {"type": "fsspec", "url": f"file://{tmp_path}/kv"}
     wrong = check.examine(deployment(tier | {"storage_options": {"auto_mkdri": True}}))
     assert wrong.texts("warning") == [
-        "tiers[0].storage_options: auto_mkdri is not an option that the driver's constructor names; did you mean "
-        "auto_mkdir?"
+        "tiers[0].storage_options: the driver's constructor has no parameter auto_mkdri; did you mean auto_mkdir?"
     ]
     right = {"auto_mkdir": True, "use_listings_cache": False, "x_of_a_subclass": 1}
     assert check.examine(deployment(tier | {"storage_options": right})).verdict() == "usable"
@@ -586,7 +588,7 @@ def make_store(options):
         ({"class": "Refused"}, "tiers[0].options: denied"),
         ({"class": "Refused", "read_only": True}, None),
         ({"class": "Raw"}, "tiers[0].options: a call of kvtiers_check_custom's store raised KeyError; let it raise a "),
-        ({"class": "Forgets"}, "tiers[0].options: the store does not give back the bytes that were put"),
+        ({"class": "Forgets"}, "tiers[0].options: the store returned other bytes than were written"),
         ({"class": "MemoryStore"}, None),
         ({"class": "MemoryStore", "isolation": "auto"}, "tiers[0].isolation: needs other processes, but only the pr"),
         ({"class": "MemoryStore", "max_bytes": "1GiB"}, "tiers[0].max_bytes: needs other processes, but only the pr"),

@@ -181,8 +181,8 @@ def _for_each(
 ) -> None:
     """Call ``call`` with the folder's descriptor, and the name and status of each of the store's own files in it.
 
-    Others may use folders of these names, too: a file is ours by its name. Stores write only regular files, but move
-    links and special files into quarantine as well; to unlink these touches no target.
+    Other programs may use folders with these names, so only files that are named like the store's own count. Stores
+    write only regular files, but also quarantine links and special files. Unlinking these does not touch their targets.
 
     Skips folders, and files that were removed meanwhile. Also skips the folder or a file if permission is denied, such
     as for files of a command run as root: this user cannot remove them, and they must not stop the collection.

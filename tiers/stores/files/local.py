@@ -279,7 +279,7 @@ class LocalStore(Store):
         try:
             return bool(self._call(publish, key, absent=()))
         except StoreFullError as e:
-            # No local variable for the cause: its frames would hold it, and so the root open.
+            # The cause must not be in a local variable: its traceback would keep this frame alive, and the root open.
             if getattr(e.__cause__, "errno", 0) == errno.ENOSPC and self._use_root(None).has_only_bytes():
                 text = f"{os.strerror(errno.ENOSPC)} (ENOSPC): the file system has no free inodes"
                 raise StoreFullError(text, key=key) from e.__cause__

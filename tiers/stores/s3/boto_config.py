@@ -23,7 +23,7 @@ _NAMES: Final[dict[str, tuple[tuple[str, ...], str, str]]] = {
     "secret_key": ((EnvProvider.SECRET_KEY,), "aws_secret_access_key", "SecretAccessKey"),
     "token": (tuple(EnvProvider.TOKENS), "aws_session_token", "SessionToken"),
 }
-IN_QUOTES: Final = "is in quotes, which are taken as a part of it (docker --env-file keeps them); remove the quotes"
+IN_QUOTES: Final = "is in quotes, which count as part of the value (docker --env-file keeps them); remove the quotes"
 _CHARACTERS: Final = {"\n": "a newline", "\r": "a carriage return", "\t": "a tab", " ": "a space"}
 
 #: Profile keys that make botocore ask a server or program for credentials before it uses the profile's own.

@@ -90,7 +90,7 @@ class BoundedHttp:
 
 
 def _trust_alike(http_session: Any) -> None:
-    """Have a client's connections trust as ``tls`` says, including those that it makes later through a proxy."""
+    """Make a client's connections follow the rule in ``tls``, including later connections through a proxy."""
     make = http_session._get_ssl_context
 
     def make_trusting() -> ssl.SSLContext:

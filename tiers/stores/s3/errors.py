@@ -107,8 +107,8 @@ _UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
 _OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
 _NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
 _IS_AUTHORITY = (
-    "endpoint: the certificate of {} is itself a certificate authority's, which obstore does not accept of a server; "
-    "issue one for the server alone (CA:FALSE), or set client: boto3"
+    "endpoint: the certificate of {} is itself a certificate authority's, which obstore does not accept for a server; "
+    "issue a certificate for the server alone (CA:FALSE), or set client: boto3"
 )
 _OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
 #: Part of a client's error text -> hint.
@@ -292,14 +292,14 @@ def proxy_error(status: int | None, place: Place) -> StoreError:
     said = f" (HTTP {status})" if status else ""
     if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
         return ProxyRefusedError(
-            f"proxy: {proxy} wants a login{said}; set the variable to http://user:password@host:port, or add the "
+            f"proxy: {proxy} requires a login{said}; set the variable to http://user:password@host:port, or add the "
             "endpoint's host to NO_PROXY"
         )
     if status is not None and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return StoreUnavailableError(f"proxy: {proxy} cannot reach {place.endpoint_url}{said}")
     return ProxyRefusedError(
-        f"proxy: {proxy} does not connect this machine to {place.endpoint_url}{said}; allow the endpoint there, set a "
-        "login if the proxy wants one, or add the endpoint's host to NO_PROXY"
+        f"proxy: {proxy} refuses to connect this machine to {place.endpoint_url}{said}; allow the endpoint there, set "
+        "a login if the proxy requires one, or add the endpoint's host to NO_PROXY"
     )
 
 

@@ -19,7 +19,7 @@ from kvtiers.tiers.stores.s3.options import Checksum, S3Options
 #: Errors with which a server may refuse a way.
 REFUSALS: Final = (RequestRefusedError, StorePermissionError, DigestRefusedError)
 
-#: Detours in a row after which one is taken at once, although the refusals did not say of what.
+#: After this many detours in a row, the detour is taken at once, although the refusals had no known error code.
 VAGUE_DETOURS_MAX: Final = 3
 #: How long such a detour is taken, and how long only the first way is tried after all ways were refused.
 REMEMBERED_S: Final = 60.0

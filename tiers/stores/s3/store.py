@@ -375,7 +375,7 @@ class S3Store(Store):
         is_futile = self._ways.are_all_refused or not may_depend_on_way(error, last, way)
         if is_futile or self._clock() > latest_start:
             return False
-        # A wrong secret is told by a request without a blob.
+        # A request without a blob shows whether the secret is wrong.
         return not isinstance(error, SignatureRefusedError) or len(refusals) > 1 or self._is_secret_right(latest_start)
 
     def _is_secret_right(self, latest_start: float) -> bool:

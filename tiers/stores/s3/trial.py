@@ -39,7 +39,7 @@ def try_each_client(store: Store, *, read_only: bool) -> None:
             with _named(what):
                 store.get_into(key, [memoryview(got)])
                 if got != data:
-                    raise StoreUnavailableError("endpoint: the server does not give back the bytes that were put")
+                    raise StoreUnavailableError("endpoint: the server returned other bytes than were written")
         except StoreError:
             with suppress(StoreError):
                 store.delete(key)

@@ -143,8 +143,8 @@ def test_unknown_exception_of_credential_chain_error_names_credentials(error: Ex
         ("canary\r\n", r"ends in a carriage return \('\\r'\)"),
         ("canary # prod", r"has a space \(' '\)"),
         ("can\u200bary", r"has the character '\\u200b'"),
-        ('"canary"', "is in quotes, which are taken as a part of it"),
-        ("'canary'", "is in quotes, which are taken as a part of it"),
+        ('"canary"', "is in quotes, which count as part of the value"),
+        ("'canary'", "is in quotes, which count as part of the value"),
     ],
     ids=["newline", "CRLF", "comment", "zero width", "double quotes", "single quotes"],
 )

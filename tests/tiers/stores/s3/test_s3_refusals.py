@@ -1,4 +1,4 @@
-"""Puts that a server, a gateway or a proxy refuses: how often a blob is sent, what is remembered, and what is named."""
+"""Puts that a server, gateway or proxy refuses: uploads made, refusals remembered, and causes named in errors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_put_after_refusal_of_all_ways_ends_takes_the_usual_way(
     assert store.put("f/b", as_parts(DATA)) is True  # all ways are tried again
 
 
-# -- refusals that say not of what -------------------------------------------------------------------------------------
+# -- refusals without a known code -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("having", "tries"), [("checksum", 3), ("if-none-match", 4)], ids=["checksum", "condition"])
@@ -236,7 +236,7 @@ def tunnel_proxy(status: str) -> Iterator[tuple[int, list[str]]]:
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
     ("status", "says"),
-    [("407 Proxy Authentication Required", "wants a login"), ("403 Forbidden", "does not connect this machine to")],
+    [("407 Proxy Authentication Required", "requires a login"), ("403 Forbidden", "refuses to connect this machine")],
 )
 def test_proxy_that_refuses_connect_is_named_with_its_variable(
     monkeypatch: pytest.MonkeyPatch, client: str, status: str, says: str
@@ -297,10 +297,10 @@ def test_refusal_behind_proxy_without_code_names_proxy(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_login_wanted_by_proxy_is_no_refusal_of_the_put(
+def test_login_required_by_proxy_does_not_count_as_refused_put(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
     set_gate(monkeypatch, refuse_puts(status=407))
-    with pytest.raises(ProxyRefusedError, match=r"^proxy: .* wants a login \(HTTP 407\)"):
+    with pytest.raises(ProxyRefusedError, match=r"^proxy: .* requires a login \(HTTP 407\)"):
         store.put("f/a", as_parts(DATA), overwrite=overwrite)
     assert len(server.requests("PUT")) == 1

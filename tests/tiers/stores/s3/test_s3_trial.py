@@ -101,7 +101,7 @@ def test_large_get_is_tried_by_its_own_client(
 def test_bytes_that_changed_are_told(options: S3Options, server: HttpFaultServer) -> None:
     server.inject(Fault.FLIPPED)
     store = S3Store(options)
-    with pytest.raises(StoreError, match="does not give back the bytes that were put"):
+    with pytest.raises(StoreError, match="returned other bytes than were written"):
         store.try_out(read_only=False)
     store.close()
 
