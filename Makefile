@@ -1,5 +1,5 @@
-# Everything runs in .venv, made from constraints.txt on the first call of any target. A Python that is named has an
-# environment of its own, such as .venv-3.13: make test PYTHON=python3.13
+# Everything runs in .venv, made from constraints.txt on the first call of any target. PYTHON=python3.13 uses an
+# environment of its own, .venv-3.13: make test PYTHON=python3.13
 VENV := .venv$(if $(PYTHON),-$(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])"))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
@@ -61,7 +61,7 @@ test-gpu: setup
 	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/transfer/test_gpu_handler_cuda.py tests/connector/transfer/test_triton_copy.py \
 		tests/connector/prefixes/test_prefix_worker_cuda.py
 
-# vLLM and what it needs, in parts for a GPU machine without a network: 3 minutes, no GPU. CONTRIBUTING.md goes on.
+# Packs vLLM and its dependencies for a GPU machine without a network: 3 minutes, no GPU. CONTRIBUTING.md says how to unpack.
 gpu-bundle: setup
 	$(BIN)/python -m tests.gpu.bundle pack build/gpu-bundle $(if $(WITH_DEMO),--with-demo)
 
@@ -71,7 +71,7 @@ GPU_VLLM = -m tests.gpu.runner --seconds $(or $(SECONDS_MAX),420) $(if $(ROWS),-
 gpu-vllm:
 	$(GPU_PYTHON) $(GPU_VLLM) --out $(RESULTS)
 
-# The same rows in small shapes on vLLM's CPU build, so that no minute on a GPU is lost to a slip.
+# The same rows in small shapes on vLLM's CPU build, to find mistakes without a GPU.
 gpu-rehearsal:
 	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.33
 	$(E2E_ENV)/bin/python -m tests.gpu.runner --device cpu --out build/gpu-rehearsal --seconds 3600 --side-by-side 1 \
