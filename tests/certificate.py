@@ -11,8 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-#: ``old``: without key usages and key identifiers, as many private authorities were made; OpenSSL's strict mode refuses
-#: them. ``strict``: with all that RFC 5280 wants. ``intermediate``: the bundle holds an authority that another signed.
+#: ``old``: without key usages and key identifiers, as in many private authorities; OpenSSL's strict mode refuses it.
+#: ``strict``: with all fields that RFC 5280 requires. ``intermediate``: another authority signed the bundle's.
 #: ``self-signed``: the bundle is the server's own certificate, as ``openssl req -x509`` makes it.
 Style = Literal["old", "strict", "intermediate", "self-signed"]
 

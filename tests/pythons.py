@@ -19,10 +19,10 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / "build" / "pythons"
-#: Tried where it is found, although kvtiers does not say that it runs there: failures are only reported.
+#: A version that kvtiers does not claim to support. It is tried if it is installed, and failures are only reported.
 NEXT_VERSION: Final = "3.14"
 _CLASSIFIER: Final = "Programming Language :: Python :: "
-#: Ends a run of another version at once, and one that cannot make an environment.
+#: Fails on an interpreter of another version, or one that cannot make an environment.
 _IS_USABLE: Final = "import ensurepip, ssl, sys, venv; sys.exit('{}' != '%d.%d' % sys.version_info[:2])"
 _FILES: Final = ("pyproject.toml", "constraints.txt")
 
@@ -92,7 +92,7 @@ def main(done_version: str, options: list[str]) -> Iterator[str]:
 
     Args:
         done_version: the version that ``make test`` ran on; its tests are not repeated.
-        options: of pytest.
+        options: options for pytest.
     """
     supported = supported_versions()
     results = {
@@ -105,7 +105,7 @@ def main(done_version: str, options: list[str]) -> Iterator[str]:
 
 
 def _runs(*command: str) -> bool:
-    """Whether a command succeeds. A shim of pyenv exists for versions that no setting selects, and fails."""
+    """Whether a command succeeds. pyenv has a shim for every installed version; it fails for versions not selected."""
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:

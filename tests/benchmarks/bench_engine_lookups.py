@@ -7,8 +7,8 @@ miss, and in the others only whether they are waiting. The region has no room, s
 not loading; a block counts as found when it is a hit. Beside ours: the time that the storage itself takes for so many
 answers, and the same loop over a dictionary.
 
-A second table has steps in which prompts come of which nothing is found, one or 16 at once, until their blocks are
-stored: what the manager adds to such a step, with the fs tier and without a tier.
+A second table is about prompts without a hit, one or 16 at once, from their first lookup until their blocks are stored:
+the time that the manager adds to each step, with the fs tier and without a tier.
 """
 
 from __future__ import annotations
@@ -212,12 +212,12 @@ def rows(where: str) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class StepRow:
-    """Steps in which prompts come of which nothing is found. Times are CPU of the scheduler's thread.
+    """Steps that serve prompts without a hit. Times are CPU time of the scheduler's thread.
 
     Attributes:
         tier: "none" is the region alone.
-        prompt_ms: all steps together, for each prompt.
-        p99_ms, worst_ms: of single steps.
+        prompt_ms: sum of all steps divided by the number of prompts.
+        p99_ms, worst_ms: 99th percentile and maximum of single steps.
     """
 
     tier: str
@@ -228,7 +228,7 @@ class StepRow:
 
 
 def new_prompts(manager: TieringOffloadingManager, at_once: int, steps_ms: list[float], first: int) -> None:
-    """Serve so many prompts, from their first lookup to the end of their store."""
+    """Serve ``at_once`` new prompts, from their first lookup to the end of their store."""
     prompts = {
         ReqContext(f"new-{first}-{number}"): [block_key(first + PROMPT_KEYS * number + n) for n in range(PROMPT_KEYS)]
         for number in range(at_once)
@@ -325,7 +325,7 @@ def main() -> None:
     steps = list(step_rows(arguments.where))
     table = Table(
         *("tier", "prompts at once", "ms a prompt", "p99 ms a step", "worst"),
-        title=f"Prompts of {PROMPT_KEYS} keys that nobody has; CPU is the scheduler thread's",
+        title=f"Prompts of {PROMPT_KEYS} keys that are not stored; CPU time of the scheduler's thread",
     )
     for step in steps:
         times = (f"{ms:.2f}" for ms in (step.prompt_ms, step.p99_ms, step.worst_ms))

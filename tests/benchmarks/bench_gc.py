@@ -44,7 +44,7 @@ while folders:
 
 
 def blob_bytes(count: int) -> int:
-    """The size of each block: all of them have at least the least ``max_bytes`` that a tier accepts."""
+    """The size of each block, so that all blocks together reach the smallest ``max_bytes`` that a tier accepts."""
     return max(BLOB_BYTES_MIN, -(-MAX_BYTES_MIN // count))
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of the commands that list and collect: its configurations are accepted for any number of blocks."""
+"""bench_gc: its tier configurations are valid for any number of blocks."""
 
 from __future__ import annotations
 

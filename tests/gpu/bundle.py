@@ -1,11 +1,11 @@
-"""Carry vLLM and what kvtiers needs to a GPU machine without a network: ``python -m tests.gpu.bundle pack FOLDER``.
+"""Packs vLLM and kvtiers' dependencies for a GPU machine without a network: ``python -m tests.gpu.bundle pack FOLDER``.
 
-It installs tests/gpu/requirements.txt for Linux and Python 3.12 into a folder, leaves out the kernels that no row
-calls, and writes ``FOLDER/1/part``, ``FOLDER/2/part`` and so on. No part is larger than 50 MiB, because some ways to
-such a machine take no more at once. There, ``python3 -m tests.gpu.bundle unpack FOLDER SITE`` puts the parts together,
-and ``PYTHONPATH=$PWD:SITE`` is all that is left to do. Unpacking needs the standard library only.
+It installs tests/gpu/requirements.txt for Linux and Python 3.12, leaves out the kernels that no row calls, and writes
+``FOLDER/1/part``, ``FOLDER/2/part`` and so on. A part has at most 50 MiB, because some such machines accept no larger
+files. On the GPU machine, ``python3 -m tests.gpu.bundle unpack FOLDER SITE`` joins the parts in SITE. Run Python there
+with ``PYTHONPATH=$PWD:SITE``. Unpacking needs only the standard library.
 
-``--with-demo`` adds the demo's model (100 MB: two parts more).
+``--with-demo`` adds the demo's model (100 MB: two more parts).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LEFT_OUT = (
 
 
 def pack(folder: Path, *, with_demo: bool = False) -> list[Path]:
-    """Write the parts, and a ``sha256`` of the whole beside the last one; what was in the folder is removed.
+    """Write the parts, and a ``sha256`` of all parts together beside the last one. Removes the folder's old content.
 
     Raises:
-        subprocess.CalledProcessError: pip could not install something; it has said what.
+        subprocess.CalledProcessError: pip could not install a package; pip's output names it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -87,7 +87,7 @@ def pack(folder: Path, *, with_demo: bool = False) -> list[Path]:
 
 
 def unpack(folder: Path, site: Path) -> None:
-    """Put the parts together in ``site``.
+    """Join the parts and unpack them into ``site``.
 
     Raises:
         SystemExit: a part is missing or damaged.
@@ -102,7 +102,7 @@ def unpack(folder: Path, site: Path) -> None:
             digest.update(data)
             written.write(data)
     if [digest.hexdigest()] != expected:
-        raise SystemExit(f"{folder}: a part is missing or damaged; {len(parts)} are there")
+        raise SystemExit(f"{folder}: a part is missing or damaged ({len(parts)} parts found); copy the bundle again")
     with zipfile.ZipFile(whole) as archive:
         archive.extractall(site)
     whole.unlink()
@@ -112,9 +112,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("pack", "unpack"))
-    parser.add_argument("folder", type=Path, help="of the parts")
-    parser.add_argument("site", type=Path, nargs="?", help="where to unpack")
-    parser.add_argument("--with-demo", action="store_true", help="the demo's model, too")
+    parser.add_argument("folder", type=Path, help="folder of the parts")
+    parser.add_argument("site", type=Path, nargs="?", help="unpack: the folder to unpack into")
+    parser.add_argument("--with-demo", action="store_true", help="pack: also the demo's model")
     arguments = parser.parse_args()
     if arguments.action == "unpack":
         if arguments.site is None:

@@ -1,8 +1,8 @@
-"""Import what a GPU run needs of vLLM, on a machine without a GPU: ``python -m tests.gpu.import_check``.
+"""Imports vLLM's modules for a GPU run on a machine without a GPU: ``python -m tests.gpu.import_check``.
 
 Run it in an environment with the GPU machine's versions and ``PYTHONPATH=$PWD:SITE``, where SITE holds the unpacked
-bundle. vLLM is made to choose its CUDA platform, and a libcuda of empty functions stands in for the driver's. Nothing
-is computed: it shows that no package, symbol or module is missing, and that kvtiers' contract fits this vLLM.
+bundle. It makes vLLM choose its CUDA platform, and replaces the driver's libcuda by a library of empty functions. It
+computes nothing. It shows that no package, symbol or module is missing, and that kvtiers' contract fits this vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-#: What the kernels and their loaders ask of the driver's library.
+#: Functions of the driver's library that the kernels and their loaders need.
 _DRIVER = ("cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled", "cuGetErrorString", "cuInit")
 _MODULES = (
     "vllm._C_stable_libtorch",
@@ -39,7 +39,7 @@ _MODULES = (
 
 
 def main() -> int:
-    """Import everything; the exit code is 1 where something is missing."""
+    """Import all modules. The exit code is 1 if an import fails."""
     with tempfile.TemporaryDirectory() as made:
         _stand_in_for_the_driver(Path(made))
         _stand_in_for_a_gpu()
@@ -66,7 +66,7 @@ def _stand_in_for_the_driver(folder: Path) -> None:
         pass
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise SystemExit("needs a C compiler, for a libcuda of empty functions")
+        raise SystemExit("needs a C compiler (cc), to build a libcuda of empty functions")
     source = folder / "cuda.c"
     source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in _DRIVER))  # CUDA_ERROR_NO_DEVICE
     made = folder / "libcuda.so.1"

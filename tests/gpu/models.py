@@ -1,6 +1,6 @@
-"""Models with random weights, made on the machine that runs them: nothing has to travel, and no hub is asked.
+"""Models with random weights, made on the machine that runs them: nothing is copied there or downloaded.
 
-Prompts are token ids, so none of them has a tokenizer.
+Prompts are token ids, so the models have no tokenizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LLAMA = Model(
         "max_position_embeddings": 65536,
     },
 )
-#: Llama 3.1 8B's shape. vLLM makes its weights up (``load_format: dummy``).
+#: Llama 3.1 8B's shape. vLLM fills it with random weights (``load_format: dummy``).
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -48,10 +48,10 @@ LLAMA_8B = {
 DEEPSEEK = Model(
     "DeepseekV2",
     {
-        "first_k_dense_replace": 2,  # no experts: their kernels do not travel
+        "first_k_dense_replace": 2,  # no experts: the bundle leaves out their kernels
         "num_key_value_heads": 2,
         "q_lora_rank": None,
-        "kv_lora_rank": 512,  # what the kernels of latent attention are built for
+        "kv_lora_rank": 512,  # the kernels of latent attention are built for this size
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
@@ -80,7 +80,7 @@ QWEN_NEXT = Model(
 
 @dataclass(frozen=True)
 class Kind:
-    """A model whose KV is not that of plain full attention, and how its engine is made.
+    """A model whose KV is not that of plain full attention, and the options of its engine.
 
     Attributes:
         on_cpu: whether vLLM's CPU build runs it.
@@ -155,7 +155,7 @@ def make_eagle(folder: Path) -> Path:
 
 
 def random_prompt(tokens: int, seed: int, vocabulary: int = VOCABULARY) -> list[int]:
-    """Token ids that repeat in no pattern."""
+    """Random token ids, without a repeating pattern."""
     return random.Random(seed).choices(range(3, vocabulary), k=tokens)
 
 

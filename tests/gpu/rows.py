@@ -1,7 +1,6 @@
-"""Rows that tests/e2e does not have: long prompts on a large model, crowds, and KV of other kinds.
+"""Rows that tests/e2e does not have: long prompts on a large model, many requests at once, and other kinds of KV.
 
-Like those of tests/e2e, every row runs engines in processes of their own and compares them with an engine without a
-connector.
+As in tests/e2e, every row runs each engine in its own process and compares it with an engine without a connector.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from tests.e2e.rows import BLOCK_TOKENS, Setting, files_of, stored_place
 from tests.e2e.ways import way
 from tests.gpu.models import KINDS, Kind, make_eagle, random_prompt
 
-#: What kvtiers says when it refuses a configuration; an engine that ends with anything else has failed.
+#: In the error of an engine whose configuration kvtiers refuses. An engine that ends with another error has failed.
 REFUSED = "ConfigError: "
-CONTEXT_TOKENS = 512  # behind the prompt: the answer
+CONTEXT_TOKENS = 512  # room after the prompt, for the answer
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the rows are: what fits minutes on a GPU, or a rehearsal on two CPU cores.
+    """Sizes of the rows: for some minutes on a GPU, or for a rehearsal on two CPU cores.
 
     Attributes:
         long_model: folder of the model of ``long_prompt`` and ``crowd``.
-        long_engine: what its engines are made with.
-        vocabulary: of that model.
-        crowd: how many requests at once.
-        crowd_shared: tokens that all of them begin with.
-        crowd_own: tokens of each one's own behind these.
+        long_engine: options of that model's engines.
+        vocabulary: number of tokens in that model's vocabulary.
+        crowd: number of requests at once.
+        crowd_shared: number of tokens with which all these requests begin.
+        crowd_own: number of further tokens that each request has to itself.
     """
 
     long_model: Path
@@ -50,10 +49,10 @@ class Scale:
 
 @dataclass
 class GpuSetting(Setting):
-    """A setting without an S3 server, whose places are folders.
+    """A setting without an S3 server, in which blocks are stored in folders.
 
     Attributes:
-        cold: by the engine's extra options, the first token of a long prompt without a connector.
+        cold: the engine's extra options -> time to first token of a long prompt without a connector.
     """
 
     scale: Scale | None = None
@@ -61,7 +60,7 @@ class GpuSetting(Setting):
 
 
 def long_prompt(setting: GpuSetting, name: str, **engine: Any) -> Row:
-    """The first token of a long prompt: without a connector, of a writer, and of a fresh reader, in one row."""
+    """Measure the time to first token of a long prompt: without a connector, of a writer, and of a new reader."""
     scale = _scale(setting)
     row = Row(f"{name}: {scale.long_tokens:,} tokens{_told(engine)}", setting.lab.version)
     job = _long_job(scale, engine)
@@ -86,9 +85,9 @@ def long_prompt(setting: GpuSetting, name: str, **engine: Any) -> Row:
 
 
 def crowd(setting: GpuSetting, name: str) -> Row:
-    """Many requests at once that share a long beginning: throughput without a connector, with no hit, with all hits.
+    """Measure the throughput of many requests with a long shared prefix: without a connector, without and with hits.
 
-    The engine's own prefix cache holds the beginning once it was computed or loaded, as it does for users.
+    As in production, the engine's own prefix cache holds the shared prefix after it was computed or loaded once.
     """
     scale = _scale(setting)
     row = Row(f"{name}: {scale.crowd} requests share {scale.crowd_shared:,} tokens", setting.lab.version)
@@ -112,7 +111,7 @@ def crowd(setting: GpuSetting, name: str) -> Row:
 
 
 def truncated(setting: Setting, name: str) -> Row:
-    """Every stored file cut short between the writer and the reader: the same tokens, and nothing reused."""
+    """Truncate every stored file between the writer and the reader. Expects equal tokens, and nothing reused."""
     row = Row(f"{name}: every file truncated", setting.lab.version)
     place, config = stored_place(setting, name, row)
     files = files_of(place)
@@ -129,7 +128,7 @@ def truncated(setting: Setting, name: str) -> Row:
 
 
 def kv_of(kind: Kind, setting: GpuSetting, name: str) -> Row:
-    """A model of another kind: the writer and the reader answer as an engine without a connector, or are refused."""
+    """Run a model with another kind of KV. Expects the tokens of an engine without a connector, or a refusal."""
     row = Row(f"{name}: {kind.name}", setting.lab.version)
     engine = dict(kind.engine)
     if engine.get("speculative_config") == "eagle":
@@ -138,7 +137,7 @@ def kv_of(kind: Kind, setting: GpuSetting, name: str) -> Row:
     prompt = random_prompt(30 * BLOCK_TOKENS + 7, 3, 256)
     job: dict[str, Any] = {"model": str(kind.model.made_in(setting.scratch)), "engine": engine}
     expected = setting.lab.run(None, [prompt, prompt], **job)["answers"]
-    row.expect(len(set(expected[0]["tokens"])) > 1, "the model says the same token again and again: this shows nothing")
+    row.expect(len(set(expected[0]["tokens"])) > 1, "the model repeats one token, so equal tokens prove nothing")
     # The second answer comes over the engine's own prefix cache, which rounds as a loaded prefix does.
     accepted = [answer["tokens"] for answer in expected]
     config = way(name, setting.place(row.name))
@@ -155,7 +154,7 @@ def kv_of(kind: Kind, setting: GpuSetting, name: str) -> Row:
 
 
 def command(arguments: Sequence[str], setting: GpuSetting, name: str) -> Row:
-    """A command of the repository's own: it must end well."""
+    """Run one of the repository's commands. Expects exit code 0."""
     row = Row(name, setting.lab.version)
     log = setting.lab.log / f"{name.replace(' ', '-')}.log"
     with log.open("wb") as opened:
@@ -174,7 +173,7 @@ def command(arguments: Sequence[str], setting: GpuSetting, name: str) -> Row:
 
 
 def kinds(on_cpu: bool) -> tuple[Kind, ...]:
-    """Those that a device runs."""
+    """The kinds of KV that the device's vLLM build can run."""
     return tuple(kind for kind in KINDS if kind.on_cpu or not on_cpu)
 
 

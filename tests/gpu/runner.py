@@ -1,7 +1,7 @@
-"""vLLM with kvtiers on a GPU: ``python -m tests.gpu.runner --out FOLDER``; ``--device cpu`` rehearses it.
+"""Runs vLLM with kvtiers on a GPU: ``python -m tests.gpu.runner --out FOLDER``. ``--device cpu`` is a small rehearsal.
 
-The rows come in the order of their worth, so that a run that is cut has shown the most. Each one is written to
-``FOLDER/vllm-DEVICE.json`` when it ends. Rows about tokens run side by side; rows about time run alone.
+The most important rows come first, because time may run out. Each row is written to ``FOLDER/vllm-DEVICE.json`` when it
+ends. Rows that compare tokens run side by side; rows that measure time run alone.
 
 It needs vLLM, kvtiers' own dependencies and this repository. CONTRIBUTING.md says how to get them onto a machine
 without a network.
@@ -40,14 +40,14 @@ GPU_TESTS = (
     "tests/connector/transfer/test_triton_copy.py",
     "tests/connector/prefixes/test_prefix_worker_cuda.py",
 )
-ROW_S_MIN = 20.0  # a row that has less is left out
+ROW_S_MIN = 20.0  # a row with less time left is skipped
 _UP = {"skip_tokenizer_init": True}
 
 Task = tuple[str, Callable[[], Row]]
 
 
 class Report:
-    """The rows so far, written after each. Any thread."""
+    """Collects the rows, and writes all of them to a file after each row. Any thread may call it."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, row: Row) -> None:
-        """Keep a row, and print it."""
+        """Add a row, print it and write the report."""
         with self._lock:
             self.rows.append(row)
             shown = ", ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.figures.items())
@@ -68,7 +68,7 @@ class Report:
             self._write()
 
     def skip(self, name: str) -> None:
-        """Note a row that there was no time for."""
+        """Record a row that was skipped because no time was left."""
         with self._lock:
             self.skipped.append(name)
             print(f"skipped {name}: no time left", flush=True)
@@ -82,7 +82,7 @@ class Report:
 
 
 def run(device: str, out: Path, seconds: float, only: Sequence[str], side_by_side: int, overlay: Path | None) -> Report:
-    """Run the rows that were asked for, as long as there is time."""
+    """Run the requested rows until the time is up."""
     began = time.monotonic()
     on_cpu = device == "cpu"
     with tempfile.TemporaryDirectory(prefix="kvtiers-gpu-", dir=_roomy()) as made:
@@ -131,7 +131,7 @@ def _timed(report: Report, ends_at: float, task: Task) -> None:
 
 
 def _tasks(setting: GpuSetting, on_cpu: bool, side_by_side: int, out: Path) -> Iterable[tuple[list[Task], int]]:
-    """Groups of rows, and how many of a group run at once."""
+    """Groups of rows, and the number of rows in a group that run at once."""
 
     def task(number: int, run: Callable[..., Row], name: str, *also: str) -> Task:
         told = f"{number} {getattr(run, '__name__', '')} {name} {' '.join(also)}"
@@ -167,7 +167,7 @@ def _commands(on_cpu: bool, out: Path) -> Iterable[tuple[str, list[str]]]:
 
 
 def _prompts(on_cpu: bool) -> Prompts:
-    """Random ids: the document's full blocks are full chunks, whatever the chunk."""
+    """Prompts of random ids. The document's full blocks fill whole chunks, whatever the chunk size."""
     document_tokens = (1024 if on_cpu else 4096) + 1
     half_blocks = document_tokens // 2 // BLOCK_TOKENS
     document = random_prompt(document_tokens, 1)
@@ -212,7 +212,7 @@ def _scale(on_cpu: bool, scratch: Path, small: Path) -> Scale:
 
 
 def _small_on_gpu() -> dict[str, Any]:
-    """Engines of a small model share the GPU."""
+    """Options for engines of the small model, several of which share the GPU."""
     return {
         "dtype": "bfloat16",
         "attention_backend": "TRITON_ATTN",
@@ -235,11 +235,11 @@ def _vllm_version(overlay: Path | None) -> str:
             return ".".join(version(package).split(".")[:2])
         except PackageNotFoundError:
             continue
-    raise SystemExit("vLLM is not installed: pip install vllm")
+    raise SystemExit("vLLM is not installed: pip install vllm==0.33.0")
 
 
 def _roomy() -> str | None:
-    """/dev/shm where it has room for the long prompt's KV, so that the figures are not those of an unknown disk."""
+    """/dev/shm if the long prompt's KV fits into it, so that no unknown disk decides the figures; else None."""
     status = os.statvfs("/dev/shm")
     return "/dev/shm" if status.f_bavail * status.f_frsize > 64 * GIB else None
 
@@ -265,10 +265,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder for the report")
-    parser.add_argument("--seconds", type=float, default=420.0, help="end after so long; what is under way is cut")
-    parser.add_argument("--only", default="", help="rows by number, or by a part of their name: 1,2,Mamba2")
-    parser.add_argument("--side-by-side", type=int, default=4, help="how many engines at once, in rows about tokens")
-    parser.add_argument("--overlay", type=Path, help="a release of tests.e2e.make_env, such as .../vllm-0.33")
+    parser.add_argument("--seconds", type=float, default=420.0, help="time limit; running rows are ended then")
+    parser.add_argument("--only", default="", help="only these rows, by number or part of a name: 1,2,Mamba2")
+    parser.add_argument(
+        "--side-by-side", type=int, default=4, help="number of engines at once in rows that compare tokens"
+    )
+    parser.add_argument(
+        "--overlay", type=Path, help="folder of a vLLM release that tests.e2e.make_env made, such as .../vllm-0.33"
+    )
     arguments = parser.parse_args()
     only = [part for part in arguments.only.split(",") if part]
     report = run(arguments.device, arguments.out, arguments.seconds, only, arguments.side_by_side, arguments.overlay)

@@ -1,4 +1,4 @@
-"""The parts of a bundle, put together again. Packing takes a network and three minutes: ``make gpu-bundle``."""
+"""Unpacking a bundle for a GPU machine. Packing needs a network and three minutes: ``make gpu-bundle``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.bundle import unpack
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
-    """Eleven parts: the tenth sorts behind the second only as a number."""
+    """Eleven parts, because 10 sorts after 2 only as a number, not as text."""
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, "w") as archive:
         archive.writestr("vllm/__init__.py", "x = 1\n" * 100)
