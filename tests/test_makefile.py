@@ -45,8 +45,8 @@ def test_named_python_has_an_environment_of_its_own(
     assert all(line.startswith(sys.executable) for line in made if arguments)
 
 
-def test_pythons_finds_an_interpreter_that_runs_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shim of pyenv is on the PATH for each version, and fails where nothing selects that version."""
+def test_pythons_skips_interpreters_that_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyenv puts a shim for each version on the PATH. The shim fails if no setting selects that version."""
     shims = tmp_path / "shims"
     shims.mkdir()
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -63,7 +63,7 @@ def test_pythons_finds_an_interpreter_that_runs_and_no_other(tmp_path: Path, mon
     assert pythons.find_interpreter(version) == str(real / "python")
 
 
-def test_pythons_fails_where_a_supported_version_does(
+def test_pythons_fails_if_a_supported_version_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = {"3.12": "passed", "3.13": "failed (status 1)", pythons.NEXT_VERSION: "failed to install: pip"}

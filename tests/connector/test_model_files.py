@@ -1,4 +1,4 @@
-"""Digests of local weights: what is read of large files, in each format."""
+"""Digests of local weights: which parts of large files are read, in each format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TENSORS: Mapping[str, tuple[int, list[int]]] = {
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes these files larger than what is read whole."""
+    """Lower the limit for files that are read whole, so that the test's files are sampled."""
     monkeypatch.setattr(model_files, "READ_BYTES", MIB // 2)
 
 

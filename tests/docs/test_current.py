@@ -79,7 +79,7 @@ def test_the_source_distribution_has_what_the_pages_name() -> None:
 
 
 def test_kvtiers_is_not_installed_from_an_index() -> None:
-    """Nothing is released: what an index has under this name would be somebody else's."""
+    """kvtiers is not released, so a package of this name on an index would be somebody else's."""
     root = DOCS.parent
     places = [*DOCS.rglob("*"), *root.glob("*.md"), *(root / "configs").rglob("*")]
     places += [*(root / "tiers").rglob("*.py"), *(root / "connector").rglob("*.py")]

@@ -197,7 +197,7 @@ def test_the_monitors_command() -> None:
 
 
 def test_alerts_keep_the_instance_and_print_the_labels_that_they_keep() -> None:
-    """With two engines nobody would know which one to look at."""
+    """With two engines, an alert without its instance does not say which engine to look at."""
     for rule in rules():
         summary, name = rule["annotations"]["summary"], rule["alert"]
         assert "{{ $labels.instance }}" in summary, name

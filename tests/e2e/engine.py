@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULT_PREFIX = "E2E-RESULT "
-DEFAULTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}  # the job's ``engine`` changes them
+DEFAULTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}  # the job's ``engine`` overrides them
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class Lab:
         overlay: folder of its files; None for the installed version.
         model: folder of the model.
         environment: further variables, such as S3 credentials.
-        engine: what each engine is made with, where its job does not say otherwise.
-        ends_at: when, by ``time.monotonic``, no engine may run any more.
+        engine: default options of every engine; a job may override them.
+        ends_at: time, by ``time.monotonic``, at which running engines are ended.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class Place:
         endpoint_url: of an S3 server; credentials come from the environment.
         bucket: on that server.
         deadlines: of lookups; of rows that are about them, the defaults.
-        extra: what else stands in an engine's ``kv_connector_extra_config``.
-        on_gpu: vLLM's own spec runs as it is.
+        extra: further entries of an engine's ``kv_connector_extra_config``.
+        on_gpu: engines run on a GPU, where vLLM's own spec works unchanged.
     """
 
     folder: Path

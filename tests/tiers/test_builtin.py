@@ -278,10 +278,10 @@ def test_where_no_process_can_be_started_auto_is_threads(
 
 
 @pytest.mark.parametrize("kind", ["fs", "nfs", "memory", "s3", "fsspec", "store"])
-def test_engine_process_loads_no_obstore_and_keeps_its_environment(
+def test_engine_process_does_not_load_obstore_and_keeps_its_environment(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the default isolation. obstore may abort its process, and needs the C library's environment changed."""
+    """With default isolation. obstore may abort its process, and needs changes to the C library's environment."""
     root = str(tmp_path / "root")
     options: dict[str, dict[str, Any]] = {
         "fs": {"root_dir": root, "min_free": 0},

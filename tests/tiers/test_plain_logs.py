@@ -107,7 +107,7 @@ def test_every_logger_is_a_plain_one() -> None:
     assert own == [], "use kvtiers.tiers.plain_logs.get_logger"
 
 
-def test_log_line_with_an_exception_that_has_no_text_names_its_class(log: io.StringIO) -> None:
+def test_log_line_with_exception_without_text_names_its_class(log: io.StringIO) -> None:
     class Odd(Exception):
         def __str__(self) -> str:
             raise ZeroDivisionError

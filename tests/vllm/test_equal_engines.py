@@ -47,13 +47,13 @@ def plain(start: Start) -> Any:
 
 
 def namespace(config: Any, environ: Mapping[str, str] | None = None) -> tuple[Any, ...]:
-    """What decides a namespace, besides the layout of the blocks."""
+    """Everything that decides a namespace, except the layout of the blocks."""
     name = translate._model_name(config, config.model_config.model)
     return name, config.model_config.dtype, kv_revision(config), identity(config, environ or {})
 
 
 def image(commit: str, tag: str, build: int) -> dict[str, str]:
-    """What an official image of vLLM sets."""
+    """Variables that an official image of vLLM sets."""
     return {
         "VLLM_BUILD_COMMIT": commit,
         "VLLM_BUILD_PIPELINE": "release",
@@ -64,7 +64,7 @@ def image(commit: str, tag: str, build: int) -> dict[str, str]:
 
 
 def service_links(service: str, ip: str) -> dict[str, str]:
-    """What Kubernetes sets in a pod for a Service."""
+    """Variables that Kubernetes sets in a pod for a Service."""
     name = service.upper().replace("-", "_")
     return {
         f"{name}_SERVICE_HOST": ip,
@@ -212,7 +212,7 @@ def test_remote_code_counts_where_it_is_used(auto_map: Any, is_transformers: boo
 
 
 def test_backend_of_only_some_layers_counts(plain: Any, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM may choose another one for layers with sinks, and no config says whether there are such layers."""
+    """vLLM may choose another backend for layers with sinks, and no config says whether there are such layers."""
     config = start(attention_backend="CPU_ATTN")
     choose = vllm.v1.attention.selector.get_attn_backend
     monkeypatch.setattr(
@@ -243,7 +243,7 @@ PLAIN_ON_CPU_SHOWN = "8f36b21e74dca997031b8cd7"
 
 
 def test_namespace_of_engine_at_defaults_stays_as_it_was(plain: Any) -> None:
-    """A change of either value starts every engine on CPUs cold."""
+    """If either value changes, every engine on CPUs starts with a cold cache."""
     if not current_platform.is_cpu() or versions.release() not in ((0, 32), (0, 33)):
         pytest.skip("the values were recorded on CPUs, with 0.32 and 0.33")
     found = identity(plain, {})
@@ -261,7 +261,7 @@ def test_new_variable_of_later_release_counts(monkeypatch: pytest.MonkeyPatch) -
     assert identity(VllmConfig(), environ) == {"VLLM_NEVER_HEARD_OF": "1"}
 
 
-def test_every_variable_counts_if_vllms_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_variables_count_if_those_of_vllm_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"VLLM_MLA_DISABLE": "0", "VLLM_WHATEVER": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     environ |= service_links("vllm-router", "10.96.3.3")
     monkeypatch.setattr(vllm.envs, "environment_variables", None)
@@ -307,7 +307,7 @@ def test_addresses_builds_and_timeouts_among_vllms_variables_do_not_count() -> N
         ("", {"VLLM_PLUGINS"}),
     ],
 )
-def test_list_of_plugins_counts_if_it_leaves_one_out(
+def test_plugin_list_counts_if_it_leaves_out_a_plugin(
     monkeypatch: pytest.MonkeyPatch, allowed: str | None, left_out: set[str]
 ) -> None:
     entries = [
@@ -367,7 +367,7 @@ def test_engine_at_defaults_logs_nothing(plain: Any, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_workers_do_not_log_what_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_do_not_log_the_identity(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     log_once.cache_clear()
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
@@ -382,6 +382,6 @@ class _Held:
     held: Any = None
 
 
-def test_object_in_config_that_counts_by_type_is_shown() -> None:
+def test_object_in_config_is_shown_by_its_type() -> None:
     assert readable(identity(_Held({"at": print}), {}))["held"].startswith("(")
     assert readable(identity(_Held(print), {})) == {"held": "builtins.print"}

@@ -154,8 +154,8 @@ def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [CrossAttentionSpec, EncoderOnlyAttentionSpec])
-def test_kind_of_kv_that_is_not_of_a_prefix_is_refused(kind: Any) -> None:
-    """As any kind is that a later vLLM may add."""
+def test_kind_of_kv_not_known_to_depend_on_prefix_alone_is_refused(kind: Any) -> None:
+    """Any kind that a later vLLM adds is refused as well."""
     assert f"has layers of {kind.__name__}" in refusal(engines.attention(kind))
 
 

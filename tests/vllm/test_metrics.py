@@ -50,8 +50,8 @@ def test_only_changes_are_told(metrics: Metrics) -> None:
     assert told == {"vllm:kvtiers_bytes": {("fs", "load"): 10}}
 
 
-def test_series_that_did_not_change_are_not_looked_at(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks in every step of its scheduler."""
+def test_unchanged_series_are_not_read(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks for stats in every step of its scheduler, so the call must be cheap."""
     exporter = StatsExporter(metrics)
     exporter.take()
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
@@ -69,7 +69,7 @@ def test_series_that_did_not_change_are_not_looked_at(metrics: Metrics, monkeypa
     assert read == [("kvtiers_bytes_total", ("fs", "load"))]
 
 
-def test_vllms_own_names_are_fed_with_the_same_changes() -> None:
+def test_vllm_metrics_get_the_same_changes() -> None:
     metrics = Metrics()
     exporter = StatsExporter(metrics, tiering_names=True)
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)

@@ -1,4 +1,4 @@
-"""Models of which a token's KV depends on more than the tokens before it."""
+"""Models in which the KV of a token depends on more than the tokens before it are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_refused(model: Any) -> bool:
 
 
 @pytest.mark.parametrize("rope_type", ["default", *sorted(ROPE_INIT_FUNCTIONS)])
-def test_rope_of_transformers_is_refused_where_it_depends_on_later_tokens(rope_type: str, model_folder: Path) -> None:
+def test_rope_of_transformers_is_refused_if_it_depends_on_later_tokens(rope_type: str, model_folder: Path) -> None:
     """Compares the same position in a short and in a long prompt."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": ORIGINAL_TOKENS}
     embedding = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, rope_parameters=rope_of(rope_type)))
@@ -64,11 +64,11 @@ def test_rope_of_transformers_is_refused_where_it_depends_on_later_tokens(rope_t
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_rope_of_vllm_is_accepted(rope_type: str, model_folder: Path) -> None:
-    """It has one table for all lengths; which one it is counts in the revision (``weights._by_length``)."""
+    """It has one table for all lengths. The choice of table counts in the revision (``weights._by_length``)."""
     assert not is_refused(model_config(model_folder, rope_of(rope_type), "vllm"))
 
 
-def test_rope_refusal_names_what_is_accepted(model_folder: Path) -> None:
+def test_rope_refusal_names_accepted_types(model_folder: Path) -> None:
     """All three ways ask for the revision when they start."""
     model = model_config(model_folder, rope_of("dynamic"), "transformers")
     with pytest.raises(ConfigError, match=r"^rope_type: is dynamic, .*--model-impl vllm.* linear, llama3, "):

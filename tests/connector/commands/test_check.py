@@ -594,7 +594,7 @@ def make_store(options):
         ({"class": "MemoryStore", "max_bytes": "1GiB"}, "tiers[0].max_bytes: needs other processes, but only the pr"),
     ],
 )
-def test_check_of_custom_store_does_what_an_engine_does(
+def test_check_of_custom_store_makes_the_calls_of_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str | None
 ) -> None:
     (tmp_path / "kvtiers_check_custom.py").write_text(CUSTOM)

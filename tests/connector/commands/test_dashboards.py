@@ -222,7 +222,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
 def test_alert_keeps_and_prints_the_instance(rule: dict[str, Any]) -> None:
-    """With many replicas, an alert without it says that something is wrong somewhere."""
+    """With many replicas, an alert without its instance does not say which replica to look at."""
     grouped = re.findall(r"\bby \(([^)]*)\)", rule["expr"])
     assert all("instance" in labels.split(", ") for labels in grouped)
     assert "{{ $labels.instance }}" in rule["annotations"]["summary"]

@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     space = one(findings, "min_free", "tiers[3]")
     assert space.level == "problem"
     assert "min_free" in space.fix
-    assert one(findings, "rights", "tiers[3]").level == "ok"  # the reserve is no matter of rights
+    assert one(findings, "rights", "tiers[3]").level == "ok"  # a used-up reserve is not a problem of rights
 
 
 @pytest.mark.parametrize(("options", "level"), [({}, "problem"), ({"auth": "gmac", "keys_env": "K"}, "note")])
@@ -729,8 +729,8 @@ def test_doctor_finds_all_that_check_finds(tmp_path: Path, tiers: list[dict[str,
     assert [finding for finding in found if finding.level == "problem" and not finding.fix] == []
 
 
-def test_advice_is_given_only_where_it_holds_for_every_cause(tmp_path: Path) -> None:
-    """Only an error knows its cause: what to do comes from its own message, or holds for every error of its kind."""
+def test_generic_fix_of_finding_holds_for_every_cause(tmp_path: Path) -> None:
+    """Only an error knows its cause: the fix comes from its message, or holds for every error of its kind."""
     folder, s3, url, own = deployment(
         fs(tmp_path),
         {"type": "s3", "bucket": "kvb"},
@@ -759,7 +759,7 @@ def test_advice_is_given_only_where_it_holds_for_every_cause(tmp_path: Path) -> 
     assert findings.of_error("tiers[0]", StoreConfigError("it is wrong; write right")).fix == "write right"
 
 
-def test_damaged_reads_are_named_as_such_and_not_as_a_fault_of_the_storage() -> None:
+def test_doctor_with_damaged_reads_blames_the_host_and_not_the_storage() -> None:
     class Damaged(MemoryStore):
         def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
             super().get_into(key, parts)

@@ -21,13 +21,13 @@ from tests.connector.commands.test_storage_commands import root as root  # a fix
 from tests.identity import FakeSpec
 from tests.s3_clients import use_credentials
 
-#: A date, as in names of backups, is a digest, too: only the content tells a namespace.
+#: A date, as in names of backups, looks like a namespace's digest. Only the content shows whether it is a namespace.
 DATED = "photos_202311271200"
 
 
 @pytest.fixture
 def strange(tmp_path: Path) -> Path:
-    """A folder that kvtiers never wrote, in which names occur that kvtiers uses."""
+    """A folder that kvtiers never wrote, with some names that kvtiers uses, too."""
     strange = tmp_path / "strange"
     for name in (
         *(".tmp/thesis.txt", ".quarantine/sample", f"{DATED}/config.json", f"{DATED}_r0/000/00_g0/mine.bin"),
@@ -61,7 +61,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kept", ["all", ".tmp", ".quarantine", DATED, "_kvtiers", ".ssh"])
-def test_destructive_command_refuses_folder_that_nothing_marks_as_ours(
+def test_destructive_command_refuses_folder_without_mark_of_kvtiers(
     strange: Path, command: tuple[str, ...], kept: str
 ) -> None:
     for path in list(strange.iterdir()):
@@ -78,14 +78,14 @@ def test_destructive_command_refuses_folder_that_nothing_marks_as_ours(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_destructive_command_accepts_empty_folder(tmp_path: Path, command: tuple[str, ...]) -> None:
-    """A job of cron may run before the engine's first start."""
+    """A cron job may run before the engine's first start."""
     (tmp_path / "kv" / "lost+found").mkdir(parents=True)
     name, *options = command
     ok(name, str(tmp_path / "kv"), *options)
 
 
 @pytest.mark.parametrize("mark", ["identity", "records", "blocks", "leftovers"])
-def test_gc_accepts_whatever_marks_a_folder_as_ours(tmp_path: Path, mark: str) -> None:
+def test_gc_accepts_folder_with_any_mark_of_kvtiers(tmp_path: Path, mark: str) -> None:
     folder = tmp_path / "kv"
     store = LocalStore(folder)
     if mark == "identity":
@@ -128,7 +128,7 @@ def test_gc_of_shared_folder_removes_only_own_files_and_dry_run_counts_them(root
     assert not (root / NAMES[-1]).exists()
 
 
-def test_engine_that_starts_on_a_used_folder_touches_nothing_of_others(strange: Path) -> None:
+def test_engine_started_on_folder_with_foreign_files_keeps_them(strange: Path) -> None:
     before = contents(strange)
     store = LocalStore(strange)
     open_namespace(store, FileMapper.from_offloading_spec("", FakeSpec()))
@@ -171,7 +171,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
         store.close()
 
 
-def test_bucket_shared_with_others_is_refused_until_it_holds_something_of_ours(tmp_path: Path, bucket: S3Store) -> None:
+def test_bucket_with_foreign_objects_is_refused_until_kvtiers_has_written_to_it(
+    tmp_path: Path, bucket: S3Store
+) -> None:
     others = [f"{DATED}_r0/a.jpg", f"{DATED}/config.json", ".tmp", "x/notes"]
     client = boto3.client("s3")
     for key in others:

@@ -148,7 +148,7 @@ def test_du(root: Path) -> None:
 def test_du_keeps_each_namespace_on_one_line(
     root: Path, monkeypatch: pytest.MonkeyPatch, columns: str, terminal: str
 ) -> None:
-    """A name is there to be copied, and a pipe is there to be read by a program."""
+    """Names must be easy to copy, and output in a pipe easy to parse."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("FORCE_COLOR", terminal)
     monkeypatch.setenv("TERM", "dumb")

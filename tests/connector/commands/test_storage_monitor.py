@@ -168,7 +168,7 @@ def block(namespace: str, digits: str = "0000000", rank: int = 0) -> str:
     return f"{namespace}_r{rank}/{digits[:3]}/{digits[3:5]}_g0/{digits}.bin"
 
 
-A, B = "a_aaaaaaaaaaaa", "b_bbbbbbbbbbbb"  # as du and show name them
+A, B = "a_aaaaaaaaaaaa", "b_bbbbbbbbbbbb"  # names as du and show print them
 
 
 def test_blocks_are_counted_by_namespace(bench: Bench) -> None:

@@ -158,9 +158,7 @@ def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> 
 
 
 @pytest.mark.parametrize(("bad", "removed"), [(3, 3), (4, 0), (COUNT, 0)])
-def test_repair_of_many_bad_blocks_removes_nothing_without_a_word(
-    config: str, root: Path, bad: int, removed: int
-) -> None:
+def test_repair_of_many_bad_blocks_without_terminal_needs_yes(config: str, root: Path, bad: int, removed: int) -> None:
     for name in NAMES[:bad]:
         flip(root / name, 100)
     code, out = run(config, "--repair")

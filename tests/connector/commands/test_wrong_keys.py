@@ -1,4 +1,4 @@
-"""Keys that were lost or rotated make misses of intact blocks: no command may call such a storage good."""
+"""Lost or rotated keys: intact blocks are misses, and no command may call such a storage good."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_verify_counts_blocks_under_unknown_keys_and_fails(config: str, tmp_path
     assert (tier["unknown_keys"], tier["bad_count"]) == ({OLD_ID: COUNT}, 0)
 
 
-def test_verify_of_a_folder_alone_judges_no_keys(config: str, tmp_path: Path) -> None:
+def test_verify_of_a_folder_without_config_does_not_judge_keys(config: str, tmp_path: Path) -> None:
     use_keys(tmp_path, NEW)
     assert run("verify", str(tmp_path / "kv"))[0] == 0
 

@@ -1,4 +1,4 @@
-"""PrefixStore on storage that others may write to: links, special files, forged manifests, and writers at once."""
+"""PrefixStore on storage that others may write to: links, special files, forged manifests, and racing writers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_link_below_root_is_neither_read_nor_written_nor_emptied(
         assert load(make_store(tmp_path / "shared")).keys() == set(LAYERS)
     store.files.delete_layers(FOLDER)
     chunks = ChunkStore(open_tool_store(place_at(str(root))), lambda _: None)
-    for key in (MANIFEST, str(attempt.relative_to(root))):  # as a collector does that listed them before
+    for key in (MANIFEST, str(attempt.relative_to(root))):  # like a collector that listed these names before
         with contextlib.suppress(StoreError):
             chunks.delete(key)
     assert contents(home) == before
@@ -147,7 +147,7 @@ def test_other_files_in_layers_folder_stay_when_chunk_is_removed(tmp_path: Path)
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(others[:2])
 
 
-def test_root_may_be_a_link_and_may_be_pointed_elsewhere(tmp_path: Path) -> None:
+def test_root_that_is_a_link_is_followed_after_its_target_changes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     link = tmp_path / "link"
@@ -260,7 +260,7 @@ def forge(root: Path, content: object) -> None:
 
 
 def check_is_replaced(root: Path) -> None:
-    """Whatever the manifest says, it is a miss, and the next store replaces it."""
+    """Check that the forged chunk is a miss, and that the next store replaces it."""
     store = store_at(str(root))
     store.note_uses([Chunk(MANIFEST, 2)])
     tracemalloc.start()
@@ -352,7 +352,7 @@ def test_any_layer_loads_or_is_discarded(tmp_path: Path, header: Any, entry: Any
         assert found[LAYERS[0]].nbytes <= 64
 
 
-def test_layer_larger_than_the_engines_is_discarded_before_memory_is_allocated(tmp_path: Path) -> None:
+def test_layer_larger_than_the_engines_layers_is_discarded_before_memory_is_allocated(tmp_path: Path) -> None:
     huge = 1 << 30
     forge_layer(tmp_path, {"kv": GOOD})
     (layer,) = tmp_path.rglob("*.safetensors")
@@ -370,7 +370,7 @@ def test_layer_larger_than_the_engines_is_discarded_before_memory_is_allocated(t
     assert store.match(HASHES) == []
 
 
-def test_layer_as_large_as_the_engines_is_loaded(tmp_path: Path) -> None:
+def test_layer_as_large_as_the_engines_layers_is_loaded(tmp_path: Path) -> None:
     store, layers = store_at(str(tmp_path)), layers_of(2)
     store.publish(HASHES, layers)
     (chunk,) = store.match(HASHES)
@@ -384,7 +384,7 @@ def test_layer_as_large_as_the_engines_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket", "s3fs", "memory"])
-def test_writer_that_loses_removes_its_own_layers(
+def test_slower_writer_of_a_chunk_removes_its_own_layers(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     options = None

@@ -432,7 +432,7 @@ def test_damaged_reads_remove_and_replace_one_chunk_at_most(
     assert {path: path.read_bytes() for path in every_file(tmp_path)} == left
 
 
-def test_good_manifests_read_by_a_lookup_clear_no_doubt_about_layers(
+def test_good_manifests_do_not_clear_doubt_about_layers(
     tmp_path: Path,
 ) -> None:
     store, prompts = store_at(str(tmp_path)), [hashes_of(10 * n, 10 * n + 1) for n in range(4)]

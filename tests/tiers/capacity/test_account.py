@@ -460,7 +460,7 @@ def test_what_the_seeming_dead_reserve_during_a_measurement_stays_counted() -> N
     assert used_bytes(store) == 600
 
 
-def test_record_that_is_read_wrongly_before_its_removal_stays() -> None:
+def test_record_misread_before_its_removal_stays() -> None:
     store, bounded, clock = make()
     measure(store, clock())
     bounded.put("a", as_parts(bytes(300)))

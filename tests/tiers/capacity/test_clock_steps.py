@@ -1,4 +1,4 @@
-"""Steps of the storage's clock: what they would make look old stays for a ttl."""
+"""Steps of the storage's clock: blocks that a step makes look old stay for one more ttl."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Machine:
     """A storage with a clock of its own, and a host that collects it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.passed_s = 0.0  # in truth
+        self.passed_s = 0.0  # true time, which no step changes
         self.storage_offset_s, self.host_offset_s = 1e9, 1e9
         self.boot = "this start"
         monkeypatch.setattr("kvtiers.tiers.capacity.collector.boot_id", lambda: self.boot)
@@ -87,8 +87,8 @@ def test_step_of_the_clock_removes_nothing_until_ttl_has_passed(
     assert machine.stored == 3
 
 
-def test_step_that_is_taken_back_removes_nothing(machine: Machine) -> None:
-    """A wrong clock is corrected. What was stored meanwhile is from the future."""
+def test_step_of_the_clock_that_is_reversed_removes_nothing(machine: Machine) -> None:
+    """A wrong clock is corrected later. Blocks stored meanwhile then have timestamps in the future."""
     machine.put(0)
     machine.collect()
     machine.storage_offset_s += 30 * DAY_S
@@ -117,8 +117,8 @@ def test_small_step_of_the_clock_changes_nothing(machine: Machine, caplog: pytes
 
 
 @pytest.mark.parametrize("boot", ["this start", "another machine"])
-def test_root_that_nobody_uses_for_its_ttl_is_emptied_at_once(machine: Machine, boot: str) -> None:
-    """Its engine measures it all the time, or a command does on another machine, whose clock need not be this one's."""
+def test_root_measured_but_unused_for_ttl_is_emptied(machine: Machine, boot: str) -> None:
+    """An engine measures the root regularly, or a command does on another machine with another clock."""
     machine.put(0)
     machine.collect()
     for _ in range(8):
@@ -129,14 +129,14 @@ def test_root_that_nobody_uses_for_its_ttl_is_emptied_at_once(machine: Machine, 
     assert machine.stored == 0
 
 
-def test_root_that_was_not_measured_for_its_ttl_is_emptied_on_the_machine_that_measured_it(machine: Machine) -> None:
+def test_root_not_measured_for_ttl_is_emptied_on_the_same_machine(machine: Machine) -> None:
     machine.put(0)
     machine.collect()
     machine.passed_s += 30 * DAY_S
     assert machine.collect().removed_blobs["ttl"] == 1
 
 
-def test_root_that_was_not_measured_for_its_ttl_waits_after_a_restart(machine: Machine) -> None:
+def test_root_not_measured_for_ttl_waits_after_a_restart(machine: Machine) -> None:
     """The machine may have started with a wrong clock."""
     machine.put(0)
     machine.collect()
@@ -156,8 +156,8 @@ def test_ttl_shorter_than_the_time_between_two_machines_measurements_removes(mac
     assert machine.stored == 0
 
 
-def test_first_collection_waits_if_the_storages_clock_is_wrong(machine: Machine) -> None:
-    """By hand, say: a server's clock has been stepped, and nothing was measured before."""
+def test_first_collection_waits_if_storage_and_host_clocks_differ(machine: Machine) -> None:
+    """Such as ``kvtiers gc`` after a step of the server's clock, on a root that was never measured."""
     machine.put(0)
     machine.storage_offset_s += 30 * DAY_S
     machine.passed_s += 600.0
@@ -166,10 +166,10 @@ def test_first_collection_waits_if_the_storages_clock_is_wrong(machine: Machine)
     assert machine.collect().ttl_waits_s == TTL_S / 2
     assert machine.stored == 1
     machine.passed_s += TTL_S
-    assert machine.collect().removed_blobs["ttl"] == 1  # a clock that stays wrong keeps no block for ever
+    assert machine.collect().removed_blobs["ttl"] == 1  # a clock that stays wrong does not keep blocks forever
 
 
-def test_collector_without_ttl_leaves_a_step_to_be_noticed(machine: Machine) -> None:
+def test_step_during_a_collection_without_ttl_is_noticed_later(machine: Machine) -> None:
     machine.put(0)
     machine.collect()
     machine.storage_offset_s += 30 * DAY_S
@@ -179,7 +179,7 @@ def test_collector_without_ttl_leaves_a_step_to_be_noticed(machine: Machine) -> 
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_dry_run_goes_by_the_storages_clock_if_it_is_known(machine: Machine, measured: bool) -> None:
+def test_dry_run_uses_storage_clock_if_it_is_known(machine: Machine, measured: bool) -> None:
     if measured:
         machine.collect()
     machine.put(0)

@@ -125,7 +125,7 @@ def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink)
 def test_collector_that_hangs_is_killed_and_started_again(
     root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if the thread that sends uses waits for it."""
+    """Even if the thread that sends uses is blocked by the hanging process."""
     wait_for(lambda: any("report" in message for message in link.take_reports()))
     process = link._process
     assert process is not None
@@ -143,7 +143,7 @@ def test_collector_that_hangs_is_killed_and_started_again(
     assert f"its collector (process {process.pid}) has not answered for" in caplog.text
 
 
-def test_collector_says_that_it_is_alive_while_it_rests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_collector_sends_signs_of_life(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[bytes] = []
     lines = CollectorLink._lines
 
@@ -203,7 +203,7 @@ def test_collector_without_max_bytes_and_ttl_starts_when_the_storage_is_full(
         wait_for(lambda: link._uses.empty())
         assert link.works
         assert link._process is None
-        assert len(link._unnoted) == len(KEYS)  # remembered once
+        assert len(link._unnoted) == len(KEYS)  # each use is remembered once
         link.note_full()
         wait_for(lambda: any("report" in message for message in link.take_reports()))
         wait_for(lambda: not link._unnoted)  # uses from before its start are noted, too
@@ -481,8 +481,8 @@ def test_what_is_stored_anew_is_not_told_as_removed_afterwards(root: Path, monke
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_removal_told_after_a_store_is_judged_by_the_storage(root: Path, is_there: bool) -> None:
-    """A collector tells of a batch of removals when it ends. A block may be stored again meanwhile, or before."""
+def test_removal_reported_after_a_store_is_checked_in_the_storage(root: Path, is_there: bool) -> None:
+    """A collector reports a batch of removals when the batch ends. Meanwhile a block may be stored again."""
     region = np.ones((ROWS, ROW_BYTES), np.int8)
     config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
     tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
@@ -509,7 +509,7 @@ def test_removal_told_after_a_store_is_judged_by_the_storage(root: Path, is_ther
         tier.shutdown()
 
 
-def test_removal_since_the_last_store_is_told_at_once(link: CollectorLink) -> None:
+def test_removal_after_the_last_store_is_reported_at_once(link: CollectorLink) -> None:
     link.close()
     link._reader.join()  # what follows is the reader's
     link.note_stored(KEYS[:2])
@@ -517,7 +517,7 @@ def test_removal_since_the_last_store_is_told_at_once(link: CollectorLink) -> No
     assert link.take_removed(9) == (list(KEYS[:3]), [])
 
 
-def test_removals_are_all_in_doubt_while_more_stores_than_are_remembered_came_since(
+def test_removal_before_stores_that_are_not_remembered_is_in_doubt(
     link: CollectorLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link.close()
@@ -568,7 +568,7 @@ def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     indirect=["small"],
 )
 def test_full_disk_without_other_limits_loses_its_oldest_blocks(small: Path, min_free: object) -> None:
-    """min_free is reached; the disk is full; its inodes are used up."""
+    """Three cases: min_free is reached, the disk is full, its inodes are used up."""
     region = np.ones((ROWS, 16 * ROW_BYTES), np.int8)
     config = {"type": "fs", "root_dir": str(small / "kv"), "min_free": min_free, "isolation": "thread"}
     tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())

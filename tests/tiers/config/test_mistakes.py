@@ -270,7 +270,7 @@ def test_a_variable_that_does_not_fit_is_named_without_its_value(
         ("/kv/$(date +%F)", "has a '$' that begins no variable"),
     ],
 )
-def test_dollar_that_begins_no_variable_is_refused(text: str, expected: str) -> None:
+def test_dollar_without_variable_is_refused(text: str, expected: str) -> None:
     assert expected in told_of(FS | {"root_dir": text})
     assert expected in told_of({"type": "fsspec", "url": f"gs://b{text}"})
     in_login = parse_tier({"type": "fsspec", "url": f"sftp://me:{text[4:]}@host/kv"})
@@ -397,7 +397,7 @@ def test_a_buckets_url_is_told_as_options() -> None:
         ),
     ],
 )
-def test_text_that_yaml_reads_as_something_else_is_told_to_be_quoted(tmp_path: Path, written: str, told: str) -> None:
+def test_unquoted_text_of_another_yaml_type_error_says_to_quote_it(tmp_path: Path, written: str, told: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"region: {{size: 1MiB}}\ntiers: [{{type: s3, bucket: kvb, region: {written}}}]\n")
     with pytest.raises(ConfigError) as caught:
@@ -407,7 +407,7 @@ def test_text_that_yaml_reads_as_something_else_is_told_to_be_quoted(tmp_path: P
     assert dict(load_config(path).tiers[0])["storage_class"] == written
 
 
-def test_value_of_another_kind_is_not_told_to_be_quoted() -> None:
+def test_value_of_wrong_type_error_does_not_say_to_quote_it() -> None:
     assert "quotes" not in told_of(S3 | {"region": ["no"]})
     assert "quotes" not in told_of(FS | {"durability": False})
 

@@ -48,7 +48,7 @@ def make_memory(options: Mapping[str, Any]) -> Store:
 
 
 def make_local(options: Mapping[str, Any]) -> Store:
-    """A store of a custom tier. ``how``, in a file beside its root, says what happens instead."""
+    """Make the store of a custom tier, or fail in the way that the file ``how`` beside the root says."""
     root = options["root"]
     while os.path.exists(how := f"{root}.how"):
         with open(how, encoding="ascii") as file:
@@ -106,7 +106,7 @@ class OddStore(LocalStore):
 
 
 class IntrudingStore(LocalStore):
-    """A store whose library forks, writes into its process's socket, and writes into parts of a put."""
+    """A store whose library forks, writes into its worker's socket, and writes into parts of a put."""
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         if key == "scribble":
@@ -136,7 +136,7 @@ class IntrudingStore(LocalStore):
         elif key.startswith("stray-"):
             threading.Thread(target=self._intrude, args=(key,), daemon=True).start()
             if key != "stray-later":
-                threading.Event().wait()  # the call would otherwise be answered first
+                threading.Event().wait()  # otherwise the worker would answer the call first
         super().get_into(key, parts)
 
     def _intrude(self, key: str) -> None:

@@ -785,7 +785,7 @@ def test_a_fork_is_refused(make: Make) -> None:
     assert store.size("a") is None
 
 
-# ---- libraries that do what they must not ----------------------------------------------------------------------------
+# ---- libraries that break the rules ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["fork", "fork-in-c"])
@@ -808,7 +808,7 @@ def test_fork_that_returns_from_a_library_answers_nothing(make: Make, region: Re
 def test_child_of_a_killed_worker_cannot_write_into_the_region(
     make: Make, region: Region, tmp_path: Path, key: str
 ) -> None:
-    """Also one that leaves the worker's process group, and so outlives it."""
+    """Also a child that leaves the worker's process group, and so outlives the worker."""
     store = make(IntrudingStore)
     store.put(key, [region.block(0)])
     with deadline(store, 2.0), pytest.raises(StoreTimeoutError):

@@ -152,7 +152,7 @@ def test_a_changed_block_is_a_miss_and_healed(bench: Bench, caplog: pytest.LogCa
         assert np.array_equal(bench.rows[3:6], before[:3])
 
 
-def test_bad_blocks_in_a_row_stay_and_cut_tier_off_until_one_is_good(tmp_path: Path) -> None:
+def test_bad_blocks_in_a_row_stay_and_cut_tier_off_until_a_block_is_good(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "kv", circuit_probe_s=0.001)
     before = bench.fill(1)
     blocks = list(range(8))

@@ -471,7 +471,7 @@ def test_a_folder_in_itself_is_listed_once(local: FsspecStore, monkeypatch: pyte
 def test_listing_of_names_not_asked_for_is_refused(
     local: FsspecStore, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
-    """A collector would delete what has the same key in this root."""
+    """A collector would delete the blob that has the same key in this root."""
     local.put("a/b", as_parts(b"1"))
     entry = {"name": other.format(root=local._place.root), "size": 1, "type": "file"}
     ls = LocalFileSystem.ls
@@ -480,7 +480,7 @@ def test_listing_of_names_not_asked_for_is_refused(
         list_keys(local)
 
 
-def test_tree_of_names_not_asked_for_is_refused(s3: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_with_names_outside_the_folder_is_refused(s3: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.put("a/b/c/d", as_parts(b"1"))
     assert list_keys(s3) == ["a/b/c/d"]
     root = s3._place.root
@@ -739,7 +739,7 @@ def test_hugging_face_url_is_opened_without_stale_listings(monkeypatch: pytest.M
     assert store.size_many(["c"]) == [3]
 
 
-def test_driver_with_listings_of_its_own_is_not_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_with_own_listings_cache_is_not_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     drivers = set()
 
     def info(driver: Any, path: str) -> dict[str, Any]:

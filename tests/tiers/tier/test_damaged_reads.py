@@ -1,4 +1,4 @@
-"""A host whose reads are damaged on the way, by its memory, its network or a proxy, must not destroy good blocks."""
+"""A host whose memory, network or proxy damages its reads must not destroy good blocks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PROBE_S = 5.0
 
 
 class Storage(MemoryStore):
-    """A storage that is good, and this host's reads of it.
+    """A good storage, whose blobs this host may read wrongly.
 
     Attributes:
-        flips_at: the byte that each read of a blob or of its end gets wrong; None: none.
+        flips_at: index of the byte that each read of a blob or of its end gets wrong; None: reads are good.
         lists: whether keys may be listed.
         on_replace: raised by a put that replaces a blob.
     """
@@ -119,7 +119,7 @@ class Bench:
         return self.run(tier, keys, is_load=True)
 
     def rot(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the storage itself be wrong."""
+        """Damage the blocks in the storage itself."""
         for key in keys:
             name = self.tiers[0].mapper.relative_name(key)
             blob = bytearray(self.storage.blobs()[name])
@@ -127,7 +127,7 @@ class Bench:
             self.storage.put(name, [memoryview(blob)], overwrite=True)
 
     def probe(self, tier: StoreTierManager) -> str:
-        """Let a probe begin and end; returns the circuit's state."""
+        """Run a probe to its end; returns the circuit's state."""
         self.clock.advance(PROBE_S + 1)
         tier.on_schedule_end()
         tier.drain_jobs()
@@ -182,7 +182,7 @@ def test_tier_with_damaged_reads_is_used_again_once_a_probe_reads_a_good_block(
     assert len(errors_in(caplog)) == 1
 
 
-def test_probe_of_reads_needs_no_right_to_list(bench: Bench) -> None:
+def test_probe_of_reads_works_without_permission_to_list(bench: Bench) -> None:
     tier = bench.tier()
     bench.store(tier)
     bench.storage.flips_at, bench.storage.lists = 0, False
@@ -205,7 +205,7 @@ def test_tier_whose_first_blocks_have_rotted_is_used_again_and_healed(bench: Ben
     assert bench.load(tier) == set(KEYS)
 
 
-def test_probe_that_finds_no_block_left_closes_the_circuit(bench: Bench) -> None:
+def test_probe_without_blocks_to_read_closes_the_circuit(bench: Bench) -> None:
     tier = bench.tier()
     bench.store(tier)
     bench.storage.flips_at = 0
@@ -215,7 +215,7 @@ def test_probe_that_finds_no_block_left_closes_the_circuit(bench: Bench) -> None
     assert bench.probe(tier) == "closed"
 
 
-def test_bad_blocks_below_the_limit_or_with_a_good_one_between_cut_nothing_off(bench: Bench) -> None:
+def test_bad_blocks_below_limit_or_with_good_block_between_do_not_cut_tier_off(bench: Bench) -> None:
     tier = bench.tier()
     bench.store(tier)
     bench.rot(KEYS[:-1])
@@ -240,7 +240,7 @@ def test_damaged_trailers_found_by_stores_cut_tier_off(bench: Bench, caplog: pyt
 
 
 def test_storage_without_room_loses_no_more_than_a_few_blocks_to_damaged_reads(bench: Bench) -> None:
-    """A block that cannot be replaced is moved aside first, which a damaged read must not do to all blocks."""
+    """Where blocks cannot be replaced, a bad block is moved aside first. Damaged reads must not do so to all blocks."""
     tier = bench.tier(n_read_threads=1, n_write_threads=1)
     bench.store(tier)
     name = tier.mapper.relative_name(KEYS[0])
@@ -253,7 +253,7 @@ def test_storage_without_room_loses_no_more_than_a_few_blocks_to_damaged_reads(b
     assert name in before
 
 
-def test_good_block_that_only_the_check_before_a_store_read_wrongly_is_not_moved_aside(bench: Bench) -> None:
+def test_good_block_misread_by_the_check_before_a_store_is_not_moved_aside(bench: Bench) -> None:
     tier = bench.tier()
     bench.store(tier)
     before = bench.storage.blobs()

@@ -517,11 +517,11 @@ def test_limits_below_one_are_refused(bad: tuple[int, int, int, int]) -> None:
 
 
 class TestCallbacksThatRaise:
-    """A job is reported, and its thread works on, whatever the tier's own code does."""
+    """If the tier's callbacks raise, the job is still reported and the thread goes on."""
 
     @staticmethod
     def outcomes(**callbacks: Any) -> list[tuple[object, ...]]:
-        """Of two jobs: the first with the callbacks' faults, the second after them."""
+        """Outcomes of two jobs: the callbacks fail in the first, and work in the second."""
         pool = Pool(1, 1, name="test", jobs_max=9, cost_max=9, **{"run": call_each, **callbacks})
         try:
             pool.submit(1, [lambda: 1] * 40, is_read=True)
@@ -532,7 +532,7 @@ class TestCallbacksThatRaise:
             assert pool.shutdown(120)
 
     @pytest.mark.parametrize("outcomes", [[], [1, 2], None, 5])
-    def test_run_that_returns_no_outcome_per_task_fails_its_tasks(self, outcomes: Any) -> None:
+    def test_run_with_wrong_number_of_outcomes_fails_its_tasks(self, outcomes: Any) -> None:
         first, second = self.outcomes(run=lambda tasks: outcomes if tasks[0]() == 1 else [2])
         assert all(isinstance(each, TypeError) for each in first)
         assert second == (2,)

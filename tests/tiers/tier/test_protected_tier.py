@@ -109,7 +109,7 @@ def failures(tier: FileSystemTierManager, reason: str) -> float:
 
 @both
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_unknown_key_is_named_once_with_the_engines_own_keys(
+def test_unknown_key_is_logged_once_with_the_engines_keys(
     bench: Bench, options: dict[str, Any], isolation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.run(bench.tier(OLD, **options), "store", KEYS)

@@ -1508,7 +1508,7 @@ class KeepsAll(MemoryStore):
 
 
 class NeverReplaces(MemoryStore):
-    """There is no room for a blob beside the one that it replaces.
+    """A store without room for a new blob while the blob that it replaces exists.
 
     Args:
         on_quarantine: raised if a blob is to be moved aside; None: it can be.
@@ -1668,7 +1668,7 @@ def test_a_tiers_name_is_text_whatever_yaml_makes_of_it(name: Any, label: str) -
 
 
 class KeepingStore(MemoryStore):
-    """Keeps what it gets for longer than a call, as a library with threads may."""
+    """Keeps a call's parts after the call, as a library with threads may."""
 
     def __init__(self, keep: Callable[[memoryview], object]) -> None:
         super().__init__()
@@ -1701,7 +1701,7 @@ def test_store_that_keeps_parts_cannot_write_into_them_after_the_job(
     tier = bench.tier(store=store)
     bench.fill(1)
     assert bench.store(tier, KEYS[:2]).success
-    assert bench.store(tier, KEYS[:2]).success  # found there
+    assert bench.store(tier, KEYS[:2]).success  # the blocks are present already
     assert store.read_only == {True}
     store.error = error
     assert bench.load(tier, KEYS[:2]).success == (error is None)
@@ -1713,7 +1713,7 @@ def test_store_that_keeps_parts_cannot_write_into_them_after_the_job(
 
 @ONE_BENCH
 @pytest.mark.parametrize("error", ERRORS)
-def test_load_whose_slot_the_store_still_uses_is_reported_when_it_does_not(
+def test_load_is_reported_only_after_the_store_has_released_its_slot(
     bench: Bench, error: type[BaseException] | None
 ) -> None:
     store = KeepingStore(np.frombuffer)  # its memory stays reachable although the part is released

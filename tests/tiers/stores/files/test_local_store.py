@@ -475,10 +475,10 @@ def test_private_files_of_dead_writers_are_swept(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
-def test_files_of_others_in_the_stores_own_folders_are_kept_and_not_counted(
+def test_foreign_files_in_the_stores_folders_are_kept_and_not_counted(
     tmp_path: Path, store_class: type[LocalStore]
 ) -> None:
-    """Other programs use folders of these names, too."""
+    """Other programs may use folders with these names, too."""
     names = publish.PrivateNames()
     own = names.make()
     outside = tmp_path / "outside"

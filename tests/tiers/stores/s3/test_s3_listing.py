@@ -1,4 +1,4 @@
-"""Listings of servers that repeat pages, list other names than were asked for, or send entries that cannot be read."""
+"""Listings of servers that repeat pages, list names that were not asked for, or send entries that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_listing_with_progress_is_complete_in_any_order(store: S3Store, monkeypa
 
 
 def test_listing_with_few_pages_without_names_is_complete(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a bucket whose objects were deleted, and that keeps their versions."""
+    """Such as the listing of a versioned bucket in which many objects were deleted."""
     last = STALLED_PAGES_MAX - 1
     answer_listings(monkeypatch, lambda n: cut_off(n) if n < last else entries("p/a"))
     assert [*names_of(store)] == ["a"]

@@ -67,7 +67,7 @@ def refuse_puts(*, having: str = "", status: int = 400, code: str = "") -> Gate:
 
 
 def uploads_of(server: HttpFaultServer, call: Callable[[], object]) -> int:
-    """How often the call sends a blob."""
+    """Number of times that the call sends a blob."""
     before = len(server.requests("PUT"))
     with suppress(StoreError):
         call()

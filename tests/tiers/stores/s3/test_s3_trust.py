@@ -1,4 +1,4 @@
-"""Which certificates the clients of S3 trust: all the same, on each version of Python."""
+"""All clients of S3 trust the same certificates, on each version of Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options(boto_models_once: None, request: pytest.FixtureRequest, monkeypatch:
 
 
 def serve_by_tls(folder: Path) -> HttpFaultServer:
-    """With what ``make_certificate`` made there."""
+    """A TLS server with the certificate that ``make_certificate`` made in the folder."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem")
     return HttpFaultServer(ssl_context=context)
