@@ -62,7 +62,7 @@ def fill(root: Path, count: int) -> None:
             os.makedirs(folder, exist_ok=True)
             made.add(folder)
         fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-        os.ftruncate(fd, size)  # without a page of its own: ten million fit into 10 GB of memory
+        os.ftruncate(fd, size)  # sparse, so that ten million files fit into 10 GB of memory
         os.close(fd)
         at = now - number * (AGE_S_MAX / count) - 60
         os.utime(path, (at, at))

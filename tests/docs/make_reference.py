@@ -43,9 +43,9 @@ Every key must be known. Keys at the top level that begin with `x-` are ignored,
 - **Paths** may begin with `~`. A relative path is relative to the folder of the YAML file. In options that vLLM gets
   as JSON, it is relative to the folder in which the engine was started.
 - **Environment variables** are replaced in every text: `$NAME`, `${NAME}`, and `${NAME:-default}` for a variable that
-  may be unset or empty. A variable that is unset or empty and has no default is an error, and so is a
-  dollar that begins no variable, such as Kubernetes' `$(NAME)`. `$$` is a dollar. Numbers and switches may be written
-  so, too: `n_read_threads: ${THREADS:-4}`. Not replaced: `keys_env`, `options`,
+  may be unset or empty. A variable that is unset or empty and has no default is an error. A dollar that does not begin
+  a variable is an error, too, such as Kubernetes' `$(NAME)`. Write `$$` for a dollar. Numbers and switches may use
+  variables, too: `n_read_threads: ${THREADS:-4}`. Not replaced: `keys_env`, `options`,
   `storage_options` and the options of a tier of your own. In a URL's login or query, an unset variable stays as it is
   written, because a password may hold a dollar.
 - **Secrets** have no place here. S3 credentials come from where every AWS tool looks for them, and keys for `auth`

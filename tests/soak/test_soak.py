@@ -46,7 +46,7 @@ def test_all_tiers(tmp_path: Path, record: Record, options: tuple[str, ...]) -> 
     assert report["violations"] == {}, report["details"]
     assert status == 0
     assert set(report["tiers"]) == {"fs", "nfs", "s3"}
-    assert report["blocks_loaded"] > 0  # how many is a matter of the machine's speed
+    assert report["blocks_loaded"] > 0  # the number depends on the machine's speed
     assert report["blocks_stored"] > 0
     assert sum(report["faults"].values()) > 0
     record(

@@ -30,7 +30,7 @@ def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     dollar.
 
     Raises:
-        VariableError: a variable is not set or empty and has no default, or a dollar begins no variable.
+        VariableError: a variable is not set or empty and has no default, or a dollar does not begin a variable.
     """
     if isinstance(value, list | tuple):
         return type(value)(expand(each, environ) for each in value)
@@ -51,7 +51,7 @@ def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
                     f"${{{in_parentheses}}}, and set that variable in the container's env"
                 )
             raise VariableError(
-                f"has a '{found[0]}' that begins no variable; "
+                f"has a '{found[0]}' that does not begin a variable; "
                 "write ${NAME} or ${NAME:-default}, and $$ for a dollar"
             )
         name = plain or braced

@@ -242,7 +242,7 @@ def test_what_was_expanded_is_not_expanded_again(monkeypatch: pytest.MonkeyPatch
     [
         (FS | {"max_bytes": "$NOT_SET"}, "max_bytes: '$NOT_SET' names the variable $NOT_SET, which is not set;"),
         (FS | {"name": "a${EMPTY}"}, "name: 'a${EMPTY}' names the variable ${EMPTY}, which is empty"),
-        (FS | {"root_dir": "/a/${B"}, "root_dir: '/a/${B' has a '${' that begins no variable"),
+        (FS | {"root_dir": "/a/${B"}, "root_dir: '/a/${B' has a '${' that does not begin a variable"),
         ({"type": "$NOT_SET"}, "type: '$NOT_SET' names the variable $NOT_SET, which is not set"),
         ({"type": "$SECRET"}, "type: '$SECRET', with its variables replaced, is not a tier type;"),
         (FS | {"max_bytes": "$SECRET"}, "max_bytes: '$SECRET', with its variables replaced, is not a size;"),
@@ -264,10 +264,10 @@ def test_a_variable_that_does_not_fit_is_named_without_its_value(
     ("text", "expected"),
     [
         ("/kv/$(POD_NAME)", "has $(POD_NAME), which Kubernetes replaces only in a container's command, args and env;"),
-        ("/kv/${POD-x}", "has a '${' that begins no variable; write ${NAME}"),
-        ("/kv/$", "has a '$' that begins no variable; write ${NAME}"),
+        ("/kv/${POD-x}", "has a '${' that does not begin a variable; write ${NAME}"),
+        ("/kv/$", "has a '$' that does not begin a variable; write ${NAME}"),
         ("/kv/$-x", "and $$ for a dollar"),
-        ("/kv/$(date +%F)", "has a '$' that begins no variable"),
+        ("/kv/$(date +%F)", "has a '$' that does not begin a variable"),
     ],
 )
 def test_dollar_without_variable_is_refused(text: str, expected: str) -> None:
