@@ -130,10 +130,10 @@ class SealError(KVTiersError):
 
     Attributes:
         reason: which check failed.
-        foreign: True if another reader may be able to use the blob. It has a newer version, an unknown checksum,
-            authentication scheme or key, or lies in a folder that engines share and is another engine's block or was
-            written without a seal by vLLM's own tier. A foreign blob counts as a miss and is never moved, replaced or
-            deleted.
+        foreign: True if another reader may be able to use the blob: it has a newer version, or an unknown checksum,
+            authentication scheme or key. In a folder that engines share, blocks of another engine are foreign, too,
+            and blocks that vLLM's own tier wrote without a seal. A foreign blob counts as a miss and is never moved,
+            replaced or deleted.
     """
 
     def __init__(self, reason: SealReason, message: str, *, foreign: bool = False) -> None:

@@ -108,8 +108,8 @@ class Store(ABC):
         # Behavior
         - If the storage knows before it reads that the blob's size differs from the total size of the parts, the parts
           stay unchanged. After any other error the content of the parts is undefined.
-        - When the call has ended, also by an error, nothing writes into the parts any more. The caller takes them back,
-          and waits as long as a thread of the store still has one.
+        - After the call has returned or raised, nothing may write into the parts. The caller takes them back, and waits
+          while a thread of the store still holds a part.
 
         Raises:
             BlobNotFoundError: nothing is stored under ``key``.

@@ -143,10 +143,12 @@ class Collector:
     def run(self, *, dry_run: bool = False) -> CollectReport | None:
         """Measure and remove. None: another collector is working, or died not long ago.
 
-        A dry run writes nothing, so it cannot ask for the storage's time: it goes by the last measurement, if that was
-        made on this machine since its start, else by this host's clock. It lists once: it counts the blocks to remove
-        for capacity by the histogram. If there is no space for a lease and no other way to learn the storage's time,
-        no block is too old and no writer is dead: blocks are removed only for space.
+        A dry run writes nothing, so it cannot ask for the storage's time. It derives the time from the last measurement
+        if that was made on this machine since its boot, and otherwise uses this host's clock. It lists once, and counts
+        the blocks to remove for capacity by the histogram.
+
+        If there is no space for a lease and no other way to learn the storage's time, no block counts as too old and no
+        writer as dead: blocks are removed only for space.
 
         Raises:
             StoreError: the storage could not be listed, or does not tell when blobs were written.

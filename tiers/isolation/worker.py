@@ -6,9 +6,9 @@ frames on a stream socket: two lengths (big-endian u32), a tag, a JSON text, raw
     request  [module, function, argument, bytes used in the scratch file]
     answer   [value, error]      error: null, or what the function raised
 
-Each request has a random tag, and its answer has the same tag. So nothing that a library writes into the socket passes
-for an answer, before an answer or in the middle of one. A process that a library forks can neither answer nor write
-into the region: the region is not mapped in forks, and a fork that returns from the library ends.
+Each request has a random tag, and its answer has the same tag. So bytes that a library writes into the socket cannot
+pass for an answer or for a part of an answer. A process that a library forks can neither answer nor write into the
+region: the region is not mapped in forks, and a fork ends when it returns from the library.
 
 Before the first request, the parent sends the worker's configuration, which gets an empty answer. Bytes of blobs are
 not in frames. They lie in the region or in the scratch file, a memfd that worker and parent share. A blob's parts are

@@ -73,9 +73,9 @@ TRIAL_BYTES: Final = 4096
 class _Place:
     """A driver's file system and the store's root in it; valid only in the process that made it.
 
-    A driver may keep listings in a cache of its own (hf:// does) instead of fsspec's, which can be turned off. Then
-    each thread gets its own driver, because the driver works on the cache during a call. The cache is emptied before
-    each call: its listings would be stale.
+    fsspec's cache of listings is turned off, but a driver may have a cache of its own (hf:// does). Then each thread
+    gets its own driver, because the driver works on the cache during a call. The cache is emptied before each call,
+    because its listings would be stale.
 
     Args:
         reopen: returns another instance of the driver.

@@ -133,10 +133,10 @@ class Window:
 class BlockMover:
     """Moves batches of blocks. Any thread may call.
 
-    A load never removes a block that it found bad: the read may have been damaged on this host, in its memory or on its
-    network, and other hosts may still read the block. The next store overwrites the block with the same content
-    (``must_replace``), which costs nothing if the block was good. Only a store that cannot overwrite a bad block moves
-    it aside, after reading it once more, and not after ``BAD_READS_MAX`` bad blocks in a row.
+    A load never removes a bad block: this host's memory or network may have damaged the read, and other hosts may read
+    the block well. The next store overwrites the block with the same content (``must_replace``), which does no harm if
+    the block was good. A store that cannot overwrite a bad block reads it once more and moves it aside, but not after
+    ``BAD_READS_MAX`` bad blocks in a row.
 
     Args:
         name: the tier's name, for logs.

@@ -49,7 +49,7 @@ class S3Control:
             token: from the previous page.
 
         Raises:
-            StoreConfigError: an entry is incomplete, or its name was not asked for: a caller might delete that object.
+            StoreConfigError: an entry is incomplete, or is outside the request. A caller might delete a wrong object.
         """
         more = {"ContinuationToken": token, "Delimiter": delimiter}
         page = self._list(Prefix=prefix, **{name: value for name, value in more.items() if value})

@@ -33,7 +33,7 @@ def proxy_of(endpoint_url: str) -> str | None:
 
 
 def check_proxy(proxy_url: str) -> None:
-    """Refuse a proxy's URL that the clients would each read in another way.
+    """Refuse a proxy's URL that the clients would read differently.
 
     Raises:
         StoreConfigError: the message does not show the login.

@@ -83,8 +83,8 @@ class Detour:
 class PutWays:
     """Remembers which ways of putting a bucket accepts. Any thread may call; a race costs at most one more upload.
 
-    After all ways were refused, only the first is tried for ``REMEMBERED_S``: the cause is another (a proxy, a
-    permission, the encryption), and a blob is large.
+    After all ways were refused, only the first way is tried for ``REMEMBERED_S``. The cause is then something else (a
+    proxy, a permission, the encryption), and each further try would send a large blob.
     """
 
     def __init__(self, checksum: Checksum, clock: Callable[[], float]) -> None:
@@ -141,8 +141,8 @@ class PutWays:
 def may_depend_on_way(error: StoreError, way: PutWay, other: PutWay) -> bool:
     """Whether the server may accept another way after it refused this one.
 
-    It may refuse credentials because of a bucket policy that denies unsigned payloads, or a signature because it does
-    not know the headers of checksums.
+    A bucket policy that denies unsigned payloads makes the server refuse the credentials. A server that does not know
+    the headers of checksums may refuse the signature.
     """
     if isinstance(error, RequestRefusedError):
         return True
