@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "prefix-1"
+_LATER_FORMAT = re.compile(
+    r"prefix-\d{1,4}"
+)  # of a later kvtiers, whose chunks are left alone; anything else is damage
 MANIFEST_BYTES_MAX = 4 << 20
 #: Pattern of a manifest's name: number of blocks, and hash of the last block.
 MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
@@ -70,8 +73,8 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
     except ValueError as e:
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest") from e
     its_format = body.get("format") if isinstance(body, dict) else None
-    if isinstance(its_format, str) and its_format != FORMAT:
-        raise SealError(SealReason.VERSION, f"{path} has format {its_format[:_SHOWN_MAX]!r}", foreign=True)
+    if isinstance(its_format, str) and its_format != FORMAT and _LATER_FORMAT.fullmatch(its_format):
+        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}", foreign=True)
     if its_format != FORMAT or not _is_sound(body):
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest")
     checked: dict[str, Any] = body

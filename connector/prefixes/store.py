@@ -302,13 +302,9 @@ class PrefixStore:
             body = self._manifest(chunk.path, manifest)
             if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
                 raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
-            if block_bytes_max is not None:
-                size_max = len(body["hashes"]) * block_bytes_max + LAYER_HEADER_BYTES_MAX
-                if any(size > size_max for size, _ in body["layers"].values()):
-                    raise SealError(SealReason.SIZE, f"{chunk.path} names a layer of more than {size_max} bytes")
-            for layer, data in self._read_layers(chunk.path, body):
-                self.counts.bytes_loaded += len(data)
-                yield layer, tensor_in(data)
+            for layer, tensor, size in self._read_layers(chunk.path, body, block_bytes_max):
+                self.counts.bytes_loaded += size
+                yield layer, tensor
         except (SealError, BlobNotFoundError, BlobCorruptError) as e:
             if isinstance(e, BlobNotFoundError) and (body is None or self._is_gone(chunk.path)):
                 raise  # the chunk was removed since ``match``: a collector removes the manifest first
@@ -316,7 +312,8 @@ class PrefixStore:
             logger.warning("prefix chunk failed verification and counts as absent: %s", e)
             if isinstance(e, SealError) and e.foreign:
                 raise
-            self._note_bad(chunk.path, None if body is None else body["attempt"], self._bad_in_a_row)
+            attempt = None if body is None else body["attempt"]
+            self._note_bad(chunk.path, attempt, self._bad_in_a_row, block_bytes_max)
             if isinstance(e, SealError):
                 raise
             what = "gone" if isinstance(e, BlobNotFoundError) else "not what was stored"
@@ -441,9 +438,9 @@ class PrefixStore:
     def _reads_are_in_doubt(self) -> bool:
         return max(len(self._bad_in_a_row), len(self._bad_manifests_in_a_row)) >= BAD_READS_MAX
 
-    def _note_bad(self, path: str, attempt: str | None, row: set[str]) -> None:
+    def _note_bad(self, path: str, attempt: str | None, row: set[str], block_bytes_max: int | None = None) -> None:
         """Remove a bad chunk, or have the next store overwrite it; see the module's docstring."""
-        if not row - {path} and not self._read_only and self._is_still_bad(path):
+        if not row - {path} and not self._read_only and self._is_still_bad(path, block_bytes_max):
             self._discard(path, attempt)
         elif len(self._bad) < BAD_CHUNKS_MAX:
             self._bad[path] = attempt
@@ -463,13 +460,13 @@ class PrefixStore:
         self._bad_in_a_row.clear()
         self._bad_manifests_in_a_row.clear()
 
-    def _is_still_bad(self, path: str) -> bool:
+    def _is_still_bad(self, path: str, block_bytes_max: int | None) -> bool:
         try:
             body = self._manifest(path)
             hashes = body["hashes"]
             if not hashes or path != f"{self._base}/{hashes[0]}/{len(hashes)}-{hashes[-1]}.json":
                 return True
-            for _ in self._read_layers(path, body):
+            for _ in self._read_layers(path, body, block_bytes_max):
                 pass
         except SealError as e:
             return not e.foreign
@@ -481,8 +478,14 @@ class PrefixStore:
             return False
         return False
 
-    def _read_layers(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[str, memoryview]]:
-        """Read the files of a chunk's layers; each is verified before its yield."""
+    def _read_layers(
+        self, path: str, body: Mapping[str, Any], block_bytes_max: int | None
+    ) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Yield (layer name, tensor, bytes of its file) of a chunk's layers. Each is verified before its yield."""
+        if block_bytes_max is not None:
+            size_max = len(body["hashes"]) * block_bytes_max + LAYER_HEADER_BYTES_MAX
+            if any(size > size_max for size, _ in body["layers"].values()):
+                raise SealError(SealReason.SIZE, f"{path} names a layer of more than {size_max} bytes")
         folder = path.rsplit("/", 1)[0]
         files = {
             layer: (f"{folder}/{body['attempt']}/{file_name(layer)}", size)
@@ -494,7 +497,7 @@ class PrefixStore:
                 raise SealError(SealReason.SIZE, f"{layer} of {path} has {len(data)} bytes, not {size}")
             if xxhash.xxh3_128_hexdigest(data) != checksum:
                 raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {path}")
-            yield layer, data
+            yield layer, tensor_in(data), size
 
     def _discard(self, path: str, attempt: str | None) -> None:
         """Remove a bad chunk: first its manifest, so that nobody uses it any more, then its layers' files."""

@@ -590,13 +590,18 @@ class LentRows:
                 view.release()
         self._views.clear()
         if self._owner() is not None:
-            gc.collect()  # perhaps it is only a reference cycle, such as an exception and its frame
+            # Perhaps it is only a reference cycle, such as an exception and its frame. A young one: a collection of all
+            # objects of an engine would hold up its scheduler.
+            gc.collect(1)
         return self._owner() is None
 
     def wait(self) -> None:
         """Wait until nothing refers to the rows, however long that takes. The job's deadline cuts the tier off."""
+        pause_s = LENT_LOOK_S
         while self._owner() is not None:
-            time.sleep(LENT_LOOK_S)
+            time.sleep(pause_s)
+            pause_s = min(1.0, 2 * pause_s)
+            gc.collect(1 if pause_s < 1.0 else 2)  # a thread that ended late may leave a cycle, too
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -452,7 +452,7 @@ def test_chunk_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     store.publish(hashes, layers_of(2))
     (chunk,) = store.match(hashes)
     body = store._manifest(chunk.path)
-    store.files.write(chunk.path, prefix_format.seal({**body, "format": "later"}))
+    store.files.write(chunk.path, prefix_format.seal({**body, "format": "prefix-2"}))
     with pytest.raises(SealError):
         load(store, chunk, hashes)
     assert not store.publish(hashes, layers_of(2))
