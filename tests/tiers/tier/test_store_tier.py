@@ -25,6 +25,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey, make_offload_key
 from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES
 from kvtiers.tiers.errors import (
     BlobCorruptError,
+    BlobNotFoundError,
     ConfigError,
     StoreConfigError,
     StoreError,
@@ -1726,6 +1727,59 @@ def test_load_whose_slot_the_store_still_uses_is_reported_when_it_does_not(
     assert not tier._pool.wait_idle(0.3)
     store.kept.clear()
     assert bench.result(tier, job).success == (error is None)
+
+
+class ErrorKeepingStore(MemoryStore):
+    """Keeps the errors that it raises, and with their tracebacks the frames that have a load's parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises: type[StoreError] = BlobNotFoundError
+        self.kept: list[StoreError] = []
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        try:
+            self._read(parts)
+        except OSError as e:
+            error = self.raises("refused")
+            self.kept.append(error)
+            raise error from e
+
+    def _read(self, parts: Sequence[memoryview]) -> None:
+        raise OSError(f"{len(parts)} parts")
+
+
+class BatchErrorKeepingStore(ErrorKeepingStore):
+    """The same for stores that load many blocks at once."""
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        outcomes: list[Exception | None] = []
+        for key, parts in requests:
+            try:
+                self.get_into(key, parts)
+            except StoreError as e:
+                outcomes.append(e)
+        return outcomes
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("make", [ErrorKeepingStore, BatchErrorKeepingStore])
+@pytest.mark.parametrize("error", [StoreUnavailableError, BlobNotFoundError, BlobCorruptError])
+def test_load_whose_error_is_kept_by_store_and_by_log_handler_is_reported(
+    bench: Bench, make: type[ErrorKeepingStore], error: type[StoreError], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvtiers")  # this handler keeps records with their arguments
+    store = make()
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).success
+    store.raises = error
+    tier.submit_load(job := bench.job(KEYS[:2]))
+    was_idle = tier._pool.wait_idle(20.0)
+    for each in [*store.kept]:  # else the test would hang where it fails
+        each.__traceback__ = each.__cause__.__traceback__ = None  # type: ignore[union-attr]
+    assert was_idle
+    assert not bench.result(tier, job).success
 
 
 @ONE_BENCH
