@@ -166,6 +166,7 @@ class StoreTierManager(SecondaryTierManager):
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
         missing: why the storage is known not to answer; None: it is asked.
+        unbounded: the same storage without a limit, for the few bytes of the namespace; None: ``store``.
 
     Attributes:
         missing: why the storage did not answer at the start; None: it did.
@@ -186,6 +187,7 @@ class StoreTierManager(SecondaryTierManager):
         options: TierOptions | None = None,
         collector: CollectorEnd | None = None,
         missing: StoreError | None = None,
+        unbounded: Store | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -198,7 +200,8 @@ class StoreTierManager(SecondaryTierManager):
         self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
-        self.missing = missing or open_if_answered(store, mapper, self.name, read_only=options.read_only)
+        self._unbounded = unbounded or store
+        self.missing = missing or open_if_answered(self._unbounded, mapper, self.name, read_only=options.read_only)
         self.store = store
         self.mapper = mapper
         self._collector = collector
@@ -230,7 +233,8 @@ class StoreTierManager(SecondaryTierManager):
         self._circuit = Circuit(
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
-        self._namespace_due = self.missing is not None
+        # When to open the namespace; set by the thread that last tried, too.
+        self._open_namespace_at = math.inf if self.missing is None else -math.inf
         if self.missing is not None:
             self._circuit.trip(f"it starts without its storage: {self.missing}")
         self._health = TierHealth(self._circuit)
@@ -366,13 +370,13 @@ class StoreTierManager(SecondaryTierManager):
         elif self._health.looked_up(counts):
             self._needs_extra_lookup = True
         self._mover.cut = "" if circuit.closed else "circuit_open"
-        if self._namespace_due and circuit.closed:
+        if circuit.closed and self._clock() >= self._open_namespace_at:
             opening = threading.Thread(target=self._open_late, name=f"kvtiers-{self.name}-namespace", daemon=True)
-            self._namespace_due = False
+            self._open_namespace_at = math.inf
             try:
                 opening.start()
-            except RuntimeError:  # no thread can be started now: the next step tries again
-                self._namespace_due = True
+            except RuntimeError:  # no thread can be started now
+                self._open_namespace_later()
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
             self.metrics.inc("kvtiers_circuit_opened_total", self.name, by=circuit.openings - self._openings_counted)
@@ -381,11 +385,14 @@ class StoreTierManager(SecondaryTierManager):
     def _open_late(self) -> None:
         """Open the namespace in a thread of its own, after a start without the storage."""
         try:
-            error = open_if_answered(self.store, self.mapper, self.name, read_only=self._options.read_only)
-            self._namespace_due = error is not None
+            if open_if_answered(self._unbounded, self.mapper, self.name, read_only=self._options.read_only) is not None:
+                self._open_namespace_later()
         except Exception as e:  # noqa: BLE001 - a thread's edge; seals keep foreign blocks out
             if not self._closed:
                 logger.error("tier %s: its namespace cannot be opened, so the next start will fail: %s", self.name, e)
+
+    def _open_namespace_later(self) -> None:
+        self._open_namespace_at = self._clock() + self._options.circuit_probe_s
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 

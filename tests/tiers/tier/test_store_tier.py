@@ -1816,3 +1816,44 @@ def test_tier_whose_storage_fails_at_the_start_is_cut_off_and_opens_its_namespac
     wait_for(lambda: any(info.key.endswith("config.json") for info in inner.keys("")))
     bench.fill(1)
     assert bench.store(tier, KEYS[:1]).success
+
+
+class NoConfig(MemoryStore):
+    """The file with the namespace's fields cannot be read, such as on a bad sector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = 0
+
+    def size(self, key: str) -> int | None:
+        if key.endswith("config.json"):
+            self.tries += 1
+            raise StoreUnavailableError("EIO")
+        return super().size(key)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key.endswith("config.json"):
+            self.size(key)
+        super().get_into(key, parts)
+
+
+@ONE_BENCH
+def test_namespace_that_cannot_be_opened_is_tried_as_seldom_as_probes(bench: Bench) -> None:
+    clock = bench.clock = Clock()
+    store = NoConfig()
+    tier = bench.tier(store=store, circuit_probe_s=5.0)
+
+    def tries_after_steps() -> int:
+        for _ in range(50):
+            tier.on_schedule_end()
+            for thread in threading.enumerate():
+                if thread.name == "kvtiers-test-namespace":
+                    thread.join()
+        return store.tries
+
+    at_start = store.tries
+    clock.advance(6.0)
+    bench.wait_until_closed(tier)
+    assert tries_after_steps() == at_start + 1
+    clock.advance(6.0)
+    assert tries_after_steps() == at_start + 2
