@@ -44,6 +44,7 @@ TASK_BYTES_MIN = 1 << 20  # a smaller task is not worth waking another thread
 REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step, so that they do not delay the step
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
+DOUBTFUL_ASKED_MAX = 256  # removed blocks of which the storage is asked at once; each is asked in every step
 LOOKUPS_END_S = 0.5  # in addition to shutdown_s; time for running lookups to end
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
 BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
@@ -333,14 +334,17 @@ class StoreTierManager(SecondaryTierManager):
             self._collector.touch(keys)
 
     def _poll_collector(self, collector: CollectorEnd) -> None:
-        removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
+        removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX - len(self._doubtful))
         if doubtful:
             self._lookup.forget(doubtful)
             self._doubtful |= dict.fromkeys(doubtful)
         if self._doubtful and self._circuit.closed:  # asked in every step until the storage answers
-            answers = {key: self._lookup.lookup_surely(key) for key in self._doubtful}
-            self._doubtful = {key: None for key, is_present in answers.items() if is_present is None}
-            removed += [key for key, is_present in answers.items() if is_present is False]
+            for key in list(islice(self._doubtful, DOUBTFUL_ASKED_MAX)):
+                is_present = self._lookup.lookup_surely(key)
+                if is_present is not None:
+                    del self._doubtful[key]
+                if is_present is False:
+                    removed.append(key)
         if removed:
             self._lookup.forget(removed)
             self._gone_during_stores.name(set(removed))

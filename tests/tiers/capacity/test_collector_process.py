@@ -509,6 +509,37 @@ def test_removal_told_after_a_store_is_judged_by_the_storage(root: Path, is_ther
         tier.shutdown()
 
 
+def test_removals_in_doubt_are_bounded_in_each_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the storage is slow, a step must not ask for all blocks that were removed in the meantime."""
+    monkeypatch.setattr("kvtiers.tiers.tier.store_tier.REMOVED_KEYS_PER_STEP_MAX", 3)
+    monkeypatch.setattr("kvtiers.tiers.tier.store_tier.DOUBTFUL_ASKED_MAX", 2)
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert isinstance(tier._collector, CollectorLink)
+        began_at = time.monotonic()
+        assert store_all(tier) == ROWS
+        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS], "since": began_at})
+        asked: list[OffloadKey] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(tier._lookup, "lookup_surely", asked.append)  # None: there is no answer yet
+            for _ in range(5):
+                tier.on_schedule_end()
+        assert asked == list(KEYS[:2]) * 5
+        assert list(tier._doubtful) == list(KEYS[:3])
+
+        def are_judged() -> bool:
+            tier.on_schedule_end()
+            assert isinstance(tier._collector, CollectorLink)
+            return not (tier._doubtful or tier._collector._removed)
+
+        wait_for(are_judged)
+    finally:
+        tier.shutdown()
+
+
 def test_removal_since_the_last_store_is_told_at_once(link: CollectorLink) -> None:
     link.close()
     link._reader.join()  # what follows is the reader's
