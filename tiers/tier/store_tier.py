@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -519,6 +520,8 @@ class StoreTierManager(SecondaryTierManager):
         except Exception:  # whatever a task returned, its job must be reported
             logger.exception("tier %s: job %d cannot be booked; it counts as failed", self.name, finished.job_id)
             self._results.append(JobResult(finished.job_id, success=False))
+            with suppress(KeyError):  # it may have ended there; else keys would be kept for it for ever
+                (self._published_during_loads if job.is_load else self._gone_during_stores).end(finished.job_id, ())
 
     def _book_outcomes(self, finished: FinishedJob[Batch], job: _InFlight) -> Iterator[int]:
         op = _op(job.is_load)

@@ -1791,8 +1791,11 @@ def test_job_that_cannot_be_booked_is_reported_as_failed(
     with monkeypatch.context() as patch:
         patch.setattr(tier._lookup, "mark", lambda *_, **__: 1 / 0)
         assert not bench.store(tier, KEYS[:2]).success
-    assert "cannot be booked" in caplog.text
+        assert not bench.load(tier, KEYS[2:3]).success
+    assert caplog.text.count("cannot be booked") == 2
     assert bench.load(tier, KEYS[:2]).success
+    assert bench.store(tier, KEYS[2:4]).success
+    assert not tier._published_during_loads._named  # it is named for jobs that run
 
 
 @ONE_BENCH
