@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 TOUCH_EVERY_S = 600.0
 TOUCHED_KEYS_MAX = 262_144  # remembered, so that their uses are not recorded again too soon
 UNNOTED_KEYS_MAX = 262_144  # sent and not recorded yet; further uses are dropped, to be recorded at the next use
-WAITING_KEYS_MAX = 65_536  # the same, before the process is needed
+WAITING_KEYS_MAX = 65_536  # the same, before the process is needed; then the oldest uses are dropped
 NAMES_A_LINE = 4096
 TOUCH_BATCHES_MAX = 64  # waiting to be sent; more are dropped
 REMOVED_KEYS_MAX = 65_536  # removals waiting for ``take_removed``; older ones are dropped
@@ -307,7 +307,9 @@ class CollectorLink:
         waits = not self._needed.is_set()  # uses are then noted at the start, each once
         if at is not None and (waits or now - at < self._touch_every_s):
             return False
-        if len(self._unnoted) >= (WAITING_KEYS_MAX if waits else UNNOTED_KEYS_MAX):
+        if waits and len(self._unnoted) >= WAITING_KEYS_MAX:
+            self._touched.pop(self._unnoted.popleft(), None)  # its next use counts again
+        elif len(self._unnoted) >= UNNOTED_KEYS_MAX:
             return False
         self._touched[key] = now
         self._touched.move_to_end(key)

@@ -263,6 +263,28 @@ def test_uses_while_no_collector_can_be_started_are_noted_later(root: Path, monk
         link.close()
 
 
+def test_uses_before_a_collector_is_needed_are_bounded_and_the_last_ones_are_noted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may take weeks to fill up. What was used first then is not what is used now."""
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.WAITING_KEYS_MAX", 2)
+    link = make_link(root)  # only the disk is a limit
+    try:
+        for key in (*KEYS[:4], KEYS[0]):
+            link.touch([key])
+        wait_for(lambda: list(link._unnoted) == [KEYS[3], KEYS[0]])
+        store = LocalStore(root)
+        paths = [root / MAPPER.relative_name(key) for key in (KEYS[0], KEYS[1], KEYS[3])]
+        for path in paths:
+            store.put(str(path.relative_to(root)), as_parts(b"1"))
+        make_old(root, 900)
+        link.note_full()
+        wait_for(lambda: link._process is not None and not link._unnoted)
+        assert [time.time() - path.stat().st_mtime < 100 for path in paths] == [True, False, True]
+    finally:
+        link.close()
+
+
 class Untouchable(MemoryStore):
     """Notes no uses of some blocks."""
 
