@@ -21,7 +21,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
 from kvtiers.tiers.isolation.loaded_code import OWN_CODE
-from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command
+from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command, reap_group
 from kvtiers.tiers.isolation.worker import own_log_level
 from kvtiers.tiers.plain_logs import get_logger
 
@@ -221,7 +221,7 @@ class CollectorLink:
             self._process = None
             if not self._closed.is_set():
                 kill_group(process)
-            process.wait()
+            reap_group(process)
             self._dead_owners.append(self._owner)
             process.stdout.close()
             try:

@@ -122,6 +122,27 @@ def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink)
     wait_for(lambda: any("report" in message for message in link.take_reports()))
 
 
+def store_with_program(root: str) -> LocalStore:
+    """A store whose library runs a program, and does not end it."""
+    program = subprocess.Popen(["/bin/sleep", str(HANG_S)], stdout=subprocess.DEVNULL)
+    Path(f"{root}.pid").write_text(str(program.pid), encoding="ascii")
+    return LocalStore(root)
+
+
+def test_program_that_a_collectors_library_runs_ends_with_the_collector(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.CLOSE_S", HANG_S)  # it ends by itself
+    recipe = StoreRecipe.of(store_with_program, root=str(root))
+    link = CollectorLink("test", recipe, CapacityPolicy(poll_s=0.05, ttl_s=1000.0), MAPPER, notes_uses=True)
+    try:
+        wait_for(lambda: any("report" in message for message in link.take_reports()))
+    finally:
+        link.close()
+    stat = Path("/proc", Path(f"{root}.pid").read_text(encoding="ascii"), "stat")
+    wait_for(lambda: not stat.exists() or stat.read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z")
+
+
 def test_collector_that_hangs_is_killed_and_started_again(
     root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
