@@ -190,11 +190,11 @@ def _start(
             parallel_agnostic=config.parallel_agnostic,
             extra_fields=strict_fields(spec) | _protection_fields(config),
         )
+        unbounded = store
         if policy is not None:
             if isinstance(config, FsTierConfig):
                 policy = _check_reserve(name, config, policy)
-            if not policy.waits:
-                # Before the limits apply: the few bytes of config.json must not be refused.
+            if not policy.waits:  # before a collector starts
                 missing = missing or open_if_answered(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
@@ -209,6 +209,7 @@ def _start(
             options=options,
             collector=collector,
             missing=missing,
+            unbounded=unbounded,
         )
     except BaseException:
         if collector is not None:

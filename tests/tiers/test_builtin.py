@@ -360,6 +360,30 @@ def test_tier_whose_store_cannot_be_made_starts_cut_off_and_comes_back(
         tier.shutdown()
 
 
+def test_namespace_of_tier_with_limit_that_starts_without_its_storage_is_opened_before_any_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its limit refuses everything until a collector has measured."""
+    monkeypatch.setattr(builtin, "_start_collector", lambda *_: None)
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    file = tmp_path / "root.how"
+    file.write_text("SystemExit")
+    options = {"root": str(tmp_path / "root")}
+    config = {"type": "store", "module_path": f"{HeldStore.__module__}:make_local", "options": options}
+    limits = {"max_bytes": "1GB", "lookup_deadline_s": 60.0, "circuit_probe_s": 0.1}
+    tier: Any = SecondaryTierFactory.create_secondary_tier({**config, **limits}, view, FakeSpec())
+    try:
+        file.unlink()
+
+        def is_opened() -> bool:
+            tier.on_schedule_end()
+            return any((tmp_path / "root").glob("**/config.json"))
+
+        wait_for(is_opened)
+    finally:
+        tier.shutdown()
+
+
 @pytest.mark.parametrize("how", ["SystemExit", "ValueError"])
 def test_store_that_raises_when_it_is_made_in_the_engine_does_not_end_it(
     tmp_path: Path, region: np.ndarray[Any, Any], how: str

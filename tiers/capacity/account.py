@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from kvtiers.tiers.capacity.clock import since_boot
 from kvtiers.tiers.capacity.records import RecordKeys, put_record
 from kvtiers.tiers.capacity.usage import USAGE_PREFIX, WRITERS_PREFIX, used_bytes
 from kvtiers.tiers.errors import StoreError, StoreFullError, StoreUnavailableError
@@ -26,11 +26,6 @@ logger = get_logger(__name__)
 GRANT_SHARE = 256
 GRANT_BYTES_MAX = 256 << 20
 DENIED_S = 0.02  # pause after a refusal, so that a full root is not asked for every block; times 100 on a network
-
-
-def _since_boot() -> float:
-    """Monotonic seconds, including the machine's sleep, because the other writers' time goes on meanwhile."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Account:
@@ -51,7 +46,7 @@ class Account:
         writer_s: see ``CapacityPolicy``.
         newcomer_s: how long other hosts may not see a new writer, because NFS caches names. A new writer gets no grant
             before this time has passed.
-        clock: monotonic seconds, including the machine's sleep.
+        clock: monotonic seconds, including the machine's sleep, because the other writers' time goes on meanwhile.
         keys: keys to authenticate records with.
     """
 
@@ -62,7 +57,7 @@ class Account:
         *,
         writer_s: float = 900.0,
         newcomer_s: float = 0.0,
-        clock: Callable[[], float] = _since_boot,
+        clock: Callable[[], float] = since_boot,
         keys: RecordKeys | None = None,
     ) -> None:
         self._store = store

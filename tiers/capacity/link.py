@@ -21,7 +21,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import RecordKeys
 from kvtiers.tiers.isolation.loaded_code import OWN_CODE
-from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command
+from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command, reap_group
 from kvtiers.tiers.isolation.worker import own_log_level
 from kvtiers.tiers.plain_logs import get_logger
 
@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 TOUCH_EVERY_S = 600.0
 TOUCHED_KEYS_MAX = 262_144  # remembered, so that their uses are not recorded again too soon
 UNNOTED_KEYS_MAX = 262_144  # sent and not recorded yet; further uses are dropped, to be recorded at the next use
-WAITING_KEYS_MAX = 65_536  # the same limit while the process has not been needed yet
+WAITING_KEYS_MAX = 65_536  # the same limit while the process has not been needed yet; the oldest uses are dropped
 NAMES_A_LINE = 4096
 TOUCH_BATCHES_MAX = 64  # waiting to be sent; more are dropped
 REMOVED_KEYS_MAX = 65_536  # removals waiting for ``take_removed``; older ones are dropped
@@ -221,7 +221,7 @@ class CollectorLink:
             self._process = None
             if not self._closed.is_set():
                 kill_group(process)
-            process.wait()
+            reap_group(process)
             self._dead_owners.append(self._owner)
             process.stdout.close()
             try:
@@ -307,7 +307,9 @@ class CollectorLink:
         waits = not self._needed.is_set()  # uses are then noted at the start, each once
         if at is not None and (waits or now - at < self._touch_every_s):
             return False
-        if len(self._unnoted) >= (WAITING_KEYS_MAX if waits else UNNOTED_KEYS_MAX):
+        if waits and len(self._unnoted) >= WAITING_KEYS_MAX:
+            self._touched.pop(self._unnoted.popleft(), None)  # its next use counts again
+        elif len(self._unnoted) >= UNNOTED_KEYS_MAX:
             return False
         self._touched[key] = now
         self._touched.move_to_end(key)

@@ -65,6 +65,15 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def reap_group(process: subprocess.Popen[Any]) -> None:
+    """Wait until a process has ended; then kill what it has started (see ``kill_group``), and reap it."""
+    if process.returncode is None:
+        with contextlib.suppress(ChildProcessError):  # another thread has just reaped it
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    kill_group(process)
+    process.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class StoreRecipe:
     """How a worker creates its store: ``module.name(**options)``.

@@ -215,6 +215,8 @@ class BlockMover:
     def cancel(self, task: MoveTask) -> Batch:
         """Drop the blocks of a task that are not moved yet; returns the task's results."""
         self._drop(len(task.pairs), "shutdown" if self.cut == "shutdown" else "deadline", task.batch)
+        if task.is_probe:
+            task.batch.fault = "no thread had time for it"
         return task.batch
 
     def store_batch(self, pairs: Iterable[Pair]) -> Batch:
@@ -397,20 +399,19 @@ class BlockMover:
                 if error is not None:
                     raise error
                 self._seal.open_in_place(key, row, trailer)
-            except (SealError, BlobCorruptError):
-                suspect.append((key, block))
-                continue
-            except BlobNotFoundError:
-                batch.gone.append(key)
-            except StoreError as e:
-                self._note_load(None if as_a_whole else key, e, batch)
+            except (SealError, StoreError) as e:
+                _drop_frames(e)  # as in ``_load_one``
+                if isinstance(e, SealError | BlobCorruptError):
+                    suspect.append((key, block))
+                    continue
+                if isinstance(e, BlobNotFoundError):
+                    batch.gone.append(key)
+                else:
+                    self._note_load(None if as_a_whole else key, e, batch)
+                batch.outcomes["failed"] += 1
             else:
                 self._bad_in_a_row = 0
                 batch.succeeded.append(key)
-                continue
-            batch.outcomes["failed"] += 1
-        # A raised error refers to this frame and so to the rows, which would keep the region mapped until the next gc.
-        outcomes, error = [], None
         return suspect
 
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
@@ -427,15 +428,16 @@ class BlockMover:
                 self._seal.open_in_place(key, row, trailer, seen)
                 self._bad_in_a_row = 0
                 return True
-            except (SealError, BlobCorruptError) as e:
-                # Drop the traceback, which refers to this frame: the reference cycle would keep the region's memory
-                # until Python's garbage collector runs.
-                failure = e.with_traceback(None)
-            except BlobNotFoundError:
-                batch.gone.append(key)
-                return False
-            except StoreError as e:
-                self._note_load(key, e, batch)
+            except (SealError, StoreError) as e:
+                # A log's handler or the store may keep the error, and ``failure`` would refer to this frame.
+                _drop_frames(e)
+                if isinstance(e, SealError | BlobCorruptError):
+                    failure = e
+                    continue
+                if isinstance(e, BlobNotFoundError):
+                    batch.gone.append(key)
+                else:
+                    self._note_load(key, e, batch)
                 return False
         if isinstance(failure, BlobCorruptError):
             failure = self._foreign_block_at(name) or failure

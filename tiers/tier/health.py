@@ -86,9 +86,8 @@ class TierHealth:
 
     def probed(self, batch: Batch | None) -> None:
         """Record a probe that has read blocks. None: it failed as a whole."""
-        if batch is not None and (
-            batch.succeeded or not (batch.suspects or batch.fault)
-        ):  # good, or none is left to read
+        # One is good, or none is left to read.
+        if batch is not None and (batch.succeeded or not (batch.suspects or batch.fault)):
             self._trust_reads()
             self._circuit.succeed("load")
         else:

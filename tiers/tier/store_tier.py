@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ TASK_BYTES_MIN = 1 << 20  # a smaller task is not worth waking another thread
 REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step, so that they do not delay the step
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
+DOUBTFUL_ASKED_MAX = 256  # removed blocks of which the storage is asked at once; each is asked in every step
 LOOKUPS_END_S = 0.5  # in addition to shutdown_s; time for running lookups to end
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
 BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
@@ -166,6 +168,7 @@ class StoreTierManager(SecondaryTierManager):
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
         missing: the error if the storage is known not to answer; None: ask it.
+        unbounded: the same storage without a limit, for the few bytes of config.json; None: ``store``.
 
     Attributes:
         missing: why the storage did not answer at the start; None: it did.
@@ -186,6 +189,7 @@ class StoreTierManager(SecondaryTierManager):
         options: TierOptions | None = None,
         collector: CollectorEnd | None = None,
         missing: StoreError | None = None,
+        unbounded: Store | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -198,7 +202,8 @@ class StoreTierManager(SecondaryTierManager):
         self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
-        self.missing = missing or open_if_answered(store, mapper, self.name, read_only=options.read_only)
+        self._unbounded = unbounded or store
+        self.missing = missing or open_if_answered(self._unbounded, mapper, self.name, read_only=options.read_only)
         self.store = store
         self.mapper = mapper
         self._collector = collector
@@ -230,7 +235,8 @@ class StoreTierManager(SecondaryTierManager):
         self._circuit = Circuit(
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
-        self._namespace_due = self.missing is not None
+        # When to open the namespace; set by the thread that last tried, too.
+        self._open_namespace_at = math.inf if self.missing is None else -math.inf
         if self.missing is not None:
             self._circuit.trip(f"it starts without its storage: {self.missing}")
         self._health = TierHealth(self._circuit)
@@ -329,14 +335,17 @@ class StoreTierManager(SecondaryTierManager):
             self._collector.touch(keys)
 
     def _poll_collector(self, collector: CollectorEnd) -> None:
-        removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
+        removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX - len(self._doubtful))
         if doubtful:
             self._lookup.forget(doubtful)
             self._doubtful |= dict.fromkeys(doubtful)
         if self._doubtful and self._circuit.closed:  # asked in every step until the storage answers
-            answers = {key: self._lookup.lookup_surely(key) for key in self._doubtful}
-            self._doubtful = {key: None for key, is_present in answers.items() if is_present is None}
-            removed += [key for key, is_present in answers.items() if is_present is False]
+            for key in list(islice(self._doubtful, DOUBTFUL_ASKED_MAX)):
+                is_present = self._lookup.lookup_surely(key)
+                if is_present is not None:
+                    del self._doubtful[key]
+                if is_present is False:
+                    removed.append(key)
         if removed:
             self._lookup.forget(removed)
             self._gone_during_stores.name(set(removed))
@@ -366,13 +375,13 @@ class StoreTierManager(SecondaryTierManager):
         elif self._health.looked_up(counts):
             self._needs_extra_lookup = True
         self._mover.cut = "" if circuit.closed else "circuit_open"
-        if self._namespace_due and circuit.closed:
+        if circuit.closed and self._clock() >= self._open_namespace_at:
             opening = threading.Thread(target=self._open_late, name=f"kvtiers-{self.name}-namespace", daemon=True)
-            self._namespace_due = False
+            self._open_namespace_at = math.inf
             try:
                 opening.start()
-            except RuntimeError:  # no thread can be started now: the next step tries again
-                self._namespace_due = True
+            except RuntimeError:  # no thread can be started now
+                self._open_namespace_later()
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
             self.metrics.inc("kvtiers_circuit_opened_total", self.name, by=circuit.openings - self._openings_counted)
@@ -381,11 +390,14 @@ class StoreTierManager(SecondaryTierManager):
     def _open_late(self) -> None:
         """Open the namespace in a thread of its own, after a start without the storage."""
         try:
-            error = open_if_answered(self.store, self.mapper, self.name, read_only=self._options.read_only)
-            self._namespace_due = error is not None
+            if open_if_answered(self._unbounded, self.mapper, self.name, read_only=self._options.read_only) is not None:
+                self._open_namespace_later()
         except Exception as e:  # noqa: BLE001 - a thread's edge; seals keep foreign blocks out
             if not self._closed:
                 logger.error("tier %s: its namespace cannot be opened, so the next start will fail: %s", self.name, e)
+
+    def _open_namespace_later(self) -> None:
+        self._open_namespace_at = self._clock() + self._options.circuit_probe_s
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -508,6 +520,8 @@ class StoreTierManager(SecondaryTierManager):
         except Exception:  # whatever a task returned, its job must be reported
             logger.exception("tier %s: job %d cannot be booked; it counts as failed", self.name, finished.job_id)
             self._results.append(JobResult(finished.job_id, success=False))
+            with suppress(KeyError):  # it may have ended there; else keys would be kept for it for ever
+                (self._published_during_loads if job.is_load else self._gone_during_stores).end(finished.job_id, ())
 
     def _book_outcomes(self, finished: FinishedJob[Batch], job: _InFlight) -> Iterator[int]:
         op = _op(job.is_load)

@@ -122,6 +122,27 @@ def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink)
     wait_for(lambda: any("report" in message for message in link.take_reports()))
 
 
+def store_with_program(root: str) -> LocalStore:
+    """A store whose library runs a program, and does not end it."""
+    program = subprocess.Popen(["/bin/sleep", str(HANG_S)], stdout=subprocess.DEVNULL)
+    Path(f"{root}.pid").write_text(str(program.pid), encoding="ascii")
+    return LocalStore(root)
+
+
+def test_program_that_a_collectors_library_runs_ends_with_the_collector(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.CLOSE_S", HANG_S)  # it ends by itself
+    recipe = StoreRecipe.of(store_with_program, root=str(root))
+    link = CollectorLink("test", recipe, CapacityPolicy(poll_s=0.05, ttl_s=1000.0), MAPPER, notes_uses=True)
+    try:
+        wait_for(lambda: any("report" in message for message in link.take_reports()))
+    finally:
+        link.close()
+    stat = Path("/proc", Path(f"{root}.pid").read_text(encoding="ascii"), "stat")
+    wait_for(lambda: not stat.exists() or stat.read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z")
+
+
 def test_collector_that_hangs_is_killed_and_started_again(
     root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +280,28 @@ def test_uses_while_no_collector_can_be_started_are_noted_later(root: Path, monk
         wait_for(lambda: not link._unnoted)
         link.touch([KEYS[1]])
         wait_for(lambda: time.time() - paths[1].stat().st_mtime < 100)
+    finally:
+        link.close()
+
+
+def test_uses_before_a_collector_is_needed_are_bounded_and_the_last_ones_are_noted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may take weeks to fill up. What was used first then is not what is used now."""
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.WAITING_KEYS_MAX", 2)
+    link = make_link(root)  # only the disk is a limit
+    try:
+        for key in (*KEYS[:4], KEYS[0]):
+            link.touch([key])
+        wait_for(lambda: list(link._unnoted) == [KEYS[3], KEYS[0]])
+        store = LocalStore(root)
+        paths = [root / MAPPER.relative_name(key) for key in (KEYS[0], KEYS[1], KEYS[3])]
+        for path in paths:
+            store.put(str(path.relative_to(root)), as_parts(b"1"))
+        make_old(root, 900)
+        link.note_full()
+        wait_for(lambda: link._process is not None and not link._unnoted)
+        assert [time.time() - path.stat().st_mtime < 100 for path in paths] == [True, False, True]
     finally:
         link.close()
 
@@ -505,6 +548,37 @@ def test_removal_reported_after_a_store_is_checked_in_the_storage(root: Path, is
         assert told[0] == (False, set(KEYS))
         assert all(removed for removed, _ in told[1:])
         assert sorted(key for _, keys in told[1:] for key in keys) == ([] if is_there else sorted(KEYS))
+    finally:
+        tier.shutdown()
+
+
+def test_removals_in_doubt_are_bounded_in_each_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the storage is slow, a step must not ask for all blocks that were removed in the meantime."""
+    monkeypatch.setattr("kvtiers.tiers.tier.store_tier.REMOVED_KEYS_PER_STEP_MAX", 3)
+    monkeypatch.setattr("kvtiers.tiers.tier.store_tier.DOUBTFUL_ASKED_MAX", 2)
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert isinstance(tier._collector, CollectorLink)
+        began_at = time.monotonic()
+        assert store_all(tier) == ROWS
+        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS], "since": began_at})
+        asked: list[OffloadKey] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(tier._lookup, "lookup_surely", asked.append)  # None: there is no answer yet
+            for _ in range(5):
+                tier.on_schedule_end()
+        assert asked == list(KEYS[:2]) * 5
+        assert list(tier._doubtful) == list(KEYS[:3])
+
+        def are_judged() -> bool:
+            tier.on_schedule_end()
+            assert isinstance(tier._collector, CollectorLink)
+            return not (tier._doubtful or tier._collector._removed)
+
+        wait_for(are_judged)
     finally:
         tier.shutdown()
 

@@ -25,6 +25,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey, make_offload_key
 from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES
 from kvtiers.tiers.errors import (
     BlobCorruptError,
+    BlobNotFoundError,
     ConfigError,
     StoreConfigError,
     StoreError,
@@ -1728,6 +1729,59 @@ def test_load_is_reported_only_after_the_store_has_released_its_slot(
     assert bench.result(tier, job).success == (error is None)
 
 
+class ErrorKeepingStore(MemoryStore):
+    """Keeps the errors that it raises, and with their tracebacks the frames that have a load's parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises: type[StoreError] = BlobNotFoundError
+        self.kept: list[StoreError] = []
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        try:
+            self._read(parts)
+        except OSError as e:
+            error = self.raises("refused")
+            self.kept.append(error)
+            raise error from e
+
+    def _read(self, parts: Sequence[memoryview]) -> None:
+        raise OSError(f"{len(parts)} parts")
+
+
+class BatchErrorKeepingStore(ErrorKeepingStore):
+    """The same for stores that load many blocks at once."""
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        outcomes: list[Exception | None] = []
+        for key, parts in requests:
+            try:
+                self.get_into(key, parts)
+            except StoreError as e:
+                outcomes.append(e)
+        return outcomes
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("make", [ErrorKeepingStore, BatchErrorKeepingStore])
+@pytest.mark.parametrize("error", [StoreUnavailableError, BlobNotFoundError, BlobCorruptError])
+def test_load_whose_error_is_kept_by_store_and_by_log_handler_is_reported(
+    bench: Bench, make: type[ErrorKeepingStore], error: type[StoreError], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvtiers")  # this handler keeps records with their arguments
+    store = make()
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).success
+    store.raises = error
+    tier.submit_load(job := bench.job(KEYS[:2]))
+    was_idle = tier._pool.wait_idle(20.0)
+    for each in [*store.kept]:  # else the test would hang where it fails
+        each.__traceback__ = each.__cause__.__traceback__ = None  # type: ignore[union-attr]
+    assert was_idle
+    assert not bench.result(tier, job).success
+
+
 @ONE_BENCH
 def test_job_that_cannot_be_booked_is_reported_as_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -1737,8 +1791,11 @@ def test_job_that_cannot_be_booked_is_reported_as_failed(
     with monkeypatch.context() as patch:
         patch.setattr(tier._lookup, "mark", lambda *_, **__: 1 / 0)
         assert not bench.store(tier, KEYS[:2]).success
-    assert "cannot be booked" in caplog.text
+        assert not bench.load(tier, KEYS[2:3]).success
+    assert caplog.text.count("cannot be booked") == 2
     assert bench.load(tier, KEYS[:2]).success
+    assert bench.store(tier, KEYS[2:4]).success
+    assert not tier._published_during_loads._named  # it is named for jobs that run
 
 
 @ONE_BENCH
@@ -1762,3 +1819,44 @@ def test_tier_whose_storage_fails_at_the_start_is_cut_off_and_opens_its_namespac
     wait_for(lambda: any(info.key.endswith("config.json") for info in inner.keys("")))
     bench.fill(1)
     assert bench.store(tier, KEYS[:1]).success
+
+
+class NoConfig(MemoryStore):
+    """The file with the namespace's fields cannot be read, such as on a bad sector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = 0
+
+    def size(self, key: str) -> int | None:
+        if key.endswith("config.json"):
+            self.tries += 1
+            raise StoreUnavailableError("EIO")
+        return super().size(key)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key.endswith("config.json"):
+            self.size(key)
+        super().get_into(key, parts)
+
+
+@ONE_BENCH
+def test_namespace_that_cannot_be_opened_is_tried_as_seldom_as_probes(bench: Bench) -> None:
+    clock = bench.clock = Clock()
+    store = NoConfig()
+    tier = bench.tier(store=store, circuit_probe_s=5.0)
+
+    def tries_after_steps() -> int:
+        for _ in range(50):
+            tier.on_schedule_end()
+            for thread in threading.enumerate():
+                if thread.name == "kvtiers-test-namespace":
+                    thread.join()
+        return store.tries
+
+    at_start = store.tries
+    clock.advance(6.0)
+    bench.wait_until_closed(tier)
+    assert tries_after_steps() == at_start + 1
+    clock.advance(6.0)
+    assert tries_after_steps() == at_start + 2
