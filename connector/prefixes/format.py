@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "prefix-1"
+_ANY_FORMAT = re.compile(r"prefix-[0-9]{1,6}")
 MANIFEST_BYTES_MAX = 4 << 20
 #: Pattern of a manifest's name: number of blocks, and hash of the last block.
 MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
@@ -33,7 +34,6 @@ CHUNK_BLOCKS_MAX = 128
 CHUNK_BYTES_MAX = 4 << 30
 #: A layer's file is at most this much larger than its tensor.
 LAYER_HEADER_BYTES_MAX = 512
-_SHOWN_MAX = 40  # characters of a field of a manifest in an error
 _TENSOR = "kv"
 #: Types of KV caches: safetensors' name -> torch's name.
 _DTYPES = {
@@ -70,8 +70,8 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
     except ValueError as e:
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest") from e
     its_format = body.get("format") if isinstance(body, dict) else None
-    if isinstance(its_format, str) and its_format != FORMAT:
-        raise SealError(SealReason.VERSION, f"{path} has format {its_format[:_SHOWN_MAX]!r}", foreign=True)
+    if isinstance(its_format, str) and its_format != FORMAT and _ANY_FORMAT.fullmatch(its_format):
+        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}", foreign=True)
     if its_format != FORMAT or not _is_sound(body):
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest")
     checked: dict[str, Any] = body

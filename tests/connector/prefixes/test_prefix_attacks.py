@@ -196,7 +196,7 @@ def test_root_that_is_removed_and_made_again_is_used(tmp_path: Path) -> None:
     assert load(store).keys() == set(LAYERS)
 
 
-@pytest.mark.parametrize("url", ["file://{}", "local://{}", "{}"])
+@pytest.mark.parametrize("url", ["file://{}", "local://{}"])
 def test_local_folder_given_as_url_is_accessed_as_a_folder(tmp_path: Path, url: str) -> None:
     tier = parse_tier({"type": "fsspec", "url": url.format(tmp_path), "max_bytes": "1GiB", "read_only": True})
     place = place_of_prefixes(cast(BoundedTierConfig, tier))

@@ -384,6 +384,24 @@ def test_second_bad_chunk_in_a_row_stays_until_the_next_store_overwrites_it(tmp_
     assert len(every_file(tmp_path)) == 2 * (1 + len(LAYERS)), "without the layers that were replaced"
 
 
+def test_bad_chunk_that_another_engine_has_replaced_is_not_overwritten(tmp_path: Path) -> None:
+    store, other = store_at(str(tmp_path)), store_at(str(tmp_path))
+    prompts = [hashes_of(1, 2), hashes_of(3, 4)]
+    for hashes in prompts:
+        store.publish(hashes, layers_of(2))
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    for hashes in prompts:
+        with pytest.raises(SealError):
+            load(store, store.match(hashes)[0], hashes)
+    with pytest.raises(SealError):
+        load(other, other.match(prompts[1])[0], prompts[1])
+    assert other.publish(prompts[1], layers_of(2))
+    before = {path: path.read_bytes() for path in every_file(tmp_path)}
+    assert not store.publish(prompts[1], layers_of(2))
+    assert {path: path.read_bytes() for path in every_file(tmp_path)} == before
+
+
 def test_chunk_that_is_good_when_read_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
     store.publish(hashes, layers_of(2))
@@ -452,7 +470,7 @@ def test_chunk_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     store.publish(hashes, layers_of(2))
     (chunk,) = store.match(hashes)
     body = store._manifest(chunk.path)
-    store.files.write(chunk.path, prefix_format.seal({**body, "format": "later"}))
+    store.files.write(chunk.path, prefix_format.seal({**body, "format": "prefix-2"}))
     with pytest.raises(SealError):
         load(store, chunk, hashes)
     assert not store.publish(hashes, layers_of(2))
