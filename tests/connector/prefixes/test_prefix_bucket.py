@@ -135,7 +135,7 @@ def test_reads_that_a_close_has_cancelled_say_so(server: HttpFaultServer) -> Non
 )
 def test_a_publication_that_fails_leaves_nothing(server: HttpFaultServer, fault: Fault, which: str) -> None:
     store, hashes = store_at(server, retries=0), hashes_of(1, 2)
-    times = 2 if fault is Fault.ACCESS_DENIED else 1  # a put that is denied is made again with a signed payload
+    times = 3 if fault is Fault.ACCESS_DENIED else 1  # a put that is denied is made again in two other forms
     server.inject(fault, methods=("PUT",), path_contains=which, times=times)
     with pytest.raises(StoreError):
         store.publish(hashes, layers_of(2))
