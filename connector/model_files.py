@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 READ_BYTES = 64 << 20
 SAMPLE_BYTES = 4096
 SMALL_BYTES_MAX = 64 << 10
-CONFIG_BYTES_MAX = 4 << 20
+CONFIG_BYTES_MAX = 64 << 20  # an index of 90,000 tensors has 9 MB
 DIGEST_HEX_DIGITS = 24
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})

@@ -226,11 +226,9 @@ def _fix_of(config: TierConfig | None, error: Exception) -> str:
         rights = "read" if config.read_only else "read and write"
         return f"give uid {os.getuid()} the right to {rights} {config.root_dir}"
     if isinstance(error, StorePermissionError):
-        return (
-            "docs/security.md has a policy with the required rights"
-            if isinstance(config, S3TierConfig)
-            else ("give these credentials the right to read, write, list and delete")
-        )
+        if isinstance(config, S3TierConfig):
+            return "docs/security.md has a policy with the required rights"
+        return "give these credentials the right to read, write, list and delete"
     if config is not None and isinstance(error, StoreUnavailableError | StoreTimeoutError):
         return _FIX_OF_SILENCE.get(config.type, "")
     return ""

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "prefix-1"
-_LATER_FORMAT = re.compile(
-    r"prefix-\d{1,4}"
-)  # of a later kvtiers, whose chunks are left alone; anything else is damage
+_LATER_FORMAT = re.compile(r"prefix-[0-9]{1,6}")  # its chunks are left alone; any other text is damage
 MANIFEST_BYTES_MAX = 4 << 20
 #: Pattern of a manifest's name: number of blocks, and hash of the last block.
 MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
@@ -36,7 +34,6 @@ CHUNK_BLOCKS_MAX = 128
 CHUNK_BYTES_MAX = 4 << 30
 #: A layer's file is at most this much larger than its tensor.
 LAYER_HEADER_BYTES_MAX = 512
-_SHOWN_MAX = 40  # characters of a field of a manifest in an error
 _TENSOR = "kv"
 #: Types of KV caches: safetensors' name -> torch's name.
 _DTYPES = {

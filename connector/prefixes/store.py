@@ -29,6 +29,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -300,10 +301,8 @@ class PrefixStore:
         body = None
         try:
             body = self._manifest(chunk.path, manifest)
-            if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
-                raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
-            for layer, tensor, size in self._read_layers(chunk.path, body, block_bytes_max):
-                self.counts.bytes_loaded += size
+            for layer, data, tensor in self._read_layers(chunk, hashes, body, block_bytes_max):
+                self.counts.bytes_loaded += len(data)
                 yield layer, tensor
         except (SealError, BlobNotFoundError, BlobCorruptError) as e:
             if isinstance(e, BlobNotFoundError) and (body is None or self._is_gone(chunk.path)):
@@ -313,7 +312,8 @@ class PrefixStore:
             if isinstance(e, SealError) and e.foreign:
                 raise
             attempt = None if body is None else body["attempt"]
-            self._note_bad(chunk.path, attempt, self._bad_in_a_row, block_bytes_max)
+            again = partial(self._read_again, chunk, hashes, block_bytes_max)
+            self._note_bad(chunk.path, attempt, self._bad_in_a_row, again)
             if isinstance(e, SealError):
                 raise
             what = "gone" if isinstance(e, BlobNotFoundError) else "not what was stored"
@@ -386,7 +386,7 @@ class PrefixStore:
                 self.counts.verify_failures += 1
                 logger.warning("prefix chunk failed verification and counts as absent: %s", e)
                 if not e.foreign:
-                    self._note_bad(path, None, self._bad_manifests_in_a_row)
+                    self._note_bad(path, None, self._bad_manifests_in_a_row, partial(self._manifest, path))
                 continue
             except StoreError as e:
                 self.counts.errors += not isinstance(e, BlobNotFoundError)  # not found: removed since the listing
@@ -433,14 +433,23 @@ class PrefixStore:
 
     def _overwrites(self, path: str) -> bool:
         """Whether a store replaces a chunk because it is bad. Not while this host's reads may be damaged."""
-        return path in self._bad and not self._reads_are_in_doubt()
+        if path not in self._bad or self._reads_are_in_doubt():
+            return False
+        try:
+            return self._is_bad(path, self._bad.get(path))
+        except BlobNotFoundError:
+            return True
 
     def _reads_are_in_doubt(self) -> bool:
         return max(len(self._bad_in_a_row), len(self._bad_manifests_in_a_row)) >= BAD_READS_MAX
 
-    def _note_bad(self, path: str, attempt: str | None, row: set[str], block_bytes_max: int | None = None) -> None:
-        """Remove a bad chunk, or have the next store overwrite it; see the module's docstring."""
-        if not row - {path} and not self._read_only and self._is_still_bad(path, block_bytes_max):
+    def _note_bad(self, path: str, attempt: str | None, row: set[str], again: Callable[[], object]) -> None:
+        """Remove a bad chunk, or have the next store overwrite it; see the module's docstring.
+
+        Args:
+            again: repeats the read that failed.
+        """
+        if not row - {path} and not self._read_only and _is_still_bad(again):
             self._discard(path, attempt)
         elif len(self._bad) < BAD_CHUNKS_MAX:
             self._bad[path] = attempt
@@ -460,28 +469,17 @@ class PrefixStore:
         self._bad_in_a_row.clear()
         self._bad_manifests_in_a_row.clear()
 
-    def _is_still_bad(self, path: str, block_bytes_max: int | None) -> bool:
-        try:
-            body = self._manifest(path)
-            hashes = body["hashes"]
-            if not hashes or path != f"{self._base}/{hashes[0]}/{len(hashes)}-{hashes[-1]}.json":
-                return True
-            for _ in self._read_layers(path, body, block_bytes_max):
-                pass
-        except SealError as e:
-            return not e.foreign
-        except BlobCorruptError:
-            return True
-        except BlobNotFoundError:  # of a layer; or the chunk was removed, and its layers may be left
-            return True
-        except StoreError:
-            return False
-        return False
+    def _read_again(self, chunk: Chunk, hashes: Sequence[bytes], block_bytes_max: int | None) -> None:
+        for _ in self._read_layers(chunk, hashes, self._manifest(chunk.path), block_bytes_max):
+            pass
 
     def _read_layers(
-        self, path: str, body: Mapping[str, Any], block_bytes_max: int | None
-    ) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """Yield (layer name, tensor, bytes of its file) of a chunk's layers. Each is verified before its yield."""
+        self, chunk: Chunk, hashes: Sequence[bytes], body: Mapping[str, Any], block_bytes_max: int | None
+    ) -> Iterator[tuple[str, memoryview, torch.Tensor]]:
+        """Read the files of a chunk's layers; each is verified before its yield."""
+        path = chunk.path
+        if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
+            raise SealError(SealReason.KEY, f"{path} holds other blocks")
         if block_bytes_max is not None:
             size_max = len(body["hashes"]) * block_bytes_max + LAYER_HEADER_BYTES_MAX
             if any(size > size_max for size, _ in body["layers"].values()):
@@ -497,7 +495,7 @@ class PrefixStore:
                 raise SealError(SealReason.SIZE, f"{layer} of {path} has {len(data)} bytes, not {size}")
             if xxhash.xxh3_128_hexdigest(data) != checksum:
                 raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {path}")
-            yield layer, tensor_in(data), size
+            yield layer, data, tensor_in(data)
 
     def _discard(self, path: str, attempt: str | None) -> None:
         """Remove a bad chunk: first its manifest, so that nobody uses it any more, then its layers' files."""
@@ -524,8 +522,8 @@ class PrefixStore:
         """Read the manifest again. False: another writer has replaced the chunk meanwhile."""
         try:
             manifest = self._manifest(path)
-        except SealError:
-            return True
+        except SealError as e:
+            return not e.foreign
         return attempt is not None and bool(manifest["attempt"] == attempt)
 
     def _list(self, folder: str) -> list[str]:
@@ -545,6 +543,19 @@ class PrefixStore:
         if body["identity"] != self._identity:
             raise SealError(SealReason.FINGERPRINT, f"{path} belongs to another namespace or rank")
         return body
+
+
+def _is_still_bad(again: Callable[[], object]) -> bool:
+    """Whether a read of a chunk that failed fails once more, not because of the storage."""
+    try:
+        again()
+    except SealError as e:
+        return not e.foreign
+    except (BlobCorruptError, BlobNotFoundError):  # of a layer; or the chunk was removed, and its layers may be left
+        return True
+    except StoreError:
+        return False
+    return False
 
 
 def blocks_in_all(stores: Sequence[PrefixStore], hashes: Sequence[bytes]) -> int:

@@ -45,11 +45,12 @@ def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tu
     """
     known = _registered()
     names = [name for name in _unlisted(environ, ignored) if known is None or name in known]
-    parsers = _parsers(environ) if names else {}
-    without = _parsers({name: value for name, value in environ.items() if name not in names}) if names else {}
+    others = dict(environ)
+    parsers, without = (_parsers(dict(environ)), _parsers(others)) if names else ({}, {})
     for name in names:
-        value = environ[name]
-        found, default = _parse(parsers.get(name)), _parse(without.get(name))
+        value = others.pop(name)
+        found, default = _parse(parsers.get(name)), _parse(without.get(name))  # a default may depend on the others
+        others[name] = value
         if found is None or found != default:
             yield name, _canonical(value, found, parsers.get(name))
     plugins = _left_out_plugins(environ.get(f"{PREFIX}PLUGINS"))
@@ -97,7 +98,7 @@ def _parsers(environ: Mapping[str, str]) -> Mapping[str, Parser]:
         copy: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(copy)
         copy.os = types.ModuleType("os")
-        copy.os.__dict__.update(vars(os), environ=dict(environ), getenv=environ.get)
+        copy.os.__dict__.update(vars(os), environ=environ, getenv=environ.get)
         parsers: Mapping[str, Parser] = copy.environment_variables
     except Exception as e:  # noqa: BLE001 - as above
         logger.debug("vLLM's variables cannot be read a second time, so their defaults are not known: %r", e)

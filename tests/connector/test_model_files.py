@@ -223,11 +223,16 @@ def test_digest_small_files_are_read_whole(offset: int, tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
-def test_digest_other_index_differs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensors_before", [0, 90_000])
+def test_digest_other_index_differs(tensors_before: int, tmp_path: Path) -> None:
     safetensors(tmp_path / "model.safetensors")
+    before = {
+        f"model.layers.0.mlp.experts.{number}.down_proj.weight": "model.safetensors" for number in range(tensors_before)
+    }
     digests = set()
     for name in ("model.safetensors", "other.safetensors"):
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.0": name}}))
+        index = {"weight_map": before | {"norm.0": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         digests.add(files_digest(str(tmp_path)))
     assert len(digests) == 2
 

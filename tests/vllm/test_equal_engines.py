@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,6 +275,24 @@ def test_flag_counts_once_in_all_spellings() -> None:
     one, other, off = (identity(VllmConfig(), {"VLLM_ROCM_USE_AITER": text}) for text in ("1", "True", "false"))
     assert one == other == {"VLLM_ROCM_USE_AITER": "1"}
     assert off == {}
+
+
+def test_default_that_depends_on_another_variable_is_no_reason_to_leave_one_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    envs = tmp_path / "envs.py"
+    envs.write_text(
+        "import os\n"
+        "environment_variables = {\n"
+        "    'VLLM_ONE': lambda: os.getenv('VLLM_ONE', os.getenv('VLLM_OTHER', '0')),\n"
+        "    'VLLM_OTHER': lambda: os.environ.get('VLLM_OTHER', '0'),\n"
+        "}\n"
+    )
+    monkeypatch.setattr(vllm.envs, "__file__", str(envs))
+    monkeypatch.setattr(vllm.envs, "environment_variables", {"VLLM_ONE": None, "VLLM_OTHER": None})
+    other = {"VLLM_OTHER": "1"}
+    assert identity(VllmConfig(), other) == identity(VllmConfig(), {**other, "VLLM_ONE": "1"}) == other
+    assert identity(VllmConfig(), {**other, "VLLM_ONE": "0"}) == {**other, "VLLM_ONE": "0"}
 
 
 def test_value_that_vllm_refuses_counts() -> None:

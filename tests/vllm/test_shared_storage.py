@@ -747,22 +747,22 @@ def test_kv_that_a_step_computes_in_microbatches_is_stored_when_all_of_it_is(rig
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"), [(6, "names a layer of more than"), (24, "does not fit this engine, and is removed")]
+    ("width", "said"), [(6, "names a layer of more than"), (600, "does not fit this engine, and is removed")]
 )
 def test_chunks_of_another_form_make_room_for_those_that_fit(
-    rigs: Any, caplog: pytest.LogCaptureFixture, numbers: int, message: str
+    rigs: Any, caplog: pytest.LogCaptureFixture, width: int, said: str
 ) -> None:
     """One identity for engines whose KV differs is a fault of ours; each request would meet it, and none heal it."""
     store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
     other = rigs()
-    other.kv = {layer: torch.rand(BLOCKS, SIZE, numbers) for layer in other.kv}
+    other.kv = {layer: torch.rand(BLOCKS, SIZE, width) for layer in other.kv}
     other.worker.register_kv_caches(other.kv)
     request = prompt(TOKENS, "a")
     assert other.matched(request) == (16, True)
     other.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 2, 4, 6, 8],)), 16)
     other.work(other.scheduler.build_connector_meta(step()))
     assert other.loaded() == ({"a"}, {0, 2, 4, 6})
-    assert message in caplog.text
+    assert said in caplog.text
     third = rigs()
     assert third.matched(prompt(TOKENS, "b")) == (0, False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -17,4 +18,8 @@ def prefix_bucket() -> Iterator[str]:
         use_credentials(patch, server)
         patch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
         server.client().create_bucket(Bucket="kv-prefixes")
+        with suppress(ImportError):
+            from s3fs import S3FileSystem
+
+            S3FileSystem.clear_instance_cache()  # a driver that was kept knows the server of an earlier module
         yield "s3://kv-prefixes"

@@ -368,12 +368,17 @@ def test_a_bad_chunk_that_cannot_be_removed_is_overwritten_by_the_next_store(
     assert not store.publish(hashes_of(1, 2), layers_of(2)), "once"
 
 
-def test_second_bad_chunk_in_a_row_stays_until_the_next_store_overwrites_it(tmp_path: Path) -> None:
-    store, prompts = store_at(str(tmp_path)), [hashes_of(1, 2), hashes_of(3, 4)]
+def publish_bad(store: PrefixStore, prompts: list[list[bytes]], folder: Path) -> None:
+    """Publish chunks, and damage their layers."""
     for hashes in prompts:
         store.publish(hashes, layers_of(2))
-    for path in tmp_path.rglob("*.safetensors"):
+    for path in folder.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def test_second_bad_chunk_in_a_row_stays_until_the_next_store_overwrites_it(tmp_path: Path) -> None:
+    store, prompts = store_at(str(tmp_path)), [hashes_of(1, 2), hashes_of(3, 4)]
+    publish_bad(store, prompts, tmp_path)
     for hashes in prompts:
         with pytest.raises(SealError):
             load(store, store.match(hashes)[0], hashes)
@@ -382,6 +387,21 @@ def test_second_bad_chunk_in_a_row_stays_until_the_next_store_overwrites_it(tmp_
         assert store.publish(hashes, layers_of(2))
         assert load(store, store.match(hashes)[0], hashes)
     assert len(every_file(tmp_path)) == 2 * (1 + len(LAYERS)), "without the layers that were replaced"
+
+
+def test_bad_chunk_that_another_engine_has_replaced_is_not_overwritten(tmp_path: Path) -> None:
+    store, other = store_at(str(tmp_path)), store_at(str(tmp_path))
+    prompts = [hashes_of(1, 2), hashes_of(3, 4)]
+    publish_bad(store, prompts, tmp_path)
+    for hashes in prompts:
+        with pytest.raises(SealError):
+            load(store, store.match(hashes)[0], hashes)
+    with pytest.raises(SealError):
+        load(other, other.match(prompts[1])[0], prompts[1])
+    assert other.publish(prompts[1], layers_of(2))
+    before = {path: path.read_bytes() for path in every_file(tmp_path)}
+    assert not store.publish(prompts[1], layers_of(2))
+    assert {path: path.read_bytes() for path in every_file(tmp_path)} == before
 
 
 def test_chunk_that_is_good_when_read_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,14 +452,9 @@ def test_damaged_reads_remove_and_replace_one_chunk_at_most(
     assert {path: path.read_bytes() for path in every_file(tmp_path)} == left
 
 
-def test_good_manifests_do_not_clear_doubt_about_layers(
-    tmp_path: Path,
-) -> None:
+def test_good_manifests_do_not_clear_doubt_about_layers(tmp_path: Path) -> None:
     store, prompts = store_at(str(tmp_path)), [hashes_of(10 * n, 10 * n + 1) for n in range(4)]
-    for hashes in prompts:
-        store.publish(hashes, layers_of(2))
-    for path in tmp_path.rglob("*.safetensors"):
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    publish_bad(store, prompts, tmp_path)
     for hashes in prompts:
         with pytest.raises(SealError):
             load(store, store.match(hashes)[0], hashes)
