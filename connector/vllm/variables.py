@@ -38,21 +38,20 @@ class Shown(str):
 
 
 def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Name and value of the variables that count: vLLM's own variables that are not at their defaults.
+    """Name and value of the variables that count: vLLM's own.
+
+    A variable that is set to its default counts, too. vLLM asks of some whether they are set: ``VLLM_USE_DEEP_GEMM=1``
+    forces what is otherwise chosen.
 
     Args:
         ignored: names without ``VLLM_``.
     """
     known = _registered()
     names = [name for name in _unlisted(environ, ignored) if known is None or name in known]
-    others = dict(environ)
-    parsers, without = (_parsers(dict(environ)), _parsers(others)) if names else ({}, {})
+    parsers = _parsers(environ) if names else {}
     for name in names:
-        value = others.pop(name)
-        found, default = _parse(parsers.get(name)), _parse(without.get(name))  # a default may depend on the others
-        others[name] = value
-        if found is None or found != default:
-            yield name, _canonical(value, found, parsers.get(name))
+        parser = parsers.get(name)
+        yield name, _canonical(environ[name], _parse(parser), parser)
     plugins = _left_out_plugins(environ.get(f"{PREFIX}PLUGINS"))
     if plugins:
         yield f"{PREFIX}PLUGINS", f"without {plugins}"
@@ -101,7 +100,7 @@ def _parsers(environ: Mapping[str, str]) -> Mapping[str, Parser]:
         copy.os.__dict__.update(vars(os), environ=environ, getenv=environ.get)
         parsers: Mapping[str, Parser] = copy.environment_variables
     except Exception as e:  # noqa: BLE001 - as above
-        logger.debug("vLLM's variables cannot be read a second time, so their defaults are not known: %r", e)
+        logger.debug("vLLM's variables cannot be read a second time, so spellings of one value differ: %r", e)
         return {}
     return parsers
 
