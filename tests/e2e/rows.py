@@ -84,6 +84,7 @@ class Setting:
         before: with another version of vLLM.
         extra: ``Place.extra`` of every place.
         on_gpu: ``Place.on_gpu`` of every place.
+        files_at_kill: how many stored blocks of the document a writer that is killed has at least.
     """
 
     lab: Lab
@@ -97,6 +98,7 @@ class Setting:
     before: Setting | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     on_gpu: bool = False
+    files_at_kill: int = FILES_AT_KILL
 
     def place(self, name: str) -> Place:
         """An empty folder and, where there is a server, an empty bucket."""
@@ -257,7 +259,7 @@ def writer_killed(setting: Setting, name: str) -> Row:
     running = setting.lab.start(config, [setting.prompts.document] * 3, warm_up=setting.prompts.warm_up, processes=True)
     try:
         deadline = time.monotonic() + ENGINE_S_MAX
-        while len(files_of(place)) < len(setting.prompts.warm_up) // BLOCK_TOKENS + FILES_AT_KILL:
+        while len(files_of(place)) < len(setting.prompts.warm_up) // BLOCK_TOKENS + setting.files_at_kill:
             if running.process.poll() is not None or time.monotonic() > deadline:
                 raise EngineFailedError(f"the writer stored nothing; see {running.log}")
             time.sleep(0.01)

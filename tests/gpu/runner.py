@@ -107,6 +107,7 @@ def run(device: str, out: Path, seconds: float, only: Sequence[str], side_by_sid
             model,
             extra=_extra(on_cpu),
             on_gpu=not on_cpu,
+            files_at_kill=8,  # of 16
             scale=_scale(on_cpu, scratch, model),
         )
         print(f"vLLM {lab.version}, cold without a connector: {setting.reference.cold_ttft_s:.3f} s", flush=True)
