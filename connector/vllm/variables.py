@@ -40,8 +40,8 @@ class Shown(str):
 def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tuple[str, str]]:
     """Name and value of the variables that count: vLLM's own.
 
-    A variable that is set to its default counts, too. vLLM asks of some whether they are set: ``VLLM_USE_DEEP_GEMM=1``
-    forces what is otherwise chosen.
+    A variable that is set to its default counts as well, because vLLM checks whether some variables are set at all.
+    For example, ``VLLM_USE_DEEP_GEMM=1`` forces DeepGEMM, which vLLM otherwise chooses by itself or not.
 
     Args:
         ignored: names without ``VLLM_``.
