@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtiers.tiers.base import OffloadingEvent, ReqContext
-from kvtiers.tiers.blocks.keys import OffloadKey
+from ..tiers.base import OffloadingEvent, ReqContext
+from ..tiers.blocks.keys import OffloadKey
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvtiers.connector.model_files import CONFIG_BYTES_MAX, hub_commit, hub_folder
-from kvtiers.tiers.errors import ConfigError
+from ..tiers.errors import ConfigError
+from .model_files import CONFIG_BYTES_MAX, hub_commit, hub_folder
 
 #: Model types whose ``head_dim`` is ``hidden_size / num_attention_heads`` where the file has none.
 _DERIVED_HEAD_SIZE = frozenset((

@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvtiers.connector.weight_files import Layout, layout_of
-from kvtiers.tiers.plain_logs import get_logger
+from ..tiers.plain_logs import get_logger
+from .weight_files import Layout, layout_of
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvtiers.connector.base import (
+from ..tiers.base import SecondaryTierManager
+from ..tiers.config.deployment import DeploymentConfig
+from ..tiers.config.tier_options import TierConfig
+from ..tiers.errors import ConfigError
+from ..tiers.metrics import Metrics
+from ..tiers.plain_logs import get_logger
+from ..tiers.registry import SecondaryTierFactory
+from .base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -14,24 +21,17 @@ from kvtiers.connector.base import (
     OffloadingHandler,
     OffloadingSpec,
 )
-from kvtiers.connector.manager.eviction import create_policy
-from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
-from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
-from kvtiers.connector.region.region_file import show_size
-from kvtiers.connector.region.region_header import row_stride
-from kvtiers.connector.region.shared_region import SharedOffloadRegion
-from kvtiers.tiers.base import SecondaryTierManager
-from kvtiers.tiers.config.deployment import DeploymentConfig
-from kvtiers.tiers.config.tier_options import TierConfig
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.metrics import Metrics
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.registry import SecondaryTierFactory
+from .manager.eviction import create_policy
+from .manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
+from .manager.options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
+from .manager.primary import CPUPrimaryTier
+from .manager.tiering import TieringOffloadingManager
+from .region.region_file import show_size
+from .region.region_header import row_stride
+from .region.shared_region import SharedOffloadRegion
 
 if TYPE_CHECKING:
-    from kvtiers.tiers.exporter import MetricsServer
+    from ..tiers.exporter import MetricsServer
 
 logger = get_logger(__name__)
 
@@ -115,7 +115,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         # Imported here because it imports torch, which the scheduler does not need.
-        from kvtiers.connector.transfer.gpu_handler import create_handlers
+        from .transfer.gpu_handler import create_handlers
 
         if not self._handlers:
             sizes = [tensor.page_size_bytes * self.blocks_per_chunk for tensor in kv_caches.tensors]
@@ -143,7 +143,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         where = self.deployment.metrics
         if where.port is None:
             return None
-        from kvtiers.tiers.exporter import MetricsServer
+        from ..tiers.exporter import MetricsServer
 
         try:
             server = MetricsServer([self.metrics], port=where.port, address=where.address)

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from kvtiers.connector.prefixes.place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
-from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
-from kvtiers.tiers.config.deployment import DeploymentConfig, RegionConfig, load_named, parse_config
-from kvtiers.tiers.config.tier_options import FsspecTierConfig, S3TierConfig, StoreTierConfig, TierConfig
-from kvtiers.tiers.errors import ConfigError, public_url
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.registry import SecondaryTierFactory
+from ..tiers.blocks.file_mapper import FORMAT_VLLM_RAW
+from ..tiers.config.deployment import DeploymentConfig, RegionConfig, load_named, parse_config
+from ..tiers.config.tier_options import FsspecTierConfig, S3TierConfig, StoreTierConfig, TierConfig
+from ..tiers.errors import ConfigError, public_url
+from ..tiers.plain_logs import get_logger
+from ..tiers.registry import SecondaryTierFactory
+from .prefixes.place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
 
 logger = get_logger(__name__)
 

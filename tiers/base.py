@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.errors import ConfigError
+from .blocks.keys import OffloadKey
+from .errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
-from kvtiers.tiers.blocks.keyring import load_keys, show_key_id
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, Seal
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.records import RecordKeys
-from kvtiers.tiers.config.deployment import parse_tier
-from kvtiers.tiers.config.open_store import for_engine, open_store, store_recipe, tool_recipe
-from kvtiers.tiers.config.tier_options import (
+from .blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
+from .blocks.keyring import load_keys, show_key_id
+from .blocks.seal import TRAILER_BYTES, Checksum, Seal
+from .capacity.policy import CapacityPolicy
+from .capacity.records import RecordKeys
+from .config.deployment import parse_tier
+from .config.open_store import for_engine, open_store, store_recipe, tool_recipe
+from .config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
@@ -30,20 +30,20 @@ from kvtiers.tiers.config.tier_options import (
     StoreTierConfig,
     TierConfig,
 )
-from kvtiers.tiers.errors import ConfigError, RegionError, StoreError, printable, public_url
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsTouch
-from kvtiers.tiers.stores.files.mounts import missing_mount
-from kvtiers.tiers.tier.block_mover import Rows
-from kvtiers.tiers.tier.lookup import LookupOptions
-from kvtiers.tiers.tier.store_tier import (
+from .errors import ConfigError, RegionError, StoreError, printable, public_url
+from .plain_logs import get_logger
+from .store import Store, SupportsTouch
+from .stores.files.mounts import missing_mount
+from .tier.block_mover import Rows
+from .tier.lookup import LookupOptions
+from .tier.store_tier import (
     LOAD_ONLY_THREADS,
     CollectorEnd,
     StoreTierManager,
     TierOptions,
     open_if_answered,
 )
-from kvtiers.tiers.tracing import make_job_tracer
+from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
@@ -139,7 +139,7 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     if config.protection == "none":
         return partial(Seal, **options)
     keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
-    from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+    from .blocks.protected_seal import GcmSeal, GmacSeal
 
     return partial(GcmSeal if config.protection == "aes-gcm" else GmacSeal, keys=keys, **options)
 
@@ -287,8 +287,8 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
         ConfigError: worker processes are unavailable, but ``isolation: process`` requires them.
         StoreError: see the store's constructor.
     """
-    from kvtiers.tiers.isolation.pool import WorkersUnavailableError
-    from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
+    from .isolation.pool import WorkersUnavailableError
+    from .isolation.store import ProcessIsolatedStore, StoreRecipe
 
     make_store, store_options = store_recipe(config)
     try:
@@ -328,7 +328,7 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
     Raises:
         ConfigError: not even one block has room.
     """
-    from kvtiers.tiers.capacity.policy import HELD_SHARE_MAX
+    from .capacity.policy import HELD_SHARE_MAX
 
     if policy.max_bytes is None:
         return
@@ -380,7 +380,7 @@ def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> C
 
 def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
     """Wrap a store to enforce ``max_bytes``, a limit shared by all writers of the same root."""
-    from kvtiers.tiers.capacity.account import Account, BoundedStore
+    from .capacity.account import Account, BoundedStore
 
     newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
     return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s, keys=record_keys(config)))
@@ -417,8 +417,8 @@ def _start_collector(
     policy: CapacityPolicy,
     mapper: FileMapper,
 ) -> CollectorEnd:
-    from kvtiers.tiers.capacity.link import CollectorLink
-    from kvtiers.tiers.isolation.process import StoreRecipe
+    from .capacity.link import CollectorLink
+    from .isolation.process import StoreRecipe
 
     make_store, store_options = tool_recipe(config)
     return CollectorLink(
@@ -434,7 +434,7 @@ def _start_collector(
 
 def _why_unmappable(view: memoryview) -> str | None:
     """Why other processes cannot map the region; None if they can."""
-    from kvtiers.tiers.isolation.mapped_file import open_mapped_file
+    from .isolation.mapped_file import open_mapped_file
 
     try:
         fd, _ = open_mapped_file(view)

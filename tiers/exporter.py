@@ -14,9 +14,9 @@ from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.metrics import MetricDef, MetricKind, Metrics, Sample
-from kvtiers.tiers.plain_logs import get_logger
+from .errors import ConfigError
+from .metrics import MetricDef, MetricKind, Metrics, Sample
+from .plain_logs import get_logger
 
 try:
     from prometheus_client import CollectorRegistry, MetricsHandler

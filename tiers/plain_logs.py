@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections.abc import Mapping
 
-from kvtiers.tiers.errors import printable, printable_lines
+from .errors import printable, printable_lines
 
 
 class _Printable(logging.Filter):

@@ -13,12 +13,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from kvtiers.tiers.base import SecondaryTierManager
-from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP, as_store_tier, known_types
-from kvtiers.tiers.errors import ConfigError, printable
+from .base import SecondaryTierManager
+from .config.deployment import ENTRY_POINT_GROUP, as_store_tier, known_types
+from .errors import ConfigError, printable
 
 # Looks at the package while it is loaded, not when a worker starts: a model is loaded in between, for minutes.
-from kvtiers.tiers.isolation import loaded_code  # noqa: F401
+from .isolation import loaded_code  # noqa: F401
 
 #: Tier type -> (module, class).
 _BUILT_IN: Mapping[str, tuple[str, str]] = {

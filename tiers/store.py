@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvtiers.tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
-from kvtiers.tiers.plain_logs import get_logger
+from .errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from .plain_logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtiers.tiers.errors import ConfigError
+from .errors import ConfigError
 
 TRACER_NAME = "kvtiers"
 

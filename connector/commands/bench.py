@@ -19,25 +19,25 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from kvtiers.connector.commands.options import AsJson, Config, TierName, size_option
-from kvtiers.connector.commands.output import Ticker, answer, human_bytes, say, show
-from kvtiers.connector.commands.places import load_deployment, tell_skipped
-from kvtiers.connector.commands.session import exit_on_signals, session
-from kvtiers.connector.region.region_header import row_stride
-from kvtiers.connector.spec import TieringOffloadingSpec
-from kvtiers.tiers.base import JobMetadata
-from kvtiers.tiers.blocks.keys import make_offload_key
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
-from kvtiers.tiers.capacity.collector import listed_bytes
-from kvtiers.tiers.config.deployment import DeploymentConfig, MetricsConfig
-from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
-from kvtiers.tiers.config.tier_options import BoundedTierConfig, TierConfig
-from kvtiers.tiers.errors import ConfigError, StoreError
-from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, PrivateNames
-from kvtiers.tiers.stores.vectored_io import transfer
-from kvtiers.tiers.tier.store_tier import StoreTierManager
+from ...tiers.base import JobMetadata
+from ...tiers.blocks.keys import make_offload_key
+from ...tiers.blocks.seal import TRAILER_BYTES, Seal
+from ...tiers.capacity.collector import listed_bytes
+from ...tiers.config.deployment import DeploymentConfig, MetricsConfig
+from ...tiers.config.open_store import open_tool_store, store_recipe
+from ...tiers.config.tier_options import BoundedTierConfig, TierConfig
+from ...tiers.errors import ConfigError, StoreError
+from ...tiers.registry import SecondaryTierFactory
+from ...tiers.stores.files.publish import PRIVATE_FOLDER, PrivateNames
+from ...tiers.stores.vectored_io import transfer
+from ...tiers.tier.store_tier import StoreTierManager
+from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
+from ..region.region_header import row_stride
+from ..spec import TieringOffloadingSpec
+from .options import AsJson, Config, TierName, size_option
+from .output import Ticker, answer, human_bytes, say, show
+from .places import load_deployment, tell_skipped
+from .session import exit_on_signals, session
 
 ROUNDS = 3
 SETTLE_S = 0.5  # for worker processes to start and map the region, which an engine does while it loads its model

@@ -15,20 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.findings import (
-    Finding,
-    config_findings,
-    is_mount,
-    no_answer,
-    shared_memory,
-    tier_findings,
-)
-from kvtiers.connector.commands.output import answer, cell, counted, human_age, human_bytes, make_console
-from kvtiers.connector.commands.session import ExitCode
-from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
-from kvtiers.tiers.config.mistakes import value_in_words
-from kvtiers.tiers.config.open_store import open_tool_store
-from kvtiers.tiers.config.tier_options import (
+from ...tiers.config.deployment import DeploymentConfig, json_schema, load_config
+from ...tiers.config.mistakes import value_in_words
+from ...tiers.config.open_store import open_tool_store
+from ...tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
     FsTierConfig,
@@ -37,10 +27,20 @@ from kvtiers.tiers.config.tier_options import (
     StoreTierConfig,
     TierConfig,
 )
-from kvtiers.tiers.config.values import show_duration, show_size
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import KVTiersError, printable
-from kvtiers.tiers.registry import SecondaryTierFactory
+from ...tiers.config.values import show_duration, show_size
+from ...tiers.daemon_pool import DaemonPool
+from ...tiers.errors import KVTiersError, printable
+from ...tiers.registry import SecondaryTierFactory
+from .findings import (
+    Finding,
+    config_findings,
+    is_mount,
+    no_answer,
+    shared_memory,
+    tier_findings,
+)
+from .output import answer, cell, counted, human_age, human_bytes, make_console
+from .session import ExitCode
 
 TIERS_AT_ONCE = 16
 TIERS_S_MAX = 10.0  # how long `kvtiers check` waits for storage; a broken bucket reports its error much earlier
@@ -158,9 +158,9 @@ def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[li
 
 def _block_sizes(tier: TierConfig) -> dict[str, int]:
     """The models with blocks in a storage that lists its folders, and the size of one block of each."""
-    from kvtiers.tiers.blocks.neighbors import namespaces_in
-    from kvtiers.tiers.capacity.collector import is_block
-    from kvtiers.tiers.store import SupportsFolders
+    from ...tiers.blocks.neighbors import namespaces_in
+    from ...tiers.capacity.collector import is_block
+    from ...tiers.store import SupportsFolders
 
     sizes: dict[str, int] = {}
     try:

@@ -19,9 +19,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from kvtiers import __version__
-from kvtiers.connector.commands.session import CONFIG_VARIABLE, EXIT_CODES, ExitCode, Session, new_session, session
-from kvtiers.tiers.errors import ConfigError, KVTiersError
+from ... import __version__
+from ...tiers.errors import ConfigError, KVTiersError
+from .session import CONFIG_VARIABLE, EXIT_CODES, ExitCode, Session, new_session, session
 
 _HERE = "kvtiers.connector.commands"
 #: Name -> (``module:function``, one line for the list of commands). The modules are imported when a command is used,
@@ -79,7 +79,7 @@ def _common_options(
 
 def _show_schema(context: typer.Context, value: bool) -> None:
     if value:
-        from kvtiers.connector.commands.json_schemas import document_schema
+        from .json_schemas import document_schema
 
         print(json.dumps(document_schema(str(context.info_name)), indent=2))
         raise typer.Exit
@@ -204,7 +204,7 @@ class Group(TyperGroup):
 
 
 def _interrupted(current: Session) -> ExitCode:
-    from kvtiers.connector.commands.output import complain
+    from .output import complain
 
     complain(f"interrupted: {current.if_interrupted()}")
     return ExitCode.INTERRUPTED
@@ -212,7 +212,7 @@ def _interrupted(current: Session) -> ExitCode:
 
 def _explained(e: Exception, current: Session) -> ExitCode:
     """Print one line about an exception, and return the exit code."""
-    from kvtiers.connector.commands.output import complain
+    from .output import complain
 
     if hasattr(e, "format_message"):  # a usage error; typer bundles click or imports it
         from typer.rich_utils import rich_format_error
@@ -242,7 +242,7 @@ def _explained(e: Exception, current: Session) -> ExitCode:
 
 
 def _answer_errors() -> None:
-    from kvtiers.connector.commands.output import answer
+    from .output import answer
 
     try:
         answer(None, ok=False)

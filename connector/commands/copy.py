@@ -12,22 +12,22 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson, Config, size_option
-from kvtiers.connector.commands.output import Ticker, answer, complain, counted, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, find_places
-from kvtiers.connector.commands.session import ExitCode, session
-from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
-from kvtiers.tiers.builtin import bound_store, record_keys
-from kvtiers.tiers.capacity.collector import listed_bytes
-from kvtiers.tiers.capacity.usage import read_measured, used_bytes
-from kvtiers.tiers.config.open_store import open_store, open_tool_store
-from kvtiers.tiers.config.places import place_of
-from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig
-from kvtiers.tiers.errors import ConfigError, StoreError
-from kvtiers.tiers.store import Store, SupportsFreeBytes
-from kvtiers.tiers.stores.memory import MemoryStore
-from kvtiers.tiers.tools.conversion import Converter
-from kvtiers.tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
+from ...tiers.blocks.file_mapper import FORMAT_SEALED
+from ...tiers.builtin import bound_store, record_keys
+from ...tiers.capacity.collector import listed_bytes
+from ...tiers.capacity.usage import read_measured, used_bytes
+from ...tiers.config.open_store import open_store, open_tool_store
+from ...tiers.config.places import place_of
+from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig
+from ...tiers.errors import ConfigError, StoreError
+from ...tiers.store import Store, SupportsFreeBytes
+from ...tiers.stores.memory import MemoryStore
+from ...tiers.tools.conversion import Converter
+from ...tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
+from .options import AsJson, Config, size_option
+from .output import Ticker, answer, complain, counted, human_bytes, refuse, say
+from .places import Place, find_places
+from .session import ExitCode, session
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]

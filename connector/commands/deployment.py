@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from kvtiers.connector.commands.options import YamlFile
-from kvtiers.connector.commands.output import answer
-from kvtiers.connector.commands.session import session
-from kvtiers.tiers.config.deployment import load_named
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.registry import SecondaryTierFactory
+from ...tiers.config.deployment import load_named
+from ...tiers.errors import ConfigError
+from ...tiers.registry import SecondaryTierFactory
+from .options import YamlFile
+from .output import answer
+from .session import session
 
 
 def demo(
@@ -30,7 +30,7 @@ def demo(
     ] = False,
 ) -> None:
     """Answer a long prompt in two processes: the first computes it, the second loads its KV cache from storage."""
-    from kvtiers.connector.demo.run import DemoOptions, run_demo
+    from ..demo.run import DemoOptions, run_demo
 
     options = DemoOptions(
         model=model,
@@ -56,8 +56,8 @@ def vllm_config(
     ] = False,
 ) -> None:
     """Print vLLM's --kv-transfer-config for a deployment, for each way to connect kvtiers to vLLM."""
-    from kvtiers.connector.vllm_config import vllm_config as make
-    from kvtiers.connector.vllm_config import why_not
+    from ..vllm_config import vllm_config as make
+    from ..vllm_config import why_not
 
     for index, tier in enumerate(load_named(config, SecondaryTierFactory.tier_types()).tiers):
         if getattr(tier, "embedded", False):

@@ -21,27 +21,9 @@ from dataclasses import asdict
 import typer
 from rich.console import Console
 
-from kvtiers.connector.commands.doctor_storage import (
-    PROBE_FOLDER,
-    examine_folder,
-    examine_namespaces,
-    examine_seals,
-    examine_store,
-)
-from kvtiers.connector.commands.findings import (
-    Finding,
-    config_findings,
-    no_answer,
-    of_error,
-    shared_memory,
-    tier_findings,
-)
-from kvtiers.connector.commands.options import AsJson, YamlFile
-from kvtiers.connector.commands.output import answer, counted, make_console
-from kvtiers.connector.commands.session import ExitCode, session
-from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
-from kvtiers.tiers.config.open_store import open_tool_store
-from kvtiers.tiers.config.tier_options import (
+from ...tiers.config.deployment import DeploymentConfig, load_named
+from ...tiers.config.open_store import open_tool_store
+from ...tiers.config.tier_options import (
     ExternalTierConfig,
     FsTierConfig,
     MemoryTierConfig,
@@ -49,11 +31,29 @@ from kvtiers.tiers.config.tier_options import (
     S3TierConfig,
     TierConfig,
 )
-from kvtiers.tiers.config.values import show_size
-from kvtiers.tiers.errors import KVTiersError, StoreError, printable
-from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.store import Store
-from kvtiers.tiers.tools.inventory import block_beginnings
+from ...tiers.config.values import show_size
+from ...tiers.errors import KVTiersError, StoreError, printable
+from ...tiers.registry import SecondaryTierFactory
+from ...tiers.store import Store
+from ...tiers.tools.inventory import block_beginnings
+from .doctor_storage import (
+    PROBE_FOLDER,
+    examine_folder,
+    examine_namespaces,
+    examine_seals,
+    examine_store,
+)
+from .findings import (
+    Finding,
+    config_findings,
+    no_answer,
+    of_error,
+    shared_memory,
+    tier_findings,
+)
+from .options import AsJson, YamlFile
+from .output import answer, counted, make_console
+from .session import ExitCode, session
 
 TIER_S_MAX = 30.0  # storage that hangs longer is reported as a problem
 CGROUP_MEMORY = "/sys/fs/cgroup/memory.max"
@@ -270,7 +270,7 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
 
 
 def _bucket(where: str, tier: S3TierConfig, store: Store) -> Iterator[Finding]:
-    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
+    from ...tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
 
     assert isinstance(store, S3Store)
     try:

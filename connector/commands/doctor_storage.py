@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from kvtiers.connector.commands.findings import Finding, Level, of_error
-from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
-from kvtiers.tiers.builtin import key_ids
-from kvtiers.tiers.capacity.collector import is_block
-from kvtiers.tiers.capacity.usage import read_measured
-from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
-from kvtiers.tiers.errors import StoreConfigError, StoreError, printable
-from kvtiers.tiers.store import Store, SupportsTail, delete_all
-from kvtiers.tiers.stores.files.mounts import file_system_type
-from kvtiers.tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
+from ...tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
+from ...tiers.builtin import key_ids
+from ...tiers.capacity.collector import is_block
+from ...tiers.capacity.usage import read_measured
+from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
+from ...tiers.errors import StoreConfigError, StoreError, printable
+from ...tiers.store import Store, SupportsTail, delete_all
+from ...tiers.stores.files.mounts import file_system_type
+from ...tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
+from .findings import Finding, Level, of_error
 
 PROBE_FOLDER = "kvtiers-doctor"
 CLOCK_SKEW_S_MAX = 5.0

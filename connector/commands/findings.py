@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvtiers.connector.commands.output import human_bytes
-from kvtiers.connector.region.region_file import free_bytes, running_regions
-from kvtiers.tiers.builtin import check_needs_no_sharing, make_seal, record_keys
-from kvtiers.tiers.capacity.usage import read_measured
-from kvtiers.tiers.config.deployment import DeploymentConfig
-from kvtiers.tiers.config.open_store import open_store, open_tool_store, tool_recipe
-from kvtiers.tiers.config.tier_options import (
+from ...tiers.builtin import check_needs_no_sharing, make_seal, record_keys
+from ...tiers.capacity.usage import read_measured
+from ...tiers.config.deployment import DeploymentConfig
+from ...tiers.config.open_store import open_store, open_tool_store, tool_recipe
+from ...tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
@@ -32,9 +30,9 @@ from kvtiers.tiers.config.tier_options import (
     StoreTierConfig,
     TierConfig,
 )
-from kvtiers.tiers.config.values import show_size
-from kvtiers.tiers.config.variables import AS_WRITTEN
-from kvtiers.tiers.errors import (
+from ...tiers.config.values import show_size
+from ...tiers.config.variables import AS_WRITTEN
+from ...tiers.errors import (
     ConfigError,
     KVTiersError,
     StoreConfigError,
@@ -43,18 +41,20 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.store import Store
-from kvtiers.tiers.stores.custom import find_factory
-from kvtiers.tiers.stores.files.mounts import (
+from ...tiers.registry import SecondaryTierFactory
+from ...tiers.store import Store
+from ...tiers.stores.custom import find_factory
+from ...tiers.stores.files.mounts import (
     file_system_type,
     is_mount_point,
     missing_mount,
     mount_findings,
     unmounted_point,
 )
-from kvtiers.tiers.stores.fsspec_driver import LOCAL, OptionsError, check_drivers, misspelt_options
-from kvtiers.tiers.tracing import make_job_tracer
+from ...tiers.stores.fsspec_driver import LOCAL, OptionsError, check_drivers, misspelt_options
+from ...tiers.tracing import make_job_tracer
+from ..region.region_file import free_bytes, running_regions
+from .output import human_bytes
 
 Level = Literal["ok", "note", "warning", "problem"]
 
@@ -245,7 +245,7 @@ def _refusals(
 
 
 def _try_bucket(tier: S3TierConfig) -> None:
-    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
+    from ...tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
 
     with closing(open_store(tier)) as store:
         assert isinstance(store, S3Store)
@@ -268,7 +268,7 @@ def _url(where: str, tier: FsspecTierConfig) -> Iterator[Finding]:
 
 
 def _try_url(tier: FsspecTierConfig) -> None:
-    from kvtiers.tiers.stores.fsspec import FsspecStore  # here, because it imports numpy
+    from ...tiers.stores.fsspec import FsspecStore  # here, because it imports numpy
 
     _, options = tool_recipe(tier, read_only=True)  # opened so, it does not remove old temporary files
     with closing(FsspecStore(**options, request_timeout_s=FSSPEC_CALL_S_MAX)) as store:

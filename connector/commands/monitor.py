@@ -21,17 +21,17 @@ from typing import Annotated
 
 import typer
 
-from kvtiers.connector.commands.options import duration_option
-from kvtiers.connector.commands.output import answer
-from kvtiers.connector.commands.places import load_deployment
-from kvtiers.tiers.config.deployment import DeploymentConfig
-from kvtiers.tiers.config.open_store import open_tool_store
-from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
-from kvtiers.tiers.errors import ConfigError, KVTiersError
-from kvtiers.tiers.metrics import MetricDef, MetricKind, Metrics
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store
-from kvtiers.tiers.tools.inventory import parse_block_name
+from ...tiers.config.deployment import DeploymentConfig
+from ...tiers.config.open_store import open_tool_store
+from ...tiers.config.tier_options import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+from ...tiers.errors import ConfigError, KVTiersError
+from ...tiers.metrics import MetricDef, MetricKind, Metrics
+from ...tiers.plain_logs import get_logger
+from ...tiers.store import Store
+from ...tiers.tools.inventory import parse_block_name
+from .options import duration_option
+from .output import answer
+from .places import load_deployment
 
 logger = get_logger(__name__)
 
@@ -321,7 +321,7 @@ def serve_metrics(
     deployment = load_deployment(config)
     probe_every_s = duration_option("--probe-every", probe_every, least_s=0.1)
     scan_every_s = duration_option("--scan-every", scan_every)
-    from kvtiers.tiers.exporter import MetricsServer  # here, because prometheus_client may be missing
+    from ...tiers.exporter import MetricsServer  # here, because prometheus_client may be missing
 
     tiers = watched_tiers(deployment)
     if not tiers:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvtiers.tiers.config.values import parse_duration, parse_size, show_duration
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.config.values import parse_duration, parse_size, show_duration
+from ...tiers.errors import ConfigError
 
 Config = Annotated[
     str,

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.prompt import Confirm
 from rich.table import Table
 
-from kvtiers import __version__
-from kvtiers.connector.commands.session import ExitCode, session
-from kvtiers.tiers.errors import ConfigError, StoreError, printable, printable_lines
+from ... import __version__
+from ...tiers.errors import ConfigError, StoreError, printable, printable_lines
+from .session import ExitCode, session
 
 if TYPE_CHECKING:
-    from kvtiers.connector.commands.places import Place
+    from .places import Place
 
 QUIET_S = 2.0  # faster work shows no progress
 TICK_S = 0.2

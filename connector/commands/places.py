@@ -9,27 +9,27 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvtiers.connector.commands.output import note
-from kvtiers.connector.commands.session import session
-from kvtiers.connector.prefixes.chunks import ChunkStore
-from kvtiers.connector.prefixes.limits import PrefixLimits
-from kvtiers.connector.prefixes.place import place_at, place_of_prefixes
-from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, IDENTITY_FILE_PREFIX
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.config.deployment import DeploymentConfig, load_named, parse_config
-from kvtiers.tiers.config.open_store import open_tool_store, tool_recipe
-from kvtiers.tiers.config.tier_options import (
+from ...tiers.blocks.file_mapper import FORMAT_VLLM_RAW, IDENTITY_FILE_PREFIX
+from ...tiers.capacity.policy import CapacityPolicy
+from ...tiers.config.deployment import DeploymentConfig, load_named, parse_config
+from ...tiers.config.open_store import open_tool_store, tool_recipe
+from ...tiers.config.tier_options import (
     BoundedTierConfig,
     FsTierConfig,
     MemoryTierConfig,
     NfsTierConfig,
     TierConfig,
 )
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, public_url
-from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.store import Store
-from kvtiers.tiers.stores.files.posix import store_error
-from kvtiers.tiers.tools.inventory import NAMESPACE
+from ...tiers.errors import ConfigError, StoreConfigError, public_url
+from ...tiers.registry import SecondaryTierFactory
+from ...tiers.store import Store
+from ...tiers.stores.files.posix import store_error
+from ...tiers.tools.inventory import NAMESPACE
+from ..prefixes.chunks import ChunkStore
+from ..prefixes.limits import PrefixLimits
+from ..prefixes.place import place_at, place_of_prefixes
+from .output import note
+from .session import session
 
 BARE_REGION_BYTES = 1 << 30  # of a bare folder or URL, for bench
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")

@@ -10,8 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson, Config, DryRun, TierName
-from kvtiers.connector.commands.output import (
+from ...tiers.config.tier_options import FsTierConfig, NfsTierConfig
+from ...tiers.tools.block_reader import read_identities
+from ...tiers.tools.inventory import Share
+from ...tiers.tools.namespaces import (
+    NamespaceRemoval,
+    blocks_of,
+    has_identity,
+    is_of_model,
+    may_be_of_model,
+    namespace_names,
+    rank_folders,
+)
+from .options import AsJson, Config, DryRun, TierName
+from .output import (
     Results,
     Ticker,
     complain,
@@ -22,20 +34,8 @@ from kvtiers.connector.commands.output import (
     refuse,
     say,
 )
-from kvtiers.connector.commands.places import Place, find_places
-from kvtiers.connector.commands.session import ExitCode, session
-from kvtiers.tiers.config.tier_options import FsTierConfig, NfsTierConfig
-from kvtiers.tiers.tools.block_reader import read_identities
-from kvtiers.tiers.tools.inventory import Share
-from kvtiers.tiers.tools.namespaces import (
-    NamespaceRemoval,
-    blocks_of,
-    has_identity,
-    is_of_model,
-    may_be_of_model,
-    namespace_names,
-    rank_folders,
-)
+from .places import Place, find_places
+from .session import ExitCode, session
 
 MAY_WRITE = "an engine that runs with this namespace may write to it again"
 

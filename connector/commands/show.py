@@ -10,19 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson, TierName
-from kvtiers.connector.commands.output import Results, Ticker, complain, human_age, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, find_places
-from kvtiers.connector.commands.session import CONFIG_VARIABLE
-from kvtiers.connector.commands.storage import utc
-from kvtiers.tiers.blocks.keyring import show_key_id
-from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES, describe_trailer
-from kvtiers.tiers.errors import BlobNotFoundError, StoreError
-from kvtiers.tiers.store import KeyInfo, Store
-from kvtiers.tiers.tools.block_reader import BlockReader, read_identities
-from kvtiers.tiers.tools.inventory import NAMESPACE, BlockName, Share, list_blocks, parse_block_name
-from kvtiers.tiers.tools.namespaces import blocks_of, rank_folders
+from ...tiers.blocks.keyring import show_key_id
+from ...tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in
+from ...tiers.blocks.seal import TRAILER_BYTES, describe_trailer
+from ...tiers.errors import BlobNotFoundError, StoreError
+from ...tiers.store import KeyInfo, Store
+from ...tiers.tools.block_reader import BlockReader, read_identities
+from ...tiers.tools.inventory import NAMESPACE, BlockName, Share, list_blocks, parse_block_name
+from ...tiers.tools.namespaces import blocks_of, rank_folders
+from .options import AsJson, TierName
+from .output import Results, Ticker, complain, human_age, human_bytes, refuse, say
+from .places import Place, find_places
+from .session import CONFIG_VARIABLE
+from .storage import utc
 
 HASH_DIGITS_MIN = 5  # the digits that name a block's folders
 FOUND_MAX = 20

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson
-from kvtiers.connector.commands.output import answer, human_bytes, say
-from kvtiers.connector.kv_shape import KVShape, kv_shape, number_bytes, read_model_config
-from kvtiers.connector.region.region_header import row_stride
-from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.config.deployment import DeploymentConfig, load_named
-from kvtiers.tiers.config.tier_options import BoundedTierConfig
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.registry import SecondaryTierFactory
+from ...tiers.blocks.file_mapper import FORMAT_VLLM_RAW
+from ...tiers.blocks.seal import TRAILER_BYTES
+from ...tiers.config.deployment import DeploymentConfig, load_named
+from ...tiers.config.tier_options import BoundedTierConfig
+from ...tiers.errors import ConfigError
+from ...tiers.registry import SecondaryTierFactory
+from ..kv_shape import KVShape, kv_shape, number_bytes, read_model_config
+from ..region.region_header import row_stride
+from .options import AsJson
+from .output import answer, human_bytes, say
 
 PREFILL_SPEEDS = (1_000.0, 5_000.0, 20_000.0)
 BLOCK_TOKENS = 16

@@ -15,8 +15,28 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kvtiers.connector.commands.options import AsJson, Config, DryRun, TierName
-from kvtiers.connector.commands.output import (
+from ...tiers.blocks.neighbors import namespaces_in
+from ...tiers.builtin import key_ids, record_keys
+from ...tiers.capacity.collector import Collector
+from ...tiers.capacity.policy import CapacityPolicy
+from ...tiers.capacity.removal import CollectReport
+from ...tiers.capacity.usage import used_bytes
+from ...tiers.config.deployment import parse_tier
+from ...tiers.config.tier_options import BoundedTierConfig, S3TierConfig, TierConfig
+from ...tiers.errors import ConfigError, printable
+from ...tiers.store import KeyInfo, Store
+from ...tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, list_blocks
+from ...tiers.tools.namespaces import (
+    blocks_of,
+    differences,
+    differences_in_words,
+    has_identity,
+    namespace_names,
+)
+from ...tiers.tools.ownership import check_is_ours
+from ...tiers.tools.seal_kinds import Sample, count_misses, sample_seals
+from .options import AsJson, Config, DryRun, TierName
+from .output import (
     Results,
     Ticker,
     cell,
@@ -28,7 +48,7 @@ from kvtiers.connector.commands.output import (
     say,
     show,
 )
-from kvtiers.connector.commands.places import (
+from .places import (
     FolderMissingError,
     Place,
     PrefixPlace,
@@ -36,27 +56,7 @@ from kvtiers.connector.commands.places import (
     find_prefixes,
     is_bare,
 )
-from kvtiers.connector.commands.session import session
-from kvtiers.tiers.blocks.neighbors import namespaces_in
-from kvtiers.tiers.builtin import key_ids, record_keys
-from kvtiers.tiers.capacity.collector import Collector
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.removal import CollectReport
-from kvtiers.tiers.capacity.usage import used_bytes
-from kvtiers.tiers.config.deployment import parse_tier
-from kvtiers.tiers.config.tier_options import BoundedTierConfig, S3TierConfig, TierConfig
-from kvtiers.tiers.errors import ConfigError, printable
-from kvtiers.tiers.store import KeyInfo, Store
-from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, list_blocks
-from kvtiers.tiers.tools.namespaces import (
-    blocks_of,
-    differences,
-    differences_in_words,
-    has_identity,
-    namespace_names,
-)
-from kvtiers.tiers.tools.ownership import check_is_ours
-from kvtiers.tiers.tools.seal_kinds import Sample, count_misses, sample_seals
+from .session import session
 
 DAY_S = 86_400
 YEAR_MAX = 9999  # of ISO 8601
@@ -274,7 +274,7 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
 
     Returns the new rules.
     """
-    from kvtiers.tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
+    from ...tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
 
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:

@@ -16,19 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtiers.connector.commands.options import AsJson, Config, TierName
-from kvtiers.connector.commands.output import Results, Ticker, confirm, counted, human_bytes, refuse, say
-from kvtiers.connector.commands.places import Place, find_places, is_bare
-from kvtiers.connector.commands.session import session
-from kvtiers.connector.commands.storage import misses_of
-from kvtiers.tiers.builtin import key_ids
-from kvtiers.tiers.config.open_store import tool_recipe
-from kvtiers.tiers.errors import ConfigError, public_url
-from kvtiers.tiers.isolation.process import StoreRecipe
-from kvtiers.tiers.store import SupportsQuarantine
-from kvtiers.tiers.tools.ownership import check_is_ours
-from kvtiers.tiers.tools.seal_kinds import unknown_keys
-from kvtiers.tiers.tools.verify import (
+from ...tiers.builtin import key_ids
+from ...tiers.config.open_store import tool_recipe
+from ...tiers.errors import ConfigError, public_url
+from ...tiers.isolation.process import StoreRecipe
+from ...tiers.store import SupportsQuarantine
+from ...tiers.tools.ownership import check_is_ours
+from ...tiers.tools.seal_kinds import unknown_keys
+from ...tiers.tools.verify import (
     ALL,
     RepairResult,
     Subset,
@@ -39,7 +34,12 @@ from kvtiers.tiers.tools.verify import (
     repair,
     total_of,
 )
-from kvtiers.tiers.tools.verify_processes import verify_units
+from ...tiers.tools.verify_processes import verify_units
+from .options import AsJson, Config, TierName
+from .output import Results, Ticker, confirm, counted, human_bytes, refuse, say
+from .places import Place, find_places, is_bare
+from .session import session
+from .storage import misses_of
 
 BAD_SHOWN_MAX = 20
 #: --repair asks before it removes more bad blocks than both limits allow, or if no block is good. Storage rots in

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.errors import ConfigError
 
 PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")  # unset: the clients must not see the user's AWS files
 SERVER_HOST = "127.0.0.1"
@@ -31,7 +31,7 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
     embedded = [tier for tier in tiers if tier.pop("embedded", False)]
     if embedded:
         try:
-            from kvtiers.tiers.testing.servers import moto_server
+            from ...tiers.testing.servers import moto_server
 
             server = cleanup.enter_context(moto_server())
         except ImportError as e:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtiers.connector.base import GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
-from kvtiers.connector.demo.model import LoadedModel
-from kvtiers.connector.demo.paged_cache import PagedKVCache, RequestCache
-from kvtiers.tiers.base import ReqContext
-from kvtiers.tiers.blocks.keys import OffloadKey, hash_blocks, make_offload_key
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.base import ReqContext
+from ...tiers.blocks.keys import OffloadKey, hash_blocks, make_offload_key
+from ...tiers.errors import ConfigError
+from ..base import GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
+from .model import LoadedModel
+from .paged_cache import PagedKVCache, RequestCache
 
 POLL_S = 0.0005  # pause between polls while there is nothing to compute: short, and releases the GIL
 PREFILL_CHUNK_TOKENS = 4096

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtiers.connector.demo.weights_cache import Source, WeightsCache, cache_root
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.errors import ConfigError
+from ...tiers.plain_logs import get_logger
+from .weights_cache import Source, WeightsCache, cache_root
 
 if TYPE_CHECKING:
     import torch

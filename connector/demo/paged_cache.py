@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvtiers.connector.base import CanonicalKVCaches
-from kvtiers.connector.transfer.canonical import canonicalize_kv_caches
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.errors import ConfigError
+from ..base import CanonicalKVCaches
+from ..transfer.canonical import canonicalize_kv_caches
 
 
 def _reject_rope_by_length(module: Any) -> None:

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvtiers.tiers.errors import printable_lines
+from ...tiers.errors import printable_lines
 
 REGION = "region"
 KV_TENSORS = "KV tensors"

@@ -26,14 +26,14 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtiers.connector.commands.session import exit_on_signals
-from kvtiers.connector.demo.embedded_s3 import start_embedded_s3
-from kvtiers.connector.demo.model import check_extra, find_model
-from kvtiers.connector.demo.report import DemoReport, ProcessFigures
-from kvtiers.connector.demo.run_folder import run_folder
-from kvtiers.tiers.config.deployment import load_config, parse_tier
-from kvtiers.tiers.errors import ConfigError, KVTiersError, printable_lines
-from kvtiers.tiers.registry import SecondaryTierFactory
+from ...tiers.config.deployment import load_config, parse_tier
+from ...tiers.errors import ConfigError, KVTiersError, printable_lines
+from ...tiers.registry import SecondaryTierFactory
+from ..commands.session import exit_on_signals
+from .embedded_s3 import start_embedded_s3
+from .model import check_extra, find_model
+from .report import DemoReport, ProcessFigures
+from .run_folder import run_folder
 
 BLOCK_SIZE_TOKENS = 16  # vLLM's default on a GPU
 SILENCE_S_MAX = 1800.0  # a process that reports nothing for this long counts as hung

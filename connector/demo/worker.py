@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
-from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from kvtiers.connector.demo.engine import Engine
-from kvtiers.connector.demo.model import LoadedModel, ModelSource, load_model
-from kvtiers.connector.demo.paged_cache import KVLayout, PagedKVCache
-from kvtiers.connector.demo.report import KV_TENSORS, REGION, Answer, Hop, ProcessFigures
-from kvtiers.connector.region.region_header import row_stride
-from kvtiers.connector.spec import TieringOffloadingSpec
-from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
-from kvtiers.tiers.errors import ConfigError, KVTiersError
-from kvtiers.tiers.isolation.worker import own_output
+from ...tiers.config.deployment import DeploymentConfig, parse_config
+from ...tiers.errors import ConfigError, KVTiersError
+from ...tiers.isolation.worker import own_output
+from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
+from ..region.region_header import row_stride
+from ..spec import TieringOffloadingSpec
+from .engine import Engine
+from .model import LoadedModel, ModelSource, load_model
+from .paged_cache import KVLayout, PagedKVCache
+from .report import KV_TENSORS, REGION, Answer, Hop, ProcessFigures
 
 ADDED_LINE = "This line was added in the middle of the text."
 MIDDLE_SHARE = 10  # the line is added at the first line end after the middle, if it is within 1/10 of the text

@@ -15,10 +15,10 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
-from kvtiers.connector.manager.guard import GuardedTier
-from kvtiers.connector.manager.jobs import Job, TierJobs
-from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
-from kvtiers.tiers.blocks.keys import OffloadKey
+from ...tiers.blocks.keys import OffloadKey
+from .guard import GuardedTier
+from .jobs import Job, TierJobs
+from .primary import Block, BlockState, CPUPrimaryTier
 
 RETRY_S = 10.0
 REFUSED_MAX = 65_536  # keys remembered per tier (or the region's number of blocks if larger); the oldest are forgotten

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Container
 from itertools import islice
 
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.errors import ConfigError
 
 # OrderedDict, not dict: next(iter()) of a dict walks over the empty places of all first entries that were deleted.
 _Order = OrderedDict[OffloadKey, None]

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, TypeVar
 
-from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOAD_GRACE_S
-from kvtiers.tiers.base import JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.metrics import Metrics
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.base import JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.errors import ConfigError
+from ...tiers.metrics import Metrics
+from ...tiers.plain_logs import get_logger
+from .options import LOAD_DEADLINE_S, LOAD_GRACE_S
 
 logger = get_logger(__name__)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtiers.connector.manager.guard import RAISED, GuardedTier
-from kvtiers.connector.manager.primary import Block
-from kvtiers.connector.manager.request import Request
-from kvtiers.tiers.base import JobMetadata, JobResult, ReqContext
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.base import JobMetadata, JobResult, ReqContext
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.plain_logs import get_logger
+from .guard import RAISED, GuardedTier
+from .primary import Block
+from .request import Request
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.errors import ConfigError
 
 LOOKUP_DEADLINE_S = 0.2
 LOOKUP_TOTAL_S = 15.0

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from kvtiers.connector.base import CPULoadStoreSpec, OffloadingManager, PrepareStoreOutput
-from kvtiers.connector.manager.eviction import EvictionPolicy, LRUPolicy
-from kvtiers.tiers.base import OffloadingEvent, ReqContext
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.metrics import Metrics
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.tier.events import UnreadEvents
+from ...tiers.base import OffloadingEvent, ReqContext
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.errors import ConfigError
+from ...tiers.metrics import Metrics
+from ...tiers.plain_logs import get_logger
+from ...tiers.tier.events import UnreadEvents
+from ..base import CPULoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from .eviction import EvictionPolicy, LRUPolicy
 
 logger = get_logger(__name__)
 

@@ -6,11 +6,11 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvtiers.connector.manager.jobs import Job, TierJobs
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import Block, CPUPrimaryTier
-from kvtiers.connector.manager.request import EVERY_TIER, Request
-from kvtiers.tiers.blocks.keys import OffloadKey
+from ...tiers.blocks.keys import OffloadKey
+from .jobs import Job, TierJobs
+from .options import TieringOptions
+from .primary import Block, CPUPrimaryTier
+from .request import EVERY_TIER, Request
 
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
 _FAILED_S = 30.0  # how long a failed load is remembered, for requests that came before it failed

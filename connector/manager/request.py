@@ -8,10 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
-from kvtiers.tiers.base import ReqContext
-from kvtiers.tiers.blocks.keys import OffloadKey
+from ...tiers.base import ReqContext
+from ...tiers.blocks.keys import OffloadKey
+from .options import TieringOptions
+from .primary import Block, BlockState, CPUPrimaryTier
 
 EVERY_TIER = -1  # as a bit mask
 _STEP_S_MAX = 0.1  # most of a gap between lookups that counts as waited; or half of lookup_deadline_s, if larger

@@ -17,18 +17,18 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvtiers.connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
-from kvtiers.connector.manager.cascade import Cascade
-from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
-from kvtiers.connector.manager.jobs import TierJobs
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import BlockState, CPUPrimaryTier, SlotCounts
-from kvtiers.connector.manager.promotion import Loads, PromotionRoom, TierLoads
-from kvtiers.connector.manager.request import Request
-from kvtiers.connector.manager.waiting import WaitingRequests
-from kvtiers.tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.plain_logs import get_logger
+from ..base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from .cascade import Cascade
+from .guard import GuardedTier, load_deadline_s, shut_down_tiers
+from .jobs import TierJobs
+from .options import TieringOptions
+from .primary import BlockState, CPUPrimaryTier, SlotCounts
+from .promotion import Loads, PromotionRoom, TierLoads
+from .request import Request
+from .waiting import WaitingRequests
 
 logger = get_logger(__name__)
 

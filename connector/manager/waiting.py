@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
-from kvtiers.connector.manager.guard import GuardedTier
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import Block, CPUPrimaryTier
-from kvtiers.connector.manager.request import Request
-from kvtiers.tiers.base import ReqContext
-from kvtiers.tiers.blocks.keys import OffloadKey
+from ...tiers.base import ReqContext
+from ...tiers.blocks.keys import OffloadKey
+from .guard import GuardedTier
+from .options import TieringOptions
+from .primary import Block, CPUPrimaryTier
+from .request import Request
 
 _ASKED_LATELY_S = 5.0  # a request without lookups for this long may be forgotten
 

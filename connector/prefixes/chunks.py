@@ -18,14 +18,14 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from kvtiers.connector.prefixes.format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal
-from kvtiers.tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
-from kvtiers.tiers.isolation.process import StoreRecipe
-from kvtiers.tiers.isolation.worker import find_object
-from kvtiers.tiers.layers.layer import Layer
-from kvtiers.tiers.store import KeyInfo, Store
-from kvtiers.tiers.tools.block_reader import read_small
-from kvtiers.tiers.tools.inventory import NAMESPACE
+from ...tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
+from ...tiers.isolation.process import StoreRecipe
+from ...tiers.isolation.worker import find_object
+from ...tiers.layers.layer import Layer
+from ...tiers.store import KeyInfo, Store
+from ...tiers.tools.block_reader import read_small
+from ...tiers.tools.inventory import NAMESPACE
+from .format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal
 
 READERS_S = 2.0  # time for readers of a removed manifest to finish reading its layers
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvtiers.tiers.blocks.namespace import parse_json
-from kvtiers.tiers.errors import SealError, SealReason
-from kvtiers.tiers.store import KEY_PART_LENGTH_MAX
+from ...tiers.blocks.namespace import parse_json
+from ...tiers.errors import SealError, SealReason
+from ...tiers.store import KEY_PART_LENGTH_MAX
 
 if TYPE_CHECKING:
     import torch

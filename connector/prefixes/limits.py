@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.builtin import NFS_NEWCOMER_S, record_keys
-from kvtiers.tiers.capacity.account import Account
-from kvtiers.tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.config.open_store import for_engine, open_tool_store, tool_recipe
-from kvtiers.tiers.config.tier_options import BoundedTierConfig, NfsTierConfig
-from kvtiers.tiers.isolation.process import StoreRecipe
+from ...tiers.blocks.file_mapper import FileMapper
+from ...tiers.builtin import NFS_NEWCOMER_S, record_keys
+from ...tiers.capacity.account import Account
+from ...tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
+from ...tiers.capacity.policy import CapacityPolicy
+from ...tiers.config.open_store import for_engine, open_tool_store, tool_recipe
+from ...tiers.config.tier_options import BoundedTierConfig, NfsTierConfig
+from ...tiers.isolation.process import StoreRecipe
 
 USE_NOTED_S = 3600.0
 GRACE_S = 60.0  # younger chunks are not removed: their layers may still be in transfer, or a load may be about to begin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtiers.tiers.errors import ConfigError, KVTiersError
+from ...tiers.errors import ConfigError, KVTiersError
 
 
 class ShapeError(KVTiersError):

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
-from kvtiers.tiers.config.deployment import load_named, parse_tier
-from kvtiers.tiers.config.tier_options import (
+from ...tiers.capacity.records import PREFIXES_FOLDER
+from ...tiers.config.deployment import load_named, parse_tier
+from ...tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
@@ -17,12 +17,12 @@ from kvtiers.tiers.config.tier_options import (
     S3TierConfig,
     TierConfig,
 )
-from kvtiers.tiers.config.values import parse_duration
-from kvtiers.tiers.config.variables import escape, expand
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.stores.files.mounts import file_system_type
-from kvtiers.tiers.stores.fsspec_driver import LOCAL
+from ...tiers.config.values import parse_duration
+from ...tiers.config.variables import escape, expand
+from ...tiers.errors import ConfigError
+from ...tiers.registry import SecondaryTierFactory
+from ...tiers.stores.files.mounts import file_system_type
+from ...tiers.stores.fsspec_driver import LOCAL
 
 #: Options of a tier that may be given beside ``shared_storage_path``.
 SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s", "min_free")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvtiers.tiers.blocks.keys import hash_blocks
+from ...tiers.blocks.keys import hash_blocks
 
 STORED_MAX = 131_072  # blocks; some 20 MB
 

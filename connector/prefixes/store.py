@@ -34,8 +34,19 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
-from kvtiers.connector.prefixes.format import (
+from ...tiers.config.tier_options import BoundedTierConfig
+from ...tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    SealError,
+    SealReason,
+    StoreError,
+    StoreFullError,
+)
+from ...tiers.plain_logs import get_logger
+from ...tiers.tier.block_mover import BAD_READS_MAX
+from .files import FILES_AT_ONCE, files_for
+from .format import (
     CHUNK_BLOCKS_MAX,
     FORMAT,
     LAYER_HEADER_BYTES_MAX,
@@ -48,18 +59,7 @@ from kvtiers.connector.prefixes.format import (
     tensor_in,
     unseal,
 )
-from kvtiers.connector.prefixes.limits import PrefixLimits, use_noted_s
-from kvtiers.tiers.config.tier_options import BoundedTierConfig
-from kvtiers.tiers.errors import (
-    BlobCorruptError,
-    BlobNotFoundError,
-    SealError,
-    SealReason,
-    StoreError,
-    StoreFullError,
-)
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.tier.block_mover import BAD_READS_MAX
+from .limits import PrefixLimits, use_noted_s
 
 if TYPE_CHECKING:
     import torch

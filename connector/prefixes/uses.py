@@ -6,8 +6,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from kvtiers.connector.prefixes.store import PrefixStore
-from kvtiers.tiers.daemon_pool import DaemonPool
+from ...tiers.daemon_pool import DaemonPool
+from .store import PrefixStore
 
 NOTED_MAX = 16_384  # prompts; about 2 MB
 HANGS_S = 1.0

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from kvtiers.connector.prefixes.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
-from kvtiers.connector.prefixes.requests import Transfer
-from kvtiers.connector.prefixes.store import PrefixStore
-from kvtiers.connector.transfer.gpu_copy import submitted_so_far
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import KVTiersError, StoreTimeoutError
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.daemon_pool import DaemonPool
+from ...tiers.errors import KVTiersError, StoreTimeoutError
+from ...tiers.plain_logs import get_logger
+from ..transfer.gpu_copy import submitted_so_far
+from .paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
+from .requests import Transfer
+from .store import PrefixStore
 
 logger = get_logger(__name__)
 

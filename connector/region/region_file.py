@@ -33,9 +33,9 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 
-from kvtiers.connector.region.region_header import RegionGeometry, RegionHeader, mark_sized, write_header, write_seat
-from kvtiers.tiers.errors import ConfigError, RegionError
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.errors import ConfigError, RegionError
+from ...tiers.plain_logs import get_logger
+from .region_header import RegionGeometry, RegionHeader, mark_sized, write_header, write_seat
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Self
 
-from kvtiers.tiers.errors import ConfigError, RegionError
+from ...tiers.errors import ConfigError, RegionError
 
 NUM_WORKERS_MAX = 495  # a header page of 4 KiB has 496 seats: one per worker and one for the scheduler
 

@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvtiers.connector.region.region_file import (
+from ...tiers.errors import ConfigError, RegionError
+from ...tiers.plain_logs import get_logger
+from ...tiers.stores.files.posix import occupy_standard_streams
+from .region_file import (
     allocate_anonymous,
     join_named,
     pieces,
@@ -20,10 +23,7 @@ from kvtiers.connector.region.region_file import (
     show_size,
     take_seat,
 )
-from kvtiers.connector.region.region_header import RegionGeometry, RegionHeader
-from kvtiers.tiers.errors import ConfigError, RegionError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.stores.files.posix import occupy_standard_streams
+from .region_header import RegionGeometry, RegionHeader
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvtiers.connector.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from ..base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 _VIEWS_MAX = 64  # per tensor; each costs a copy per block
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvtiers.connector.transfer.transfer_plan import Int64s
+from .transfer_plan import Int64s
 
 # CUmemcpySrcAccessOrder
 ACCESS_ORDER_STREAM = 1

@@ -17,10 +17,10 @@ from typing import Literal
 
 import torch
 
-from kvtiers.connector.transfer.cuda_driver import ACCESS_ORDER_ANY, ACCESS_ORDER_STREAM, CudaDriver
-from kvtiers.connector.transfer.pinning import PinnedMemory
-from kvtiers.connector.transfer.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbours
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.plain_logs import get_logger
+from .cuda_driver import ACCESS_ORDER_ANY, ACCESS_ORDER_STREAM, CudaDriver
+from .pinning import PinnedMemory
+from .transfer_plan import CopyPlan, Direction, Int64s, merge_neighbours
 
 logger = get_logger(__name__)
 

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvtiers.connector.base import (
+from ...tiers.plain_logs import get_logger
+from ..base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -26,8 +27,8 @@ from kvtiers.connector.base import (
     TransferResult,
     TransferSpec,
 )
-from kvtiers.connector.transfer.cuda_driver import CudaDriver
-from kvtiers.connector.transfer.gpu_copy import (
+from .cuda_driver import CudaDriver
+from .gpu_copy import (
     KERNEL_COPIES_MIN,
     LOAD_KERNEL_BYTES_MAX,
     STORE_KERNEL_BYTES_MAX,
@@ -36,10 +37,9 @@ from kvtiers.connector.transfer.gpu_copy import (
     KernelCopy,
     Method,
 )
-from kvtiers.connector.transfer.host_copy import HostCopier
-from kvtiers.connector.transfer.pinning import PinnedMemory, pieces_of
-from kvtiers.connector.transfer.transfer_plan import CopyPlan, Direction, TensorGeometry, Transfer, TransferLayout
-from kvtiers.tiers.plain_logs import get_logger
+from .host_copy import HostCopier
+from .pinning import PinnedMemory, pieces_of
+from .transfer_plan import CopyPlan, Direction, TensorGeometry, Transfer, TransferLayout
 
 logger = get_logger(__name__)
 
@@ -365,7 +365,7 @@ def _all_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _load_kernel(device: torch.device) -> tuple[tuple[KernelCopy, int] | None, Exception | None]:
     """Compile the copy kernel. Returns ((kernel, bytes of its word), None), or (None, the error)."""
     try:
-        from kvtiers.connector.transfer import triton_copy
+        from . import triton_copy
 
         triton_copy.compile_for(device)
     except Exception as error:  # noqa: BLE001 - triton or its compiler is missing, or the device is unsupported

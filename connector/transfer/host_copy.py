@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtiers.connector.transfer.transfer_plan import CopyPlan, Direction, Int64s, TransferLayout
+from .transfer_plan import CopyPlan, Direction, Int64s, TransferLayout
 
 RUN_BYTES_MIN = 64 << 10
 """Smallest mean bytes of a slice for which a call per slice pays off (measured: 57 KiB)."""

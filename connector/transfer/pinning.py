@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtiers.connector.transfer.cuda_driver import CudaDriverError
-from kvtiers.connector.transfer.transfer_plan import Int64s
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.plain_logs import get_logger
+from .cuda_driver import CudaDriverError
+from .transfer_plan import Int64s
 
 logger = get_logger(__name__)
 

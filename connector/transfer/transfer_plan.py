@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtiers.connector.base import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec
+from ..base import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec
 
 Int64s = NDArray[np.int64]
 Ids = NDArray[np.int32]

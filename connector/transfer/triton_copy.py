@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtiers.connector.transfer.transfer_plan import Int64s
+from .transfer_plan import Int64s
 
 WORD_BYTES = 8
 """Addresses and lengths must be multiples of this."""

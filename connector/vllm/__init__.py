@@ -8,6 +8,6 @@ Importing any of these modules first checks that the installed vLLM has everythi
 may lack the very names that these modules import.
 """
 
-from kvtiers.connector.vllm.contract import check_contract
+from .contract import check_contract
 
 check_contract()

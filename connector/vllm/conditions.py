@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 

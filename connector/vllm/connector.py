@@ -21,13 +21,13 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvtiers.connector.vllm import refusals, translate
-from kvtiers.connector.vllm.contract import implements
-from kvtiers.connector.vllm.handed import handing_over
-from kvtiers.connector.vllm.logs import log_as_vllm
-from kvtiers.connector.vllm.spec import KVTiersManager, KVTiersSpec
-from kvtiers.connector.vllm_config import connector_options, deployment_from, ignored_options, keeps_storage
-from kvtiers.vllm import register
+from ...vllm import register
+from ..vllm_config import connector_options, deployment_from, ignored_options, keeps_storage
+from . import refusals, translate
+from .contract import implements
+from .handed import handing_over
+from .logs import log_as_vllm
+from .spec import KVTiersManager, KVTiersSpec
 
 
 @implements

@@ -23,9 +23,9 @@ from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from kvtiers.connector.vllm.versions import TESTED, VERSION, release
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.errors import ConfigError
+from ...tiers.plain_logs import get_logger
+from .versions import TESTED, VERSION, release
 
 logger = get_logger(__name__)
 

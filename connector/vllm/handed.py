@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
-from kvtiers.connector.model_files import value_digest
-from kvtiers.connector.vllm import conditions, variables, versions
-from kvtiers.connector.vllm.logs import log_once
-from kvtiers.connector.vllm.uncounted import FORMER, FORMER_ON_CPU, IGNORED, IGNORED_VARIABLES, USUAL
-from kvtiers.connector.vllm.variables import PREFIX, Shown
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.errors import ConfigError
+from ...tiers.plain_logs import get_logger
+from ..model_files import value_digest
+from . import conditions, variables, versions
+from .logs import log_once
+from .uncounted import FORMER, FORMER_ON_CPU, IGNORED, IGNORED_VARIABLES, USUAL
+from .variables import PREFIX, Shown
 
 logger = get_logger(__name__)
 

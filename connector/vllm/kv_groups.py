@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvtiers.connector.vllm import translate
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.errors import ConfigError
+from . import translate
 
 # R-SWA (newer releases only) keeps a window of the generated tokens.
 _RSWA = getattr(kv_cache_interface, "RSWASpec", ())

@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvtiers.connector.vllm import translate
-from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics
+from ...tiers.metrics import METRICS, MetricKind, Metrics
+from . import translate
 
 _PREFIX = "vllm:"
 

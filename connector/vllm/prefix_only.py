@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.errors import ConfigError
 
 #: Types of RoPE that depend only on a token's position, in Transformers. ``dynamic`` and ``longrope`` choose their
 #: frequencies by the largest position of a step, which may be another request's. Unknown types may do the same.

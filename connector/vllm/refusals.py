@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
-from kvtiers.tiers.errors import ConfigError
+from ...tiers.errors import ConfigError
 
 #: kvtiers' connectors, and vLLM's connectors that load between steps or not at all (source: vLLM 0.28 to 0.33).
 _LOAD_BETWEEN_STEPS = (

@@ -20,7 +20,10 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmPrepareStoreOutput
 from vllm.v1.kv_offload.base import TransferResult as VllmTransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec as VllmCPULoadStoreSpec
 
-from kvtiers.connector.base import (
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.errors import ConfigError, RegionError
+from ...tiers.plain_logs import get_logger
+from ..base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -29,17 +32,14 @@ from kvtiers.connector.base import (
     OffloadingHandler,
     OffloadingManager,
 )
-from kvtiers.connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
-from kvtiers.connector.spec import TieringOffloadingSpec
-from kvtiers.connector.transfer.gpu_handler import create_handlers
-from kvtiers.connector.vllm import kv_groups, refusals, translate
-from kvtiers.connector.vllm.contract import implements
-from kvtiers.connector.vllm.handed import handed_over
-from kvtiers.connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
-from kvtiers.connector.vllm_config import deployment_from, keeps_storage
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.errors import ConfigError, RegionError
-from kvtiers.tiers.plain_logs import get_logger
+from ..pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from ..spec import TieringOffloadingSpec
+from ..transfer.gpu_handler import create_handlers
+from ..vllm_config import deployment_from, keeps_storage
+from . import kv_groups, refusals, translate
+from .contract import implements
+from .handed import handed_over
+from .metrics import StatsExporter, definitions, tiering_definitions
 
 logger = get_logger(__name__)
 

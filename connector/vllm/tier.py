@@ -15,19 +15,19 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetada
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
-from kvtiers.connector.manager.guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
-from kvtiers.connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
-from kvtiers.connector.vllm import kv_groups, refusals, translate
-from kvtiers.connector.vllm.contract import implements
-from kvtiers.connector.vllm.handed import handed_over
-from kvtiers.connector.vllm.metrics import StatsExporter, definitions
-from kvtiers.tiers.base import JobMetadata, JobResult, SecondaryTierManager
-from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.config.deployment import load_named
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.registry import SecondaryTierFactory
+from ...tiers.base import JobMetadata, JobResult, SecondaryTierManager
+from ...tiers.blocks.file_mapper import FORMAT_VLLM_RAW
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.config.deployment import load_named
+from ...tiers.errors import ConfigError
+from ...tiers.plain_logs import get_logger
+from ...tiers.registry import SecondaryTierFactory
+from ..manager.guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
+from ..pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from . import kv_groups, refusals, translate
+from .contract import implements
+from .handed import handed_over
+from .metrics import StatsExporter, definitions
 
 logger = get_logger(__name__)
 

@@ -36,18 +36,18 @@ from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
-from kvtiers.connector.model_files import value_digest
-from kvtiers.connector.vllm import versions
-from kvtiers.connector.vllm.identity import identity, identity_digest, log_identity, readable
-from kvtiers.connector.vllm.logs import log_once
-from kvtiers.connector.vllm.weights import kv_revision
-from kvtiers.connector.vllm_config import ignored_options
-from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent
-from kvtiers.tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX, VllmLayout
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.metrics import Metrics
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.base import JobMetadata, JobResult, OffloadingEvent
+from ...tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX, VllmLayout
+from ...tiers.errors import ConfigError
+from ...tiers.metrics import Metrics
+from ...tiers.plain_logs import get_logger
+from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from ..model_files import value_digest
+from ..vllm_config import ignored_options
+from . import versions
+from .identity import identity, identity_digest, log_identity, readable
+from .logs import log_once
+from .weights import kv_revision
 
 logger = get_logger(__name__)
 

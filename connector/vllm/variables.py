@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtiers.connector.model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
-from kvtiers.connector.vllm import prefix_only
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.plain_logs import get_logger
+from ...tiers.errors import ConfigError
+from ...tiers.plain_logs import get_logger
+from ..model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
+from . import prefix_only
 
 logger = get_logger(__name__)
 

@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kvtiers.tiers.blocks.keys import (
+from ..errors import ConfigError
+from .keys import (
     GROUP_INDEX_MAX,
     OffloadKey,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
 )
-from kvtiers.tiers.errors import ConfigError
 
 DIGEST_HEX_DIGITS = 12
 CONFIG_FILE_NAME = "config.json"

@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Mapping
 
-from kvtiers.tiers.errors import ConfigError
+from ..errors import ConfigError
 
 KEY_BYTES = 32
 KEYS_MAX = 64

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.errors import (
+from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
     ConfigError,
@@ -14,8 +13,9 @@ from kvtiers.tiers.errors import (
     StoreFullError,
     printable,
 )
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store
+from ..plain_logs import get_logger
+from ..store import Store
+from .file_mapper import FileMapper
 
 logger = get_logger(__name__)
 

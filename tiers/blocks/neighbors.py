@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, FileMapper, namespace_of
-from kvtiers.tiers.blocks.namespace import parse_json
-from kvtiers.tiers.errors import StoreError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsFolders
-from kvtiers.tiers.tools.block_reader import read_small
-from kvtiers.tiers.tools.inventory import NAMESPACE
+from ..errors import StoreError
+from ..plain_logs import get_logger
+from ..store import Store, SupportsFolders
+from ..tools.block_reader import read_small
+from ..tools.inventory import NAMESPACE
+from .file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, FileMapper, namespace_of
+from .namespace import parse_json
 
 logger = get_logger(__name__)
 

@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvtiers.tiers.blocks.keyring import KeyRing, show_key_id
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.blocks.seal import (
+from ..errors import ConfigError, SealError, SealReason
+from .keyring import KeyRing, show_key_id
+from .keys import OffloadKey
+from .seal import (
     CHECK_AT,
     DIGESTS,
     PAYLOAD_CHECKSUM_AT,
@@ -39,7 +40,6 @@ from kvtiers.tiers.blocks.seal import (
     RunningChecksum,
     Seal,
 )
-from kvtiers.tiers.errors import ConfigError, SealError, SealReason
 
 try:
     from cryptography.exceptions import InvalidTag

@@ -34,8 +34,8 @@ from typing import Any
 
 import xxhash
 
-from kvtiers.tiers.blocks.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
-from kvtiers.tiers.errors import SealError, SealReason
+from ..errors import SealError, SealReason
+from .keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
 MAGIC = b"KVSEAL1\0"
 VERSION = 1

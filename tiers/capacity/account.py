@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvtiers.tiers.capacity.clock import since_boot
-from kvtiers.tiers.capacity.records import RecordKeys, put_record
-from kvtiers.tiers.capacity.usage import USAGE_PREFIX, WRITERS_PREFIX, used_bytes
-from kvtiers.tiers.errors import StoreError, StoreFullError, StoreUnavailableError
-from kvtiers.tiers.isolation.mover import RunsInWorkers, WorkerFunction
-from kvtiers.tiers.layers.layer import Layer
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, parts_size
+from ..errors import StoreError, StoreFullError, StoreUnavailableError
+from ..isolation.mover import RunsInWorkers, WorkerFunction
+from ..layers.layer import Layer
+from ..plain_logs import get_logger
+from ..store import Store, parts_size
+from .clock import since_boot
+from .records import RecordKeys, put_record
+from .usage import USAGE_PREFIX, WRITERS_PREFIX, used_bytes
 
 T = TypeVar("T")
 

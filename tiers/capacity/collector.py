@@ -30,15 +30,19 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
-from kvtiers.tiers.capacity.ages import Ages
-from kvtiers.tiers.capacity.clock import ClockReading, boot_id, held_s, since_boot
-from kvtiers.tiers.capacity.lease import Lease
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.records import UNREADABLE, RecordKeys
-from kvtiers.tiers.capacity.removal import UNCOUNTED, Blobs, CollectReport, Listed, measure, shrink
-from kvtiers.tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
-from kvtiers.tiers.capacity.schedule import NO_TIMES, Schedule, StorageClock
-from kvtiers.tiers.capacity.usage import (
+from ..errors import StoreConfigError, StoreError, StoreFullError
+from ..plain_logs import get_logger
+from ..store import CountsLeftovers, NamesBlocks, Store, SupportsSweep
+from ..tools.inventory import parse_block_name
+from .ages import Ages
+from .clock import ClockReading, boot_id, held_s, since_boot
+from .lease import Lease
+from .policy import CapacityPolicy
+from .records import UNREADABLE, RecordKeys
+from .removal import UNCOUNTED, Blobs, CollectReport, Listed, measure, shrink
+from .room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
+from .schedule import NO_TIMES, Schedule, StorageClock
+from .usage import (
     USAGE_PREFIX,
     Baseline,
     Measured,
@@ -50,10 +54,6 @@ from kvtiers.tiers.capacity.usage import (
     read_measured,
     read_usage,
 )
-from kvtiers.tiers.errors import StoreConfigError, StoreError, StoreFullError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import CountsLeftovers, NamesBlocks, Store, SupportsSweep
-from kvtiers.tiers.tools.inventory import parse_block_name
 
 logger = get_logger(__name__)
 

@@ -15,10 +15,10 @@ import re
 import time
 from collections.abc import Callable, Collection
 
-from kvtiers.tiers.capacity.records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
-from kvtiers.tiers.errors import StoreError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import KeyInfo, Store
+from ..errors import StoreError
+from ..plain_logs import get_logger
+from ..store import KeyInfo, Store
+from .records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
 
 logger = get_logger(__name__)
 

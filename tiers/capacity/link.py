@@ -15,15 +15,15 @@ from dataclasses import asdict
 from queue import Full, Queue
 from typing import Any
 
-from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.records import RecordKeys
-from kvtiers.tiers.isolation.loaded_code import OWN_CODE
-from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command, reap_group
-from kvtiers.tiers.isolation.worker import own_log_level
-from kvtiers.tiers.plain_logs import get_logger
+from ..blocks.file_mapper import FileMapper
+from ..blocks.keyring import KEY_VARIABLES
+from ..blocks.keys import OffloadKey
+from ..isolation.loaded_code import OWN_CODE
+from ..isolation.process import StoreRecipe, environment_without, kill_group, python_command, reap_group
+from ..isolation.worker import own_log_level
+from ..plain_logs import get_logger
+from .policy import CapacityPolicy
+from .records import RecordKeys
 
 logger = get_logger(__name__)
 

@@ -26,12 +26,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from kvtiers.tiers.capacity.collector import Collector
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.records import RecordKeys
-from kvtiers.tiers.capacity.usage import read_measured, used_bytes
-from kvtiers.tiers.errors import StoreError
-from kvtiers.tiers.isolation.worker import (
+from ..errors import StoreError
+from ..isolation.worker import (
     die_with_parent,
     end_if_forked,
     limit_memory,
@@ -39,8 +35,12 @@ from kvtiers.tiers.isolation.worker import (
     make_store,
     own_output,
 )
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsTouch
+from ..plain_logs import get_logger
+from ..store import Store, SupportsTouch
+from .collector import Collector
+from .policy import CapacityPolicy
+from .records import RecordKeys
+from .usage import read_measured, used_bytes
 
 logger = get_logger(__name__)
 

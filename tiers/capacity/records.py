@@ -25,10 +25,10 @@ from typing import Any
 
 import xxhash
 
-from kvtiers.tiers.blocks.keyring import KeyRing
-from kvtiers.tiers.blocks.namespace import parse_json
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
-from kvtiers.tiers.store import Store
+from ..blocks.keyring import KeyRing
+from ..blocks.namespace import parse_json
+from ..errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
+from ..store import Store
 
 OWN_PREFIX = "_kvtiers/"
 #: Folder of SharedStorageConnector's prefixes next to a tier's blocks; they have their own limit and collector.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvtiers.tiers.capacity.ages import AgeHistogram, Ages, Cut
-from kvtiers.tiers.capacity.lease import Lease
-from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
-from kvtiers.tiers.capacity.room import Room
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import KeyInfo, Store, delete_all
+from ..plain_logs import get_logger
+from ..store import KeyInfo, Store, delete_all
+from .ages import AgeHistogram, Ages, Cut
+from .lease import Lease
+from .records import PREFIXES_FOLDER
+from .room import Room
 
 logger = get_logger(__name__)
 

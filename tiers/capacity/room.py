@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.records import OWN_PREFIX
-from kvtiers.tiers.errors import StoreError, StoreFullError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsFreeBytes, SupportsTotalBytes
+from ..errors import StoreError, StoreFullError
+from ..plain_logs import get_logger
+from ..store import Store, SupportsFreeBytes, SupportsTotalBytes
+from .policy import CapacityPolicy
+from .records import OWN_PREFIX
 
 logger = get_logger(__name__)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtiers.tiers.capacity.lease import Lease
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.usage import MEASURED, Measured
-from kvtiers.tiers.errors import StoreConfigError, StoreError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsTouch
+from ..errors import StoreConfigError, StoreError
+from ..plain_logs import get_logger
+from ..store import Store, SupportsTouch
+from .lease import Lease
+from .policy import CapacityPolicy
+from .usage import MEASURED, Measured
 
 logger = get_logger(__name__)
 

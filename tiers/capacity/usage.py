@@ -46,8 +46,12 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvtiers.tiers.capacity.clock import ClockReading
-from kvtiers.tiers.capacity.records import (
+from ..daemon_pool import DaemonPool
+from ..errors import StoreUnavailableError
+from ..plain_logs import get_logger
+from ..store import Store
+from .clock import ClockReading
+from .records import (
     OWN_PREFIX,
     READ_ATTEMPTS_MAX,
     UNREADABLE,
@@ -55,10 +59,6 @@ from kvtiers.tiers.capacity.records import (
     get_record,
     put_record,
 )
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import StoreUnavailableError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store
 
 logger = get_logger(__name__)
 

@@ -22,13 +22,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError
 
-from kvtiers.tiers.config.mistakes import Mistakes, did_you_mean, explain, join, kind_of, show
-from kvtiers.tiers.config.places import shared_places
-from kvtiers.tiers.config.tier_options import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, TierConfig
-from kvtiers.tiers.config.values import DurationIn, Size, SizeIn, matching
-from kvtiers.tiers.config.variables import AS_WRITTEN, expand
-from kvtiers.tiers.config.yaml_file import read_yaml
-from kvtiers.tiers.errors import ConfigError
+from ..errors import ConfigError
+from .mistakes import Mistakes, did_you_mean, explain, join, kind_of, show
+from .places import shared_places
+from .tier_options import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, TierConfig
+from .values import DurationIn, Size, SizeIn, matching
+from .variables import AS_WRITTEN, expand
+from .yaml_file import read_yaml
 
 ENTRY_POINT_GROUP = "kvtiers.tiers"
 STORE_ENTRY_POINT_GROUP = "kvtiers.stores"

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvtiers.tiers.config.values import OutOfRangeError, show_duration, show_size
-from kvtiers.tiers.config.variables import AS_WRITTEN, VariableError
-from kvtiers.tiers.errors import ConfigError, printable, quoted, without_keys
+from ..errors import ConfigError, printable, quoted, without_keys
+from .values import OutOfRangeError, show_duration, show_size
+from .variables import AS_WRITTEN, VariableError
 
 CLOSE = 0.7  # difflib's ratio: "teirs" is 0.8 of "tiers"; at 0.6, unrelated keys are suggested
 CLOSE_SHORT = 0.6  # for names of up to 4 letters that begin alike: "nsf" is 0.67 of "nfs", but "path" 0.75 of "auth"

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
-from kvtiers.tiers.config.tier_options import (
+from ..blocks.file_mapper import FORMAT_VLLM_RAW
+from ..errors import ConfigError
+from ..plain_logs import get_logger
+from ..store import Store
+from .tier_options import (
     FsspecTierConfig,
     FsTierConfig,
     MemoryTierConfig,
@@ -18,9 +21,6 @@ from kvtiers.tiers.config.tier_options import (
     StoreTierConfig,
     TierConfig,
 )
-from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store
 
 logger = get_logger(__name__)
 
@@ -36,33 +36,33 @@ def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, An
     if isinstance(config, FsTierConfig):
         options = _folder_options(config) | {"durability": config.durability}
         if config.format == FORMAT_VLLM_RAW:
-            from kvtiers.tiers.stores.files.vllm_raw import VllmRawStore
+            from ..stores.files.vllm_raw import VllmRawStore
 
             return VllmRawStore, options | {"unverified": config.unverified}
-        from kvtiers.tiers.stores.files.local import LocalStore
+        from ..stores.files.local import LocalStore
 
         return LocalStore, options
     if isinstance(config, NfsTierConfig):
-        from kvtiers.tiers.stores.files.nfs import NfsStore
+        from ..stores.files.nfs import NfsStore
 
         return NfsStore, _folder_options(config)
     if isinstance(config, MemoryTierConfig):
-        from kvtiers.tiers.stores.memory import MemoryStore
+        from ..stores.memory import MemoryStore
 
         return MemoryStore, {"max_bytes": config.max_bytes}
     if isinstance(config, S3TierConfig):
-        from kvtiers.tiers.stores.s3.store import S3Store
+        from ..stores.s3.store import S3Store
 
         if config.embedded:
             raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
         return S3Store, {"options": config.store_options()}
     if isinstance(config, FsspecTierConfig):
-        from kvtiers.tiers.stores.fsspec import FsspecStore
+        from ..stores.fsspec import FsspecStore
 
         options = {"url": config.url, "storage_options": config.storage_options, "read_only": config.read_only}
         return FsspecStore, options
     if isinstance(config, StoreTierConfig):
-        from kvtiers.tiers.stores.custom import make_custom_store
+        from ..stores.custom import make_custom_store
 
         return make_custom_store, {"module_path": config.module_path, "options": config.options}
     raise ConfigError(f"{config.type!r} is not a type with a built-in store", field="type")

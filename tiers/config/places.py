@@ -10,7 +10,9 @@ from itertools import permutations
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvtiers.tiers.config.tier_options import (
+from ..stores.files.mounts import follow_links
+from ..stores.fsspec_driver import LOCAL
+from .tier_options import (
     AnyTierConfig,
     FsspecTierConfig,
     FsTierConfig,
@@ -18,8 +20,6 @@ from kvtiers.tiers.config.tier_options import (
     S3TierConfig,
     StoreTierConfig,
 )
-from kvtiers.tiers.stores.files.mounts import follow_links
-from kvtiers.tiers.stores.fsspec_driver import LOCAL
 
 _AWS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
 #: Options of fsspec drivers that name a server or an account.

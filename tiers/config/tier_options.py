@@ -22,10 +22,12 @@ from pydantic import (
     model_serializer,
 )
 
-from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
-from kvtiers.tiers.blocks.keyring import KEY_BYTES, KEY_VARIABLES
-from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.config.values import (
+from ..blocks.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
+from ..blocks.keyring import KEY_BYTES, KEY_VARIABLES
+from ..capacity.policy import CapacityPolicy
+from ..errors import HIDDEN, ConfigError, public_url
+from ..stores.s3.options import TIMEOUT_S_MAX, S3Options
+from .values import (
     AbsolutePath,
     DurationIn,
     ExpandedPath,
@@ -36,9 +38,7 @@ from kvtiers.tiers.config.values import (
     matching,
     show_duration,
 )
-from kvtiers.tiers.config.variables import AS_WRITTEN, escape, expand
-from kvtiers.tiers.errors import HIDDEN, ConfigError, public_url
-from kvtiers.tiers.stores.s3.options import TIMEOUT_S_MAX, S3Options
+from .variables import AS_WRITTEN, escape, expand
 
 MAX_BYTES_MIN = 1 << 20
 MIN_FREE = (

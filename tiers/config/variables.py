@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvtiers.tiers.errors import public_url
+from ..errors import public_url
 
 #: Fields whose texts are used as they are written: they may hold a password with a dollar, or name a variable.
 AS_WRITTEN = frozenset({"keys_env", "options", "storage_options"})

@@ -13,7 +13,7 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 from yaml.scanner import ScannerError
 
-from kvtiers.tiers.errors import ConfigError
+from ..errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
 NODES_MAX = 10_000  # an alias counts as all values that it repeats: a few hundred bytes may expand to billions

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from kvtiers.tiers.isolation.worker import encode_error
+from .worker import encode_error
 
 LISTING_PAGE_KEYS = 256
 # The parent's store has these only if the worker's store does.

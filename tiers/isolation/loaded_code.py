@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvtiers.tiers.plain_logs import get_logger
+from ..plain_logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtiers.tiers.errors import RegionError
+from ..errors import RegionError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,15 @@ from itertools import accumulate, pairwise
 from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Checksum, Seal
-from kvtiers.tiers.errors import StoreError, StoreFullError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store
-from kvtiers.tiers.tier.batches import Pair
-from kvtiers.tiers.tier.block_mover import Batch, BlockMover, MoveTask, Rows, Window
-from kvtiers.tiers.tier.concurrency import Concurrency
-from kvtiers.tiers.tier.pool import Unfinished
+from ..blocks.keys import OffloadKey
+from ..blocks.seal import TRAILER_BYTES, Authentication, Checksum, Seal
+from ..errors import StoreError, StoreFullError
+from ..plain_logs import get_logger
+from ..store import Store
+from ..tier.batches import Pair
+from ..tier.block_mover import Batch, BlockMover, MoveTask, Rows, Window
+from ..tier.concurrency import Concurrency
+from ..tier.pool import Unfinished
 
 logger = get_logger(__name__)
 
@@ -263,7 +263,7 @@ def seal_from_json(fields: dict[str, Any]) -> Seal:
     }
     if "authentication" not in fields:
         return Seal(*identity, takes_unverified=fields["takes_unverified"], **options)
-    from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+    from ..blocks.protected_seal import GcmSeal, GmacSeal
 
     kind = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}[fields["authentication"]]
     return kind(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)

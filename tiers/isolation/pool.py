@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import StoreClosedError, StoreUnavailableError
-from kvtiers.tiers.isolation.loaded_code import OWN_CODE
-from kvtiers.tiers.isolation.process import MappedRegion, WorkerProcess
-from kvtiers.tiers.plain_logs import get_logger
+from ..daemon_pool import DaemonPool
+from ..errors import StoreClosedError, StoreUnavailableError
+from ..plain_logs import get_logger
+from .loaded_code import OWN_CODE
+from .process import MappedRegion, WorkerProcess
 
 logger = get_logger(__name__)
 

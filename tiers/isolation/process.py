@@ -17,10 +17,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
-from kvtiers.tiers.errors import RegionError, StoreConfigError
-from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
-from kvtiers.tiers.isolation.worker import (
+from ..blocks.keyring import KEY_VARIABLES
+from ..errors import RegionError, StoreConfigError
+from ..plain_logs import get_logger
+from ..store import Store, parts_size
+from ..stores.files.posix import STDERR, occupy_standard_streams
+from ..stores.vectored_io import transfer
+from .mapped_file import address_of, open_mapped_file
+from .worker import (
     TAG_BYTES,
     FrameReader,
     StrayBytesError,
@@ -28,10 +32,6 @@ from kvtiers.tiers.isolation.worker import (
     own_log_level,
     pack_frame,
 )
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, parts_size
-from kvtiers.tiers.stores.files.posix import STDERR, occupy_standard_streams
-from kvtiers.tiers.stores.vectored_io import transfer
 
 logger = get_logger(__name__)
 

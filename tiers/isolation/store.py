@@ -33,19 +33,19 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
-from kvtiers.tiers.errors import (
+from ..errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.isolation import calls
-from kvtiers.tiers.isolation.pool import WorkerPool, WorkersUnavailableError
-from kvtiers.tiers.isolation.process import MappedRegion, StoreRecipe, WorkerProcess
-from kvtiers.tiers.isolation.worker import StrayBytesError, decode_error
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Capabilities, KeyInfo, Store
+from ..plain_logs import get_logger
+from ..store import Capabilities, KeyInfo, Store
+from . import calls
+from .pool import WorkerPool, WorkersUnavailableError
+from .process import MappedRegion, StoreRecipe, WorkerProcess
+from .worker import StrayBytesError, decode_error
 
 __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 

@@ -37,8 +37,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
-from kvtiers.tiers import errors
-from kvtiers.tiers.errors import StoreError, StoreUnavailableError
+from .. import errors
+from ..errors import StoreError, StoreUnavailableError
 
 _LOGGER = "kvtiers"  # the parent of all loggers of this package
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from kvtiers.tiers.store import KeyInfo, Store, parts_size
+from ..store import KeyInfo, Store, parts_size
 
 T = TypeVar("T")
 

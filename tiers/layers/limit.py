@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvtiers.tiers.errors import ConfigError, StoreThrottledError
-from kvtiers.tiers.layers.layer import Layer
-from kvtiers.tiers.store import Store
+from ..errors import ConfigError, StoreThrottledError
+from ..store import Store
+from .layer import Layer
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvtiers.tiers.layers.layer import Layer
-from kvtiers.tiers.store import KeyInfo, Store
+from ..store import KeyInfo, Store
+from .layer import Layer
 
 T = TypeVar("T")
 

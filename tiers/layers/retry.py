@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvtiers.tiers.errors import StoreError
-from kvtiers.tiers.layers.layer import Layer
-from kvtiers.tiers.store import Store
+from ..errors import StoreError
+from ..store import Store
+from .layer import Layer
 
 T = TypeVar("T")
 

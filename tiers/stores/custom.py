@@ -9,8 +9,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtiers.tiers.errors import KVTiersError, StoreConfigError, StoreUnavailableError, printable
-from kvtiers.tiers.store import Store
+from ..errors import KVTiersError, StoreConfigError, StoreUnavailableError, printable
+from ..store import Store
 
 HOOK = "make_store"
 

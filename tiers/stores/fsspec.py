@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvtiers.tiers.errors import (
+from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
     InvalidKeyError,
@@ -36,11 +36,11 @@ from kvtiers.tiers.errors import (
     printable,
     public_url,
 )
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
-from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
-from kvtiers.tiers.stores.files.posix import is_absent
-from kvtiers.tiers.stores.fsspec_driver import (
+from ..plain_logs import get_logger
+from ..store import Capabilities, KeyInfo, Store, check_key, parts_size
+from .chatty_loggers import cap_chatty_loggers
+from .files.posix import is_absent
+from .fsspec_driver import (
     ATOMIC_PUT,
     EXCLUSIVE_CREATE,
     LOCAL,

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from json import JSONDecodeError
 from typing import Any, Final
 
-from kvtiers.tiers.errors import (
+from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
     StoreConfigError,
@@ -22,10 +22,10 @@ from kvtiers.tiers.errors import (
     StoreUnavailableError,
     public_url,
 )
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.stores.chatty_loggers import cap_loggers_of
-from kvtiers.tiers.stores.files.posix import store_error
-from kvtiers.tiers.stores.s3.errors import Place, RequestRefusedError, server_error
+from ..plain_logs import get_logger
+from .chatty_loggers import cap_loggers_of
+from .files.posix import store_error
+from .s3.errors import Place, RequestRefusedError, server_error
 
 logger = get_logger(__name__)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, StoreClosedError, StoreFullError
-from kvtiers.tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
+from ..errors import BlobCorruptError, BlobNotFoundError, ConfigError, StoreClosedError, StoreFullError
+from ..store import Capabilities, KeyInfo, Store, check_key, parts_size
 
 
 @dataclass(frozen=True, slots=True)

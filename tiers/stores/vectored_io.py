@@ -10,8 +10,8 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtiers.tiers.errors import BlobCorruptError
-from kvtiers.tiers.store import Look, parts_size
+from ..errors import BlobCorruptError
+from ..store import Look, parts_size
 
 IOV_COUNT_MAX = 1024  # Linux's UIO_MAXIOV: a vectored call with more buffers fails with EINVAL
 READ_PIECE_BYTES = 1 << 20  # about the size of a core's cache; with smaller pieces, reads lose more than checksums gain

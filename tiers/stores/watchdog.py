@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
-from kvtiers.tiers.errors import StoreUnavailableError
+from ..errors import StoreUnavailableError
 
 T = TypeVar("T")
 

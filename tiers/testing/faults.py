@@ -35,16 +35,16 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from unittest import mock
 
-from kvtiers.tiers.layers.layer import Layer
-from kvtiers.tiers.store import KeyInfo, Store
-from kvtiers.tiers.stores import vectored_io
-from kvtiers.tiers.stores.files import (
+from ..layers.layer import Layer
+from ..store import KeyInfo, Store
+from ..stores import vectored_io
+from ..stores.files import (
     cleanup as folder_cleanup,
 )
-from kvtiers.tiers.stores.files import (
+from ..stores.files import (
     listing as folder_listing,
 )
-from kvtiers.tiers.stores.files import (
+from ..stores.files import (
     posix,
     publish,
     vllm_raw,

@@ -27,8 +27,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from kvtiers.tiers.testing.hostile import Hostile, send_hostile
-from kvtiers.tiers.testing.tiny_s3 import Answer, Request, TinyS3, error
+from .hostile import Hostile, send_hostile
+from .tiny_s3 import Answer, Request, TinyS3, error
 
 LORIS_INTERVAL_S = 0.02  # pause between two bytes: much shorter than any read timeout
 POLL_S = 0.05

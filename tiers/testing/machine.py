@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError
-from kvtiers.tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
-from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
+from ..errors import BlobCorruptError, BlobNotFoundError
+from ..store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
+from .contract import as_parts, fetch, list_keys, make_data
 
 Place = Callable[[], AbstractContextManager[Callable[[], Store]]]
 """Makes a fresh place for blobs and removes it at the end. Yields a function that opens another store on the place."""

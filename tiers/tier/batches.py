@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import itemgetter, methodcaller
 
-from kvtiers.tiers.blocks.keys import GROUP_INDEX_BYTES, OffloadKey
+from ..blocks.keys import GROUP_INDEX_BYTES, OffloadKey
 
 Pair = tuple[OffloadKey, int]  # a key and its slot
 

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvtiers.tiers.blocks.file_mapper import block_name
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
-from kvtiers.tiers.errors import (
+from ..blocks.file_mapper import block_name
+from ..blocks.keys import OffloadKey
+from ..blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
+from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
     ConfigError,
@@ -32,10 +32,10 @@ from kvtiers.tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
-from kvtiers.tiers.tier.batches import Pair
-from kvtiers.tiers.tier.pool import Unfinished
+from ..plain_logs import get_logger
+from ..store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
+from .batches import Pair
+from .pool import Unfinished
 
 logger = get_logger(__name__)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Literal
 
-from kvtiers.tiers.plain_logs import get_logger
+from ..plain_logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvtiers.tiers.errors import SealReason
-from kvtiers.tiers.metrics import Metrics
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.tier.block_mover import Batch
-from kvtiers.tiers.tier.circuit import Kind
-from kvtiers.tiers.tier.lookup import LookupCounts
+from ..errors import SealReason
+from ..metrics import Metrics
+from ..plain_logs import get_logger
+from .block_mover import Batch
+from .circuit import Kind
+from .lookup import LookupCounts
 
 logger = get_logger(__name__)
 

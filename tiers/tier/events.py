@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice
 
-from kvtiers.tiers.base import OffloadingEvent
-from kvtiers.tiers.blocks.keys import OffloadKey
+from ..base import OffloadingEvent
+from ..blocks.keys import OffloadKey
 
 EVENT_KEYS_MAX = 262_144  # per medium; about 50 MB
 

@@ -14,10 +14,10 @@ import socket
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.tier.block_mover import BAD_READS_MAX, Batch
-from kvtiers.tiers.tier.circuit import Circuit, Kind
-from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupCounts
+from ..blocks.keys import OffloadKey
+from .block_mover import BAD_READS_MAX, Batch
+from .circuit import Circuit, Kind
+from .lookup import FAILED_S_MIN, LookupCounts
 
 KEYS_MAX = 64  # failed keys remembered per kind; with more, the cause is not single blocks
 BAD_KEYS_MAX = 65_536  # about 10 MB

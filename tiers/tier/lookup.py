@@ -24,8 +24,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.plain_logs import get_logger
+from ..blocks.keys import OffloadKey
+from ..plain_logs import get_logger
 
 logger = get_logger(__name__)
 

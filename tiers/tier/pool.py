@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from kvtiers.tiers.errors import QueueFullError
+from ..errors import QueueFullError
 
 P = TypeVar("P")  # what the caller submits as a task
 T = TypeVar("T")  # what a task returns

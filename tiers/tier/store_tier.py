@@ -17,27 +17,27 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
-from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
-from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
-from kvtiers.tiers.blocks.keys import OffloadKey, make_offload_key
-from kvtiers.tiers.blocks.namespace import open_namespace
-from kvtiers.tiers.blocks.neighbors import tell_nearest
-from kvtiers.tiers.blocks.seal import Checksum, Seal
-from kvtiers.tiers.errors import QueueFullError, StoreError
-from kvtiers.tiers.isolation.mover import IsolatedMover, RunsInWorkers
-from kvtiers.tiers.metrics import Metrics
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Store, SupportsGetMany
-from kvtiers.tiers.tier.batches import deal, side_by_side
-from kvtiers.tiers.tier.block_mover import Batch, BlockMover, MoveTask, Rows
-from kvtiers.tiers.tier.circuit import Circuit, CircuitState, Kind
-from kvtiers.tiers.tier.concurrency import Concurrency
-from kvtiers.tiers.tier.counts import TierCounts
-from kvtiers.tiers.tier.events import KeysSinceJobStart, UnreadEvents
-from kvtiers.tiers.tier.health import TierHealth
-from kvtiers.tiers.tier.lookup import AsyncLookup, LookupCounts, LookupOptions
-from kvtiers.tiers.tier.pool import DualQueueThreadPool, FinishedJob
-from kvtiers.tiers.tracing import JobTrace
+from ..base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from ..blocks.file_mapper import FileMapper, strict_fields
+from ..blocks.keys import OffloadKey, make_offload_key
+from ..blocks.namespace import open_namespace
+from ..blocks.neighbors import tell_nearest
+from ..blocks.seal import Checksum, Seal
+from ..errors import QueueFullError, StoreError
+from ..isolation.mover import IsolatedMover, RunsInWorkers
+from ..metrics import Metrics
+from ..plain_logs import get_logger
+from ..store import Store, SupportsGetMany
+from ..tracing import JobTrace
+from .batches import deal, side_by_side
+from .block_mover import Batch, BlockMover, MoveTask, Rows
+from .circuit import Circuit, CircuitState, Kind
+from .concurrency import Concurrency
+from .counts import TierCounts
+from .events import KeysSinceJobStart, UnreadEvents
+from .health import TierHealth
+from .lookup import AsyncLookup, LookupCounts, LookupOptions
+from .pool import DualQueueThreadPool, FinishedJob
 
 logger = get_logger(__name__)
 

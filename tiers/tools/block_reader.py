@@ -13,18 +13,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvtiers.tiers.blocks.file_mapper import (
+from ..blocks.file_mapper import (
     CONFIG_FILE_NAME,
     IDENTITY_FILE_PREFIX,
     fingerprint_of,
     identity_file_name,
     namespace_of,
 )
-from kvtiers.tiers.blocks.namespace import CONFIG_BYTES_MAX, parse_json
-from kvtiers.tiers.blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal, fingerprint_in
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
-from kvtiers.tiers.store import KeyInfo, Store
-from kvtiers.tiers.tools.inventory import BlockName
+from ..blocks.namespace import CONFIG_BYTES_MAX, parse_json
+from ..blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal, fingerprint_in
+from ..errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
+from ..store import KeyInfo, Store
+from .inventory import BlockName
 
 NO_IDENTITY = "no_identity"  # the namespace's config.json is missing or belongs to another namespace
 _AUTHENTICATIONS: dict[str, int] = {"gmac": Authentication.AES_256_GMAC, "aes-gcm": Authentication.AES_256_GCM}

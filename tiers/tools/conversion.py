@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple, cast
 
-from kvtiers.tiers.blocks.file_mapper import (
+from ..blocks.file_mapper import (
     CONFIG_FILE_NAME,
     FORMAT_SEALED,
     FORMAT_VLLM_RAW,
@@ -17,11 +17,11 @@ from kvtiers.tiers.blocks.file_mapper import (
     identity_file_name,
     namespace_of,
 )
-from kvtiers.tiers.blocks.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
-from kvtiers.tiers.errors import BlobNotFoundError, StoreConfigError
-from kvtiers.tiers.store import KeyInfo, Store, SupportsTail
-from kvtiers.tiers.tools.block_reader import read_identities
-from kvtiers.tiers.tools.inventory import BlockName
+from ..blocks.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
+from ..errors import BlobNotFoundError, StoreConfigError
+from ..store import KeyInfo, Store, SupportsTail
+from .block_reader import read_identities
+from .inventory import BlockName
 
 
 class Conversion(NamedTuple):

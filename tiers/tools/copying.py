@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from typing import Any
 
-from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, identity_file_name
-from kvtiers.tiers.blocks.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
-from kvtiers.tiers.errors import (
+from ..blocks.file_mapper import CONFIG_FILE_NAME, identity_file_name
+from ..blocks.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
+from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
     SealError,
@@ -27,10 +27,10 @@ from kvtiers.tiers.errors import (
     StoreFullError,
     StorePermissionError,
 )
-from kvtiers.tiers.store import KeyInfo, Store, SupportsAges, SupportsTail, sizes_of
-from kvtiers.tiers.tools.block_reader import BlockReader, read_identities, read_small
-from kvtiers.tiers.tools.conversion import Converter
-from kvtiers.tiers.tools.inventory import BlockName, list_blocks
+from ..store import KeyInfo, Store, SupportsAges, SupportsTail, sizes_of
+from .block_reader import BlockReader, read_identities, read_small
+from .conversion import Converter
+from .inventory import BlockName, list_blocks
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtiers.tiers.blocks.file_mapper import DIGEST_HEX_DIGITS, block_name
-from kvtiers.tiers.blocks.keys import GROUP_INDEX_MAX, OffloadKey, make_offload_key
-from kvtiers.tiers.store import KeyInfo, Store
+from ..blocks.file_mapper import DIGEST_HEX_DIGITS, block_name
+from ..blocks.keys import GROUP_INDEX_MAX, OffloadKey, make_offload_key
+from ..store import KeyInfo, Store
 
 #: Pattern of a namespace's name: a single folder, because a namespace in a subfolder belongs to another root.
 NAMESPACE = rf"[^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"

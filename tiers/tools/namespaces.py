@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
-from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, shown_values
-from kvtiers.tiers.store import KeyInfo, Store, SupportsFolders, delete_all
-from kvtiers.tiers.tools.block_reader import read_identities
-from kvtiers.tiers.tools.inventory import NAMESPACE, Share, list_blocks
+from ..blocks.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
+from ..blocks.neighbors import Namespace, differing_fields, shown_values
+from ..store import KeyInfo, Store, SupportsFolders, delete_all
+from .block_reader import read_identities
+from .inventory import NAMESPACE, Share, list_blocks
 
 FIELDS_SHOWN_MAX = 3
 DELETE_BATCH_KEYS = 512

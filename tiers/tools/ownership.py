@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 from itertools import islice
 
-from kvtiers.tiers.capacity.collector import is_block
-from kvtiers.tiers.capacity.records import OWN_PREFIX, UNREADABLE, get_record
-from kvtiers.tiers.errors import ConfigError, printable
-from kvtiers.tiers.store import HidesNames, NamesBlocks, Store
-from kvtiers.tiers.tools.namespaces import has_identity, namespace_names
+from ..capacity.collector import is_block
+from ..capacity.records import OWN_PREFIX, UNREADABLE, get_record
+from ..errors import ConfigError, printable
+from ..store import HidesNames, NamesBlocks, Store
+from .namespaces import has_identity, namespace_names
 
 RECORDS_TRIED_MAX = 16
 

@@ -13,13 +13,13 @@ from itertools import islice
 
 import xxhash
 
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
-from kvtiers.tiers.store import KeyInfo, Store, put_aside
-from kvtiers.tiers.stores.files.listing import DAMAGED_MAX
-from kvtiers.tiers.tools.block_reader import NO_IDENTITY, BlockReader
-from kvtiers.tiers.tools.inventory import BlockName, Share, list_blocks, parse_block_name
-from kvtiers.tiers.tools.seal_kinds import seal_kind
+from ..blocks.seal import TRAILER_BYTES
+from ..errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
+from ..store import KeyInfo, Store, put_aside
+from ..stores.files.listing import DAMAGED_MAX
+from .block_reader import NO_IDENTITY, BlockReader
+from .inventory import BlockName, Share, list_blocks, parse_block_name
+from .seal_kinds import seal_kind
 
 UNIT_DIGITS = 2
 BAD_KEYS_MAX = 10_000  # listed by name in a result; further bad blocks are only counted

@@ -17,12 +17,12 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
 
-from kvtiers.tiers.blocks.keyring import KEY_VARIABLES
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import StoreError, StoreUnavailableError
-from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, kill_group, python_command
-from kvtiers.tiers.isolation.worker import end_if_forked, make_store, own_output
-from kvtiers.tiers.tools.verify import ALL, Subset, UnitResult, Verifier, decode_result
+from ..blocks.keyring import KEY_VARIABLES
+from ..daemon_pool import DaemonPool
+from ..errors import StoreError, StoreUnavailableError
+from ..isolation.process import StoreRecipe, environment_without, kill_group, python_command
+from ..isolation.worker import end_if_forked, make_store, own_output
+from .verify import ALL, Subset, UnitResult, Verifier, decode_result
 
 KILLED_S_MAX = 5.0  # for threads to see that their workers were killed
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files
-from kvtiers.connector.prefixes.files.bucket import BucketFiles
-from kvtiers.connector.prefixes.files.folder import FolderFiles
-from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
-from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
-from kvtiers.tiers.config.open_store import for_engine, open_store
-from kvtiers.tiers.config.tier_options import (
+from ....tiers.capacity.records import PREFIXES_FOLDER
+from ....tiers.config.open_store import for_engine, open_store
+from ....tiers.config.tier_options import (
     BoundedTierConfig,
     FsspecTierConfig,
     FsTierConfig,
     NfsTierConfig,
     S3TierConfig,
 )
+from .base import FILES_AT_ONCE, Files
+from .bucket import BucketFiles
+from .folder import FolderFiles
+from .fsspec_url import FsspecFiles
 
 __all__ = ["FILES_AT_ONCE", "Files", "files_for"]
 

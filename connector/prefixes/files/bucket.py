@@ -10,14 +10,14 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from kvtiers.connector.prefixes.files.base import Files
-from kvtiers.connector.prefixes.files.side_by_side import SideBySide, result_of
-from kvtiers.connector.prefixes.format import LAYER_FILE
-from kvtiers.tiers.errors import BlobNotFoundError
-from kvtiers.tiers.tier.concurrency import Concurrency
+from ....tiers.errors import BlobNotFoundError
+from ....tiers.tier.concurrency import Concurrency
+from ..format import LAYER_FILE
+from .base import Files
+from .side_by_side import SideBySide, result_of
 
 if TYPE_CHECKING:
-    from kvtiers.tiers.stores.s3.store import S3Store
+    from ....tiers.stores.s3.store import S3Store
 
 
 class BucketFiles(Files):

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
-from kvtiers.connector.prefixes.files.base import Files
-from kvtiers.connector.prefixes.format import LAYER_FILE
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreFullError
-from kvtiers.tiers.stores.files.cleanup import touch_blob
-from kvtiers.tiers.stores.files.posix import (
+from ....tiers.errors import BlobCorruptError, BlobNotFoundError, StoreFullError
+from ....tiers.stores.files.cleanup import touch_blob
+from ....tiers.stores.files.posix import (
     FILE_MODE,
     OPEN_FOLDER,
     OPEN_LISTING,
@@ -29,8 +27,10 @@ from kvtiers.tiers.stores.files.posix import (
     remove_blob,
     store_error,
 )
-from kvtiers.tiers.stores.files.publish import NO_HARD_LINKS, OPEN_PRIVATE
-from kvtiers.tiers.stores.vectored_io import read_all, write_all
+from ....tiers.stores.files.publish import NO_HARD_LINKS, OPEN_PRIVATE
+from ....tiers.stores.vectored_io import read_all, write_all
+from ..format import LAYER_FILE
+from .base import Files
 
 T = TypeVar("T")
 

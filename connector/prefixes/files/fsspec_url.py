@@ -8,11 +8,8 @@ from functools import partial
 from itertools import chain, takewhile
 from typing import Any
 
-from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files
-from kvtiers.connector.prefixes.files.side_by_side import SideBySide, result_of
-from kvtiers.connector.prefixes.format import LAYER_FILE
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, public_url
-from kvtiers.tiers.stores.fsspec_driver import (
+from ....tiers.errors import ConfigError, StoreConfigError, StoreError, public_url
+from ....tiers.stores.fsspec_driver import (
     ATOMIC_PUT,
     EXCLUSIVE_CREATE,
     TEMPORARY_FOLDER,
@@ -21,6 +18,9 @@ from kvtiers.tiers.stores.fsspec_driver import (
     put_and_move,
     translate,
 )
+from ..format import LAYER_FILE
+from .base import FILES_AT_ONCE, Files
+from .side_by_side import SideBySide, result_of
 
 
 class FsspecFiles(Files):

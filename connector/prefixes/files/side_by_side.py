@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import StoreClosedError
+from ....tiers.daemon_pool import DaemonPool
+from ....tiers.errors import StoreClosedError
 
 T = TypeVar("T")
 

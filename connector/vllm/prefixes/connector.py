@@ -26,25 +26,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_offload.base import Locality
 
-from kvtiers.connector.prefixes.format import FORMAT
-from kvtiers.connector.prefixes.limits import PrefixLimits
-from kvtiers.connector.prefixes.place import seconds_of, shared_place
-from kvtiers.connector.prefixes.requests import Request, Transfer, transfer_of
-from kvtiers.connector.prefixes.store import PrefixStore, blocks_in_all
-from kvtiers.connector.prefixes.uses import PrefixUses
-from kvtiers.connector.prefixes.worker import PrefixWorker
-from kvtiers.connector.vllm import kv_groups, refusals, translate, weights
-from kvtiers.connector.vllm.contract import implements
-from kvtiers.connector.vllm.logs import log_as_vllm
-from kvtiers.connector.vllm.prefixes.metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
-from kvtiers.connector.vllm.prefixes.steps import PrefixSaves, SharedStorageMetadata, limits_of, salts_of
-from kvtiers.connector.vllm_config import ignored_options, keeps_storage
-from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
-from kvtiers.tiers.capacity.link import CollectorLink
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.errors import ConfigError, StoreError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.vllm import register
+from ....tiers.blocks.file_mapper import FileMapper, strict_fields
+from ....tiers.capacity.link import CollectorLink
+from ....tiers.daemon_pool import DaemonPool
+from ....tiers.errors import ConfigError, StoreError
+from ....tiers.plain_logs import get_logger
+from ....vllm import register
+from ...prefixes.format import FORMAT
+from ...prefixes.limits import PrefixLimits
+from ...prefixes.place import seconds_of, shared_place
+from ...prefixes.requests import Request, Transfer, transfer_of
+from ...prefixes.store import PrefixStore, blocks_in_all
+from ...prefixes.uses import PrefixUses
+from ...prefixes.worker import PrefixWorker
+from ...vllm_config import ignored_options, keeps_storage
+from .. import kv_groups, refusals, translate, weights
+from ..contract import implements
+from ..logs import log_as_vllm
+from .metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
+from .steps import PrefixSaves, SharedStorageMetadata, limits_of, salts_of
 
 logger = get_logger(__name__)
 

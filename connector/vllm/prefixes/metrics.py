@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtiers.connector.prefixes.store import PrefixCounts
-from kvtiers.connector.vllm.contract import implements
+from ...prefixes.store import PrefixCounts
+from ..contract import implements
 
 PREFIX = "vllm:kvtiers_prefix_"
 #: Help texts for the fields of PrefixCounts and for the connector's own counts.

@@ -10,9 +10,9 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.kv_offload.base import Locality, Medium
 
-from kvtiers.connector.prefixes.format import CHUNK_BLOCKS_MAX
-from kvtiers.connector.prefixes.requests import Limits, Request, Stored, Transfer, transfer_of
-from kvtiers.tiers.plain_logs import get_logger
+from ....tiers.plain_logs import get_logger
+from ...prefixes.format import CHUNK_BLOCKS_MAX
+from ...prefixes.requests import Limits, Request, Stored, Transfer, transfer_of
 
 logger = get_logger(__name__)
 

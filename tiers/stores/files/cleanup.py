@@ -17,9 +17,9 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 
-from kvtiers.tiers.stores.files.listing import Failures
-from kvtiers.tiers.stores.files.posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
-from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME
+from .listing import Failures
+from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
+from .publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME
 
 #: The store's own folders, and the names of its files there.
 OWN_FOLDERS: Mapping[str, re.Pattern[str]] = {PRIVATE_FOLDER: PRIVATE_NAME, QUARANTINE_FOLDER: QUARANTINED_NAME}

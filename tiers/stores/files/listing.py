@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from kvtiers.tiers.errors import InvalidKeyError
-from kvtiers.tiers.store import KEY_PART_LENGTH_MAX, KeyInfo, check_key
-from kvtiers.tiers.stores.files.mounts import is_mount_point
-from kvtiers.tiers.stores.files.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
+from ...errors import InvalidKeyError
+from ...store import KEY_PART_LENGTH_MAX, KeyInfo, check_key
+from .mounts import is_mount_point
+from .posix import OPEN_LISTING, RootFolder, close_reader, is_absent
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
-from kvtiers.tiers.errors import (
+from ...errors import (
     BlobCorruptError,
     BlobNotFoundError,
     ConfigError,
@@ -26,11 +26,12 @@ from kvtiers.tiers.errors import (
     StoreUnavailableError,
     printable,
 )
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
-from kvtiers.tiers.stores.files.cleanup import hidden_names, own_bytes, remove_blobs, sweep_quarantine, touch_blob
-from kvtiers.tiers.stores.files.listing import folder_names, walk
-from kvtiers.tiers.stores.files.posix import (
+from ...plain_logs import get_logger
+from ...store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
+from ..vectored_io import write_all
+from .cleanup import hidden_names, own_bytes, remove_blobs, sweep_quarantine, touch_blob
+from .listing import folder_names, walk
+from .posix import (
     ABSENT,
     RootFolder,
     blob_size,
@@ -39,8 +40,7 @@ from kvtiers.tiers.stores.files.posix import (
     remove_blob,
     store_error,
 )
-from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
-from kvtiers.tiers.stores.vectored_io import write_all
+from .publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
 
 T = TypeVar("T")
 

@@ -25,11 +25,11 @@ import errno
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from kvtiers.tiers.errors import BlobNotFoundError, StoreUnavailableError
-from kvtiers.tiers.store import Capabilities, Look
-from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.stores.files.posix import ABSENT, RootFolder
-from kvtiers.tiers.stores.files.publish import storage_time
+from ...errors import BlobNotFoundError, StoreUnavailableError
+from ...store import Capabilities, Look
+from .local import LocalStore
+from .posix import ABSENT, RootFolder
+from .publish import storage_time
 
 T = TypeVar("T")
 

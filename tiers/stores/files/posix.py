@@ -29,7 +29,7 @@ import stat
 import struct
 from collections.abc import Mapping, Sequence
 
-from kvtiers.tiers.errors import (
+from ...errors import (
     BlobCorruptError,
     BlobNotFoundError,
     InvalidKeyError,
@@ -39,8 +39,8 @@ from kvtiers.tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.store import Look, parts_size
-from kvtiers.tiers.stores.vectored_io import read_all, transfer
+from ...store import Look, parts_size
+from ..vectored_io import read_all, transfer
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600

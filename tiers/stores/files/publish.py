@@ -39,9 +39,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from kvtiers.tiers.errors import StoreConfigError, StoreFullError
-from kvtiers.tiers.stores.files.listing import Failures
-from kvtiers.tiers.stores.files.posix import (
+from ...errors import StoreConfigError, StoreFullError
+from .listing import Failures
+from .posix import (
     FILE_MODE,
     OPEN_FOLDER,
     OPEN_LISTING,

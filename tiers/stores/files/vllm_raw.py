@@ -17,11 +17,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from kvtiers.tiers.blocks.seal import NO_TRAILER, TRAILER_BYTES, TRAILER_FIELDS_BYTES
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
-from kvtiers.tiers.store import KeyInfo, Look, parts_size
-from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.stores.files.posix import (
+from ...blocks.seal import NO_TRAILER, TRAILER_BYTES, TRAILER_FIELDS_BYTES
+from ...errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
+from ...store import KeyInfo, Look, parts_size
+from ...tools.inventory import parse_block_name
+from ..vectored_io import read_all
+from .local import LocalStore
+from .posix import (
     OPEN_LISTING,
     OPEN_READ,
     RootFolder,
@@ -29,8 +31,6 @@ from kvtiers.tiers.stores.files.posix import (
     regular_size,
     store_error,
 )
-from kvtiers.tiers.stores.vectored_io import read_all
-from kvtiers.tiers.tools.inventory import parse_block_name
 
 SEAL_ATTRIBUTE = "user.kvtiers.seal"
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from kvtiers.tiers.errors import StoreClosedError, StoreConfigError, StoreError, StoreTimeoutError
-from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S, RENEW_S_MAX, Clients, ProcessClients
-from kvtiers.tiers.stores.s3.errors import CredentialsLateError, CredentialsRefusedError
-from kvtiers.tiers.stores.s3.options import S3Options
+from ...errors import StoreClosedError, StoreConfigError, StoreError, StoreTimeoutError
+from .clients import RENEW_EVERY_S, RENEW_S_MAX, Clients, ProcessClients
+from .errors import CredentialsLateError, CredentialsRefusedError
+from .options import S3Options
 
 T = TypeVar("T")
 

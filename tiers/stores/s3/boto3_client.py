@@ -25,16 +25,16 @@ from typing import Any
 from botocore import exceptions as boto_errors
 from urllib3.exceptions import HTTPError
 
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
-from kvtiers.tiers.store import Look, parts_size
-from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, is_from_s3
-from kvtiers.tiers.stores.s3.direct import fill
-from kvtiers.tiers.stores.s3.errors import connection_error, deadline_error, missing_header, without_absence
-from kvtiers.tiers.stores.s3.options import S3Options
-from kvtiers.tiers.stores.s3.put_form import PutForm
-from kvtiers.tiers.stores.s3.session import S3Session
-from kvtiers.tiers.stores.vectored_io import look_at
-from kvtiers.tiers.stores.watchdog import Watchdog
+from ...errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
+from ...store import Look, parts_size
+from ..vectored_io import look_at
+from ..watchdog import Watchdog
+from .boto_errors import BOTO_ERRORS, is_from_s3
+from .direct import fill
+from .errors import connection_error, deadline_error, missing_header, without_absence
+from .options import S3Options
+from .put_form import PutForm
+from .session import S3Session
 
 # Errors while reading a body from the socket, below botocore.
 _BODY_ERRORS = (OSError, HTTPError, HTTPException, ValueError)

@@ -10,9 +10,9 @@ from botocore.configloader import load_config, raw_config_parse
 from botocore.credentials import EnvProvider, ReadOnlyCredentials
 from botocore.exceptions import BotoCoreError
 
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, StorePermissionError, printable
-from kvtiers.tiers.stores.s3.boto_http import BoundedBotocoreSession, BoundedHttp
-from kvtiers.tiers.stores.s3.options import check_region
+from ...errors import ConfigError, StoreConfigError, StorePermissionError, printable
+from .boto_http import BoundedBotocoreSession, BoundedHttp
+from .options import check_region
 
 _PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # in botocore's order
 _PROFILES_MAX: Final = 32  # longest chain of source_profile that is followed; it may be circular

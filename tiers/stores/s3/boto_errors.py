@@ -14,7 +14,7 @@ from botocore import exceptions as boto_errors
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
-from kvtiers.tiers.errors import (
+from ...errors import (
     StoreConfigError,
     StoreError,
     StorePermissionError,
@@ -23,8 +23,8 @@ from kvtiers.tiers.errors import (
     printable,
     without_keys,
 )
-from kvtiers.tiers.stores.s3.boto_http import AnswerTooLongError
-from kvtiers.tiers.stores.s3.errors import (
+from .boto_http import AnswerTooLongError
+from .errors import (
     CODES,
     NO_S3,
     CredentialsExpiredError,
@@ -36,7 +36,7 @@ from kvtiers.tiers.stores.s3.errors import (
     server_error,
     tls_error,
 )
-from kvtiers.tiers.stores.s3.proxies import name_proxy
+from .proxies import name_proxy
 
 #: Everything that a boto3 call may raise: its parsers raise any exception about an answer that is not S3's.
 BOTO_ERRORS = (Exception,)

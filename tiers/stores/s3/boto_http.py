@@ -33,8 +33,8 @@ from botocore.awsrequest import (
 )
 from urllib3.exceptions import HTTPError
 
-from kvtiers.tiers.stores.s3.tls import set_trust
-from kvtiers.tiers.stores.watchdog import Watchdog
+from ..watchdog import Watchdog
+from .tls import set_trust
 
 #: A page of a listing holds 1,000 URL-encoded names of at most 3 KiB each, plus half a KiB per name. Parsing can take
 #: 100 times that memory if elements are nested.

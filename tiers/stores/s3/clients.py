@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvtiers.tiers.errors import StoreError, StoreTimeoutError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import Look
-from kvtiers.tiers.stores.s3.boto3_client import Boto3Client
-from kvtiers.tiers.stores.s3.boto_config import BotoConfig
-from kvtiers.tiers.stores.s3.control import S3Control
-from kvtiers.tiers.stores.s3.options import S3Options
-from kvtiers.tiers.stores.s3.put_form import PutForm
-from kvtiers.tiers.stores.s3.session import S3Session
-from kvtiers.tiers.stores.watchdog import begin
+from ...errors import StoreError, StoreTimeoutError
+from ...plain_logs import get_logger
+from ...store import Look
+from ..watchdog import begin
+from .boto3_client import Boto3Client
+from .boto_config import BotoConfig
+from .control import S3Control
+from .options import S3Options
+from .put_form import PutForm
+from .session import S3Session
 
 logger = get_logger(__name__)
 
@@ -160,7 +160,7 @@ class ProcessClients:
             data = Boto3Client(session, clock=self._clock)
             return Clients(session, control, data)
         # Imported only where it is used: never in an engine's own process, whose environment it changes for a moment.
-        from kvtiers.tiers.stores.s3.obstore_client import ObstoreClient, usable
+        from .obstore_client import ObstoreClient, usable
 
         if usable():
             data = ObstoreClient(session, clock=self._clock)

@@ -17,13 +17,13 @@ from typing import Any
 
 from botocore import exceptions as boto_errors
 
-from kvtiers.tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StorePermissionError
-from kvtiers.tiers.store import KeyInfo
-from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, code_of, is_from_s3
-from kvtiers.tiers.stores.s3.errors import NO_S3, VagueRefusalError, deadline_error, server_error, without_absence
-from kvtiers.tiers.stores.s3.listing import Page
-from kvtiers.tiers.stores.s3.session import S3Session
-from kvtiers.tiers.stores.watchdog import begin
+from ...errors import BlobNotFoundError, StoreConfigError, StoreError, StorePermissionError
+from ...store import KeyInfo
+from ..watchdog import begin
+from .boto_errors import BOTO_ERRORS, code_of, is_from_s3
+from .errors import NO_S3, VagueRefusalError, deadline_error, server_error, without_absence
+from .listing import Page
+from .session import S3Session
 
 DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
 LIFECYCLE_ID = "kvtiers"

@@ -25,9 +25,11 @@ from functools import partial
 from typing import Final
 from urllib.parse import quote, urlsplit
 
-from kvtiers.tiers.errors import BlobCorruptError, StoreUnavailableError
-from kvtiers.tiers.store import Look, parts_size
-from kvtiers.tiers.stores.s3.errors import (
+from ...errors import BlobCorruptError, StoreUnavailableError
+from ...store import Look, parts_size
+from ..vectored_io import look_at, runs, transfer
+from ..watchdog import Watchdog
+from .errors import (
     NO_S3,
     connection_error,
     deadline_error,
@@ -35,11 +37,9 @@ from kvtiers.tiers.stores.s3.errors import (
     server_error,
     tls_error,
 )
-from kvtiers.tiers.stores.s3.options import IDLE_S_MAX
-from kvtiers.tiers.stores.s3.session import S3Session
-from kvtiers.tiers.stores.s3.tls import make_context
-from kvtiers.tiers.stores.vectored_io import look_at, runs, transfer
-from kvtiers.tiers.stores.watchdog import Watchdog
+from .options import IDLE_S_MAX
+from .session import S3Session
+from .tls import make_context
 
 ERROR_BYTES_MAX: Final = 64 << 10
 PIECE_BYTES: Final = 512 << 10  # size of the pieces that ``look`` sees

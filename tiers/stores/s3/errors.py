@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from kvtiers.tiers.errors import (
+from ...errors import (
     BlobCorruptError,
     BlobNotFoundError,
     StoreConfigError,

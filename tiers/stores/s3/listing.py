@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from kvtiers.tiers.errors import StoreConfigError
-from kvtiers.tiers.store import KeyInfo
+from ...errors import StoreConfigError
+from ...store import KeyInfo
 
 #: Objects, names of folders, and the token of the next page ("": this page is the last).
 Page = tuple[list[KeyInfo], list[str], str]

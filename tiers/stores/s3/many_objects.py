@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
-from kvtiers.tiers.errors import StoreError, StoreTimeoutError
-from kvtiers.tiers.stores.watchdog import run_in_threads
+from ...errors import StoreError, StoreTimeoutError
+from ..watchdog import run_in_threads
 
 # Keys per thread, enough to justify its start, which takes 0.1 ms. Fewer if they would take longer than ASKER_S.
 KEYS_PER_ASKER: Final = 8

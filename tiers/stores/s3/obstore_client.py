@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, S3Config
 
-from kvtiers.tiers.errors import (
+from ...errors import (
     BlobCorruptError,
     BlobNotFoundError,
     InvalidKeyError,
@@ -50,9 +50,10 @@ from kvtiers.tiers.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.store import Look
-from kvtiers.tiers.stores.s3.direct import DirectReader
-from kvtiers.tiers.stores.s3.errors import (
+from ...store import Look
+from ..vectored_io import look_at
+from .direct import DirectReader
+from .errors import (
     NO_S3,
     connection_error,
     deadline_error,
@@ -62,10 +63,9 @@ from kvtiers.tiers.stores.s3.errors import (
     tls_error,
     without_absence,
 )
-from kvtiers.tiers.stores.s3.options import IDLE_S_MAX
-from kvtiers.tiers.stores.s3.put_form import PutForm
-from kvtiers.tiers.stores.s3.session import S3Session
-from kvtiers.tiers.stores.vectored_io import look_at
+from .options import IDLE_S_MAX
+from .put_form import PutForm
+from .session import S3Session
 
 CHUNK_BYTES: Final = 256 << 10
 DIRECT_BYTES_MIN: Final = 256 << 10

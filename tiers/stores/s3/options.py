@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from kvtiers.tiers.errors import ConfigError, quoted
+from ...errors import ConfigError, quoted
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 Checksum = Literal["crc64nvme", "crc32c", "sha256", "none"]

@@ -8,7 +8,7 @@ from typing import Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvtiers.tiers.errors import StoreConfigError
+from ...errors import StoreConfigError
 
 _PORTS: Final = {"http": 80, "https": 443}
 _VARIABLES: Final = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")

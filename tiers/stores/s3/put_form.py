@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from kvtiers.tiers.errors import StoreError, StorePermissionError
-from kvtiers.tiers.stores.s3.errors import (
+from ...errors import StoreError, StorePermissionError
+from .errors import (
     CredentialsRefusedError,
     DigestRefusedError,
     RequestRefusedError,
     SignatureRefusedError,
     VagueRefusalError,
 )
-from kvtiers.tiers.stores.s3.options import Checksum, S3Options
+from .options import Checksum, S3Options
 
 #: Errors with which a server may refuse a way.
 REFUSALS: Final = (RequestRefusedError, StorePermissionError, DigestRefusedError)

@@ -34,15 +34,15 @@ from botocore.httpsession import get_cert_path
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError
-from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
-from kvtiers.tiers.stores.s3.boto_config import BotoConfig
-from kvtiers.tiers.stores.s3.boto_errors import translate, translate_chain
-from kvtiers.tiers.stores.s3.boto_http import BoundedHttp
-from kvtiers.tiers.stores.s3.errors import CredentialsLateError, Place
-from kvtiers.tiers.stores.s3.options import IDLE_S_MAX, S3Options, check_endpoint
-from kvtiers.tiers.stores.s3.proxies import check_proxy, name_proxy, proxy_of
-from kvtiers.tiers.stores.watchdog import begin
+from ...errors import ConfigError, StoreConfigError, StoreError
+from ..chatty_loggers import cap_chatty_loggers
+from ..watchdog import begin
+from .boto_config import BotoConfig
+from .boto_errors import translate, translate_chain
+from .boto_http import BoundedHttp
+from .errors import CredentialsLateError, Place
+from .options import IDLE_S_MAX, S3Options, check_endpoint
+from .proxies import check_proxy, name_proxy, proxy_of
 
 DEFAULT_REGION = "us-east-1"
 # boto3 hands out credentials that stay valid for at least 10 more minutes. obstore asks for new ones 5 minutes before

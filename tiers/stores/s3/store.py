@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Final
 
-from kvtiers.tiers.errors import BlobCorruptError, InvalidKeyError, StoreError, StorePermissionError
-from kvtiers.tiers.plain_logs import get_logger
-from kvtiers.tiers.store import (
+from ...errors import BlobCorruptError, InvalidKeyError, StoreError, StorePermissionError
+from ...plain_logs import get_logger
+from ...store import (
     KEY_LENGTH_MAX,
     KEY_PART_LENGTH_MAX,
     Capabilities,
@@ -35,10 +35,12 @@ from kvtiers.tiers.store import (
     check_key,
     parts_size,
 )
-from kvtiers.tiers.stores.s3.attempts import Attempts
-from kvtiers.tiers.stores.s3.clients import Clients
-from kvtiers.tiers.stores.s3.control import DELETE_KEYS_MAX
-from kvtiers.tiers.stores.s3.errors import (
+from ..vectored_io import look_at
+from ..watchdog import begin
+from .attempts import Attempts
+from .clients import Clients
+from .control import DELETE_KEYS_MAX
+from .errors import (
     BareRefusalError,
     CredentialsLateError,
     CredentialsRefusedError,
@@ -49,10 +51,10 @@ from kvtiers.tiers.stores.s3.errors import (
     VagueRefusalError,
     deadline_error,
 )
-from kvtiers.tiers.stores.s3.listing import Page, follow
-from kvtiers.tiers.stores.s3.many_objects import Answers, Lookups, delete_each
-from kvtiers.tiers.stores.s3.options import S3Options
-from kvtiers.tiers.stores.s3.put_form import (
+from .listing import Page, follow
+from .many_objects import Answers, Lookups, delete_each
+from .options import S3Options
+from .put_form import (
     REFUSALS,
     Detour,
     PutForm,
@@ -62,9 +64,7 @@ from kvtiers.tiers.stores.s3.put_form import (
     may_depend_on_way,
     with_asked_for,
 )
-from kvtiers.tiers.stores.s3.trial import try_each_client
-from kvtiers.tiers.stores.vectored_io import look_at
-from kvtiers.tiers.stores.watchdog import begin
+from .trial import try_each_client
 
 logger = get_logger(__name__)
 

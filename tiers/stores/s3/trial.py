@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from kvtiers.tiers.errors import BlobNotFoundError, StoreError, StoreUnavailableError
-from kvtiers.tiers.store import Store
+from ...errors import BlobNotFoundError, StoreError, StoreUnavailableError
+from ...store import Store
 
 TRIAL_FOLDER: Final = "kvtiers-check"
 SMALL_BYTES: Final = 4096
@@ -23,7 +23,7 @@ def try_each_client(store: Store, *, read_only: bool) -> None:
     Raises:
         StoreError: a step failed. The message names the step.
     """
-    from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
+    from .obstore_client import DIRECT_BYTES_MIN
 
     key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
     for what, size in (("get", SMALL_BYTES), ("large get", DIRECT_BYTES_MIN)):

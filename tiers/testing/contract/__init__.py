@@ -22,8 +22,8 @@ Otherwise a failing rule prints a bare AssertionError.
 
 from __future__ import annotations
 
-from kvtiers.tiers.testing.contract.blobs import BlobRules
-from kvtiers.tiers.testing.contract.data import (
+from .blobs import BlobRules
+from .data import (
     BAD_KEYS,
     GOOD_KEYS,
     KEYS_COUNT_LARGE,
@@ -35,9 +35,9 @@ from kvtiers.tiers.testing.contract.data import (
     make_data,
     run_in_threads,
 )
-from kvtiers.tiers.testing.contract.extras import ExtraRules
-from kvtiers.tiers.testing.contract.listing import ListingRules
-from kvtiers.tiers.testing.contract.sharing import SharingRules
+from .extras import ExtraRules
+from .listing import ListingRules
+from .sharing import SharingRules
 
 __all__ = [
     "BAD_KEYS",

@@ -6,9 +6,9 @@ import gc
 
 import pytest
 
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreError
-from kvtiers.tiers.store import Capabilities, Store, SupportsTail
-from kvtiers.tiers.testing.contract.data import (
+from ...errors import BlobCorruptError, BlobNotFoundError, StoreError
+from ...store import Capabilities, Store, SupportsTail
+from .data import (
     LARGE_BYTES,
     PARTS_COUNT_LARGE,
     SIZES_BYTES,
@@ -18,7 +18,7 @@ from kvtiers.tiers.testing.contract.data import (
     list_keys,
     make_data,
 )
-from kvtiers.tiers.testing.contract.place import StorePlace
+from .place import StorePlace
 
 
 class BlobRules(StorePlace):

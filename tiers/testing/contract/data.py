@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from itertools import pairwise
 
-from kvtiers.tiers.daemon_pool import DaemonPool
-from kvtiers.tiers.store import Store, SupportsPieces, SupportsQuarantine, SupportsTail, SupportsTouch
+from ...daemon_pool import DaemonPool
+from ...store import Store, SupportsPieces, SupportsQuarantine, SupportsTail, SupportsTouch
 
 SIZES_BYTES = (0, 1, 4095, 4096, 4097, (1 << 20) + 4096)
 LARGE_BYTES = (9 << 20) + 4096  # more than 8 MiB, from which clients of object stores split blobs

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
-from kvtiers.tiers.store import (
+from ...errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from ...store import (
     Store,
     SupportsAges,
     SupportsDeleteMany,
@@ -25,7 +25,7 @@ from kvtiers.tiers.store import (
     SupportsTail,
     SupportsTouch,
 )
-from kvtiers.tiers.testing.contract.data import (
+from .data import (
     KEYS_COUNT_LARGE,
     SIZES_BYTES,
     GuardedParts,
@@ -35,7 +35,7 @@ from kvtiers.tiers.testing.contract.data import (
     make_data,
     wait_until,
 )
-from kvtiers.tiers.testing.contract.place import StorePlace
+from .place import StorePlace
 
 
 class ExtraRules(StorePlace):

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
-from kvtiers.tiers.store import KeyInfo, Store, check_key
-from kvtiers.tiers.testing.contract.data import (
+from ...errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from ...store import KeyInfo, Store, check_key
+from .data import (
     BAD_KEYS,
     GOOD_KEYS,
     KEYS_COUNT_LARGE,
@@ -18,7 +18,7 @@ from kvtiers.tiers.testing.contract.data import (
     list_keys,
     wait_until,
 )
-from kvtiers.tiers.testing.contract.place import StorePlace
+from .place import StorePlace
 
 CLOCKS_APART_S_MAX = 900.0  # between the storage and this host: S3's limit
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvtiers.tiers.store import Store
+from ...store import Store
 
 
 class StorePlace(ABC):

@@ -13,8 +13,8 @@ from functools import partial
 
 import pytest
 
-from kvtiers.tiers.errors import BlobNotFoundError, StoreClosedError
-from kvtiers.tiers.store import (
+from ...errors import BlobNotFoundError, StoreClosedError
+from ...store import (
     Store,
     SupportsDeleteMany,
     SupportsFolders,
@@ -24,7 +24,8 @@ from kvtiers.tiers.store import (
     SupportsSweep,
     SupportsTail,
 )
-from kvtiers.tiers.testing.contract.data import (
+from ..faults import run_in_child, start_child, wait_child
+from .data import (
     LARGE_BYTES,
     as_parts,
     calls_by_key,
@@ -33,8 +34,7 @@ from kvtiers.tiers.testing.contract.data import (
     make_data,
     run_in_threads,
 )
-from kvtiers.tiers.testing.contract.place import StorePlace
-from kvtiers.tiers.testing.faults import run_in_child, start_child, wait_child
+from .place import StorePlace
 
 KILLS = 5
 RACERS, RACES = 4, 100  # number of processes, and of keys that each of them puts
