@@ -6,7 +6,6 @@ A tier that needs a client library imports its store in its constructor, so a pr
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,19 +29,16 @@ from .config.tier_options import (
     StoreTierConfig,
     TierConfig,
 )
-from .errors import ConfigError, RegionError, StoreError, printable, public_url
+from .errors import ConfigError, RegionError, printable, public_url
+from .isolation.process import MappedRegion, StoreRecipe
 from .plain_logs import get_logger
-from .store import Store, SupportsTouch
+from .server.process import ProcessBackend
+from .server.server import Seats, Work
+from .store import SupportsTouch
 from .stores.files.mounts import missing_mount
 from .tier.block_mover import Rows
 from .tier.lookup import LookupOptions
-from .tier.store_tier import (
-    LOAD_ONLY_THREADS,
-    CollectorEnd,
-    StoreTierManager,
-    TierOptions,
-    open_if_answered,
-)
+from .tier.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, TierOptions
 from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
@@ -159,62 +155,34 @@ def _start(
     """Shared part of all constructors: create the store and start the tier. If anything fails, close the store."""
     assert isinstance(config, TierConfig)
     name = config.name or tier_type
-    unmappable = _why_unmappable(view) if config.isolation != "thread" else None
-    mapped = config.isolation != "thread" and unmappable is None
-    if config.isolation == "auto" and unmappable is not None:
-        logger.info("tier %s: isolation: auto uses threads of this process: %s", name, unmappable)
     row_bytes = Rows(view).row_bytes
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if policy is not None:
         policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
         _check_room(name, policy)
-    options = _tier_options(config, row_bytes, in_workers=mapped)
-    store = _open_in_workers(name, config, options, view) if mapped or config.isolation == "process" else None
-    store_runs_here = store is None
-    if store is None:
-        if mapped:
-            options = _tier_options(config, row_bytes, in_workers=False)
-        why = f"isolation: {config.isolation}"
-        store = open_store(for_engine(config, f"tier {name}", f"{why}, and {unmappable}" if unmappable else why))
-    collector = None
-    missing: StoreError | None = getattr(store, "missing", None)
+    if policy is not None and isinstance(config, FsTierConfig):
+        policy = _check_reserve(name, config, policy)
+    mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
+    mapper = mapper_class.from_offloading_spec(
+        getattr(config, "root_dir", ""),
+        spec,
+        parallel_agnostic=config.parallel_agnostic,
+        extra_fields=strict_fields(spec) | _protection_fields(config),
+    )
+    region, why_here = _map_region(name, config, view)
+    where: dict[str, Any]
+    if region is not None:
+        where = {"make_backend": partial(_processes, config, region)}
+    else:
+        where = {"store": open_store(for_engine(config, f"tier {name}", why_here))}
+    StoreTierManager.__init__(tier, spec, view, tier_type, mapper=mapper, options=_tier_options(config), **where)
     try:
-        if isinstance(config, S3TierConfig) and missing is None:
-            missing = _check_s3(store)
-        if not store.capabilities.shared:
-            check_needs_no_sharing(policy, in_workers=not store_runs_here)
-        mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
-        mapper = mapper_class.from_offloading_spec(
-            getattr(config, "root_dir", ""),
-            spec,
-            parallel_agnostic=config.parallel_agnostic,
-            extra_fields=strict_fields(spec) | _protection_fields(config),
-        )
-        unbounded = store
+        if not tier.capabilities.shared:
+            check_needs_no_sharing(policy, in_processes=region is not None)
         if policy is not None:
-            if isinstance(config, FsTierConfig):
-                policy = _check_reserve(name, config, policy)
-            if not policy.waits:  # before a collector starts
-                missing = missing or open_if_answered(store, mapper, name)
-            collector = _start_collector(tier_type, config, policy, mapper)
-            if policy.max_bytes is not None:
-                store = bound_store(store, config, policy.max_bytes)
-        StoreTierManager.__init__(
-            tier,
-            spec,
-            view,
-            tier_type,
-            store=store,
-            mapper=mapper,
-            options=options,
-            collector=collector,
-            missing=missing,
-            unbounded=unbounded,
-        )
+            tier.collect(_start_collector(tier_type, config, policy, mapper))
     except BaseException:
-        if collector is not None:
-            collector.close()
-        store.close()
+        tier.shutdown()
         raise
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
@@ -226,39 +194,21 @@ def _start(
         _shown_place(config),
         mapper.base_path.rpartition("/")[2],
         mapper.rank,
-        options.n_read_threads,
-        options.n_write_threads,
-        "this process" if store_runs_here else "worker processes",
-        ", read only" if options.read_only else "",
+        config.n_read_threads,
+        config.n_write_threads,
+        "this process" if region is None else "processes of its own",
+        ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
         mapper.block_tokens,
     )
 
 
-def _check_s3(store: Any) -> StoreError | None:
-    """Verify endpoint, credentials and bucket where the store's client runs.
-
-    Returns:
-        A retryable error; None: the bucket can be used.
-
-    Raises:
-        StoreError: an error that is not retryable.
-    """
-    try:
-        store.check()
-    except StoreError as e:
-        if not e.retryable:
-            raise
-        return e
-    return None
-
-
-def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:
+def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_processes: bool) -> None:
     """Reject options that need several processes, for a store whose blobs only the process that puts them sees.
 
     Raises:
         ConfigError: names the field.
     """
-    wanted = {"isolation": in_workers, "max_bytes": policy and policy.max_bytes, "ttl": policy and policy.ttl_s}
+    wanted = {"isolation": in_processes, "max_bytes": policy and policy.max_bytes, "ttl": policy and policy.ttl_s}
     for field, value in wanted.items():
         if value:
             accepted = "write thread" if field == "isolation" else "leave it out"
@@ -280,46 +230,58 @@ def _shown_place(config: TierConfig) -> str:
     return f"{config.type} in {printable(getattr(config, 'root_dir', 'memory'))}"
 
 
-def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: memoryview) -> Store | None:
-    """Open the store in worker processes. None: they are unavailable, and ``isolation: auto`` allows threads instead.
+def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[MappedRegion | None, str]:
+    """The region for the tier's processes. None: its servers are threads of this process; and why.
 
     Raises:
-        ConfigError: worker processes are unavailable, but ``isolation: process`` requires them.
-        StoreError: see the store's constructor.
+        ConfigError: ``isolation: process`` is set, but other processes cannot map the region.
     """
-    from .isolation.pool import WorkersUnavailableError
-    from .isolation.store import ProcessIsolatedStore, StoreRecipe
+    from .isolation.mapped_file import open_mapped_file
 
-    make_store, store_options = store_recipe(config)
+    if config.isolation == "thread":
+        return None, "isolation: thread"
     try:
-        return ProcessIsolatedStore(
-            StoreRecipe.of(make_store, **store_options),
-            region=view,
-            # Read and write threads take each other's tasks, so all of them may be storing. Lookups must not wait for
-            # these batches.
-            n_workers=options.n_read_threads + options.n_write_threads + LOAD_ONLY_THREADS + config.lookup_threads,
-            deadline_s=config.job_deadline_s,
-            memory_bytes_max=_worker_bytes_max(config, options, Rows(view).row_bytes),
-        )
-    except WorkersUnavailableError as e:
+        fd, _ = open_mapped_file(view)
+        os.close(fd)
+    except (OSError, RegionError) as e:
         if config.isolation == "process":
             raise ConfigError(
-                f"worker processes are unavailable: {e}. Their interpreter is {sys.executable!r}. To use threads "
-                "instead, write thread",
-                field="isolation",
+                f"other processes cannot map the region: {e}. To use threads instead, write thread", field="isolation"
             ) from e
-        logger.warning("tier %s: isolation: auto uses threads of this process: %s", name, e)
-        return None
+        logger.info("tier %s: isolation: auto uses threads of this process: %s", name, e)
+        return None, f"isolation: {config.isolation}, and {e}"
+    return MappedRegion(view), ""
 
 
-def _worker_bytes_max(config: TierConfig, options: TierOptions, row_bytes: int) -> int | None:
-    """How much memory a worker may allocate after its start; None: no limit, because it does not talk to a server."""
+def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows) -> ProcessBackend:
+    """What starts the tier's processes: half of them prefer loads, the others stores, and each can do both."""
+    make_store, store_options = store_recipe(config)
+    readers = max(1, config.children // 2)
+    writers = config.children - readers
+    reads = -(-config.n_read_threads // readers)
+    writes = -(-config.n_write_threads // max(1, writers))
+    if not writers:
+        seats = [Seats(2, LOAD_ONLY_THREADS, config.n_read_threads, config.n_write_threads)]
+    else:
+        seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0)] * readers + [Seats(1, 0, 0, writes)] * writers
+    return ProcessBackend(
+        StoreRecipe.of(make_store, **store_options),
+        region,
+        rows.row_bytes,
+        work,
+        seats,
+        _worker_bytes_max(config, max(reads, writes) + 1, rows.row_bytes),
+    )
+
+
+def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int | None:
+    """How much memory a process may allocate after its start; None: no limit, because it does not talk to a server."""
     if not isinstance(config, NetworkTierConfig):
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
     copies += config.protection == "aes-gcm"  # a block is encrypted into its thread's buffer
     cores = os.cpu_count() or 1
-    return config.worker_memory + cores * CORE_BYTES + copies * options.worker_threads_max * row_bytes
+    return config.worker_memory + cores * CORE_BYTES + copies * threads * row_bytes
 
 
 def _check_room(name: str, policy: CapacityPolicy) -> None:
@@ -378,14 +340,6 @@ def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> C
     return replace(policy, min_free_bytes=0)
 
 
-def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
-    """Wrap a store to enforce ``max_bytes``, a limit shared by all writers of the same root."""
-    from .capacity.account import Account, BoundedStore
-
-    newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
-    return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s, keys=record_keys(config)))
-
-
 def record_keys(config: TierConfig) -> RecordKeys | None:
     """The keys that authenticate a root's capacity records; None if the tier has no keys.
 
@@ -418,7 +372,6 @@ def _start_collector(
     mapper: FileMapper,
 ) -> CollectorEnd:
     from .capacity.link import CollectorLink
-    from .isolation.process import StoreRecipe
 
     make_store, store_options = tool_recipe(config)
     return CollectorLink(
@@ -432,48 +385,12 @@ def _start_collector(
     )
 
 
-def _why_unmappable(view: memoryview) -> str | None:
-    """Why other processes cannot map the region; None if they can."""
-    from .isolation.mapped_file import open_mapped_file
-
-    try:
-        fd, _ = open_mapped_file(view)
-    except (OSError, RegionError) as e:
-        return str(e)
-    os.close(fd)
-    return None
-
-
-def _begin_s(config: TierConfig) -> float | None:
-    """How long a worker may begin blocks, so that its last call ends before the worker is killed."""
-    if not isinstance(config, S3TierConfig):
-        return None
-    return max(BEGIN_SHARE_MIN * config.job_deadline_s, config.job_deadline_s - config.request_timeout)
-
-
-def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> TierOptions:
-    # A network tier's threads mostly wait, so two workers share all threads: that is as fast as a worker per thread.
-    few = in_workers and isinstance(config, NetworkTierConfig)
-    worker_threads = max(config.n_read_threads, config.n_write_threads) if few else 1
-    worker_threads_max = 1
-    if isinstance(config, NetworkTierConfig) and few:
-        worker_threads_max = max(worker_threads, min(config.n_threads_max, AT_ONCE_BYTES_MAX // row_bytes))
-    # A worker runs one task at a time: if the task had fewer blocks than the worker has threads, some would idle.
-    task_bytes = max(config.task_bytes, worker_threads * row_bytes if few else 0)
-    task_bytes_max = max(task_bytes, 2 * worker_threads_max * row_bytes)
-    if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
-        # A worker reserves the space for a whole batch at once: a large batch could be refused although space is left.
-        task_bytes_max = config.max_bytes // TASKS_OF_BOUND
+def _tier_options(config: TierConfig) -> TierOptions:
     return TierOptions(
         name=config.name,
         trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
-        n_read_threads=1 if few else config.n_read_threads,
-        n_write_threads=1 if few else config.n_write_threads,
-        worker_threads=worker_threads,
-        worker_threads_max=worker_threads_max,
-        worker_begin_s=_begin_s(config),
-        task_bytes=min(task_bytes, task_bytes_max),
-        task_bytes_max=task_bytes_max,
+        n_read_threads=config.n_read_threads,
+        n_write_threads=config.n_write_threads,
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],
@@ -484,7 +401,6 @@ def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> Ti
         circuit_probe_s=config.circuit_probe_s,
         shutdown_s=config.shutdown_s,
         lookup=LookupOptions(
-            threads=config.lookup_threads,
             deadline_s=config.lookup_deadline_s,
             total_s=config.lookup_total_s,
             present_ttl_s=config.present_ttl_s,

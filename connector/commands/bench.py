@@ -28,6 +28,7 @@ from ...tiers.config.open_store import open_tool_store, store_recipe
 from ...tiers.config.tier_options import BoundedTierConfig, TierConfig
 from ...tiers.errors import ConfigError, StoreError
 from ...tiers.registry import SecondaryTierFactory
+from ...tiers.store import Store
 from ...tiers.stores.files.publish import PRIVATE_FOLDER, PrivateNames
 from ...tiers.stores.vectored_io import transfer
 from ...tiers.tier.store_tier import StoreTierManager
@@ -136,7 +137,8 @@ class _Bench:
                         try:
                             if isinstance(made, StoreTierManager):
                                 made.stop_collector()
-                                hops += self._tier(made, getattr(config, "root_dir", None))
+                                with closing(made.store or open_tool_store(config)) as store:
+                                    hops += self._tier(made, store, getattr(config, "root_dir", None))
                         finally:
                             made.shutdown()
         finally:
@@ -175,16 +177,16 @@ class _Bench:
         )
         return [Hop("copy of the region", copied), Hop("checksums", sealed)]
 
-    def _tier(self, tier: StoreTierManager, root: str | None) -> list[Hop]:
+    def _tier(self, tier: StoreTierManager, store: Store, root: str | None) -> list[Hop]:
         threads = ThreadPoolExecutor(2)
-        ways = _FileCeiling(Path(root), len(self._rows)) if root is not None else _StoreCeiling(tier)
+        ways = _FileCeiling(Path(root), len(self._rows)) if root is not None else _StoreCeiling(store, tier)
         speeds: dict[str, list[float]] = {}
         time.sleep(SETTLE_S)
         try:
             for _ in range(ROUNDS):
                 for op in ("store", "load"):
                     speeds.setdefault(op, []).append(self._once(partial(self._job, tier, op)))
-                self._remove(tier)
+                self._remove(tier, store)
                 for op, ceiling in (("store", ways.write), ("load", ways.read)):
                     alone = self._once(partial(self._all_rows, threads, ceiling))
                     speeds.setdefault(f"{op} alone", []).append(alone)
@@ -192,9 +194,9 @@ class _Bench:
         finally:
             threads.shutdown()
             ways.clear(len(self._rows))
-            self._remove(tier)
+            self._remove(tier, store)
             config_name = tier.mapper.relative_config_name
-            tier.store.delete(config_name)
+            store.delete(config_name)
             if root is not None:  # the namespace's folders, which a collector would leave
                 for name in (tier.mapper.name_prefix, os.path.dirname(config_name)):
                     shutil.rmtree(Path(root).expanduser() / name, ignore_errors=True)
@@ -221,9 +223,9 @@ class _Bench:
                     said += f": {tier.full}; a smaller --total may fit"
                 raise StoreError(said)
 
-    def _remove(self, tier: StoreTierManager) -> None:
+    def _remove(self, tier: StoreTierManager, store: Store) -> None:
         for key in self._keys:
-            tier.store.delete(tier.mapper.relative_name(key))
+            store.delete(tier.mapper.relative_name(key))
 
     def _speed(self, run: Callable[[], object]) -> float:
         return statistics.median([self._once(run) for _ in range(ROUNDS)])
@@ -272,8 +274,8 @@ class _StoreCeiling:
 
     name = "its client"
 
-    def __init__(self, tier: StoreTierManager) -> None:
-        self._store = tier.store
+    def __init__(self, store: Store, tier: StoreTierManager) -> None:
+        self._store = store
         self._prefix = tier.mapper.relative_config_name.rpartition("/")[0]
 
     def write(self, row: tuple[int, Any]) -> None:

@@ -262,8 +262,8 @@ def _tier_in_words(
     name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
     yield f"tiers[{index}]{name}: {tier.type}, {_where(tier)}"
     yield (
-        f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads, isolation "
-        f"{tier.isolation}, {human_bytes(tier.task_bytes)} a task"
+        f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads in {tier.children} "
+        f"processes, isolation {tier.isolation}"
     )
     yield (
         f"  gives up on a job after {show_duration(tier.job_deadline_s)}, on unanswered lookups after "

@@ -174,7 +174,7 @@ def _locked_memory(region_bytes: int) -> Finding:
 def _open_files(deployment: DeploymentConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     threads = sum(
-        tier.n_read_threads + tier.n_write_threads + tier.lookup_threads
+        tier.n_read_threads + tier.n_write_threads + tier.children
         for tier in deployment.tiers
         if isinstance(tier, TierConfig)
     )

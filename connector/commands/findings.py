@@ -290,7 +290,7 @@ def _placeholders(where: str, tier: TierConfig) -> Iterator[Finding]:
 def _try_store(tier: StoreTierConfig) -> None:
     with closing(open_store(tier)) as store:
         if not store.capabilities.shared:
-            check_needs_no_sharing(tier.capacity_policy(), in_workers=tier.isolation != "thread")
+            check_needs_no_sharing(tier.capacity_policy(), in_processes=tier.isolation != "thread")
         try:
             _try_key(store, f"{TRIAL_FOLDER}/{secrets.token_hex(8)}", read_only=tier.read_only)
         except KVTiersError:

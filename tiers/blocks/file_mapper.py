@@ -40,6 +40,7 @@ MODEL_NAME_BYTES_MAX = 200
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _BLOCK_NAME = re.compile(r"[0-9a-f]{3}/[0-9a-f]{2}_g([0-9]+)/([0-9a-f]+)\.bin")
 _SIZES = ("hash_block_size", "gpu_blocks_per_file", "tp_size", "pp_size", "pcp_size", "dcp_size")
+_OWN_FIELDS = frozenset({"model_name", *_SIZES, "dtype", "kv_cache_groups", "inference_engine"})
 
 
 class FileMapper:
@@ -146,6 +147,17 @@ class FileMapper:
         if gpu_blocks_per_file != 1:
             fields["gpu_blocks_per_file"] = gpu_blocks_per_file
         return cls(root_dir, **fields, parallel_agnostic=parallel_agnostic, extra_fields=extra_fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields for a child process to create an equal mapper."""
+        return {"root_dir": self.root_dir, "rank": self.rank, "fields": self.get_run_config()}
+
+    @classmethod
+    def from_json(cls, parts: Mapping[str, Any]) -> Self:
+        """The inverse of ``to_json``."""
+        own = {name: value for name, value in parts["fields"].items() if name in _OWN_FIELDS}
+        extra = {name: value for name, value in parts["fields"].items() if name not in _OWN_FIELDS}
+        return cls(parts["root_dir"], rank=parts["rank"], **own, extra_fields=extra)
 
     def relative_name(self, key: OffloadKey) -> str:
         """The block's name without ``root_dir``: its key in a Store whose root is ``root_dir``."""

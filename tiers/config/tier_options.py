@@ -119,8 +119,8 @@ class TierConfig(Model):
     )
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that do loads first.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that do stores first.")
-    task_bytes: Annotated[int, SizeIn(1)] = Field(
-        64 << 20, description="Largest part of a job per task. At least one block for each thread of the task."
+    children: Annotated[int, Field(ge=1, le=64)] = Field(
+        2, description="Processes that do the tier's I/O. More than two help only on a machine of many cores."
     )
     trace: bool = Field(False, description="Emit an OpenTelemetry span per job (`pip install '.[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
@@ -129,7 +129,6 @@ class TierConfig(Model):
     max_bytes_in_flight: Annotated[int, SizeIn(1)] = Field(
         8 << 30, description="Maximum payload of the jobs in flight; further stores are dropped and counted."
     )
-    lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks exist.")
     lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
     lookup_total_s: Seconds = Field(
         15.0,

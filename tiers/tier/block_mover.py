@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import time
 import weakref
 from collections import Counter
@@ -33,9 +32,8 @@ from ..errors import (
     StoreUnavailableError,
 )
 from ..plain_logs import get_logger
-from ..store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
+from ..store import Store, SupportsPieces, SupportsTail, put_aside, sizes_of
 from .batches import Pair
-from .pool import Unfinished
 
 logger = get_logger(__name__)
 
@@ -80,56 +78,6 @@ class Batch:
             setattr(self, each.name, theirs or mine if isinstance(mine, str) else mine + theirs)
 
 
-@dataclass(slots=True)
-class MoveTask:
-    """A batch of blocks to move.
-
-    Attributes:
-        pairs: blocks still to move; ``batch`` has the others.
-        deadline: by the mover's clock; no block is started after it.
-        batch: results so far.
-        is_probe: only read blocks, until one is good, and keep none of them; the slots in ``pairs`` are not used.
-    """
-
-    is_load: bool
-    pairs: Sequence[Pair]
-    deadline: float
-    batch: Batch = field(default_factory=Batch)
-    is_probe: bool = False
-
-
-class Window:
-    """Iterator that hands out each pair once, to any thread, until it is too late to start one.
-
-    Not a generator, because two threads cannot use a generator at once. A list's iterator does not release the GIL.
-
-    Args:
-        end: time by ``clock``. From then on, or once the mover is cut, pairs are not handed out but put into ``rest``.
-
-    Attributes:
-        rest: the pairs that were not handed out.
-    """
-
-    def __init__(self, mover: BlockMover, pairs: Sequence[Pair], end: float, clock: Callable[[], float]) -> None:
-        self.pairs = pairs
-        self.rest: list[Pair] = []
-        self._left = iter(pairs)
-        self._mover = mover
-        self._end = end
-        self._clock = clock
-
-    def __iter__(self) -> Window:
-        return self
-
-    def __next__(self) -> Pair:
-        pair = next(self._left)
-        if self._clock() < self._end and not self._mover.cut:
-            return pair
-        self.rest.append(pair)
-        self.rest.extend(self._left)
-        raise StopIteration
-
-
 class BlockMover:
     """Moves batches of blocks. Any thread may call.
 
@@ -147,10 +95,7 @@ class BlockMover:
         say: called with errors that only an operator can fix; by default ``warn``, at most once a minute.
 
     Attributes:
-        cut: the reason why blocks that have not started fail; "" lets them start. The scheduler's thread sets it, so
-            that the backlog of a dead tier ends at once.
         must_replace: whether a store overwrites a block even if it looks good, because its last load failed.
-        sample: some stored blocks of this namespace and rank, for a probe to read. May raise StoreError.
     """
 
     def __init__(
@@ -166,15 +111,12 @@ class BlockMover:
     ) -> None:
         self.name = name
         self.store = store
-        self.cut = ""
         self.must_replace: Callable[[OffloadKey], bool] = lambda _: False
-        self.sample: Callable[[], Iterable[OffloadKey]] = lambda: ()
         self._warned: set[str] = set()
         self._bad_in_a_row = 0  # since the last good block; threads that race may lose a count
         self._say_at = float("-inf")  # when the next warning is allowed; threads that race may warn twice
         # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
-        self._gets_many = store if isinstance(store, SupportsGetMany) else None
         is_large = rows.row_bytes >= PIECEWISE_BYTES_MIN
         self._pieces = store if is_large and isinstance(store, SupportsPieces) else None
         self._name_prefix = name_prefix
@@ -188,36 +130,6 @@ class BlockMover:
     def row_bytes(self) -> int:
         """Bytes of a block."""
         return self._rows.row_bytes
-
-    def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:  # noqa: ARG002
-        """The minimum and the maximum number of blocks that a batch should have."""
-        return 0, math.inf
-
-    def joins(self, first: MoveTask) -> Callable[[MoveTask], bool]:  # noqa: ARG002
-        """Return a function that says of each further task, in order, whether to move it with those accepted so far.
-
-        Do not call it again after it returned False.
-        """
-        return lambda task: False  # noqa: ARG005
-
-    def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
-        """Move the blocks of tasks. All are loads, or all are stores."""
-        return [self._move_one(task) for task in tasks]
-
-    def _move_one(self, task: MoveTask) -> Batch:
-        if task.is_probe:
-            return self.probe_reads(task)
-        window = Window(self, task.pairs, task.deadline, self._clock)
-        batch = (self.load_batch if task.is_load else self.store_batch)(window)
-        self._drop(len(window.rest), self.cut or "deadline", batch)
-        return batch
-
-    def cancel(self, task: MoveTask) -> Batch:
-        """Drop the blocks of a task that are not moved yet; returns the task's results."""
-        self._drop(len(task.pairs), "shutdown" if self.cut == "shutdown" else "deadline", task.batch)
-        if task.is_probe:
-            task.batch.fault = "no thread had time for it"
-        return task.batch
 
     def store_batch(self, pairs: Iterable[Pair]) -> Batch:
         """Store blocks, except those that are already stored intact."""
@@ -342,11 +254,6 @@ class BlockMover:
         if tail is not None:
             self._seal.check_trailer(key, tail, self._rows.row_bytes)
 
-    def _drop(self, count: int, why: str, batch: Batch) -> None:
-        if count:
-            batch.outcomes["dropped"] += count
-            batch.errors[why] += count
-
     def load_batch(self, pairs: Iterable[Pair]) -> Batch:
         """Fill slots with verified blocks. When it ends, also by an exception, the store cannot reach the slots."""
         rows = LentRows(self._rows)
@@ -366,8 +273,6 @@ class BlockMover:
 
     def _load_rows(self, pairs: Iterable[Pair], rows: LentRows) -> Batch:
         batch = Batch()
-        if self._gets_many is not None:
-            pairs = self._load_many(self._gets_many, list(pairs), batch, rows)
         trailer = bytearray(TRAILER_BYTES)
         for key, block in pairs:
             if self._load_one(key, rows[block], trailer, batch):
@@ -378,41 +283,6 @@ class BlockMover:
             batch.outcomes["moved"] = moved
             batch.bytes_moved = moved * self._rows.row_bytes
         return batch
-
-    def _load_many(self, store: SupportsGetMany, pairs: Sequence[Pair], batch: Batch, rows: LentRows) -> list[Pair]:
-        """Load a batch with one call. Returns the blocks that were bad, so that they are loaded again one by one."""
-        trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
-        lent = [rows[block] for _, block in pairs]
-        requests = [
-            (block_name(self._name_prefix, key), (row, memoryview(trailer)))
-            for (key, _), row, trailer in zip(pairs, lent, trailers, strict=True)
-        ]
-        suspect = []
-        outcomes: list[Exception | None]
-        as_a_whole = False
-        try:
-            outcomes = store.get_many_into(requests)
-        except StoreError as e:  # the whole call failed: a layer may refuse it
-            outcomes, as_a_whole = [e] * len(requests), True
-        for (key, block), row, trailer, error in zip(pairs, lent, trailers, outcomes, strict=True):
-            try:
-                if error is not None:
-                    raise error
-                self._seal.open_in_place(key, row, trailer)
-            except (SealError, StoreError) as e:
-                _drop_frames(e)  # as in ``_load_one``
-                if isinstance(e, SealError | BlobCorruptError):
-                    suspect.append((key, block))
-                    continue
-                if isinstance(e, BlobNotFoundError):
-                    batch.gone.append(key)
-                else:
-                    self._note_load(None if as_a_whole else key, e, batch)
-                batch.outcomes["failed"] += 1
-            else:
-                self._bad_in_a_row = 0
-                batch.succeeded.append(key)
-        return suspect
 
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
         name = block_name(self._name_prefix, key)
@@ -465,22 +335,29 @@ class BlockMover:
             self._warned.add(text)
             self._warn(text)
 
-    def probe_reads(self, task: MoveTask) -> Batch:
-        """Read the task's blocks and a sample of others, until one is good; reads into memory of its own."""
-        keys = [key for key, _ in task.pairs]
+    def probe_reads(
+        self, keys: Sequence[OffloadKey], sample: Callable[[], Iterable[OffloadKey]], deadline: float
+    ) -> Batch:
+        """Read blocks of a sample, and then ``keys``, until one is good; reads into memory of its own.
+
+        Args:
+            sample: some stored blocks of this namespace and rank. May raise StoreError.
+            deadline: by the mover's clock; no block is read after it.
+        """
+        batch = Batch()
         try:
-            keys = [*self.sample(), *keys]
+            keys = [*sample(), *keys]
         except StoreError as e:  # listing may be forbidden
             self._note("listing", e)
         row, trailer = memoryview(bytearray(self._rows.row_bytes)), bytearray(TRAILER_BYTES)
         for key in keys:
-            if self._clock() >= task.deadline or self.cut == "shutdown":
-                task.batch.fault = "reading a few blocks took too long"
+            if self._clock() >= deadline:
+                batch.fault = "reading a few blocks took too long"
                 break
-            if self._load_one(key, row, trailer, task.batch):
-                task.batch.succeeded.append(key)
+            if self._load_one(key, row, trailer, batch):
+                batch.succeeded.append(key)
                 break
-        return task.batch
+        return batch
 
     def _foreign_block_at(self, name: str) -> SealError | None:
         """The error for another engine's block, whose size differs; None if the blob is not such a block."""

@@ -52,10 +52,14 @@ class TierCounts:
             for value in values:
                 metrics.inc(series, name, *value, by=0)
         if collects:
-            self.collector_works(True)
-            for outcome in ("ok", "error"):
-                metrics.inc("kvtiers_collector_runs_total", name, outcome, by=0)
+            self.collects()
         metrics.set("kvtiers_circuit_closed", name, value=1.0)
+
+    def collects(self) -> None:
+        """Show the collector's series: the tier has one."""
+        self.collector_works(True)
+        for outcome in ("ok", "error"):
+            self._metrics.inc("kvtiers_collector_runs_total", self._name, outcome, by=0)
 
     def looked_up(self, counts: LookupCounts) -> None:
         """Count lookups."""
@@ -98,15 +102,6 @@ class TierCounts:
             self._metrics.inc("kvtiers_stores_dropped_total", self._name, reason, by=blocks)
         self._metrics.inc("kvtiers_blocks_total", self._name, op, "dropped", by=blocks)
         self._metrics.inc("kvtiers_jobs_total", self._name, op, "failed")
-
-    def lost(self, error: BaseException, op: Kind, blocks: int) -> None:
-        """Count and log the blocks of a task that raised ``error`` instead of returning a batch."""
-        tier, metrics, reason = self._name, self._metrics, type(error).__name__
-        logger.error("tier %s: %s of %d blocks failed: %r", tier, op, blocks, error)
-        metrics.inc("kvtiers_store_errors_total", tier, op, reason)
-        metrics.inc("kvtiers_blocks_total", tier, op, "failed", by=blocks)
-        if op == "store":
-            metrics.inc("kvtiers_stores_dropped_total", tier, reason, by=blocks)
 
     def moved(self, batch: Batch, op: Kind) -> None:
         """Count the results of a batch."""

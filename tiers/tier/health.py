@@ -26,7 +26,7 @@ REST_S_MAX = 60.0  # removals by other hosts may go unnoticed for as long
 
 
 class TierHealth:
-    """Passes results to the circuit. Scheduler thread only, except that any thread may call ``must_replace``.
+    """Passes results to the circuit. Scheduler thread only.
 
     Attributes:
         doubts_reads: the tier was cut off because of bad blocks, and no good block was read since.
@@ -84,10 +84,10 @@ class TierHealth:
             self._circuit.fail(op, fault)
         return []
 
-    def probed(self, batch: Batch | None) -> None:
-        """Record a probe that has read blocks. None: it failed as a whole."""
+    def probed(self, batch: Batch) -> None:
+        """Record a probe that has read blocks."""
         # One is good, or none is left to read.
-        if batch is not None and (batch.succeeded or not (batch.suspects or batch.fault)):
+        if batch.succeeded or not (batch.suspects or batch.fault):
             self._trust_reads()
             self._circuit.succeed("load")
         else:
@@ -128,12 +128,14 @@ class TierHealth:
         for suspects in self._suspects.values():
             suspects.clear()
 
-    def must_replace(self, key: OffloadKey) -> bool:
-        """Whether the next store must overwrite a block, because its last load failed.
+    def to_replace(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """The blocks that the next store must overwrite, because their last load failed.
 
         That load failed with an error that may be the block's alone, or found that the block is bad.
         """
-        return key in self._unreadable or key in self._bad
+        if not (self._unreadable or self._bad):
+            return []
+        return [key for key in keys if key in self._unreadable or key in self._bad]
 
     def rest_s(self, key: OffloadKey) -> float:
         """How long a block that could not be read or is bad counts as absent: about as long as it has been failing."""
@@ -151,6 +153,9 @@ class FailedKeys:
     def times(self, key: OffloadKey) -> int:
         """How often a key has failed since ``forget`` or ``count_anew``."""
         return self._keys.get(key, 0)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys

@@ -1,7 +1,7 @@
 """AsyncLookup: finds out which keys a tier has, without blocking the scheduler's thread.
 
 ``lookup`` never waits. The first lookup of a key queues a question and returns None. ``flush``, at the end of each
-scheduler step, hands the step's questions to the probe threads. A later ``lookup`` returns the answer.
+scheduler step, sends the step's questions to the tier's servers. A later ``lookup`` returns the answer.
 
 - Order: a request's keys are asked in the order of its lookups, so a prompt's first blocks are known first. Requests
   take turns. A turn is a group of keys small enough for the storage to answer well within the deadline.
@@ -11,18 +11,17 @@ scheduler step, hands the step's questions to the probe threads. A later ``looku
 - Misses: after a miss, the later keys of the same request are not asked, unless a probe already has them, because a
   prefix ends there. A request that needs them all the same (a sliding window) looks them up again.
 
-Ownership: the scheduler's thread owns all tables and calls all public methods. A probe thread takes keys off a
-request's queue, reads ``_asked`` and ``_epoch``, and puts answers into a SimpleQueue. There is no lock.
+The scheduler's thread calls all methods. A turn that is sent is called a probe; a few are under way at once, so that
+the storage need not wait for the next scheduler step.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from ..blocks.keys import OffloadKey
 from ..plain_logs import get_logger
@@ -37,8 +36,15 @@ TURN_GROWTH = 4
 LATENCY_SHARE = 0.75  # if half the keys still take more than this share of the time, the storage is far, not slow
 REQUESTS_MAX = 65_536  # requests remembered; only an engine that never reports a request's end reaches this limit
 
-#: Returns answers parallel to the keys: True present, False absent, None the lookup failed (counts as absent).
-Probe = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
+
+class Asks(Protocol):
+    """Asks the storage: ``tiers.tier.channel.Channel``."""
+
+    def look(self, keys: Sequence[OffloadKey]) -> int:
+        """Begin a probe, and return its number."""
+
+    def take_looked(self) -> list[tuple[int, Sequence[bool | None], float]]:
+        """Probes that have ended: number, answers parallel to the keys (None: that lookup failed), and seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,7 @@ class LookupOptions:
     """Limits of an AsyncLookup.
 
     Attributes:
-        threads: probe threads; more than one, so that a stuck probe does not stop all admissions.
+        probes_max: probes under way at once.
         deadline_s: how long the storage may be silent before the pending keys count as absent. An answer is valid for
             at least as long.
         total_s: the longest time that a request waits for answers.
@@ -58,7 +64,7 @@ class LookupOptions:
         batch_keys_max: keys in one probe.
     """
 
-    threads: int = 2
+    probes_max: int = 4
     deadline_s: float = 0.2
     total_s: float = 15.0
     present_ttl_s: float = 60.0
@@ -94,7 +100,7 @@ class _Asker:
     Attributes:
         came_at: when it asked first.
         question: the value in ``_asked`` for keys that it asks in the current epoch.
-        queue: keys that no probe has taken yet. Probe threads take from its left end.
+        queue: keys that no probe has taken yet.
         owed: number of keys it waits for, including keys that another request asked first.
         queued_at: when it was last flushed with new keys.
         idle_at: since when it has been waiting for nothing; None while it waits.
@@ -121,7 +127,7 @@ class _Turn:
 
     Attributes:
         silent_since: when the keys were flushed, or when any probe last returned before this one began, if later.
-        is_expired: written by the scheduler's thread only.
+        is_expired: its keys were answered without it.
     """
 
     keys: list[OffloadKey]
@@ -149,21 +155,19 @@ class AsyncLookup:
     """Answers which keys are present in one tier.
 
     Args:
-        probe: asks the storage; runs on a probe thread. If it raises, all its keys count as None.
-        name: prefix of the threads' names.
+        asks: asks the storage.
         is_far: whether the storage takes about as long for many keys as for one (it is latency bound).
     """
 
     def __init__(
         self,
-        probe: Probe,
+        asks: Asks,
         *,
-        name: str,
         options: LookupOptions,
         is_far: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._probe = probe
+        self._asks = asks
         self._options = options
         self._clock = clock
         # key -> (present, valid until). An OrderedDict, because a plain dict finds its first entry by scanning the
@@ -176,22 +180,15 @@ class AsyncLookup:
         self._askers: dict[str, _Asker] = {}  # by request id, the oldest first
         self._fresh: list[_Asker] = []
         self._looked_at = clock()  # time of the last flush, or of the first question since
-        self._answered_at = float("-inf")  # when any probe last returned; written by probe threads
+        self._answered_at = float("-inf")  # when any probe last returned
         self._epoch = 0
         self._turn_keys = min(TURN_KEYS_FIRST, options.batch_keys_max)
         self._doubles = is_far  # double the turn after each full turn, until one is slow or of the largest size
-        self._last_turn = (0, 0.0)  # number of keys, and duration
+        self._last_turn = self._other_turn = (0, 0.0)  # number of keys, and duration; the last one of another size
         self._answered: dict[str, list[OffloadKey]] = {}  # by request id, since the last take_answered
-        self._turns: SimpleQueue[_Asker | None] = SimpleQueue()
-        self._replies: SimpleQueue[_Turn] = SimpleQueue()
-        self._under_way: list[_Turn | None] = [None] * options.threads  # only thread i writes entry i
+        self._turns: deque[_Asker] = deque()
+        self._under_way: dict[int, _Turn] = {}
         self._counts = LookupCounts()
-        self._threads = [
-            threading.Thread(target=self._work, args=(place,), name=f"{name}-lookup{place}", daemon=True)
-            for place in range(options.threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def lookup(self, key: OffloadKey, req_id: str = "") -> bool | None:
         """Whether the key is present; None: not known yet. ``req_id`` is "" for lookups outside of a request."""
@@ -213,19 +210,19 @@ class AsyncLookup:
         return present
 
     def flush(self) -> None:
-        """Hand this step's questions to the probe threads, and give up questions that have waited too long."""
-        self._take_replies()
+        """Send this step's questions, and give up questions that have waited too long."""
+        self.take_replies()
         now = self._looked_at = self._clock()
         self._give_up(now)
         for asker in self._fresh:
             asker.is_fresh = False
-            self._turns.put(asker)
+            self._turns.append(asker)
         self._fresh.clear()
+        self._send()
 
     def take_answered(self) -> dict[str, list[OffloadKey]]:
         """Keys, by request, for which ``lookup`` may now return True or False; since the last call."""
-        if not self._replies.empty():
-            self._take_replies()
+        self.take_replies()
         answered, self._answered = self._answered, {}
         return answered
 
@@ -266,25 +263,10 @@ class AsyncLookup:
         counts, self._counts = self._counts, LookupCounts()
         return counts
 
-    def shutdown(self, timeout_s: float) -> bool:
-        """End the threads. False: some are stuck in a probe. They are daemon threads and touch no slots."""
-        for asker in self._askers.values():
-            asker.queue.clear()
-        for _ in self._threads:
-            self._turns.put(None)
-        deadline = self._clock() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock()))
-        return not any(thread.is_alive() for thread in self._threads)
-
     # -- questions -------------------------------------------------------------------------------------------------
 
     def _ask(self, key: OffloadKey, req_id: str, old: tuple[bool, float] | None) -> bool | None:
-        """Ask for a key without a valid answer, unless the answer has just arrived. ``old`` is the expired answer."""
-        if not self._replies.empty():
-            self._take_replies()
-            if (present := self._known(key)) is not None:
-                return present
+        """Ask for a key without a valid answer. ``old`` is the expired answer."""
         asker = self._askers.get(req_id)
         if asker is None:
             asker = self._remember(req_id)
@@ -343,10 +325,7 @@ class AsyncLookup:
     def _drop_queue(self, asker: _Asker) -> None:
         """Drop a request's keys that no probe has taken yet. Other requests that wait for them look them up again."""
         while asker.queue:
-            try:
-                key = asker.queue.pop()
-            except IndexError:  # a probe thread took it
-                return
+            key = asker.queue.pop()
             question = self._asked.get(key)
             if question is not None and question.asker is asker:
                 self._end_question(key, question)
@@ -356,8 +335,8 @@ class AsyncLookup:
     def _give_up(self, now: float) -> None:
         """Expire keys that the storage has not answered in time, and end waits that have taken too long."""
         options = self._options
-        for turn in self._under_way:
-            if turn is None or turn.is_expired:
+        for turn in self._under_way.values():
+            if turn.is_expired:
                 continue
             if (
                 now - max(turn.silent_since, self._answered_at) >= options.deadline_s
@@ -426,14 +405,18 @@ class AsyncLookup:
         question = self._asked.get(key)
         return question is not None and question.epoch <= turn.epoch
 
-    def _take_replies(self) -> None:
-        while True:
-            try:
-                turn = self._replies.get_nowait()
-            except Empty:
-                return
-            self._adapt_turn_keys(turn)
-            self._take_reply(turn)
+    def take_replies(self) -> None:
+        """Take the answers that have come, and begin further probes."""
+        looked = self._asks.take_looked()
+        if not looked:
+            return
+        self._answered_at = self._clock()
+        for number, found, took_s in looked:
+            if (turn := self._under_way.pop(number, None)) is not None:
+                turn.found, turn.took_s = found, took_s
+                self._adapt_turn_keys(turn)
+                self._take_reply(turn)
+        self._send()
 
     def _take_reply(self, turn: _Turn) -> None:
         options, counts = self._options, self._counts
@@ -466,8 +449,10 @@ class AsyncLookup:
     def _adapt_turn_keys(self, turn: _Turn) -> None:
         """Choose the number of keys of the next turn, by how long this turn took."""
         count, took_s = len(turn.keys), turn.took_s
-        before, before_s = self._last_turn
+        if count != self._last_turn[0]:
+            self._other_turn = self._last_turn
         self._last_turn = count, took_s
+        before, before_s = self._other_turn
         wanted_s = TURN_SHARE * self._options.deadline_s
         if self._doubles and count >= self._turn_keys:
             # The first turns of a far storage measure its latency and the opening of connections, not its speed.
@@ -484,38 +469,13 @@ class AsyncLookup:
         elif count >= self._turn_keys and fits > count:  # a smaller turn says little: most of it may be latency
             self._turn_keys = int(min(self._options.batch_keys_max, TURN_GROWTH * count, fits))
 
-    def _work(self, place: int) -> None:
-        while (asker := self._turns.get()) is not None:
-            keys = _take_left(asker.queue, self._turn_keys)
+    def _send(self) -> None:
+        """Begin probes of the requests that wait, which take turns."""
+        while self._turns and len(self._under_way) < self._options.probes_max:
+            asker = self._turns.popleft()
+            taken = [asker.queue.popleft() for _ in range(min(self._turn_keys, len(asker.queue)))]
             if asker.queue:
-                self._turns.put(asker)
-            turn = _Turn(keys, self._epoch, max(asker.queued_at, self._answered_at))
-            self._under_way[place] = turn
-            turn.keys = [key for key in keys if key in self._asked]
-            if turn.keys:
-                began_at = self._clock()
-                turn.found = self._found(turn.keys)
-                self._answered_at = self._clock()
-                turn.took_s = self._answered_at - began_at
-                self._replies.put(turn)
-            self._under_way[place] = None
-
-    def _found(self, keys: list[OffloadKey]) -> Sequence[bool | None]:
-        try:
-            found = self._probe(keys)
-            if len(found) != len(keys):
-                raise ValueError(f"{len(found)} answers to {len(keys)} keys")
-        except BaseException as e:  # noqa: BLE001 - a thread's edge: a failed lookup is a miss
-            logger.warning("lookup of %d keys failed: %s: %s", len(keys), type(e).__name__, e)
-            return [None] * len(keys)
-        return found
-
-
-def _take_left(queue: deque[OffloadKey], count: int) -> list[OffloadKey]:
-    keys = []
-    try:
-        for _ in range(count):
-            keys.append(queue.popleft())
-    except IndexError:  # there are fewer
-        pass
-    return keys
+                self._turns.append(asker)
+            if keys := [key for key in taken if key in self._asked]:
+                turn = _Turn(keys, self._epoch, max(asker.queued_at, self._answered_at))
+                self._under_way[self._asks.look(keys)] = turn

@@ -1,14 +1,13 @@
 """StoreTierManager: implements SecondaryTierManager for any Store.
 
-It connects parts that do not know each other. FileMapper names a block, Seal checksums it, and a Store keeps it.
-BlockMover moves it on the threads of a DualQueueThreadPool. AsyncLookup answers whether the store has it.
+It is the engine's half of a tier: jobs, answers of lookups, events, the circuit. A ``Channel`` passes jobs and lookups
+to the other half (``tiers.server``), where a Seal checksums a block and a Store keeps it under FileMapper's name.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,38 +19,35 @@ from typing import Any, Protocol
 from ..base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from ..blocks.file_mapper import FileMapper, strict_fields
 from ..blocks.keys import OffloadKey, make_offload_key
-from ..blocks.namespace import open_namespace
-from ..blocks.neighbors import tell_nearest
 from ..blocks.seal import Checksum, Seal
-from ..errors import QueueFullError, StoreError
-from ..isolation.mover import IsolatedMover, RunsInWorkers
+from ..errors import QueueFullError, StoreTimeoutError
 from ..metrics import Metrics
 from ..plain_logs import get_logger
-from ..store import Store, SupportsGetMany
+from ..server.server import Seats, Work
+from ..server.threads import ThreadBackend
+from ..store import Capabilities, Store
 from ..tracing import JobTrace
-from .batches import deal, side_by_side
-from .block_mover import Batch, BlockMover, MoveTask, Rows
+from .block_mover import Batch, Rows
+from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
-from .concurrency import Concurrency
 from .counts import TierCounts
 from .events import KeysSinceJobStart, UnreadEvents
 from .health import TierHealth
 from .lookup import AsyncLookup, LookupCounts, LookupOptions
-from .pool import DualQueueThreadPool, FinishedJob
 
 logger = get_logger(__name__)
 
-TASK_BYTES_MIN = 1 << 20  # a smaller task is not worth waking another thread
 REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step, so that they do not delay the step
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 DOUBTFUL_ASKED_MAX = 256  # removed blocks of which the storage is asked at once; each is asked in every step
-LOOKUPS_END_S = 0.5  # in addition to shutdown_s; time for running lookups to end
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
-BEGIN_SHARE = 0.5  # share of a worker's deadline in which blocks are started; the last blocks finish in the rest
 PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
-SAMPLE_BLOCKS = 3  # read by a probe of reads; more than one, because some stored blocks may really be bad
 LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
+WARNINGS_MAX = 64  # different warnings of servers that are logged once each; a trailer may name any key
+SAY_EVERY_S = 60.0
+#: Assumed of a store that could not be created yet.
+UNKNOWN = Capabilities(exclusive_create=False, shared=True, latency_bound=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +56,8 @@ class TierOptions:
 
     Attributes:
         name: label in metrics and logs; None: the tier's type.
-        n_read_threads, n_write_threads: number of threads that prefer loads, and of threads that prefer stores.
-        worker_threads, worker_threads_max: threads in each worker process: how many to start with, and how many at
-            most when blocks spend most of their time waiting (see ``concurrency``).
-        worker_begin_s: for how long a worker may start blocks of a batch; None: for a part of its deadline.
-        task_bytes, task_bytes_max: maximum payload bytes of a pool task. A worker of many threads gets a few blocks per
-            thread, up to ``task_bytes_max``. A latency-bound store without ``get_many_into`` gets one block per task.
+        n_read_threads, n_write_threads: number of threads that prefer loads, and of threads that prefer stores, for a
+            server in this process.
         jobs_max, max_bytes_in_flight: a store job beyond these limits fails at once (D4).
         checksum: for new blocks.
         make_seal: called with the arguments of ``Seal``; may return a Seal that authenticates or encrypts.
@@ -82,11 +74,6 @@ class TierOptions:
     name: str | None = None
     n_read_threads: int = 2
     n_write_threads: int = 2
-    worker_threads: int = 1
-    worker_threads_max: int = 1
-    worker_begin_s: float | None = None
-    task_bytes: int = 64 << 20
-    task_bytes_max: int = 1 << 30
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64
@@ -105,23 +92,6 @@ class _InFlight:
     keys: tuple[OffloadKey, ...]
     is_load: bool
     submitted_ns: int
-    batch_sizes: tuple[int, ...]  # number of blocks in each of the job's tasks
-
-
-def open_if_answered(store: Store, mapper: FileMapper, tier: str, *, read_only: bool = False) -> StoreError | None:
-    """Open the namespace. Returns the error if the storage does not answer.
-
-    Raises:
-        ConfigError, StoreError: see ``open_namespace``; no retryable error.
-    """
-    try:
-        if open_namespace(store, mapper, read_only=read_only):
-            tell_nearest(store, mapper, tier)
-    except StoreError as e:
-        if not e.retryable:
-            raise
-        return e
-    return None
 
 
 class CollectorEnd(Protocol):
@@ -156,19 +126,17 @@ class CollectorEnd(Protocol):
 class StoreTierManager(SecondaryTierManager):
     """A tier that keeps sealed blocks in a Store.
 
-    The scheduler's thread calls every method and owns every field. Pool and probe threads use only ``_mover`` and the
-    slots of the job they work on.
+    The scheduler's thread calls every method and owns every field. There is no other thread and no lock.
 
     A storage that does not answer at the start does not keep the engine waiting: the tier starts cut off, and its
     namespace is opened when the storage is back.
 
     Args:
-        store: keeps the blobs; closed at shutdown.
+        store: keeps the blobs, and is used by threads of this process; closed at shutdown. None: ``make_backend``.
         mapper: names the blocks and carries the namespace's identity. By default the identity includes the spec's
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
-        missing: the error if the storage is known not to answer; None: ask it.
-        unbounded: the same storage without a limit, for the few bytes of config.json; None: ``store``.
+        make_backend: returns what starts the tier's servers.
 
     Attributes:
         missing: why the storage did not answer at the start; None: it did.
@@ -184,12 +152,11 @@ class StoreTierManager(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         *,
-        store: Store,
+        store: Store | None = None,
         mapper: FileMapper | None = None,
         options: TierOptions | None = None,
         collector: CollectorEnd | None = None,
-        missing: StoreError | None = None,
-        unbounded: Store | None = None,
+        make_backend: Callable[[Work, Rows], Backend] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -202,51 +169,51 @@ class StoreTierManager(SecondaryTierManager):
         self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
-        self._unbounded = unbounded or store
-        self.missing = missing or open_if_answered(self._unbounded, mapper, self.name, read_only=options.read_only)
-        self.store = store
         self.mapper = mapper
+        self.store = store
         self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         self._clock = clock
-        self._mover = self._make_mover()
-        self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
-        self._num_threads = options.n_read_threads + options.n_write_threads
-        self._pool = DualQueueThreadPool[MoveTask, Batch](
-            options.n_read_threads,
-            options.n_write_threads,
-            run=self._mover.move,
-            joins=self._mover.joins,
-            cancel=self._mover.cancel,
-            name=f"kvtiers-{self.name}",
+        self._warned: set[str] = set()
+        self._say_at = float("-inf")  # when the next text of a server may be logged
+        seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
+        work = Work(self.name, mapper, seal, options.read_only)
+        backend: Backend
+        if make_backend is None:
+            assert store is not None
+            seats = Seats(2, LOAD_ONLY_THREADS, options.n_read_threads, options.n_write_threads)
+            backend = ThreadBackend(store, self._rows, work, seats, clock)
+        else:
+            backend = make_backend(work, self._rows)
+        self._channel = Channel(
+            backend,
+            tier=self.name,
+            row_bytes=self._rows.row_bytes,
             jobs_max=options.jobs_max,
             cost_max=options.max_bytes_in_flight,
-            n_read_only_threads=LOAD_ONLY_THREADS,
+            deadline_s=options.job_deadline_s,
+            tell=self._log,
             clock=clock,
         )
+        opened = self._open()
+        self.missing = opened.error
+        self.capabilities = opened.capabilities or UNKNOWN
         self._lookup = AsyncLookup(
-            self._mover.probe,
-            name=f"kvtiers-{self.name}",
-            options=options.lookup,
-            is_far=store.capabilities.latency_bound,
-            clock=clock,
+            self._channel, options=options.lookup, is_far=self.capabilities.latency_bound, clock=clock
         )
         self._circuit = Circuit(
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
-        # When to open the namespace; set by the thread that last tried, too.
         self._open_namespace_at = math.inf if self.missing is None else -math.inf
         if self.missing is not None:
             self._circuit.trip(f"it starts without its storage: {self.missing}")
         self._health = TierHealth(self._circuit)
-        self._mover.must_replace = self._health.must_replace
-        self._mover.sample = self._sample
         self._in_flight: dict[int, _InFlight] = {}
         self._doubtful: dict[OffloadKey, None] = {}  # an ordered set: told as removed, but perhaps stored since
         self._published_during_loads = KeysSinceJobStart()
         self._gone_during_stores = KeysSinceJobStart()
-        self._to_book: deque[FinishedJob[Batch]] = deque()
+        self._to_book: deque[FinishedJob] = deque()
         self._booking: Iterator[int] | None = None  # a job of which only a part is booked yet
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
@@ -260,20 +227,44 @@ class StoreTierManager(SecondaryTierManager):
         self._needs_extra_lookup = False
         self._counts = TierCounts(self.metrics, self.name, collects=collector is not None, clock=clock)
 
-    def _make_mover(self) -> BlockMover:
-        mapper, options = self.mapper, self._options
-        seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
-        parts = self.name, self.store, mapper.name_prefix, seal, self._rows, self._clock
-        mover = BlockMover(*parts)
-        if isinstance(self.store, RunsInWorkers) and self.store.maps_region:
-            mover = isolated = IsolatedMover(*parts)
-            begin_s, task_bytes = options.worker_begin_s, min(options.task_bytes, options.task_bytes_max)
-            isolated.begin_s = BEGIN_SHARE * self.store.deadline_s if begin_s is None else begin_s
-            isolated.message_blocks_max = max(1, task_bytes // self._rows.row_bytes)
-            threads = options.worker_threads, options.worker_threads_max
-            if max(threads) > 1:
-                isolated.loading, isolated.storing = Concurrency(*threads), Concurrency(*threads)
-        return mover
+    def _open(self) -> Opened:
+        """Have the namespace opened, and wait for that.
+
+        Raises:
+            ConfigError, StoreError: a permanent error.
+        """
+        try:
+            self._channel.open()
+            until = time.monotonic() + self._options.job_deadline_s
+            while (opened := self._channel.take_opened()) is None:
+                self._channel.wait(0.05)
+                if time.monotonic() > until:
+                    text = f"it did not answer within {self._options.job_deadline_s:g} s"
+                    opened = Opened(None, StoreTimeoutError(text))
+                    break
+            if opened.error is not None and not getattr(opened.error, "retryable", False):
+                raise opened.error
+        except BaseException:
+            self._channel.shutdown(0.0)
+            raise
+        return opened
+
+    def collect(self, collector: CollectorEnd) -> None:
+        """Use this collector, and close it at shutdown."""
+        self._collector = collector
+        self._counts.collects()
+
+    def _log(self, is_warning: bool, text: str) -> None:
+        """Log what a server says: a warning once, an error that only an operator can fix at most once a minute."""
+        if is_warning:
+            if text in self._warned or len(self._warned) >= WARNINGS_MAX:
+                return
+            self._warned.add(text)
+        else:
+            if self._clock() < self._say_at:
+                return
+            self._say_at = self._clock() + SAY_EVERY_S
+        logger.warning("%s", text)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -294,6 +285,7 @@ class StoreTierManager(SecondaryTierManager):
         self._lookup.finish(req_context.req_id)
 
     def on_schedule_end(self) -> None:
+        self._channel.poll()
         if self._circuit.take_probe():
             if self._health.doubts_reads:
                 self._probe_reads()
@@ -302,7 +294,7 @@ class StoreTierManager(SecondaryTierManager):
                 self._probe_key = make_offload_key(os.urandom(32), 0)
         if self._circuit.state is CircuitState.HALF_OPEN:
             if self._health.doubts_reads:
-                self._book_ended(BOOKED_KEYS_PER_CALL)  # the probe is a job of the pool
+                self._book_ended(BOOKED_KEYS_PER_CALL)  # the probe ends as a job
             else:
                 self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
         self._lookup.flush()
@@ -313,22 +305,11 @@ class StoreTierManager(SecondaryTierManager):
         self._counts.looked_up(counts)
 
     def _probe_reads(self) -> None:
-        """Read some blocks on a pool thread, and close the circuit if one of them is good."""
-        pairs = [(key, 0) for key in self._health.suspects]
-        task = MoveTask(True, pairs, self._clock() + self._options.job_deadline_s, is_probe=True)
+        """Have some blocks read, and close the circuit if one of them is good."""
         try:
-            self._pool.submit(PROBE_JOB_ID, [task], is_read=True)
-        except (ValueError, QueueFullError) as e:  # the last probe has not ended, or the pool is shut down
+            self._channel.probe(PROBE_JOB_ID, self._health.suspects)
+        except (ValueError, QueueFullError) as e:  # the last probe has not ended, or no server runs
             logger.debug("tier %s: no probe of reads: %s", self.name, e)
-
-    def _sample(self) -> Iterator[OffloadKey]:
-        """A few stored blocks of this namespace and rank, from a random folder if it has any. On a pool thread."""
-        digit = os.urandom(1).hex()[0]
-        for prefix in (f"{self.mapper.block_prefix}{digit}", self.mapper.block_prefix):
-            names = (info.key for info in islice(self.store.keys(prefix), SAMPLE_BLOCKS))
-            if keys := [key for name in names if (key := self.mapper.key_of(name)) is not None]:
-                yield from keys
-                return
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         if self._collector is not None:
@@ -361,43 +342,39 @@ class StoreTierManager(SecondaryTierManager):
 
     def _check_health(self, counts: LookupCounts) -> None:
         circuit = self._circuit
-        stuck_s = self._pool.longest_running_s()
+        silent_s, late_s = self._channel.silent_s(), self._channel.take_late_s()
         # If the storage hangs, each request for a block that is cached as present would wait for a load's deadline.
-        was_doubted, self._doubted = self._doubted, stuck_s > DOUBT_SHARE * self._options.job_deadline_s
+        was_doubted, self._doubted = self._doubted, silent_s > DOUBT_SHARE * self._options.job_deadline_s
         if self._doubted and not was_doubted:
             self._lookup.doubt()
-        if stuck_s > self._options.job_deadline_s:
+        if late_s:
             if circuit.closed:
                 self.metrics.inc("kvtiers_deadline_expired_total", self.name, "job")
             circuit.trip(
-                f"a task has been running for {stuck_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
+                f"a task has been running for {late_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
             )
         elif self._health.looked_up(counts):
             self._needs_extra_lookup = True
-        self._mover.cut = "" if circuit.closed else "circuit_open"
+        self._channel.cut("" if circuit.closed else "circuit_open")
+        if (opened := self._channel.take_opened()) is not None:
+            self._note_opened(opened)
         if circuit.closed and self._clock() >= self._open_namespace_at:
-            opening = threading.Thread(target=self._open_late, name=f"kvtiers-{self.name}-namespace", daemon=True)
             self._open_namespace_at = math.inf
-            try:
-                opening.start()
-            except RuntimeError:  # no thread can be started now
-                self._open_namespace_later()
+            self._channel.open()
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
             self.metrics.inc("kvtiers_circuit_opened_total", self.name, by=circuit.openings - self._openings_counted)
             self._openings_counted = circuit.openings
 
-    def _open_late(self) -> None:
-        """Open the namespace in a thread of its own, after a start without the storage."""
-        try:
-            if open_if_answered(self._unbounded, self.mapper, self.name, read_only=self._options.read_only) is not None:
-                self._open_namespace_later()
-        except Exception as e:  # noqa: BLE001 - a thread's edge; seals keep foreign blocks out
-            if not self._closed:
-                logger.error("tier %s: its namespace cannot be opened, so the next start will fail: %s", self.name, e)
-
-    def _open_namespace_later(self) -> None:
-        self._open_namespace_at = self._clock() + self._options.circuit_probe_s
+    def _note_opened(self, opened: Opened) -> None:
+        """Note the opening of the namespace after a start without the storage."""
+        if opened.error is None:
+            return
+        if getattr(opened.error, "retryable", False):
+            self._open_namespace_at = self._clock() + self._options.circuit_probe_s
+        else:  # seals keep foreign blocks out
+            text = "tier %s: its namespace cannot be opened, so the next start will fail: %s"
+            logger.error(text, self.name, opened.error)
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -408,8 +385,7 @@ class StoreTierManager(SecondaryTierManager):
         self._submit(job_metadata, is_load=True)
 
     def get_finished(self) -> Iterable[JobResult]:
-        if self._pool.longest_running_s() > self._options.job_deadline_s:
-            self._pool.cancel_late(self._options.job_deadline_s)
+        self._channel.poll()
         self._book_ended(math.inf if self._closed else BOOKED_KEYS_PER_CALL)
         results, self._results = self._results, []
         return results
@@ -425,9 +401,9 @@ class StoreTierManager(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until all jobs have ended. Give up when a task has run past ``job_deadline_s``: it may never end."""
-        while not self._pool.wait_idle(timeout_s=0.5):
-            if self._pool.longest_running_s() > self._options.job_deadline_s:
-                in_flight = self._pool.jobs_in_flight
+        while not self._channel.wait_idle(timeout_s=0.5):
+            if self._channel.silent_s() > self._options.job_deadline_s:
+                in_flight = self._channel.jobs_in_flight
                 logger.warning("tier %s: I/O is stuck; not waiting for %d jobs", self.name, in_flight)
                 break
         self._book_ended(math.inf)
@@ -438,21 +414,16 @@ class StoreTierManager(SecondaryTierManager):
         self._closed = True
         limit_s = self.shutdown_s
         if self._circuit.closed:
-            # Accepted jobs get most of the time to finish; tasks that cannot be stopped get the rest to end.
-            self._pool.wait_idle(limit_s * DRAIN_SHARE)
-        self._mover.cut = "shutdown"  # a running batch ends after its current block
-        idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
-        idle = self._lookup.shutdown(LOOKUPS_END_S if idle else 0.0) and idle
+            # Accepted jobs get most of the time to finish; blocks that have begun get the rest to end.
+            self._channel.wait_idle(limit_s * DRAIN_SHARE)
+        idle = self._channel.shutdown(limit_s * (1 - DRAIN_SHARE))
         if self._collector is not None:
             self._collector.close()
         if idle:
-            self.store.close()
             self._rows.release()
-        elif isinstance(self.store, RunsInWorkers):
-            self.store.abandon()  # nothing else would end its processes
         else:
             # A stuck thread may still use a descriptor of the store. After a close, another file could get its number.
-            logger.error("tier %s: threads are stuck in I/O; its store is left open", self.name)
+            logger.error("tier %s: I/O is stuck; its store and region are left open", self.name)
 
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
         blocks = self._rows.check_ids(job.block_ids)
@@ -462,10 +433,6 @@ class StoreTierManager(SecondaryTierManager):
         pairs = list(zip(job.keys, blocks, strict=True))
         if not is_load:
             pairs = list(dict(pairs).items())
-        size = self._blocks_per_task(len(pairs), is_load=is_load)
-        deadline = self._clock() + self._options.job_deadline_s
-        batches = list(deal(side_by_side(pairs), size, self._num_threads))
-        tasks = [MoveTask(is_load, batch, deadline) for batch in batches]
         keys = tuple(job.keys)
         submitted_ns = time.time_ns()
         refused = "circuit_open" if not self._circuit.closed else ""
@@ -473,7 +440,9 @@ class StoreTierManager(SecondaryTierManager):
             refused = "read_only"
         if not refused:
             try:
-                self._pool.submit(job.job_id, tasks, is_read=is_load, cost=len(pairs) * self._rows.row_bytes)
+                to_replace = () if is_load else self._health.to_replace(keys)
+                cost = len(pairs) * self._rows.row_bytes
+                self._channel.submit(job.job_id, pairs, is_load=is_load, cost=cost, to_replace=to_replace)
             except QueueFullError as e:
                 logger.debug("tier %s: job %d: %s", self.name, job.job_id, e)
                 refused = "queue_full"
@@ -482,23 +451,13 @@ class StoreTierManager(SecondaryTierManager):
             self._results.append(JobResult(job.job_id, success=not keys))
             self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
-        self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
+        self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
         (self._published_during_loads if is_load else self._gone_during_stores).begin(job.job_id)
-
-    def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
-        """Blocks per task: an equal share for each thread, within TASK_BYTES_MIN and the limits of ``TierOptions``."""
-        if self._one_by_one:
-            return 1
-        row_bytes, options = self._rows.row_bytes, self._options
-        share = -(-count // self._num_threads)
-        at_least, at_most = self._mover.batch_blocks(is_load=is_load)
-        most = min(max(options.task_bytes // row_bytes, at_least), at_most, options.task_bytes_max // row_bytes)
-        return max(1, int(min(max(share, TASK_BYTES_MIN // row_bytes), most)))
 
     def _book_ended(self, keys_max: float) -> None:
         """Book ended jobs: count them, note their keys, report them. Stop after about ``keys_max`` keys."""
         # A job stays in this queue until it is booked: if booking one raises, the others are not lost.
-        self._to_book.extend(self._pool.get_finished())
+        self._to_book.extend(self._channel.take_finished())
         while keys_max > 0 and (self._booking is not None or self._to_book):
             booking = self._booking or self._book(self._to_book.popleft())
             self._booking = None
@@ -508,11 +467,11 @@ class StoreTierManager(SecondaryTierManager):
                 keys_max -= booked
         self.metrics.set("kvtiers_jobs_in_flight", self.name, value=len(self._in_flight))
 
-    def _book(self, finished: FinishedJob[Batch]) -> Iterator[int]:
+    def _book(self, finished: FinishedJob) -> Iterator[int]:
         """Book a job in parts, then report it. Yield the number of keys in each part."""
         if finished.job_id == PROBE_JOB_ID:
-            (probed,) = finished.outcomes
-            self._health.probed(probed if isinstance(probed, Batch) else None)
+            (probed,) = finished.batches
+            self._health.probed(probed)
             return
         job = self._in_flight.pop(finished.job_id)
         try:
@@ -523,12 +482,9 @@ class StoreTierManager(SecondaryTierManager):
             with suppress(KeyError):  # it may have ended there; else keys would be kept for it for ever
                 (self._published_during_loads if job.is_load else self._gone_during_stores).end(finished.job_id, ())
 
-    def _book_outcomes(self, finished: FinishedJob[Batch], job: _InFlight) -> Iterator[int]:
+    def _book_outcomes(self, finished: FinishedJob, job: _InFlight) -> Iterator[int]:
         op = _op(job.is_load)
-        batches = [batch for batch in finished.outcomes if isinstance(batch, Batch)]
-        for error, size in zip(finished.outcomes, job.batch_sizes, strict=True):
-            if isinstance(error, BaseException):
-                self._counts.lost(error, op, size)
+        batches = finished.batches
         for batch in batches:
             self._counts.moved(batch, op)
         self._lookup.forget(self._health.moved(batches, op))
@@ -537,7 +493,7 @@ class StoreTierManager(SecondaryTierManager):
         # If this store found a block already stored, but a load has since found the block gone, it is not stored.
         if not job.is_load and (overtaken := self._gone_during_stores.end(finished.job_id, found)):
             succeeded = [key for key in succeeded if key not in overtaken]
-        ok = len(succeeded) == sum(job.batch_sizes)
+        ok = len(succeeded) == finished.blocks
         if job.is_load:
             # A key given twice has failed if either of its slots was not filled.
             if not ok and len(set(job.keys)) < len(job.keys):
@@ -568,7 +524,7 @@ class StoreTierManager(SecondaryTierManager):
         job_id: int,
         keys: Sequence[OffloadKey],
         succeeded: Sequence[OffloadKey],
-        batches: list[Batch],
+        batches: Sequence[Batch],
         *,
         ok: bool,
     ) -> Iterator[int]:

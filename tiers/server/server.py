@@ -1,0 +1,404 @@
+"""Server: does a tier's I/O. One loop reads frames, and a few threads move blocks and look keys up.
+
+It runs in a process of its own (``server.process``), or in threads of the engine's process where no other process can
+map the region. The frames are the same; see ``server.frames``.
+
+A part, which is some blocks of a job, is cut into pieces, and each thread takes the next piece. So the blocks of a part
+begin in order, and no thread idles while a piece waits. A part is reported when no thread can touch its slots any more.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any, Final
+
+from ..blocks.file_mapper import FileMapper
+from ..blocks.keys import OffloadKey
+from ..blocks.namespace import open_namespace
+from ..blocks.neighbors import tell_nearest
+from ..blocks.seal import Seal
+from ..errors import KVTiersError, StoreError, StoreUnavailableError
+from ..plain_logs import get_logger
+from ..store import Store
+from ..tier.batches import Pair
+from ..tier.block_mover import Batch, BlockMover, Rows
+from .frames import FOUND, RECEIVE_BYTES, FrameReader, encode_batch, encode_error, pack_frame, unpack_pairs
+
+logger = get_logger(__name__)
+
+PIECE_BYTES_MIN: Final = 1 << 20  # a smaller piece is not worth waking another thread
+PIECE_BYTES_MAX: Final = 8 << 20  # so that blocks are spread evenly, and the engine hears of progress
+ALIVE_EVERY_S: Final = 1.0
+LATE_LOOK_S: Final = 0.25  # between looks for late blocks, while blocks wait
+SAMPLE_BLOCKS: Final = 3  # read by a probe; more than one, because some stored blocks may really be bad
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """The threads of a server, by what each of them takes.
+
+    Attributes:
+        lookups: take lookups only.
+        loads_only: take loads only, so that a load need not wait until a store ends.
+        loads_first, stores_first: take blocks of the other kind when there are none of their own.
+    """
+
+    lookups: int = 1
+    loads_only: int = 0
+    loads_first: int = 0
+    stores_first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a server's tier is, in both halves.
+
+    Attributes:
+        tier: its name, for logs.
+        read_only: write nothing, not even the namespace's fields.
+    """
+
+    tier: str
+    mapper: FileMapper
+    seal: Seal
+    read_only: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    number: int
+    is_load: bool
+    keys: list[OffloadKey]
+    deadline: float
+    left: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    batch: Batch = field(default_factory=Batch)
+
+
+_Piece = tuple[_Part, Sequence[Pair]]
+
+
+class Server:
+    """Serves one connection.
+
+    Args:
+        sock: a blocking stream socket.
+        tag: of the connection's frames.
+        make_store: creates the store; called again after it failed.
+        rows: the region.
+        clock: seconds, monotonic; the engine's deadlines are by this clock.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        tag: bytes,
+        make_store: Callable[[], Store],
+        rows: Rows,
+        work: Work,
+        seats: Seats,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sock = sock
+        self._tag = tag
+        self._make_store = make_store
+        self._rows = rows
+        self._work = work
+        self._clock = clock
+        self._pid = os.getpid()
+        self._sending = threading.Lock()
+        self._sent_at = time.monotonic()
+        self._making = threading.Lock()
+        self._mover: BlockMover | None = None
+        self._cut = ""
+        self._to_replace: set[OffloadKey] = set()
+        self._warnings: list[str] = []
+        self._said: list[str] = []
+        self._loads: deque[_Piece] = deque()
+        self._stores: deque[_Piece] = deque()
+        # One token a piece. A seat for loads only takes pieces without taking tokens, so some find no piece left.
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        self._load_tokens: SimpleQueue[bool] = SimpleQueue()
+        self._has_loads_only = seats.loads_only > 0
+        self._turns: SimpleQueue[tuple[int, list[OffloadKey]] | None] = SimpleQueue()
+        loads, stores = self._loads, self._stores
+        seated: list[tuple[Callable[..., None], tuple[Any, ...], int]] = [
+            (self._answer_lookups, (), seats.lookups),
+            (self._move_pieces, (self._load_tokens, (loads,)), seats.loads_only),
+            (self._move_pieces, (self._tokens, (loads, stores)), seats.loads_first),
+            (self._move_pieces, (self._tokens, (stores, loads)), seats.stores_first),
+        ]
+        self._threads = [
+            threading.Thread(target=run, args=arguments, name=f"kvtiers-{work.tier}-{number}", daemon=True)
+            for number, (run, arguments) in enumerate(
+                (run, arguments) for run, arguments, count in seated for _ in range(count)
+            )
+        ]
+        self._num_movers = len(self._threads) - seats.lookups
+
+    def serve(self, ends: Sequence[int] = ()) -> None:
+        """Serve until the other end of the socket is closed, or a descriptor in ``ends`` is readable."""
+        for thread in self._threads:
+            thread.start()
+        reader = FrameReader(self._tag)
+        poll = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
+        for fd in (self._sock.fileno(), *ends):
+            poll.register(fd, select.POLLIN)
+        try:
+            while True:
+                waiting = self._loads or self._stores
+                for fd, _ in poll.poll(LATE_LOOK_S * 1000 if waiting else None):
+                    if fd != self._sock.fileno():
+                        return
+                    received = self._sock.recv(RECEIVE_BYTES)
+                    if not received:
+                        return
+                    for content, raw in reader.feed(received):
+                        self._take(content, raw)
+                self._drop_late()
+        except (EOFError, OSError) as e:
+            logger.debug("tier %s: the connection ended: %s", self._work.tier, e)
+        finally:
+            self._cut = "shutdown"
+            for _ in self._threads:
+                self._tokens.put(False)
+                self._load_tokens.put(False)
+                self._turns.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end after ``serve``. False: some are stuck, and may still touch slots."""
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close_store(self) -> None:
+        """Close the store, if there is one, after ``join`` or as the last thing that this process does."""
+        if self._mover is not None:
+            self._mover.store.close()
+
+    def prepare(self) -> None:
+        """Create the store before the first request. If that fails, requests try again, and report the error."""
+        with suppress(Exception):
+            store: Any = self._get_mover().store
+            if hasattr(store, "prepare"):  # tiers.store.SupportsPrepare
+                store.prepare()
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _take(self, content: Any, raw: bytes) -> None:
+        kind, *arguments = content
+        if kind == "look":
+            (number,) = arguments
+            self._turns.put((number, [key for key, _ in unpack_pairs(raw)]))
+        elif kind == "cut":
+            (self._cut,) = arguments
+            self._drop_late()
+        elif kind == "open":
+            threading.Thread(target=self._open, args=arguments, name="kvtiers-open", daemon=True).start()
+        elif kind == "probe":
+            number, deadline = arguments
+            thread = threading.Thread(
+                target=self._probe, args=(number, deadline, unpack_pairs(raw)), name="kvtiers-probe", daemon=True
+            )
+            thread.start()
+        else:
+            number, deadline, *to_replace = arguments
+            self._take_part(kind == "load", number, deadline, unpack_pairs(raw), *to_replace)
+
+    def _take_part(
+        self, is_load: bool, number: int, deadline: float, pairs: list[Pair], to_replace: Sequence[int] = ()
+    ) -> None:
+        self._to_replace.update(pairs[place][0] for place in to_replace)
+        size = self._piece_blocks(len(pairs))
+        pieces = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        part = _Part(number, is_load, [key for key, _ in pairs], deadline, len(pieces))
+        (self._loads if is_load else self._stores).extend((part, piece) for piece in pieces)
+        for _ in pieces:
+            self._tokens.put(True)
+            if is_load and self._has_loads_only:
+                self._load_tokens.put(True)
+
+    def _piece_blocks(self, count: int) -> int:
+        """Blocks per piece: one if a block mostly waits, else a thread's share of the part, but not little work."""
+        if self._mover is not None and self._mover.store.capabilities.latency_bound:
+            return 1
+        row_bytes = self._rows.row_bytes
+        share = min(-(-count // (2 * self._num_movers)), PIECE_BYTES_MAX // row_bytes)
+        return max(share, PIECE_BYTES_MIN // row_bytes, 1)
+
+    def _drop_late(self) -> None:
+        """Drop pieces that must not begin any more. If all threads hang, no other thread would."""
+        for queue in (self._loads, self._stores):
+            for piece in list(queue):
+                part, pairs = piece
+                if self._why_not(part):
+                    with suppress(ValueError):  # a thread has just taken it
+                        queue.remove(piece)
+                        self._end_piece(part, self._dropped(part, len(pairs), Batch()))
+
+    # ---- threads -----------------------------------------------------------------------------------------------------
+
+    def _move_pieces(self, tokens: SimpleQueue[bool], queues: Sequence[deque[_Piece]]) -> None:
+        while tokens.get():
+            for queue in queues:
+                try:
+                    part, pairs = queue.popleft()
+                except IndexError:
+                    continue
+                self._end_piece(part, self._moved(part, pairs))
+                break
+
+    def _moved(self, part: _Part, pairs: Sequence[Pair]) -> Batch:
+        rest: list[Pair] = []
+        try:
+            mover = self._get_mover()
+            batch = (mover.load_batch if part.is_load else mover.store_batch)(self._begun(part, pairs, rest))
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: the job must be reported in any case
+            batch, rest = Batch(), []
+            batch.outcomes["failed"] = len(pairs)
+            batch.errors[type(e).__name__] = len(pairs)
+            if isinstance(e, StoreError):
+                batch.fault = str(e) if e.retryable else ""
+            else:
+                self._say(f"{'load' if part.is_load else 'store'} of {len(pairs)} blocks failed: {e!r}")
+        return self._dropped(part, len(rest), batch) if rest else batch
+
+    def _begun(self, part: _Part, pairs: Sequence[Pair], rest: list[Pair]) -> Iterator[Pair]:
+        """The pairs, until it is too late to begin one; ``rest`` gets the others."""
+        for place, pair in enumerate(pairs):
+            if self._why_not(part):
+                rest.extend(pairs[place:])
+                return
+            yield pair
+
+    def _why_not(self, part: _Part) -> str:
+        """Why a block of the part must not begin; "" if it may."""
+        return self._cut or ("deadline" if self._clock() >= part.deadline else "")
+
+    def _dropped(self, part: _Part, count: int, batch: Batch) -> Batch:
+        why = self._why_not(part) or "deadline"
+        batch.outcomes["dropped"] += count
+        batch.errors[why] += count
+        return batch
+
+    def _end_piece(self, part: _Part, batch: Batch) -> None:
+        with part.lock:
+            part.batch.add(batch)
+            part.left -= 1
+            ends = not part.left
+        if ends:
+            if self._to_replace:
+                self._to_replace.difference_update(part.keys)
+            self._send_batch(part.number, part.batch, part.keys)
+        elif time.monotonic() - self._sent_at > ALIVE_EVERY_S:
+            self._send("alive")
+
+    def _answer_lookups(self) -> None:
+        while (turn := self._turns.get()) is not None:
+            number, keys = turn
+            began_at = time.monotonic()
+            try:
+                found = self._get_mover().probe(keys)
+                if len(found) != len(keys):
+                    raise ValueError(f"{len(found)} answers to {len(keys)} keys")
+            except BaseException as e:  # noqa: BLE001 - a thread's edge: a failed lookup is a miss
+                if not isinstance(e, StoreError):
+                    self._say(f"lookup of {len(keys)} keys failed: {type(e).__name__}: {e}")
+                found = [None] * len(keys)
+            answers = bytes(map(FOUND.index, found))
+            self._send("looked", number, time.monotonic() - began_at, raw=answers)
+
+    # ---- the store ---------------------------------------------------------------------------------------------------
+
+    def _get_mover(self) -> BlockMover:
+        if self._mover is None:
+            with self._making:
+                if self._mover is None:
+                    self._mover = self._make_mover()
+        return self._mover
+
+    def _make_mover(self) -> BlockMover:
+        try:
+            store = self._make_store()
+        except Exception:
+            raise
+        except BaseException as e:  # such as SystemExit: a library that gives up must not end this process
+            raise StoreUnavailableError(f"the store raised {type(e).__name__}: {e}") from e
+        work = self._work
+        mover = BlockMover(
+            work.tier, store, work.mapper.name_prefix, work.seal, self._rows, self._clock, self._warn, self._say
+        )
+        mover.must_replace = self._to_replace.__contains__
+        return mover
+
+    def _open(self, number: int) -> None:
+        """Check that the storage can be used, and open the namespace."""
+        capabilities = error = None
+        try:
+            store: Any = self._get_mover().store
+            capabilities = asdict(store.capabilities)
+            if hasattr(store, "check"):
+                if hasattr(store, "prepare"):  # a check has a short time limit
+                    store.prepare()
+                store.check()
+            if open_namespace(store, self._work.mapper, read_only=self._work.read_only):
+                tell_nearest(store, self._work.mapper, self._work.tier)
+        except BaseException as e:
+            error = encode_error(e)
+            if not isinstance(e, KVTiersError):
+                logger.exception("tier %s: its storage cannot be opened", self._work.tier)
+        self._send("opened", number, capabilities, error)
+
+    def _probe(self, number: int, deadline: float, pairs: Sequence[Pair]) -> None:
+        """Read blocks until one is good: those of ``pairs`` and a few others; into memory of its own."""
+        keys = [key for key, _ in pairs]
+        try:
+            batch = self._get_mover().probe_reads(keys, self._sample, deadline)
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: the probe must end
+            batch = Batch(fault=str(e) or type(e).__name__)
+        self._send_batch(number, batch, keys)
+
+    def _sample(self) -> Iterator[OffloadKey]:
+        """A few stored blocks of this namespace and rank, from a random folder if it has any. May raise StoreError."""
+        mapper = self._work.mapper
+        digit = os.urandom(1).hex()[0]
+        for prefix in (f"{mapper.block_prefix}{digit}", mapper.block_prefix):
+            names = (info.key for info in islice(self._get_mover().store.keys(prefix), SAMPLE_BLOCKS))
+            if keys := [key for name in names if (key := mapper.key_of(name)) is not None]:
+                yield from keys
+                return
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+
+    def _say(self, text: str) -> None:
+        self._said.append(text)
+
+    def _send_batch(self, number: int, batch: Batch, keys: Sequence[OffloadKey]) -> None:
+        warnings, self._warnings[:] = self._warnings[:], []
+        # One text is enough: the next batch says it again, and the engine's half logs only few of them.
+        said, self._said[:] = self._said[:1], []
+        self._send("moved", number, encode_batch(batch, keys), warnings, said)
+
+    def _send(self, *content: object, raw: bytes = b"") -> None:
+        frame = pack_frame(self._tag, content, raw)
+        with self._sending, suppress(OSError):  # the engine is gone: the loop notices it
+            if os.getpid() != self._pid:
+                os._exit(1)  # a fork that a library made and returned from, which must not answer
+            self._sock.sendall(frame)
+            self._sent_at = time.monotonic()

@@ -1,0 +1,77 @@
+"""A server in threads of the engine's process, where no other process can map the region.
+
+Its threads take the GIL from the engine, and cannot be killed: a job whose storage hangs is reported when it answers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ..store import Store
+from ..tier.block_mover import Rows
+from .frames import TAG_BYTES
+from .server import Seats, Server, Work
+
+
+class ServerThreads:
+    """A running server in threads; see ``tiers.tier.channel.Handle``."""
+
+    def __init__(self, server: Server, sock: socket.socket, theirs: socket.socket, tag: bytes) -> None:
+        self.sock = sock
+        self.tag = tag
+        self._server = server
+        self._theirs = theirs
+        self._loop = threading.Thread(target=server.serve, name="kvtiers-server", daemon=True)
+        self._loop.start()
+
+    def kill(self) -> bool:
+        """Threads cannot be killed."""
+        return False
+
+    def has_ended(self) -> bool:
+        """Whether all its threads have ended."""
+        if self._loop.is_alive() or not self._server.join(0.0):
+            return False
+        self._theirs.close()
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+class ThreadBackend:
+    """Starts a tier's only server in threads of this process.
+
+    Args:
+        store: closed when the server has ended.
+        seats: its threads.
+    """
+
+    def __init__(
+        self, store: Store, rows: Rows, work: Work, seats: Seats, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.seats: Sequence[Seats] = (seats,)
+        self._store = store
+        self._rows = rows
+        self._work = work
+        self._clock = clock
+
+    def start(self, seats: Seats) -> ServerThreads:
+        """Start the server."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        tag = os.urandom(TAG_BYTES)
+        server = Server(theirs, tag, lambda: self._store, self._rows, self._work, seats, clock=self._clock)
+        return ServerThreads(server, ours, theirs, tag)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()

@@ -1,0 +1,608 @@
+"""Channel: the engine's end of the connections to a tier's servers. It has no thread and no lock, and does no I/O.
+
+Jobs and lookups are frames (``tiers.server.frames``), and a server answers each of them once. A job is cut into parts,
+and a part goes to the server that has the least work. Everything is read and written by ``poll``, without blocking.
+
+A server that is silent for a job's deadline although it has work, or that has not ended a part after twice that, is
+killed. Its parts are reported as failed only when it is reaped, because until then it may touch their slots. It is
+started again after a pause that grows if it does not live long. Meanwhile the other servers get its work.
+
+Servers in threads of this process cannot be killed: their parts are reported when the storage answers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Protocol
+
+from ..blocks.keys import OffloadKey
+from ..errors import ConfigError, QueueFullError, StoreError, StoreTimeoutError, StoreUnavailableError
+from ..plain_logs import get_logger
+from ..server.frames import (
+    FOUND,
+    RECEIVE_BYTES,
+    FrameReader,
+    decode_batch,
+    decode_error,
+    pack_frame,
+    pack_pairs,
+)
+from ..server.server import Seats
+from ..store import Capabilities
+from .batches import Pair, deal, side_by_side
+from .block_mover import Batch
+
+logger = get_logger(__name__)
+
+PART_BYTES_MIN: Final = 1 << 20  # a smaller part is not worth another server's attention
+DOUBT_SHARE: Final = (
+    0.25  # of the deadline: a server that has been silent for longer gets no more work if others do not
+)
+LATE_FACTOR: Final = 2.0  # no part may take longer than this many deadlines, whatever else its server does
+PAUSE_S: Final = (0.05, 30.0)  # before a server is started again: at first, and at most
+LIVED_S: Final = 10.0  # a server that lived longer is started again without a longer pause
+LOOK_S: Final = 1.0  # between looks at servers without work, which may have died
+
+
+class Handle(Protocol):
+    """A server that runs."""
+
+    sock: socket.socket
+    tag: bytes
+
+    def kill(self) -> bool:
+        """End it at once. False: it cannot be ended."""
+
+    def has_ended(self) -> bool:
+        """Whether nothing of it can touch a slot any more."""
+
+    def close(self) -> None:
+        """Hang up. It ends when its threads do."""
+
+
+class Backend(Protocol):
+    """Starts servers.
+
+    Attributes:
+        seats: the threads of each of the tier's servers.
+    """
+
+    seats: Sequence[Seats]
+
+    def start(self, seats: Seats) -> Handle:
+        """Start a server. May block. Raises OSError, RuntimeError or KVTiersError."""
+
+    def close(self) -> None:
+        """Release what the servers were given. No server runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job that has ended.
+
+    Attributes:
+        batches: the results of its parts.
+        blocks: number of its blocks.
+        duration_s: since its submission.
+    """
+
+    job_id: int
+    batches: Sequence[Batch]
+    blocks: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Answer to ``Channel.open``.
+
+    Attributes:
+        capabilities: of the store; None: it could not be created.
+    """
+
+    capabilities: Capabilities | None
+    error: StoreError | ConfigError | None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    job_id: int
+    is_load: bool
+    cost: int
+    blocks: int
+    submitted_at: float
+    left: int
+    batches: list[Batch] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What a server owes an answer to. ``job``: for a part of a job. ``look``: number of keys of a lookup."""
+
+    sent_at: float
+    job: _Job | None = None
+    keys: list[OffloadKey] = field(default_factory=list)
+    look: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    seats: Seats
+    handle: Handle | None = None
+    reader: FrameReader | None = None
+    out: bytearray = field(default_factory=bytearray)
+    owed: dict[int, _Request] = field(default_factory=dict)  # by number, the oldest first
+    loads: int = 0  # blocks under way
+    stores: int = 0
+    looks: int = 0
+    heard_at: float = -math.inf
+    looked_at: float = -math.inf
+    started_at: float = -math.inf
+    pause_s: float = PAUSE_S[0]
+    start_at: float | None = None  # when to start it again; None: it runs, ends or is being started
+    ending: str = ""  # why it was killed; it is not reaped yet
+
+
+class Channel:
+    """Sends a tier's jobs and lookups to its servers. The scheduler's thread calls all methods.
+
+    Args:
+        tier: the tier's name, for logs.
+        row_bytes: bytes of a block.
+        jobs_max, cost_max: a store beyond these limits is refused; cost is in bytes.
+        deadline_s: no block of a job begins to move later than this after the job was submitted.
+        tell: called with ``(is_warning, text)`` for what servers say.
+        clock: seconds, monotonic; the servers' clock, too.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        tier: str,
+        row_bytes: int,
+        jobs_max: int,
+        cost_max: int,
+        deadline_s: float,
+        tell: Callable[[bool, str], None] = lambda is_warning, text: None,  # noqa: ARG005
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._tier = tier
+        self._row_bytes = row_bytes
+        self._jobs_max = jobs_max
+        self._cost_max = cost_max
+        self._deadline_s = deadline_s
+        self._tell = tell
+        self._clock = clock
+        self._pid = os.getpid()
+        self._next = 0
+        self._jobs: dict[int, _Job] = {}
+        self._cost = 0
+        self._cut = ""
+        self._finished: list[FinishedJob] = []
+        self._looked: list[tuple[int, Sequence[bool | None], float]] = []
+        self._opened: Opened | None = None
+        self._late_s = 0.0
+        self._started: SimpleQueue[tuple[_Server, Handle | Exception]] = SimpleQueue()
+        self._closing = False
+        self.kills = 0
+        """How many servers were killed or found dead."""
+        self._servers = [_Server(seats) for seats in backend.seats]
+        try:
+            for server in self._servers:
+                self._adopt(server, backend.start(server.seats))
+        except BaseException:
+            self.shutdown(0.0)
+            raise
+
+    # ---- what the tier asks for --------------------------------------------------------------------------------------
+
+    def submit(
+        self, job_id: int, pairs: list[Pair], *, is_load: bool, cost: int = 0, to_replace: Iterable[OffloadKey] = ()
+    ) -> None:
+        """Start a job. A job without pairs is finished at once.
+
+        Loads are not limited: the region's slots bound them, and a refused load would be a miss of a stored block.
+
+        Args:
+            to_replace: keys of blocks that a store overwrites even if they look good.
+
+        Raises:
+            QueueFullError: a store exceeds a limit, or the channel is closed; nothing was sent.
+            ValueError: a job with this id is still under way.
+        """
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is already in flight")
+        if self._closing:
+            raise QueueFullError("the tier is shut down")
+        if is_load:
+            cost = 0
+        elif len(self._jobs) >= self._jobs_max:
+            raise QueueFullError(f"{self._jobs_max} jobs in flight")
+        elif self._cost + cost > self._cost_max and self._cost:
+            raise QueueFullError(f"{self._cost} of {self._cost_max} bytes in flight, the job has {cost}")
+        now = self._clock()
+        servers = self._servers_for(is_load, now)
+        if not servers:
+            raise QueueFullError("none of the tier's processes runs")
+        size = max(1, PART_BYTES_MIN // self._row_bytes, -(-len(pairs) // len(servers)))
+        parts = list(deal(side_by_side(pairs), size, len(servers)))
+        job = self._jobs[job_id] = _Job(job_id, is_load, cost, len(pairs), now, len(parts))
+        self._cost += cost
+        if not parts:
+            self._finish(job)
+        replaced = set(to_replace)
+        for part, server in zip(parts, servers, strict=False):
+            arguments: list[object] = ["load" if is_load else "store", None, now + self._deadline_s]
+            if replaced:
+                arguments.append([place for place, (key, _) in enumerate(part) if key in replaced])
+            self._send(server, _Request(now, job, [key for key, _ in part]), arguments, pack_pairs(part))
+
+    def probe(self, job_id: int, keys: Sequence[OffloadKey]) -> None:
+        """Read these blocks and a few others until one is good. It ends as a job.
+
+        Raises:
+            QueueFullError: no server runs.
+            ValueError: a job with this id is still under way.
+        """
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is already in flight")
+        now = self._clock()
+        servers = self._servers_for(True, now)
+        if not servers:
+            raise QueueFullError("none of the tier's processes runs")
+        job = self._jobs[job_id] = _Job(job_id, True, 0, 0, now, 1)
+        pairs = [(key, 0) for key in keys]
+        request = _Request(now, job, list(keys))
+        self._send(servers[0], request, ["probe", None, now + self._deadline_s], pack_pairs(pairs))
+
+    def look(self, keys: Sequence[OffloadKey]) -> int:
+        """Ask whether keys are stored. Returns the lookup's number; see ``take_looked``."""
+        now = self._clock()
+        servers = self._trusted(now)
+        if not servers:
+            self._next += 1
+            self._looked.append((self._next, [None] * len(keys), 0.0))
+            return self._next
+        server = min(servers, key=lambda each: each.looks)
+        return self._send(server, _Request(now, look=len(keys)), ["look", None], pack_pairs([(key, 0) for key in keys]))
+
+    def open(self) -> None:
+        """Have the storage checked and the namespace opened; see ``take_opened``."""
+        now = self._clock()
+        if servers := self._trusted(now):
+            self._send(servers[0], _Request(now), ["open", None])
+        else:
+            self._opened = Opened(None, StoreUnavailableError("none of the tier's processes runs"))
+
+    def cut(self, why: str) -> None:
+        """Drop all blocks that have not begun, and those that are sent later; "" lets blocks begin again."""
+        if why != self._cut:
+            self._cut = why
+            for server in self._servers:
+                self._write(server, ["cut", why])
+
+    def take_finished(self) -> list[FinishedJob]:
+        """Jobs that have ended since the last call; ``poll`` finds them."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def take_looked(self) -> list[tuple[int, Sequence[bool | None], float]]:
+        """Lookups that were answered: number, whether each key is stored (None: that failed), and seconds it took."""
+        if any(server.looks for server in self._servers):
+            self.poll()
+        looked, self._looked = self._looked, []
+        return looked
+
+    def take_opened(self) -> Opened | None:
+        """The answer to ``open``, once."""
+        opened, self._opened = self._opened, None
+        return opened
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """Number of jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process IDs of the servers that run in processes."""
+        processes = [getattr(server.handle, "process", None) for server in self._servers]
+        return [process.pid for process in processes if process is not None]
+
+    def take_late_s(self) -> float:
+        """The longest time that a server was silent, or took for a part, of those that took too long; 0: none did."""
+        late_s, self._late_s = self._late_s, 0.0
+        return late_s
+
+    def silent_s(self) -> float:
+        """For how long a server that has work has been silent: the longest of all servers; 0 if none has work."""
+        now = self._clock()
+        return max(self._silence(server, now) for server in self._servers)
+
+    # ---- frames ------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Send what waits, read what has come, and replace servers that hang or have ended. Does not wait."""
+        self._take_started()
+        now = self._clock()
+        for server in self._servers:
+            if server.ending:
+                self._reap(server)
+            elif server.handle is not None:
+                if server.out:
+                    self._flush(server)
+                if server.owed or now - server.looked_at >= LOOK_S:
+                    self._receive(server, now)
+                    self._end_if_late(server, self._clock())
+            elif server.start_at is not None and now >= server.start_at and not self._closing:
+                self._start_again(server)
+
+    def wait(self, timeout_s: float) -> None:
+        """``poll``, after waiting until something comes or time is over."""
+        poll = select.poll()
+        for server in self._servers:
+            if server.handle is not None and not server.ending:
+                poll.register(server.handle.sock, select.POLLIN | (select.POLLOUT if server.out else 0))
+        poll.poll(1000 * min(timeout_s, 0.05))
+        self.poll()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until every job has ended. False: timed out."""
+        until = time.monotonic() + timeout_s
+        self.poll()
+        while self._jobs:
+            if (left_s := until - time.monotonic()) <= 0:
+                return False
+            self.wait(left_s)
+        return True
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """Drop what has not begun, wait for the rest, and end the servers.
+
+        Returns:
+            True if all have ended. False: some may still touch slots, and their jobs are not reported.
+        """
+        if os.getpid() != self._pid:
+            return False  # in a fork: the servers belong to the parent
+        if not self._closing:
+            self.cut("shutdown")
+        self._closing = True
+        until = time.monotonic() + timeout_s
+        self.wait_idle(timeout_s)
+        self._take_started()
+        for server in self._servers:
+            if server.handle is not None:
+                server.handle.close()
+        kill_at = max(until, time.monotonic() + 0.2)
+        killed = False
+        while not all(server.handle is None or server.handle.has_ended() for server in self._servers):
+            if time.monotonic() > kill_at:
+                if killed:
+                    return False
+                killed = True
+                kill_at = time.monotonic() + 0.3
+                for server in self._servers:
+                    if server.handle is not None:
+                        server.handle.kill()
+            time.sleep(0.002)
+        for server in self._servers:
+            server.handle = None
+            self._fail(server, "shutdown", is_loss=False)
+        self._backend.close()
+        return True
+
+    def _send(self, server: _Server, request: _Request, content: list[object], raw: bytes = b"") -> int:
+        self._next += 1
+        content[1] = self._next
+        if not server.owed:
+            server.heard_at = request.sent_at
+        server.owed[self._next] = request
+        self._add_work(server, request, 1)
+        self._write(server, content, raw)
+        return self._next
+
+    @staticmethod
+    def _add_work(server: _Server, request: _Request, sign: int) -> None:
+        server.looks += sign * bool(request.look)
+        if request.job is not None:
+            blocks = sign * len(request.keys)
+            if request.job.is_load:
+                server.loads += blocks
+            else:
+                server.stores += blocks
+
+    def _write(self, server: _Server, content: list[object], raw: bytes = b"") -> None:
+        if server.handle is not None and not server.ending:
+            server.out += pack_frame(server.handle.tag, content, raw)
+            self._flush(server)
+
+    def _flush(self, server: _Server) -> None:
+        assert server.handle is not None
+        try:
+            while server.out:
+                del server.out[: server.handle.sock.send(server.out)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            server.out.clear()  # it has died, which the next read shows
+
+    def _receive(self, server: _Server, now: float) -> None:
+        assert server.handle is not None
+        assert server.reader is not None
+        server.looked_at = now
+        try:
+            while True:
+                received = server.handle.sock.recv(RECEIVE_BYTES)
+                if not received:
+                    raise EOFError("its process ended")
+                server.heard_at = now
+                for content, raw in server.reader.feed(received):
+                    self._hear(server, content, raw)
+                if len(received) < RECEIVE_BYTES:
+                    return
+        except BlockingIOError:
+            pass
+        except (OSError, EOFError, ValueError, TypeError, KeyError, IndexError) as e:
+            self._end(server, f"{e}" or type(e).__name__)
+
+    def _hear(self, server: _Server, content: Any, raw: bytes) -> None:
+        kind, *arguments = content
+        if kind == "alive":
+            return
+        number = arguments[0]
+        request = server.owed.get(number)
+        expected = "moved" if request and request.job else "looked" if request and request.look else "opened"
+        if request is None or kind != expected:
+            raise ValueError("it answered what it was not asked")
+        if request.job is not None:
+            _, encoded, warnings, said = arguments
+            batch = decode_batch(encoded, request.keys)
+            for is_warning, texts in ((True, warnings), (False, said)):
+                for text in texts:
+                    self._tell(is_warning, str(text))
+            self._end_part(request.job, batch)
+        elif request.look:
+            if len(raw) != request.look:
+                raise ValueError(f"it sent {len(raw)} answers to {request.look} keys")
+            self._looked.append((number, [FOUND[answer] for answer in raw], float(arguments[1])))
+        else:
+            _, capabilities, error = arguments
+            self._opened = Opened(
+                Capabilities(**capabilities) if capabilities else None, decode_error(error) if error else None
+            )
+        del server.owed[number]
+        self._add_work(server, request, -1)
+
+    def _end_part(self, job: _Job, batch: Batch) -> None:
+        job.batches.append(batch)
+        job.left -= 1
+        if not job.left:
+            self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        del self._jobs[job.job_id]
+        self._cost -= job.cost
+        self._finished.append(FinishedJob(job.job_id, job.batches, job.blocks, self._clock() - job.submitted_at))
+
+    # ---- servers -----------------------------------------------------------------------------------------------------
+
+    def _servers_for(self, is_load: bool, now: float) -> list[_Server]:
+        """The servers to give a job to, those with the least work first.
+
+        A load does not wait behind stores, nor a store behind loads, if there is another server.
+        """
+        servers = self._trusted(now)
+        own = [each for each in servers if (each.seats.loads_first if is_load else each.seats.stores_first)]
+        free = [each for each in servers if each not in own and not (each.stores if is_load else each.loads)]
+        return sorted([*own, *free], key=lambda each: each.loads + each.stores) or servers
+
+    def _trusted(self, now: float) -> list[_Server]:
+        """The servers that run, without those that are silent if there are others."""
+        limit_s = DOUBT_SHARE * self._deadline_s
+        running = [each for each in self._servers if each.handle is not None and not each.ending]
+        return [each for each in running if self._silence(each, now) <= limit_s] or running
+
+    @staticmethod
+    def _silence(server: _Server, now: float) -> float:
+        if not server.owed:
+            return 0.0
+        return now - max(server.heard_at, next(iter(server.owed.values())).sent_at)
+
+    def _end_if_late(self, server: _Server, now: float) -> None:
+        if not server.owed or server.ending:
+            return
+        oldest_s = now - next(iter(server.owed.values())).sent_at
+        if self._silence(server, now) > self._deadline_s or oldest_s > LATE_FACTOR * self._deadline_s:
+            self._late_s = max(self._late_s, oldest_s)
+            self._end(server, f"it took more than {self._deadline_s:g} s", late=True)
+
+    def _end(self, server: _Server, why: str, *, late: bool = False) -> None:
+        """Kill a server that hangs, or cannot be understood, or has ended."""
+        assert server.handle is not None
+        if not server.handle.kill():
+            return
+        self.kills += 1
+        server.ending = ("late: " if late else "") + why
+        server.out.clear()
+        self._reap(server)
+
+    def _reap(self, server: _Server) -> None:
+        assert server.handle is not None
+        if not server.handle.has_ended():
+            return
+        why, server.ending = server.ending, ""
+        server.handle.close()
+        server.handle = server.reader = None
+        now = self._clock()
+        lived = now - server.started_at > LIVED_S
+        server.pause_s = PAUSE_S[0] if lived else min(PAUSE_S[1], 2 * server.pause_s)
+        server.start_at = now + server.pause_s
+        logger.debug("tier %s: a server ended: %s", self._tier, why)
+        self._fail(server, why)
+
+    def _fail(self, server: _Server, why: str, *, is_loss: bool = True) -> None:
+        """Answer what a server that has ended owes."""
+        owed, server.owed = server.owed, {}
+        late = why.startswith("late: ")
+        kind = StoreTimeoutError if late else StoreUnavailableError
+        text = f"{why.removeprefix('late: ')}; its process was killed" if late else f"the tier's process failed: {why}"
+        for number, request in owed.items():
+            self._add_work(server, request, -1)
+            if request.job is not None:
+                batch = Batch()
+                count = len(request.keys) if request.job.blocks else 0
+                batch.outcomes["failed" if is_loss else "dropped"] += count
+                batch.errors[kind.__name__ if is_loss else why] += count
+                batch.perhaps_stored = count
+                batch.fault = text if is_loss else ""
+                self._end_part(request.job, batch)
+            elif request.look:
+                self._looked.append((number, [None] * request.look, 0.0))
+            else:
+                self._opened = Opened(None, kind(text))
+
+    def _adopt(self, server: _Server, handle: Handle) -> None:
+        server.handle = handle
+        server.reader = FrameReader(handle.tag)
+        server.started_at = server.heard_at = self._clock()
+        server.start_at = None
+        if self._cut:
+            self._write(server, ["cut", self._cut])
+
+    def _start_again(self, server: _Server) -> None:
+        """Start a server in a thread that ends with it: it reads the interpreter from its disk, which may hang."""
+        server.start_at = None
+
+        def start() -> None:
+            try:
+                self._started.put((server, self._backend.start(server.seats)))
+            except Exception as e:  # noqa: BLE001 - a thread's edge: it is tried again
+                self._started.put((server, e))
+
+        try:
+            threading.Thread(target=start, name=f"kvtiers-{self._tier}-start", daemon=True).start()
+        except RuntimeError:  # no thread can be started now
+            server.start_at = self._clock() + PAUSE_S[1]
+
+    def _take_started(self) -> None:
+        while True:
+            try:
+                server, handle = self._started.get_nowait()
+            except Empty:
+                return
+            if isinstance(handle, Exception):
+                server.pause_s = min(PAUSE_S[1], 2 * server.pause_s)
+                server.start_at = self._clock() + server.pause_s
+                self._fail(server, f"no process could be started: {handle}")
+            else:
+                self._adopt(server, handle)
