@@ -319,7 +319,7 @@ class Server:
                     self._say(f"lookup of {len(keys)} keys failed: {type(e).__name__}: {e}")
                 found = [None] * len(keys)
             answers = bytes(map(FOUND.index, found))
-            self._send("looked", number, time.monotonic() - began_at, raw=answers)
+            self._send("looked", number, time.monotonic() - began_at, *self._take_texts(), raw=answers)
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
@@ -390,10 +390,13 @@ class Server:
         self._said.append(text)
 
     def _send_batch(self, number: int, batch: Batch, keys: Sequence[OffloadKey]) -> None:
+        self._send("moved", number, encode_batch(batch, keys), *self._take_texts())
+
+    def _take_texts(self) -> tuple[list[str], list[str]]:
         warnings, self._warnings[:] = self._warnings[:], []
-        # One text is enough: the next batch says it again, and the engine's half logs only few of them.
+        # One text is enough: the next answer says it again, and the engine's half logs only few of them.
         said, self._said[:] = self._said[:1], []
-        self._send("moved", number, encode_batch(batch, keys), warnings, said)
+        return warnings, said
 
     def _send(self, *content: object, raw: bytes = b"") -> None:
         frame = pack_frame(self._tag, content, raw)

@@ -49,6 +49,7 @@ DOUBT_SHARE: Final = (
 LATE_FACTOR: Final = 2.0  # no part may take longer than this many deadlines, whatever else its server does
 PAUSE_S: Final = (0.05, 30.0)  # before a server is started again: at first, and at most
 LIVED_S: Final = 10.0  # a server that lived longer is started again without a longer pause
+END_S: Final = 1.5  # for a server without work to end
 LOOK_S: Final = 1.0  # between looks at servers without work, which may have died
 
 
@@ -377,28 +378,28 @@ class Channel:
         if not self._closing:
             self.cut("shutdown")
         self._closing = True
-        until = time.monotonic() + timeout_s
         self.wait_idle(timeout_s)
         self._take_started()
         for server in self._servers:
-            if server.handle is not None:
+            if server.handle is not None and (not server.owed or server.handle.kill()):
                 server.handle.close()
-        kill_at = max(until, time.monotonic() + 0.2)
-        killed = False
-        while not all(server.handle is None or server.handle.has_ended() for server in self._servers):
-            if time.monotonic() > kill_at:
-                if killed:
-                    return False
-                killed = True
-                kill_at = time.monotonic() + 0.3
-                for server in self._servers:
-                    if server.handle is not None:
-                        server.handle.kill()
+                server.ending = "shutdown"
+        until = time.monotonic() + END_S
+        ending = [server for server in self._servers if server.handle is None or server.ending]
+        while not all(map(self._has_ended, ending)) and time.monotonic() < until:
             time.sleep(0.002)
-        for server in self._servers:
-            server.handle = None
-            self._fail(server, "shutdown", is_loss=False)
+        if any(server.handle is not None for server in self._servers):
+            return False
         self._backend.close()
+        return True
+
+    def _has_ended(self, server: _Server) -> bool:
+        """Whether a server has ended after ``close``; what it owed is then answered."""
+        if server.handle is not None:
+            if not (server.ending and server.handle.has_ended()):
+                return False
+            server.handle, server.ending = None, ""
+        self._fail(server, "shutdown", is_loss=False)
         return True
 
     def _send(self, server: _Server, request: _Request, content: list[object], raw: bytes = b"") -> int:
@@ -467,14 +468,14 @@ class Channel:
         if request.job is not None:
             _, encoded, warnings, said = arguments
             batch = decode_batch(encoded, request.keys)
-            for is_warning, texts in ((True, warnings), (False, said)):
-                for text in texts:
-                    self._tell(is_warning, str(text))
+            self._tell_all(warnings, said)
             self._end_part(request.job, batch)
         elif request.look:
             if len(raw) != request.look:
                 raise ValueError(f"it sent {len(raw)} answers to {request.look} keys")
-            self._looked.append((number, [FOUND[answer] for answer in raw], float(arguments[1])))
+            _, seconds, warnings, said = arguments
+            self._tell_all(warnings, said)
+            self._looked.append((number, [FOUND[answer] for answer in raw], float(seconds)))
         else:
             _, capabilities, error = arguments
             self._opened = Opened(
@@ -482,6 +483,11 @@ class Channel:
             )
         del server.owed[number]
         self._add_work(server, request, -1)
+
+    def _tell_all(self, warnings: Iterable[object], said: Iterable[object]) -> None:
+        for is_warning, texts in ((True, warnings), (False, said)):
+            for text in texts:
+                self._tell(is_warning, str(text))
 
     def _end_part(self, job: _Job, batch: Batch) -> None:
         job.batches.append(batch)

@@ -35,12 +35,13 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from kvtiers.tiers.server import server
 from kvtiers.tiers.store import Capabilities, Store
 from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
-from kvtiers.tiers.tier import block_mover, health, store_tier
+from kvtiers.tiers.tier import block_mover, channel, health, store_tier
 from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.health import REST_S_MAX
 from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupOptions
@@ -67,7 +68,10 @@ class Bench:
         self.clock: Callable[[], float] = time.monotonic
         self.job_id = 0
 
-    def tier(self, spec: FakeSpec | None = None, store: Store | None = None, **options: Any) -> StoreTierManager:
+    def tier(
+        self, spec: FakeSpec | None = None, store: Store | None = None, task_bytes: int = 3 * ROW_BYTES, **options: Any
+    ) -> StoreTierManager:
+        server.PIECE_BYTES_MIN = server.PIECE_BYTES_MAX = task_bytes  # type: ignore[misc]
         spec = spec or FakeSpec()
         lookup = LookupOptions(deadline_s=20, absent_ttl_s=0)  # tests wait for answers; deadlines have their own test
         made = StoreTierManager(
@@ -75,7 +79,7 @@ class Bench:
             self.region.data,
             "test",
             store=store or self.make_store(),
-            options=TierOptions(**{"lookup": lookup, "task_bytes": 3 * ROW_BYTES, "shutdown_s": 400.0, **options}),
+            options=TierOptions(**{"lookup": lookup, "shutdown_s": 20.0, **options}),
             clock=self.clock,
         )
         self.tiers.append(made)
@@ -118,6 +122,18 @@ class Bench:
         return result
 
     @staticmethod
+    def results(tier: StoreTierManager, count: int) -> dict[int, bool]:
+        """Of the next jobs that end: whether each succeeded."""
+        ended: dict[int, bool] = {}
+
+        def all_ended() -> bool:
+            ended.update((result.job_id, result.success) for result in tier.get_finished())
+            return len(ended) >= count
+
+        wait_for(all_ended)
+        return ended
+
+    @staticmethod
     def first_result(tier: StoreTierManager) -> JobResult:
         """Of the job that ends first, where others do not."""
         (result,) = wait_for(lambda: list(tier.get_finished()))
@@ -147,9 +163,11 @@ class Bench:
 
 
 @pytest.fixture(autouse=True)
-def _patient_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier whose threads do not end in time leaves its store open and its rows mapped."""
-    monkeypatch.setattr(store_tier, "LOOKUPS_END_S", 120.0)
+    monkeypatch.setattr(channel, "END_S", 10.0)
+    monkeypatch.setattr(server, "PIECE_BYTES_MIN", 3 * ROW_BYTES)
+    monkeypatch.setattr(server, "PIECE_BYTES_MAX", 3 * ROW_BYTES)
 
 
 @pytest.fixture(params=["memory", "local", "local, piece by piece"])
@@ -615,7 +633,7 @@ def test_a_large_job_that_ended_is_booked_in_parts_and_reported_once(
     )
     tier.submit_store(large := bench.job(KEYS[:10]))
     tier.submit_store(small := bench.job(KEYS[10:12]))
-    assert tier._pool.wait_idle(120)
+    assert tier._channel.wait_idle(120)
     results: list[JobResult] = []
     calls = 0
     while len(results) < 2:
@@ -700,7 +718,7 @@ def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.Monkey
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(tier.shutdown)
         try:
-            wait_for(lambda: tier._mover.cut)
+            wait_for(lambda: tier._channel._cut)
         finally:
             slow.gate.set()
         ending.result(120)
@@ -1011,8 +1029,7 @@ class TestLiveness:
         # Cut off: misses and refusals at once, but the stuck job is not reported: its slots may still be written.
         assert tier.lookup(KEYS[0]) is False
         tier.submit_store(refused := bench.job(KEYS[:3]))
-        ended = {result.job_id: result.success for result in tier.get_finished()}
-        assert ended == {refused.job_id: False, waiting[-1].job_id: False}
+        assert bench.results(tier, 2) == {refused.job_id: False, waiting[-1].job_id: False}
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "circuit_open") == 3
         hung.gate.set()
         tier.drain_jobs()
@@ -1046,7 +1063,7 @@ class TestLiveness:
         tier.submit_store(waiting := bench.job(KEYS[6:16]))
         wait_for(lambda: hung.entered == 2)
         clock.now += 10.5
-        assert [result.job_id for result in tier.get_finished()] == [waiting.job_id]
+        assert bench.results(tier, 1) == {waiting.job_id: False}
         assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == 10
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "deadline") == 10
         hung.gate.set()
@@ -1113,8 +1130,7 @@ class TestLiveness:
         wait_for(lambda: hung.entered == 3)
         assert list(tier.get_finished()) == []
         clock.now += 11
-        ended = {result.job_id: result.success for result in tier.get_finished()}
-        assert ended == dict.fromkeys((job.job_id for job in waiting), False)
+        assert bench.results(tier, 3) == dict.fromkeys((job.job_id for job in waiting), False)
         hung.gate.set()
         tier.drain_jobs()
         assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in stuck}
@@ -1192,7 +1208,8 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 0
         assert tier.circuit_state == "closed"
         store.plan = [Fault("put", count=None, error=lambda: StoreThrottledError("slow down"))]
-        bench.store(tier, KEYS[20:23])
+        for key in KEYS[20:23]:
+            bench.store(tier, [key])
         assert tier.circuit_state == "open"
 
     def test_a_job_that_ends_halfway_has_stored_its_first_blocks(self, bench: Bench) -> None:
@@ -1724,7 +1741,7 @@ def test_load_is_reported_only_after_the_store_has_released_its_slot(
     store.error = error
     tier.submit_load(job := bench.job(KEYS[:1]))
     wait_for(lambda: store.kept)
-    assert not tier._pool.wait_idle(0.3)
+    assert not tier._channel.wait_idle(0.3)
     store.kept.clear()
     assert bench.result(tier, job).success == (error is None)
 
@@ -1775,7 +1792,7 @@ def test_load_whose_error_is_kept_by_store_and_by_log_handler_is_reported(
     assert bench.store(tier, KEYS[:2]).success
     store.raises = error
     tier.submit_load(job := bench.job(KEYS[:2]))
-    was_idle = tier._pool.wait_idle(20.0)
+    was_idle = tier._channel.wait_idle(20.0)
     for each in [*store.kept]:  # else the test would hang where it fails
         each.__traceback__ = each.__cause__.__traceback__ = None  # type: ignore[union-attr]
     assert was_idle
