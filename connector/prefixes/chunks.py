@@ -21,8 +21,8 @@ from typing import Any
 from ...tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
 from ...tiers.isolation.process import StoreRecipe
 from ...tiers.isolation.worker import find_object
-from ...tiers.layers.layer import Layer
 from ...tiers.store import KeyInfo, Store
+from ...tiers.store_layer import Layer
 from ...tiers.tools.block_reader import read_small
 from ...tiers.tools.inventory import NAMESPACE
 from .format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal
@@ -58,12 +58,9 @@ class ChunkStore(Layer):
             yield from blobs_of(infos)
 
     def delete(self, key: str) -> None:
-        (error,) = self._delete_many([key])
+        (error,) = self.delete_many([key])
         if error is not None:
             raise error
-
-    def _around_batch(self, method: str, items: Sequence[Any], size: int) -> list[Any]:
-        return self._delete_many(items) if method == "delete_many" else super()._around_batch(method, items, size)
 
     def _chunks(self, infos: Iterable[KeyInfo]) -> Iterator[KeyInfo]:
         """Yield the blobs that one folder's files form."""
@@ -85,7 +82,7 @@ class ChunkStore(Layer):
         for attempt, layers in attempts.items():
             yield KeyInfo(attempt, _bytes_of(layers), max(info.mtime for info in layers))
 
-    def _delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """Delete manifests first, so that nobody uses them any more; then, after readers have finished, the layers."""
         outcomes: dict[str, Exception | None] = {}
         attempts: dict[str, str] = {}  # key -> folder of its layers

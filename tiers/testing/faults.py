@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from unittest import mock
 
-from ..layers.layer import Layer
 from ..store import KeyInfo, Store
+from ..store_layer import Layer
 from ..stores import vectored_io
 from ..stores.files import (
     cleanup as folder_cleanup,
@@ -156,10 +156,10 @@ class FaultyStore(Layer):
         self._after(faults)
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        return self._around("keys", lambda: self.inner.keys(prefix), 0)
+        return self._around("keys", lambda: self.inner.keys(prefix))
 
     def close(self) -> None:
-        self._around("close", self.inner.close, 0)
+        self._around("close", self.inner.close)
 
     def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         faults = self._before("get_tail")
@@ -172,7 +172,7 @@ class FaultyStore(Layer):
         self._after(faults)
         return found
 
-    def _around(self, method: str, call: Callable[[], T], size: int) -> T:  # noqa: ARG002 - a plan ignores sizes
+    def _around(self, method: str, call: Callable[[], T]) -> T:
         faults = self._before(method)
         answer = call()
         self._after(faults)
