@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
+from .blocks.file_mapper import FileMapper, strict_fields
 from .blocks.keyring import load_keys, show_key_id
 from .blocks.seal import TRAILER_BYTES, Checksum, Seal
 from .capacity.policy import CapacityPolicy
@@ -135,17 +135,12 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     Raises:
         ConfigError: the keys cannot be read, or cryptography is not installed.
     """
-    options: dict[str, Any] = {"takes_unverified": config.takes_unverified, "shares_folder": _is_raw(config)}
     if config.protection == "none":
-        return partial(Seal, **options)
+        return Seal
     keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
     from .blocks.protected_seal import GcmSeal, GmacSeal
 
-    return partial(GcmSeal if config.protection == "aes-gcm" else GmacSeal, keys=keys, **options)
-
-
-def _is_raw(config: TierConfig) -> bool:
-    return isinstance(config, FsTierConfig) and config.format == FORMAT_VLLM_RAW
+    return partial(GcmSeal if config.protection == "aes-gcm" else GmacSeal, keys=keys)
 
 
 def _protection_fields(config: TierConfig) -> dict[str, str]:
@@ -183,8 +178,7 @@ def _start(
             missing = _check_s3(store)
         if not store.capabilities.shared:
             check_needs_no_sharing(policy, in_workers=not store_runs_here)
-        mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
-        mapper = mapper_class.from_offloading_spec(
+        mapper = FileMapper.from_offloading_spec(
             getattr(config, "root_dir", ""),
             spec,
             parallel_agnostic=config.parallel_agnostic,

@@ -77,9 +77,6 @@ class Store(ABC):
     #: What this storage can do. A class attribute, or set in the constructor.
     capabilities: Capabilities
 
-    #: ``format: vllm-raw``: vLLM names the folders, and files in a folder identify the engines whose blocks it holds.
-    shares_folders: bool = False
-
     @abstractmethod
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         """Publish the joined parts under ``key``.

@@ -33,7 +33,6 @@ class Layer(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.capabilities = inner.capabilities
-        self.shares_folders = inner.shares_folders
         for name in CALLING_METHODS:
             if hasattr(inner, name) and not hasattr(self, name):
                 setattr(self, name, partial(self._pass_on, name))

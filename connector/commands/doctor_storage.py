@@ -148,7 +148,7 @@ def examine_seals(where: str, config: TierConfig, store: Store) -> Iterator[Find
     ids = key_ids(config)
     if ids is None:
         yield Finding("note", where, "keys", "the keys cannot be read, so stored blocks are not compared with them")
-    misses = count_misses(seals, config.protection, ids, takes_unverified=config.takes_unverified)
+    misses = count_misses(seals, config.protection, ids)
     if not misses:
         yield Finding("ok", where, "blocks", f"engines with this configuration can load all {count} sampled blocks")
         return

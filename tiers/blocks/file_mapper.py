@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from ..errors import ConfigError
@@ -31,9 +30,7 @@ from .keys import (
 
 DIGEST_HEX_DIGITS = 12
 CONFIG_FILE_NAME = "config.json"
-IDENTITY_FILE_PREFIX = "kvtiers-"
 FORMAT_SEALED = "sealed-1"
-FORMAT_VLLM_RAW = "vllm-raw"
 # A folder's name is "<model>_<12 digits>_r<rank>", and file systems allow 255 bytes.
 MODEL_NAME_BYTES_MAX = 200
 
@@ -184,15 +181,6 @@ class FileMapper:
         """``<base>/config.json``."""
         return self.rooted(self.relative_config_name)
 
-    @property
-    def others_files(self) -> frozenset[str]:
-        """The files of ``get_namespace_files`` that another program owns."""
-        return frozenset()
-
-    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
-        """The files that identify the namespace: their names without ``root_dir``, and the fields in each file."""
-        return {self.relative_config_name: self.get_run_config()}
-
     def get_run_config(self) -> dict[str, Any]:
         """A copy of the fields."""
         copy: dict[str, Any] = json.loads(json.dumps(self._fields))
@@ -203,62 +191,6 @@ class FileMapper:
         return f"{self.root_dir}/{name}" if self.root_dir else name
 
 
-@dataclass(frozen=True, slots=True)
-class VllmLayout:
-    """Where vLLM's own ``fs`` tier would keep this engine's blocks.
-
-    Attributes:
-        namespace: the folder's name, ``<model>_<digest12>``.
-        rank: the rank in the name of the blocks' folder.
-        fields: the content of the namespace's ``config.json``.
-    """
-
-    namespace: str
-    rank: int
-    fields: dict[str, Any]
-
-
-class VllmFileMapper(FileMapper):
-    """Names blocks as vLLM's own ``fs`` tier does (``format: vllm-raw``).
-
-    The digests in vLLM's folder names do not cover ``strict_fields``, so engines whose bytes differ may share a folder.
-    The fingerprint in a block's seal still covers all of our fields, so these engines never load each other's blocks.
-    Our fields are stored in ``<namespace>/kvtiers-<digest12>.json``, beside vLLM's ``config.json``.
-    """
-
-    _vllm_fields: dict[str, Any]
-
-    @classmethod
-    def from_offloading_spec(cls, root_dir: str, offloading_spec: Any, *arguments: Any, **options: Any) -> Self:
-        """Like ``FileMapper.from_offloading_spec``; ``offloading_spec.vllm_layout`` says where vLLM keeps its blocks.
-
-        Raises:
-            ConfigError: the spec has no ``vllm_layout``.
-        """
-        layout: VllmLayout | None = getattr(offloading_spec, "vllm_layout", None)
-        if layout is None:
-            raise ConfigError(
-                f"{FORMAT_VLLM_RAW} is the layout of vLLM's own fs tier and works only with KVTiersTier; "
-                f"accepted here is {FORMAT_SEALED}",
-                field="format",
-            )
-        options["extra_fields"] = {**(options.get("extra_fields") or {}), "format": FORMAT_VLLM_RAW}
-        mapper = super().from_offloading_spec(root_dir, offloading_spec, *arguments, **options)
-        mapper.rank = layout.rank
-        mapper.name_prefix = f"{layout.namespace}_r{layout.rank}"
-        mapper._base = layout.namespace
-        mapper._vllm_fields = layout.fields
-        return mapper
-
-    @property
-    def others_files(self) -> frozenset[str]:
-        return frozenset([self.relative_config_name])  # vLLM writes it in place, so a reader may see only part of it
-
-    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
-        own = identity_file_name(self._base, self.fingerprint)
-        return {self.relative_config_name: self._vllm_fields, own: self.get_run_config()}
-
-
 def fingerprint_of(fields: Mapping[str, Any]) -> bytes:
     """SHA-256 of a namespace's fields as canonical JSON, 32 bytes."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).digest()
@@ -267,11 +199,6 @@ def fingerprint_of(fields: Mapping[str, Any]) -> bytes:
 def namespace_of(fields: Mapping[str, Any]) -> str:
     """A namespace's folder, ``<model>_<digest12>``."""
     return f"{fields['model_name'].replace('/', '_')}_{fingerprint_of(fields).hex()[:DIGEST_HEX_DIGITS]}"
-
-
-def identity_file_name(namespace: str, fingerprint: bytes) -> str:
-    """Name of the file with the fields behind a fingerprint, in a folder that vLLM named."""
-    return f"{namespace}/{IDENTITY_FILE_PREFIX}{fingerprint.hex()[:DIGEST_HEX_DIGITS]}.json"
 
 
 def block_name(name_prefix: str, key: OffloadKey) -> str:

@@ -103,8 +103,7 @@ def tell_nearest(store: Store, mapper: FileMapper, tier: str) -> None:
 
     Nothing is logged if there is no other namespace, or if the storage hangs, fails or cannot list folders.
     """
-    # Without folders(), all blobs would have to be listed. The config.json in a folder of vLLM has only vLLM's fields.
-    if isinstance(store, SupportsFolders) and not mapper.others_files:
+    if isinstance(store, SupportsFolders):  # otherwise all blobs would have to be listed
         threading.Thread(target=_tell, args=(store, mapper, tier), name=f"kvtiers-{tier}-nearest", daemon=True).start()
 
 

@@ -37,6 +37,11 @@ _MEANT = {
     **dict.fromkeys(("size", "capacity", "limit", "max_size", "size_limit"), "max_bytes"),
     **dict.fromkeys(("expire", "expiry", "max_age"), "ttl"),
 }
+#: Options that were removed -> what became of them.
+_REMOVED = {
+    "format": "every tier stores sealed blocks. Leave it out; blocks that were stored with vllm-raw are not found",
+    "unverified": "blocks without a seal are never loaded. Leave it out",
+}
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"
@@ -134,6 +139,8 @@ def did_you_mean(name: str, known: Mapping[str, Any] | list[str]) -> str:
 
 def _unknown_key(name: str, owner: dict[str, Any], homes: Mapping[str, str]) -> str:
     known: dict[str, Any] = owner.get("properties", {})
+    if became := _REMOVED.get(name):
+        return f"was removed: {became}"
     if _CREDENTIAL.search(name.lower()):
         tier_type = known.get("type", {}).get("const", "")
         where = _CREDENTIALS.get(tier_type, _CREDENTIALS[""])

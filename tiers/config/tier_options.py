@@ -22,7 +22,6 @@ from pydantic import (
     model_serializer,
 )
 
-from ..blocks.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
 from ..blocks.keyring import KEY_BYTES, KEY_VARIABLES
 from ..capacity.policy import CapacityPolicy
 from ..errors import HIDDEN, ConfigError, public_url
@@ -194,11 +193,6 @@ class TierConfig(Model):
         """How blocks are protected. aes-gcm also authenticates, so it replaces gmac."""
         return self.encrypt if self.encrypt != "none" else self.auth
 
-    @property
-    def takes_unverified(self) -> bool:
-        """Whether blocks without a seal are loaded."""
-        return False
-
     def check(self) -> None:
         """Check options that depend on each other.
 
@@ -317,31 +311,6 @@ class FsTierConfig(BoundedTierConfig):
     durability: Literal["none", "data"] = Field(
         "none", description="data: fsync each block before it becomes visible (8 ms instead of 0.6 ms at 2 MiB)."
     )
-    format: Literal["sealed-1", "vllm-raw"] = Field(
-        "sealed-1",
-        description="vllm-raw: share files and folders with vLLM's own fs tier; the seal is in an extended attribute. "
-        "Only with KVTiersTier.",
-    )
-    unverified: Literal["deny", "allow"] = Field(
-        "deny",
-        description="allow: with format: vllm-raw, also load blocks that vLLM's own tier wrote. They have no seal, so "
-        "nothing verifies them.",
-    )
-
-    @property
-    def takes_unverified(self) -> bool:
-        return self.unverified == "allow"
-
-    def check(self) -> None:
-        super().check()
-        if self.format == FORMAT_SEALED and self.takes_unverified:
-            raise ConfigError(f"has no effect with format: {FORMAT_SEALED}: its blocks have seals", field="unverified")
-        if self.format == FORMAT_VLLM_RAW and self.encrypt != "none":
-            raise ConfigError(
-                f"vLLM's own tier cannot read encrypted blocks; remove format: {self.format}", field="encrypt"
-            )
-        if self.takes_unverified and self.auth != "none":
-            raise ConfigError("allow would load blocks written without a key; remove it or auth", field="unverified")
 
 
 class NfsTierConfig(BoundedTierConfig):

@@ -259,10 +259,9 @@ def seal_from_json(fields: dict[str, Any]) -> Seal:
     options = {
         "checksum": Checksum(fields["checksum"]),
         "writer_id": bytes.fromhex(fields["writer_id"]),
-        "shares_folder": fields["shares_folder"],
     }
     if "authentication" not in fields:
-        return Seal(*identity, takes_unverified=fields["takes_unverified"], **options)
+        return Seal(*identity, **options)
     from ..blocks.protected_seal import GcmSeal, GmacSeal
 
     kind = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}[fields["authentication"]]

@@ -47,7 +47,6 @@ from ..stores.files import (
 from ..stores.files import (
     posix,
     publish,
-    vllm_raw,
 )
 
 T = TypeVar("T")
@@ -223,8 +222,6 @@ SYSTEM_CALLS = frozenset(
         "fdatasync",
         "fsync",
         "fstatvfs",
-        "getxattr",
-        "setxattr",
     ]
 )
 
@@ -269,7 +266,6 @@ class SyscallFaults:
             (publish, "os", seam),
             (folder_cleanup, "os", seam),
             (folder_listing, "os", seam),
-            (vllm_raw, "os", seam),
             (posix, "openat2", openat2),
         ):
             self._patches.enter_context(mock.patch.object(module, name, replacement))

@@ -12,24 +12,22 @@ from heapq import heappush, heapreplace
 from itertools import islice
 
 from ..blocks.keyring import show_key_id
-from ..blocks.seal import NO_TRAILER, TRAILER_BYTES, describe_trailer
+from ..blocks.seal import TRAILER_BYTES, describe_trailer
 from ..errors import StoreError
 from ..store import Store, SupportsTail
 from .inventory import parse_block_name
 
 SAMPLE_BLOCKS = 16
 SAMPLED_FROM_MAX = 2000  # blocks listed to choose a sample from; a check must not list a bucket of millions
-UNSEALED, OTHER, PLAIN = "unsealed", "other", "none"
+OTHER, PLAIN = "other", "none"
 _PROTECTIONS = {"aes_256_gmac": "gmac", "aes_256_gcm": "aes-gcm"}
 
 
 def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
-    """How a block was sealed: "none" (no key), "gmac 1a2b3c4d" (protection and key ID), "unsealed" or "other".
+    """How a block was sealed: "none" (no key), "gmac 1a2b3c4d" (protection and key ID) or "other".
 
     "other" is damage, or a seal of a newer version.
     """
-    if bytes(trailer) == NO_TRAILER:
-        return UNSEALED
     fields = describe_trailer(trailer)
     if fields is None:
         return OTHER
@@ -92,9 +90,7 @@ def sample_seals(store: Store, names: Iterable[str] | None = None) -> Counter[st
     return kinds
 
 
-def count_misses(
-    kinds: Mapping[str, int], protection: str, key_ids: Container[str] | None, *, takes_unverified: bool
-) -> dict[str, int]:
+def count_misses(kinds: Mapping[str, int], protection: str, key_ids: Container[str] | None) -> dict[str, int]:
     """Count the blocks that no engine with this configuration can load, by reason.
 
     Args:
@@ -105,10 +101,7 @@ def count_misses(
     misses: Counter[str] = Counter()
     for kind, count in kinds.items():
         how, _, key = kind.partition(" ")
-        if kind == UNSEALED:
-            if not takes_unverified:
-                misses["without a seal"] += count
-        elif kind == OTHER:
+        if kind == OTHER:
             misses["of a newer version or damaged"] += count
         elif how != protection:
             misses[f"with auth or encrypt {how}, where this tier has {protection}"] += count

@@ -34,7 +34,7 @@ class UnitResult:
     Attributes:
         bad: name and reason of each bad block, up to ``BAD_KEYS_MAX``.
         kept: bad blocks that a repair leaves alone, because the namespace's identity is missing.
-        foreign: blocks that only a newer version can judge, or that have no seal to check; they are left alone.
+        foreign: blocks that only a newer version can judge; they are left alone.
         seals: kind of seal (see ``seal_kinds``) -> number of blocks that are not bad.
         errors: blocks that could not be read, and files and folders that may not be read or that the disk cannot read.
     """

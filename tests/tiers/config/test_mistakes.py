@@ -63,6 +63,11 @@ def told_of(tier: dict[str, Any]) -> str:
             "eviction_policy: is not a known key here; it belongs in region",
         ),
         ({"region": REGION, "root_dir": "/x"}, "root_dir: is not a known key here; it belongs in tiers"),
+        (
+            {"region": REGION, "tiers": [FS | {"format": "vllm-raw"}]},
+            "tiers[0].format: was removed: every tier stores sealed blocks. Leave it out; ",
+        ),
+        ({"region": REGION, "tiers": [FS | {"unverified": "allow"}]}, "tiers[0].unverified: was removed: "),
         ({"region": REGION, "tiers": [{"type": "nsf"}]}, "'nsf' is not a tier type; did you mean nfs? (accepted: fs, "),
         ({"region": REGION, "tiers": [{"type": "redis"}]}, "'redis' is not a tier type; accepted: fs, fsspec, "),
         ({"region": REGION, "tiers": {"type": "fs"}}, "tiers: a mapping is not a list of tiers; begin each"),

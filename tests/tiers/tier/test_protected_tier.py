@@ -22,7 +22,7 @@ from kvtiers.connector.commands.cli import app
 from kvtiers.connector.vllm_config import vllm_config
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks import protected_seal
-from kvtiers.tiers.blocks.file_mapper import fingerprint_of, identity_file_name, namespace_of
+from kvtiers.tiers.blocks.file_mapper import fingerprint_of, namespace_of
 from kvtiers.tiers.blocks.keyring import key_id, parse_keys, show_key_id
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
@@ -371,7 +371,7 @@ def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Benc
 def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
     bench: Bench, tmp_path: Path, command: str, keeps_config: bool
 ) -> None:
-    """By a file as ``format: vllm-raw`` has them, with the fields of an engine that has no keys."""
+    """By a file beside config.json, with the fields of an engine that has no keys."""
     bench.fill()
     tier = bench.tier(OLD, **GMAC)
     bench.run(tier, "store", KEYS[:4])
@@ -381,7 +381,7 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
     if not keeps_config:
         config_json.unlink()
     fingerprint = fingerprint_of(fields)
-    planted = identity_file_name(config_json.parent.name, fingerprint)
+    planted = f"{config_json.parent.name}/kvtiers-{fingerprint.hex()[:12]}.json"
     forger.put(planted, [memoryview(json.dumps(fields).encode())])
     seal = Seal(fingerprint, 0)
     for key in KEYS[4:]:

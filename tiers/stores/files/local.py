@@ -266,7 +266,7 @@ class LocalStore(Store):
         used_at: float | None = None,
     ) -> bool:
         def write(fd: int) -> None:
-            self._write(fd, key=key, parts=parts, look=look)
+            write_all(fd, parts, look)
             if used_at is not None:
                 os.utime(fd, (used_at, used_at))
 
@@ -304,10 +304,6 @@ class LocalStore(Store):
             if e.errno in absent:
                 return None
             raise store_error(e, key) from e
-
-    def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:  # noqa: ARG002 - for subclasses
-        """Fill a new file."""
-        write_all(fd, parts, look)
 
     def _publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
