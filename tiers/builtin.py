@@ -135,17 +135,17 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     Raises:
         ConfigError: the keys cannot be read, or cryptography is not installed.
     """
-    if config.protection == "none":
+    if config.encrypt == "none":
         return Seal
     keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
-    from .blocks.protected_seal import GcmSeal, GmacSeal
+    from .blocks.protected_seal import GcmSeal
 
-    return partial(GcmSeal if config.protection == "aes-gcm" else GmacSeal, keys=keys)
+    return partial(GcmSeal, keys=keys)
 
 
 def _protection_fields(config: TierConfig) -> dict[str, str]:
     """Put protected blocks into a separate namespace, so that replicas with and without keys do not interfere."""
-    return {} if config.protection == "none" else {"protection": config.protection}
+    return {} if config.encrypt == "none" else {"protection": config.encrypt}
 
 
 def _start(
@@ -311,7 +311,7 @@ def _worker_bytes_max(config: TierConfig, options: TierOptions, row_bytes: int) 
     if not isinstance(config, NetworkTierConfig):
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
-    copies += config.protection == "aes-gcm"  # a block is encrypted into its thread's buffer
+    copies += config.encrypt == "aes-gcm"  # a block is encrypted into its thread's buffer
     cores = os.cpu_count() or 1
     return config.worker_memory + cores * CORE_BYTES + copies * options.worker_threads_max * row_bytes
 
@@ -386,7 +386,7 @@ def record_keys(config: TierConfig) -> RecordKeys | None:
     Raises:
         ConfigError: the keys cannot be read.
     """
-    if config.protection == "none":
+    if config.encrypt == "none":
         return None
     return RecordKeys.of(load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
 
@@ -396,7 +396,7 @@ def key_ids(config: TierConfig) -> frozenset[str] | None:
 
     A tier without keys has no ids.
     """
-    if config.protection == "none":
+    if config.encrypt == "none":
         return frozenset()
     try:
         ring = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)

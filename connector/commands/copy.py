@@ -134,10 +134,10 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
         raise refuse(f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
     if target.read_only:
         raise refuse(f"{target.name} is read_only; choose a tier that is not")
-    protections = source.config.protection, target.config.protection
+    protections = source.config.encrypt, target.config.encrypt
     if protections[0] != protections[1]:
         kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
-        raise refuse(f"both tiers must have the same protection, or engines find no blocks ({kinds})")
+        raise refuse(f"both tiers must have the same encrypt, or engines find no blocks ({kinds})")
     started_at = time.monotonic()
     try:
         with source.open() as from_store:

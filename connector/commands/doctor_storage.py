@@ -45,8 +45,10 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
     kind = file_system_type(root)
     status = os.lstat(root)
     # Users who can write to the folder can make an engine load arbitrary KV. With keys they can only cause misses.
-    level: Level = "problem" if config.protection == "none" else "note"
-    keys = "" if level == "note" else "; or set auth: gmac, which accepts only blocks that were written with a key"
+    level: Level = "problem" if config.encrypt == "none" else "note"
+    keys = (
+        "" if level == "note" else "; or set encrypt: aes-gcm, which accepts only blocks that were written with a key"
+    )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         yield Finding(
             level, where, "mode", f"other users can write to {root} (mode {stat.S_IMODE(status.st_mode):o})",
@@ -148,7 +150,7 @@ def examine_seals(where: str, config: TierConfig, store: Store) -> Iterator[Find
     ids = key_ids(config)
     if ids is None:
         yield Finding("note", where, "keys", "the keys cannot be read, so stored blocks are not compared with them")
-    misses = count_misses(seals, config.protection, ids)
+    misses = count_misses(seals, config.encrypt, ids)
     if not misses:
         yield Finding("ok", where, "blocks", f"engines with this configuration can load all {count} sampled blocks")
         return

@@ -239,7 +239,7 @@ def _with_bounds(config: str, places: list[Place], max_bytes: str | None, ttl: s
 
 
 def _refuse_protected(store: Store, place: Place) -> None:
-    """A collector without the keys of ``auth`` or ``encrypt`` would leave records that no engine accepts."""
+    """A collector without the keys of ``encrypt`` would leave records that no engine accepts."""
     for namespace in namespaces_in(store)[0]:
         if namespace.fields.get("protection"):
             raise ConfigError(
@@ -308,7 +308,7 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
 
 def misses_of(config: TierConfig, seals: Mapping[str, int]) -> dict[str, int]:
     """Blocks that engines with this configuration cannot load, by reason; see ``count_misses``."""
-    return count_misses(seals, config.protection, key_ids(config))
+    return count_misses(seals, config.encrypt, key_ids(config))
 
 
 def _du_result(inventory: Inventory, used: int | None, limit: int | None, seconds: float) -> dict[str, Any]:

@@ -84,7 +84,6 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tier", "key"),
     [
-        ("{type: fs, root_dir: /mnt/a, auth: gmac, keys_env: K}", "auth"),
         ("{type: fs, root_dir: /mnt/a, encrypt: aes-gcm, keys_env: K}", "encrypt"),
         ("{type: s3, bucket: kvs, embedded: true}", "embedded"),
         ("{type: memory, max_bytes: 1MiB}", "type"),

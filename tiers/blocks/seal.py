@@ -14,7 +14,7 @@ both lengths are multiples of 4,096, so that O_DIRECT stays possible. Little-end
     60   4  rank                       216    …  zero
     64   2  key length
 
-(130..136 is padding. Authentication: 0 none, 1 AES-256-GMAC, 2 AES-256-GCM; see ``protected_seal``.)
+(130..136 is padding. Authentication: 0 none, 2 AES-256-GCM, see ``protected_seal``; 1 was AES-256-GMAC.)
 
 Every version keeps the magic, the version and the checksum at offset 208 in place. A reader checks that checksum before
 it trusts any other field. Only an intact trailer can be another version's, and only such a block is left alone.
@@ -63,7 +63,7 @@ class Authentication(IntEnum):
     """How a block proves that its writer had the key."""
 
     NONE = 0
-    AES_256_GMAC = 1
+    # 1 is reserved: it was AES-256-GMAC, and such blocks are still stored.
     AES_256_GCM = 2  # also encrypts the payload
 
 
@@ -112,7 +112,7 @@ class RunningChecksum:
 class Seal:
     """Creates and checks the trailers of one namespace and rank. Immutable; any thread may use it.
 
-    Creates and accepts only unauthenticated blocks; ``protected_seal`` has the seals with keys.
+    Creates and accepts only unauthenticated blocks; ``protected_seal`` has the seal with keys.
 
     Args:
         fingerprint: SHA-256 of the namespace's canonical JSON fields, 32 bytes.

@@ -11,7 +11,7 @@ A record is a header line and a JSON object, padded with spaces::
 - The checksum (xxh3_128) covers the record's name and everything after the checksum. A corrupt record, and a record
   stored under another record's name, count as missing.
 - The tag (HMAC-SHA256) covers the record's name and everything after the tag. It is present if the tier has keys
-  (``auth`` or ``encrypt``). A reader with keys rejects records without a valid tag. Without keys both fields are ``-``.
+  (``encrypt``). A reader with keys rejects records without a valid tag. Without keys both fields are ``-``.
 
 An attacker who kept an older record can put it back: a tag proves who wrote a record, not when.
 """

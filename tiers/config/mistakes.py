@@ -28,7 +28,7 @@ _CREDENTIALS: Mapping[str, str] = {
     "profile) or a role",
     "fsspec": "leave them to the environment variables that the driver reads, or else write them into storage_options",
     "store": "leave them to the environment variables that the store reads, or else write them into options",
-    "": "keys for auth and encrypt come from keys_file or keys_env, and S3's credentials from the environment, "
+    "": "keys for encrypt come from keys_file or keys_env, and S3's credentials from the environment, "
     "~/.aws/credentials or a role",
 }
 #: Keys of other programs, and the key that is meant, where the model has it.
@@ -39,7 +39,8 @@ _MEANT = {
 }
 #: Options that were removed -> what became of them.
 _REMOVED = {
-    "format": "every tier stores sealed blocks. Leave it out; blocks that were stored with vllm-raw are not found",
+    "auth": "write encrypt: aes-gcm in its place, which authenticates as well; blocks stored with gmac are not found",
+    "format": "every tier stores sealed blocks. Leave it out; blocks stored with vllm-raw are not found",
     "unverified": "blocks without a seal are never loaded. Leave it out",
 }
 _ACCEPTED = "{shown} is not accepted; write {accepted}"

@@ -164,9 +164,6 @@ class TierConfig(Model):
         False, description="Share blocks between parallel layouts, if the engine says that its block format allows it."
     )
 
-    auth: Literal["none", "gmac"] = Field(
-        "none", description="gmac: load only blocks that were written with one of the keys (AES-256-GMAC)."
-    )
     encrypt: Literal["none", "aes-gcm"] = Field(
         "none",
         description="aes-gcm: encrypt and authenticate blocks (AES-256-GCM). Costs one more copy per stored block.",
@@ -176,7 +173,7 @@ class TierConfig(Model):
         | None
     ) = Field(
         None,
-        description="File with the keys for auth and encrypt, 64 hex digits each; new blocks use the first. The file "
+        description="File with the keys for encrypt, 64 hex digits each; new blocks use the first. The file "
         "mode must be 0600.",
     )
     keys_env: (
@@ -188,11 +185,6 @@ class TierConfig(Model):
         | None
     ) = Field(None, description="Environment variable with the keys, instead of keys_file.")
 
-    @property
-    def protection(self) -> Literal["none", "gmac", "aes-gcm"]:
-        """How blocks are protected. aes-gcm also authenticates, so it replaces gmac."""
-        return self.encrypt if self.encrypt != "none" else self.auth
-
     def check(self) -> None:
         """Check options that depend on each other.
 
@@ -202,13 +194,12 @@ class TierConfig(Model):
         given = [name for name in ("keys_file", "keys_env") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError("is mutually exclusive with keys_file", field="keys_env")
-        if given and self.protection == "none":
-            raise ConfigError("has no effect without auth: gmac or encrypt: aes-gcm", field=given[0])
+        if given and self.encrypt == "none":
+            raise ConfigError("has no effect without encrypt: aes-gcm", field=given[0])
         if self.keys_env is not None:
             KEY_VARIABLES.add(self.keys_env)
-        if not given and self.protection != "none":
-            name = "encrypt" if self.encrypt != "none" else "auth"
-            raise ConfigError(f"{getattr(self, name)} needs keys; give keys_file or keys_env", field=name)
+        if not given and self.encrypt != "none":
+            raise ConfigError(f"{self.encrypt} needs keys; give keys_file or keys_env", field="encrypt")
 
     def contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Options that have no effect, or not the intended one, because of another: (field, message, fix) each."""

@@ -22,7 +22,7 @@ from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
 from ..blocks.keys import OffloadKey
-from ..blocks.seal import TRAILER_BYTES, Authentication, Checksum, Seal
+from ..blocks.seal import TRAILER_BYTES, Checksum, Seal
 from ..errors import StoreError, StoreFullError
 from ..plain_logs import get_logger
 from ..store import Store
@@ -256,16 +256,15 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
 def seal_from_json(fields: dict[str, Any]) -> Seal:
     """The inverse of ``Seal.to_json``. Imports cryptography only if the seal has keys."""
     identity = bytes.fromhex(fields["fingerprint"]), fields["rank"]
-    options = {
+    options: dict[str, Any] = {
         "checksum": Checksum(fields["checksum"]),
         "writer_id": bytes.fromhex(fields["writer_id"]),
     }
-    if "authentication" not in fields:
+    if "keys" not in fields:
         return Seal(*identity, **options)
-    from ..blocks.protected_seal import GcmSeal, GmacSeal
+    from ..blocks.protected_seal import GcmSeal
 
-    kind = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}[fields["authentication"]]
-    return kind(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)
+    return GcmSeal(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)
 
 
 def _move_by_threads(move: Callable[[Iterable[Pair]], Batch], windows: Sequence[Window], threads: int) -> list[Batch]:

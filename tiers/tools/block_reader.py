@@ -19,7 +19,7 @@ from ..store import KeyInfo, Store
 from .inventory import BlockName
 
 NO_IDENTITY = "no_identity"  # the namespace's config.json is missing or belongs to another namespace
-_AUTHENTICATIONS: dict[str, int] = {"gmac": Authentication.AES_256_GMAC, "aes-gcm": Authentication.AES_256_GCM}
+_AUTHENTICATIONS: dict[str, int] = {"aes-gcm": Authentication.AES_256_GCM}
 
 
 class BlockReader:
@@ -108,7 +108,7 @@ class _KeylessSeal(Seal):
 
     def __init__(self, *arguments: Any, protection: object, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._authentication = _AUTHENTICATIONS.get(str(protection), -1)  # -1: from a newer version
+        self._authentication = _AUTHENTICATIONS.get(str(protection), -1)  # -1: from another version
 
     def _other_means(self, checksum: int, authentication: int) -> SealError:
         if authentication == Authentication.NONE:

@@ -1,7 +1,7 @@
 """Seal kinds: how stored blocks were sealed, and which blocks a tier's configuration cannot load.
 
 Tools check blocks without keys. So a block can be intact and yet a miss for every engine: its key is no longer in any
-key file, or a newer version wrote it. A tool that says "all blocks are intact" must report such blocks as well.
+key file, or another version wrote it. A tool that says "all blocks are intact" must report such blocks as well.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .inventory import parse_block_name
 SAMPLE_BLOCKS = 16
 SAMPLED_FROM_MAX = 2000  # blocks listed to choose a sample from; a check must not list a bucket of millions
 OTHER, PLAIN = "other", "none"
-_PROTECTIONS = {"aes_256_gmac": "gmac", "aes_256_gcm": "aes-gcm"}
+_PROTECTIONS = {"aes_256_gcm": "aes-gcm"}
 
 
 def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
-    """How a block was sealed: "none" (no key), "gmac 1a2b3c4d" (protection and key ID) or "other".
+    """How a block was sealed: "none" (no key), "aes-gcm 1a2b3c4d" (protection and key ID) or "other".
 
-    "other" is damage, or a seal of a newer version.
+    "other" is damage, or a seal of another version.
     """
     fields = describe_trailer(trailer)
     if fields is None:
@@ -95,16 +95,16 @@ def count_misses(kinds: Mapping[str, int], protection: str, key_ids: Container[s
 
     Args:
         kinds: kind of seal -> number of blocks.
-        protection: the tier's: "none", "gmac" or "aes-gcm".
+        protection: the tier's ``encrypt``: "none" or "aes-gcm".
         key_ids: IDs of the tier's keys; None: unknown, so no key counts as missing.
     """
     misses: Counter[str] = Counter()
     for kind, count in kinds.items():
         how, _, key = kind.partition(" ")
         if kind == OTHER:
-            misses["of a newer version or damaged"] += count
+            misses["of another version or damaged"] += count
         elif how != protection:
-            misses[f"with auth or encrypt {how}, where this tier has {protection}"] += count
+            misses[f"with encrypt {how}, where this tier has {protection}"] += count
         elif key and key_ids is not None and key not in key_ids:
             misses[f"under key {key}, which this tier lacks"] += count
     return dict(misses)

@@ -433,7 +433,7 @@ def test_gc_of_the_prefixes_in_a_folder(root: Path) -> None:
 
 def test_gc_of_a_folder_with_protected_blocks_needs_the_keys(root: Path) -> None:
     (path,) = root.glob("*/config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "gmac"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "aes-gcm"}))
     code, out = run("gc", str(root), "--ttl", "1h")
     assert (code, "give the YAML file of a tier with their keys" in out) == (2, True)
 

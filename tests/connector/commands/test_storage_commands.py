@@ -286,9 +286,9 @@ def test_gc_of_prefixes(root: Path) -> None:
     ok("gc", write_config(root), "--prefixes")
     assert len(list(folder.rglob("*.json"))) == 2
     assert "is read_only" in ok("gc", write_config(root, "ttl: 1h", "read_only: true"), "--prefixes")
-    code, out = run("gc", write_config(root, "ttl: 1h", "auth: gmac", "keys_env: K"), "--prefixes")
+    code, out = run("gc", write_config(root, "ttl: 1h", "encrypt: aes-gcm", "keys_env: K"), "--prefixes")
     assert code == 2
-    assert "has no place for prefixes: fs: auth: prefix files are plain safetensors" in out.replace("\n", "")
+    assert "has no place for prefixes: fs: encrypt: prefix files are plain safetensors" in out.replace("\n", "")
     assert run("gc", config, "--prefixes", "--lifecycle")[0] == 2
 
 
@@ -449,7 +449,7 @@ def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, com
 
 def test_bad_input_of_a_tier_has_the_exit_code_of_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
-    config = write_config(tmp_path, "ttl: 1h", "auth: gmac", "keys_env: NOT_SET")
+    config = write_config(tmp_path, "ttl: 1h", "encrypt: aes-gcm", "keys_env: NOT_SET")
     code, out = run("gc", config)
     assert (code, "NOT_SET is not set" in out) == (2, True)
 

@@ -537,7 +537,7 @@ def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, co
 def test_its_processes_have_no_keys(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs none."""
     monkeypatch.setenv("KVTIERS_SECRETS", "ab" * 32)
-    write_tiers(Path(config), f"type: fs, root_dir: {root}, auth: gmac, keys_env: KVTIERS_SECRETS")
+    write_tiers(Path(config), f"type: fs, root_dir: {root}, encrypt: aes-gcm, keys_env: KVTIERS_SECRETS")
     environments = []
     popen = subprocess.Popen
 
