@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ...tiers.blocks.file_mapper import BlockName
 from ...tiers.blocks.neighbors import namespaces_in
 from ...tiers.builtin import key_ids, record_keys
 from ...tiers.capacity.collector import Collector
@@ -26,7 +27,7 @@ from ...tiers.config.tier_options import BoundedTierConfig, S3TierConfig, TierCo
 from ...tiers.errors import ConfigError, printable
 from ...tiers.store import KeyInfo, Store
 from ...tiers.tools.block_reader import read_identity
-from ...tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, list_blocks
+from ...tiers.tools.inventory import UNKNOWN_AGE, Inventory, Share, list_blocks
 from ...tiers.tools.namespaces import (
     blocks_of,
     differences,

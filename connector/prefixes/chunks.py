@@ -18,13 +18,13 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from ...tiers.blocks.file_mapper import NAMESPACE
 from ...tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
 from ...tiers.isolation.process import StoreRecipe
 from ...tiers.isolation.worker import find_object
 from ...tiers.store import KeyInfo, Store
 from ...tiers.store_layer import Layer
 from ...tiers.tools.block_reader import read_small
-from ...tiers.tools.inventory import NAMESPACE
 from .format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal
 
 READERS_S = 2.0  # time for readers of a removed manifest to finish reading its layers

@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ..errors import ConfigError
 from .keys import (
@@ -35,7 +35,9 @@ FORMAT_SEALED = "sealed-1"
 MODEL_NAME_BYTES_MAX = 200
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_BLOCK_NAME = re.compile(r"[0-9a-f]{3}/[0-9a-f]{2}_g([0-9]+)/([0-9a-f]+)\.bin")
+#: Pattern of a namespace's name: a single folder, because a namespace in a subfolder belongs to another root.
+NAMESPACE = rf"[^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
+_NAME = re.compile(rf"({NAMESPACE})_r([0-9]+)/([0-9a-f]{{3}})/([0-9a-f]{{2}})_g([0-9]+)/(\3\4[0-9a-f]{{0,123}})\.bin")
 _SIZES = ("hash_block_size", "gpu_blocks_per_file", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 
@@ -150,12 +152,10 @@ class FileMapper:
 
     def key_of(self, name: str) -> OffloadKey | None:
         """The block with this ``relative_name``; None if the name is not a block's in this namespace and rank."""
-        if not name.startswith(self.block_prefix):
+        found = parse_block_name(name) if name.startswith(self.block_prefix) else None
+        if found is None or len(found.digits) % 2:
             return None
-        found = _BLOCK_NAME.fullmatch(name, len(self.block_prefix))
-        if found is None or len(found[2]) % 2 or int(found[1]) > GROUP_INDEX_MAX:
-            return None
-        key = make_offload_key(bytes.fromhex(found[2]), int(found[1]))
+        key = found.offload_key
         return key if self.relative_name(key) == name else None
 
     @property
@@ -205,6 +205,42 @@ def block_name(name_prefix: str, key: OffloadKey) -> str:
     """A block's name without ``root_dir``. ``name_prefix``: see ``FileMapper.name_prefix``."""
     digits = get_offload_block_hash(key).hex()
     return f"{name_prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
+
+
+class BlockName(NamedTuple):
+    """The parts of a block's name, as FileMapper writes it.
+
+    Attributes:
+        namespace: ``<model>_<digest12>``.
+        digits: the block hash in hexadecimal.
+    """
+
+    namespace: str
+    rank: int
+    group: int
+    digits: str
+
+    @property
+    def offload_key(self) -> OffloadKey:
+        """The block's key. Raises ValueError if ``digits`` has an odd number of digits."""
+        return make_offload_key(bytes.fromhex(self.digits), self.group)
+
+    @property
+    def path(self) -> str:
+        """The complete name."""
+        return block_name(f"{self.namespace}_r{self.rank}", self.offload_key)
+
+
+def parse_block_name(key: str) -> BlockName | None:
+    """Parse a block's name; None if the name is not a block's."""
+    found = _NAME.fullmatch(key)
+    if found is None:
+        return None
+    namespace, rank_digits, group_digits, digits = found.group(1, 2, 5, 6)
+    rank, group = int(rank_digits), int(group_digits)
+    if rank > GROUP_INDEX_MAX or group > GROUP_INDEX_MAX:  # a seal has 32 bits for each
+        return None
+    return BlockName(namespace, rank, group, digits)
 
 
 def strict_fields(offloading_spec: Any) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from ..errors import StoreError
 from ..plain_logs import get_logger
 from ..store import Store, SupportsFolders
 from ..tools.block_reader import read_small
-from ..tools.inventory import NAMESPACE
-from .file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, FileMapper, namespace_of
+from .file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, NAMESPACE, FileMapper, namespace_of
 from .namespace import parse_json
 
 logger = get_logger(__name__)

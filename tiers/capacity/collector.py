@@ -30,10 +30,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
+from ..blocks.file_mapper import parse_block_name
 from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
 from ..store import CountsLeftovers, NamesBlocks, Store, SupportsSweep
-from ..tools.inventory import parse_block_name
 from .ages import Ages
 from .clock import ClockReading, boot_id, held_s, since_boot
 from .lease import Lease

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks.file_mapper import CONFIG_FILE_NAME, fingerprint_of, namespace_of
+from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName, fingerprint_of, namespace_of
 from ..blocks.namespace import CONFIG_BYTES_MAX, parse_json
 from ..blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal
 from ..errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
 from ..store import KeyInfo, Store
-from .inventory import BlockName
 
 NO_IDENTITY = "no_identity"  # the namespace's config.json is missing or belongs to another namespace
 _AUTHENTICATIONS: dict[str, int] = {"aes-gcm": Authentication.AES_256_GCM}

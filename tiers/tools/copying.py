@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from typing import Any
 
-from ..blocks.file_mapper import CONFIG_FILE_NAME
+from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
 from ..blocks.seal import TRAILER_BYTES
 from ..errors import (
     BlobCorruptError,
@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..store import KeyInfo, Store, SupportsAges, SupportsTail, sizes_of
 from .block_reader import BlockReader, read_identity, read_small
-from .inventory import BlockName, list_blocks
+from .inventory import list_blocks
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once

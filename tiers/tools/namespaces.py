@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..blocks.file_mapper import CONFIG_FILE_NAME
+from ..blocks.file_mapper import CONFIG_FILE_NAME, NAMESPACE
 from ..blocks.neighbors import Namespace, differing_fields, shown_values
 from ..errors import StoreError
 from ..store import KeyInfo, Store, SupportsFolders, delete_all
 from .block_reader import read_identity
-from .inventory import NAMESPACE, Share, list_blocks
+from .inventory import Share, list_blocks
 
 FIELDS_SHOWN_MAX = 3
 DELETE_BATCH_KEYS = 512

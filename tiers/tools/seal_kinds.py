@@ -11,11 +11,11 @@ from collections.abc import Container, Iterable, Mapping
 from heapq import heappush, heapreplace
 from itertools import islice
 
+from ..blocks.file_mapper import parse_block_name
 from ..blocks.keyring import show_key_id
 from ..blocks.seal import TRAILER_BYTES, describe_trailer
 from ..errors import StoreError
 from ..store import Store, SupportsTail
-from .inventory import parse_block_name
 
 SAMPLE_BLOCKS = 16
 SAMPLED_FROM_MAX = 2000  # blocks listed to choose a sample from; a check must not list a bucket of millions

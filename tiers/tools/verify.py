@@ -13,12 +13,13 @@ from itertools import islice
 
 import xxhash
 
+from ..blocks.file_mapper import BlockName, parse_block_name
 from ..blocks.seal import TRAILER_BYTES
 from ..errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
 from ..store import KeyInfo, Store, put_aside
 from ..stores.files.listing import DAMAGED_MAX
 from .block_reader import NO_IDENTITY, BlockReader
-from .inventory import BlockName, Share, list_blocks, parse_block_name
+from .inventory import Share, list_blocks
 from .seal_kinds import seal_kind
 
 UNIT_DIGITS = 2

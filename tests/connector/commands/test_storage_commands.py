@@ -16,7 +16,7 @@ from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.output import human_age, human_bytes
 from kvtiers.connector.commands.session import ExitCode
-from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.file_mapper import FileMapper, parse_block_name
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.capacity.lease import Lease
 from kvtiers.tiers.errors import StorePermissionError
@@ -25,7 +25,6 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.publish import PrivateNames
 from kvtiers.tiers.testing.contract import as_parts
 from kvtiers.tiers.testing.servers import S3Server, moto_server
-from kvtiers.tiers.tools.inventory import parse_block_name
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
 

@@ -24,7 +24,7 @@ import xxhash
 
 from kvtiers.connector.commands import verify
 from kvtiers.connector.commands.places import Place
-from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.file_mapper import BlockName, FileMapper, parse_block_name
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.seal import CHECK_AT, Seal
 from kvtiers.tiers.config.tier_options import FsTierConfig
@@ -37,7 +37,6 @@ from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
 from kvtiers.tiers.testing.servers import moto_server
 from kvtiers.tiers.tools.block_reader import BlockReader
-from kvtiers.tiers.tools.inventory import BlockName, parse_block_name
 from kvtiers.tiers.tools.verify import RepairResult, Subset, UnitResult, Verifier, find_units, repair
 from kvtiers.tiers.tools.verify_processes import verify_units
 from tests.connector.commands.test_storage_commands import ok, result_of, write_tiers
