@@ -25,11 +25,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from .errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from .errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    InvalidKeyError,
+    StoreClosedError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from .plain_logs import get_logger
 
 logger = get_logger(__name__)
 
+READ_ATTEMPTS_MAX = 8  # of ``read_blob``
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
 
@@ -360,6 +369,35 @@ def parts_size(parts: Sequence[memoryview]) -> int:
     for part in parts:  # twice as fast as sum() over a generator; called three times per block
         size += part.nbytes
     return size
+
+
+def read_blob(store: Store, key: str, bytes_max: int, *, guess: int | None = None) -> bytes | None:
+    """Read a small blob as it was at one moment, even if it is replaced meanwhile. None: nothing is stored.
+
+    Args:
+        guess: the size that the blob probably has, which saves a call of ``size``.
+
+    Raises:
+        BlobCorruptError: the blob is larger than ``bytes_max``.
+        StoreUnavailableError: its size changes faster than it can be read.
+        StoreError: the blob cannot be read.
+    """
+    size = store.size(key) if guess is None else guess
+    for _ in range(READ_ATTEMPTS_MAX):
+        if size is None:
+            return None
+        if size > bytes_max:
+            raise BlobCorruptError(f"{size} bytes are stored, accepted are at most {bytes_max}", key=key)
+        data = bytearray(size)
+        try:
+            if size:
+                store.get_into(key, [memoryview(data)])
+            return bytes(data)
+        except BlobNotFoundError:
+            return None
+        except BlobCorruptError:
+            size = store.size(key)
+    raise StoreUnavailableError("it changes faster than it can be read", key=key)
 
 
 def fill_parts(parts: Sequence[memoryview], blob: bytes | bytearray | memoryview, *, key: str) -> None:

@@ -19,12 +19,18 @@ from itertools import groupby
 from typing import Any
 
 from ...tiers.blocks.file_mapper import NAMESPACE
-from ...tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
+from ...tiers.errors import (
+    BlobCorruptError,
+    SealError,
+    StoreClosedError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 from ...tiers.isolation.process import StoreRecipe
 from ...tiers.isolation.worker import find_object
-from ...tiers.store import KeyInfo, Store
+from ...tiers.store import KeyInfo, Store, read_blob
 from ...tiers.store_layer import Layer
-from ...tiers.tools.block_reader import read_small
 from .format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal
 
 READERS_S = 2.0  # time for readers of a removed manifest to finish reading its layers
@@ -127,10 +133,10 @@ class ChunkStore(Layer):
 
     def _attempt_of(self, manifest: str) -> str | None:
         """Return the folder of the layers that a manifest names; None: the manifest is gone or not valid."""
-        data = read_small(self.inner, manifest, MANIFEST_BYTES_MAX)
         try:
+            data = read_blob(self.inner, manifest, MANIFEST_BYTES_MAX)
             return None if data is None else f"{manifest.rpartition('/')[0]}/{unseal(data, manifest)['attempt']}"
-        except SealError:
+        except (SealError, BlobCorruptError):
             return None
 
 

@@ -7,20 +7,18 @@ from typing import Any
 
 from ..errors import (
     BlobCorruptError,
-    BlobNotFoundError,
     ConfigError,
     NamespaceMismatchError,
     StoreFullError,
     printable,
 )
 from ..plain_logs import get_logger
-from ..store import Store
+from ..store import Store, read_blob
 from .file_mapper import FileMapper
 
 logger = get_logger(__name__)
 
 CONFIG_BYTES_MAX = 1 << 20
-READ_ATTEMPTS_MAX = 3
 SHOWN_MAX = 200  # characters of a stored value in an error message
 
 
@@ -69,22 +67,10 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
 
 
 def _read(store: Store, name: str, path: str) -> bytes | None:
-    for _ in range(READ_ATTEMPTS_MAX):
-        size = store.size(name)
-        if size is None:
-            return None
-        if size > CONFIG_BYTES_MAX:
-            raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=path)
-        data = bytearray(size)
-        try:
-            if size:
-                store.get_into(name, [memoryview(data)])
-            return bytes(data)
-        except BlobNotFoundError:
-            return None  # it was removed since the call of size()
-        except BlobCorruptError as e:
-            corrupt = e  # perhaps only because another engine rewrote it since the call of size()
-    raise ConfigError(f"cannot be read: {corrupt}", field=path) from corrupt
+    try:
+        return read_blob(store, name, CONFIG_BYTES_MAX)
+    except BlobCorruptError as e:
+        raise ConfigError(f"cannot be read: {e}", field=path) from e
 
 
 def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:

@@ -17,10 +17,9 @@ from typing import Any
 
 from ..errors import StoreError
 from ..plain_logs import get_logger
-from ..store import Store, SupportsFolders
-from ..tools.block_reader import read_small
+from ..store import Store, SupportsFolders, read_blob
 from .file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, NAMESPACE, FileMapper, namespace_of
-from .namespace import parse_json
+from .namespace import CONFIG_BYTES_MAX, parse_json
 
 logger = get_logger(__name__)
 
@@ -162,7 +161,7 @@ def _names_in(store: Store) -> tuple[list[str], bool]:
 def _read(store: Store, names: Iterable[str]) -> Iterator[Namespace]:
     for name in names:
         try:
-            fields = parse_json(read_small(store, f"{name}/{CONFIG_FILE_NAME}") or b"")
+            fields = parse_json(read_blob(store, f"{name}/{CONFIG_FILE_NAME}", CONFIG_BYTES_MAX) or b"")
         except (StoreError, ValueError):
             continue
         if isinstance(fields, dict):

@@ -15,7 +15,7 @@ from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName, fingerprint_of, na
 from ..blocks.namespace import CONFIG_BYTES_MAX, parse_json
 from ..blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal
 from ..errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
-from ..store import KeyInfo, Store
+from ..store import KeyInfo, Store, read_blob
 
 NO_IDENTITY = "no_identity"  # the namespace's config.json is missing or belongs to another namespace
 _AUTHENTICATIONS: dict[str, int] = {"aes-gcm": Authentication.AES_256_GCM}
@@ -122,27 +122,10 @@ def read_identity(store: Store, namespace: str) -> dict[str, Any] | None:
         StoreError: the file cannot be read.
     """
     try:
-        fields = parse_json(read_small(store, f"{namespace}/{CONFIG_FILE_NAME}") or b"")
-    except ValueError:
+        fields = parse_json(read_blob(store, f"{namespace}/{CONFIG_FILE_NAME}", CONFIG_BYTES_MAX) or b"")
+    except (ValueError, BlobCorruptError):
         return None
     # vLLM's own fs tier names its folders alike, and writes a config.json with other fields.
     if not (isinstance(fields, dict) and isinstance(fields.get("model_name"), str) and "hash_block_size" in fields):
         return None
     return fields if namespace_of(fields) == namespace else None
-
-
-def read_small(store: Store, key: str, bytes_max: int = CONFIG_BYTES_MAX) -> bytes | None:
-    """Read a small blob as stored; None if it is missing, empty, or larger than ``bytes_max``.
-
-    Raises:
-        StoreError: the blob cannot be read.
-    """
-    size = store.size(key)
-    if size is None or not 0 < size <= bytes_max:
-        return None
-    data = bytearray(size)
-    try:
-        store.get_into(key, [memoryview(data)])
-    except (BlobNotFoundError, BlobCorruptError):
-        return None
-    return bytes(data)

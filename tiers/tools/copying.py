@@ -18,6 +18,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
+from ..blocks.namespace import CONFIG_BYTES_MAX
 from ..blocks.seal import TRAILER_BYTES
 from ..errors import (
     BlobCorruptError,
@@ -27,8 +28,8 @@ from ..errors import (
     StoreFullError,
     StorePermissionError,
 )
-from ..store import KeyInfo, Store, SupportsAges, SupportsTail, sizes_of
-from .block_reader import BlockReader, read_identity, read_small
+from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob, sizes_of
+from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
 THREADS = 8  # either reading or writing mostly waits, or both
@@ -257,12 +258,14 @@ class Copier:
 
     def _copy_namespace(self, namespace: str) -> None:
         key = f"{namespace}/{CONFIG_FILE_NAME}"
-        data = None if read_identity(self._source, namespace) is None else read_small(self._source, key)
+        data = (
+            None if read_identity(self._source, namespace) is None else read_blob(self._source, key, CONFIG_BYTES_MAX)
+        )
         if data is None:
             raise _Unusable(f"the source's {key} is missing or damaged")
         if not self.report.dry_run:
             self._target.put(key, [memoryview(data)])  # an existing file is kept
-        is_new = self.report.dry_run and read_small(self._target, key) is None
+        is_new = self.report.dry_run and self._target.size(key) is None
         if not is_new and read_identity(self._target, namespace) is None:
             raise _Unusable(f"the target's {key} is damaged or belongs to another namespace")
         self._namespaces.add(namespace)
