@@ -19,6 +19,12 @@ CALLING_METHODS: Final = (
 PASSED_METHODS: Final = ("is_block", "prepare")
 
 
+def _adds(store: Store, method: str) -> bool:
+    """Whether a store has a method of its own: one that ``Store`` lacks, or that replaces ``Store``'s default."""
+    found = getattr(store, method, None)
+    return found is not None and getattr(found, "__func__", None) is not getattr(Store, method, None)
+
+
 class Layer(Store):
     """Passes every call on. A subclass overrides the methods that it changes, or ``_around``.
 
@@ -34,10 +40,10 @@ class Layer(Store):
         self.inner = inner
         self.capabilities = inner.capabilities
         for name in CALLING_METHODS:
-            if hasattr(inner, name) and not hasattr(self, name):
+            if _adds(inner, name) and not _adds(self, name):
                 setattr(self, name, partial(self._pass_on, name))
         for name in PASSED_METHODS:
-            if hasattr(inner, name) and not hasattr(self, name):
+            if _adds(inner, name) and not _adds(self, name):
                 setattr(self, name, getattr(inner, name))
         if hasattr(inner, "put_aged"):
             self.put_aged = self._put_aged

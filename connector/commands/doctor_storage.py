@@ -25,7 +25,7 @@ from ...tiers.capacity.collector import is_block
 from ...tiers.capacity.usage import read_measured
 from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from ...tiers.errors import StoreConfigError, StoreError, printable
-from ...tiers.store import Store, SupportsTail, delete_all
+from ...tiers.store import Store, SupportsTail
 from ...tiers.stores.files.mounts import file_system_type
 from ...tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 from .findings import Finding, Level, of_error
@@ -103,7 +103,7 @@ def examine_store(
             yield from _semantics(where, key, store, (first, second), got)
             yield from _listing(where, key, store, now)
         finally:
-            (error,) = delete_all(store, [key])
+            (error,) = store.delete_many([key])
             if error is not None:
                 raise error
         if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 
 from kvtiers.tiers.store import (
-    CountsLeftovers,
-    HidesNames,
+    KeepsFiles,
     NamesBlocks,
     Store,
-    SupportsDeleteMany,
     SupportsFolders,
     SupportsFreeBytes,
     SupportsGetMany,
-    SupportsPrepare,
     SupportsQuarantine,
-    SupportsSizeMany,
-    SupportsSweep,
     SupportsTail,
     SupportsTotalBytes,
     SupportsTouch,
@@ -30,21 +25,17 @@ from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch
 from kvtiers.tiers.testing.faults import FaultyStore
 
-PROTOCOLS: dict[str, type] = {
-    "size_many": SupportsSizeMany,
-    "delete_many": SupportsDeleteMany,
-    "get_many_into": SupportsGetMany,
-    "get_tail": SupportsTail,
-    "quarantine": SupportsQuarantine,
-    "touch": SupportsTouch,
-    "sweep": SupportsSweep,
-    "leftovers": CountsLeftovers,
-    "hidden_names": HidesNames,
-    "free_bytes": SupportsFreeBytes,
-    "total_bytes": SupportsTotalBytes,
-    "folders": SupportsFolders,
-    "is_block": NamesBlocks,
-    "prepare": SupportsPrepare,
+#: Each protocol, and its methods.
+PROTOCOLS: dict[type, tuple[str, ...]] = {
+    SupportsGetMany: ("get_many_into",),
+    SupportsTail: ("get_tail",),
+    SupportsQuarantine: ("quarantine",),
+    SupportsTouch: ("touch",),
+    KeepsFiles: ("sweep", "leftovers", "hidden_names"),
+    SupportsFreeBytes: ("free_bytes",),
+    SupportsTotalBytes: ("total_bytes",),
+    SupportsFolders: ("folders",),
+    NamesBlocks: ("is_block",),
 }
 
 
@@ -74,10 +65,29 @@ def store_with(methods: Sequence[str]) -> Any:
 @pytest.mark.parametrize("layer_class", [Layer, FaultyStore])
 def test_layer_has_the_protocols_of_its_store_and_no_other(layer_class: type[Layer]) -> None:
     for has in (c for n in (0, 1, 2, len(PROTOCOLS)) for c in combinations(PROTOCOLS, n)):
-        inner = store_with(has)
+        inner = store_with([method for protocol in has for method in PROTOCOLS[protocol]])
         layer = layer_class(inner)
         assert layer.capabilities is inner.capabilities
-        assert tuple(method for method, protocol in PROTOCOLS.items() if isinstance(layer, protocol)) == has
+        assert tuple(protocol for protocol in PROTOCOLS if isinstance(layer, protocol)) == has
+
+
+def test_layer_passes_on_the_methods_with_a_default_that_its_store_overrides() -> None:
+    class Many(MemoryStore):
+        prepared = 0
+
+        def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+            return [7 for _ in keys]
+
+        def prepare(self) -> None:
+            self.prepared += 1
+
+    store = Many()
+    layer = FaultyStore(Layer(store))
+    assert layer.size_many(["a", "b"]) == [7, 7]
+    assert layer.delete_many(["a", "b"]) == [None, None]
+    layer.prepare()
+    assert store.prepared == 1
+    assert layer.calls == {"size_many": 1, "delete": 2}
 
 
 class NamingLayer(Layer):

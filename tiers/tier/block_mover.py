@@ -33,7 +33,7 @@ from ..errors import (
     StoreUnavailableError,
 )
 from ..plain_logs import get_logger
-from ..store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
+from ..store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside
 from .batches import Pair
 from .pool import Unfinished
 
@@ -501,7 +501,7 @@ class BlockMover:
         expected = self._rows.row_bytes + TRAILER_BYTES
         names = [block_name(self._name_prefix, key) for key in keys]
         found: list[bool | None] = []
-        for size in sizes_of(self.store, names):
+        for size in self.store.size_many(names):
             if isinstance(size, StoreError):
                 self._note("lookup", size)
             found.append(None if isinstance(size, Exception) else size == expected)

@@ -28,7 +28,7 @@ from ..errors import (
     StoreFullError,
     StorePermissionError,
 )
-from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob, sizes_of
+from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob
 from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
@@ -182,7 +182,7 @@ class Copier:
     def _look(self, blocks: list[Block], pool: ThreadPoolExecutor) -> list[Any]:
         """(size, trailer) of the target's blob for each block; None if there is none; an exception if a call failed."""
         keys = [info.key for info, _ in blocks]
-        found: list[Any] = list(sizes_of(self._target, keys, kept=StorePermissionError))
+        found: list[Any] = list(self._target.size_many(keys))
         parts = [(keys[seat::THREADS], found[seat::THREADS]) for seat in range(THREADS)]
         for seat, ends in enumerate(pool.map(lambda part: list(map(self._end, *part)), parts)):
             found[seat::THREADS] = ends
@@ -198,7 +198,7 @@ class Copier:
         except BlobCorruptError:
             return None  # it is no longer a blob
         except StoreError as e:
-            # Do not replace the blob: it may be a newer version's. If the storage is down, sizes_of fails first.
+            # Do not replace the blob: it may be a newer version's. If the storage is down, size_many fails as well.
             return _Unusable(str(e)) if e.retryable else e
 
     def _take_wanted(self, blocks: list[Block], found: list[Any]) -> list[Block]:

@@ -10,7 +10,7 @@ from itertools import islice
 from ..blocks.file_mapper import CONFIG_FILE_NAME, NAMESPACE
 from ..blocks.neighbors import Namespace, differing_fields, shown_values
 from ..errors import StoreError
-from ..store import KeyInfo, Store, SupportsFolders, delete_all
+from ..store import KeyInfo, Store, SupportsFolders
 from .block_reader import read_identity
 from .inventory import Share, list_blocks
 
@@ -123,7 +123,7 @@ class NamespaceRemoval:
         """
         blocks = blocks_of(self.store, self.namespace)
         while batch := list(islice(blocks, DELETE_BATCH_KEYS)):
-            for info, error in zip(batch, delete_all(self.store, [info.key for info in batch]), strict=True):
+            for info, error in zip(batch, self.store.delete_many([info.key for info in batch]), strict=True):
                 if error is None:
                     self.removed.add(info.size)
                 else:

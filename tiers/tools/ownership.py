@@ -18,7 +18,7 @@ from itertools import islice
 from ..capacity.collector import is_block
 from ..capacity.records import OWN_PREFIX, UNREADABLE, get_record
 from ..errors import ConfigError, printable
-from ..store import HidesNames, NamesBlocks, Store
+from ..store import KeepsFiles, NamesBlocks, Store
 from .block_reader import read_identity
 from .namespaces import namespace_names
 
@@ -32,7 +32,7 @@ def check_is_ours(store: Store) -> None:
         ConfigError: it holds files of others and nothing of kvtiers.
         StoreError: the storage cannot be listed.
     """
-    hidden = store.hidden_names() if isinstance(store, HidesNames) else []
+    hidden = store.hidden_names() if isinstance(store, KeepsFiles) else []
     found = next((info.key for info in store.keys()), hidden[0] if hidden else None)  # noqa: SIM118 - not a dict
     if found is None or _has_identity(store) or _has_record(store) or _has_block(store):
         return
