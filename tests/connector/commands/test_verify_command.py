@@ -121,7 +121,7 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
     flip(root / NAMES[7], SIZE + 9)  # version
     code, out = run(config)
     assert code == 1
-    assert "from a newer version, not verified: 1 block" in out
+    assert "from another version, not verified: 1 block" in out
     assert "intact" not in out
     found = run_json(config)
     assert dict(map(tuple, found["bad"])) == {
