@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from ..tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from ..tiers.config.deployment import DeploymentConfig, RegionConfig, load_named, parse_config
 from ..tiers.config.tier_options import FsspecTierConfig, S3TierConfig, StoreTierConfig, TierConfig
 from ..tiers.errors import ConfigError, public_url
@@ -61,8 +60,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         Way -> value of ``--kv-transfer-config``:
 
-        - ``spec``: KVTiersSpec; everything in the file applies. Left out if a tier has ``format: vllm-raw``, which
-          needs the region of vLLM's own spec.
+        - ``spec``: KVTiersSpec; everything in the file applies.
         - ``tier``: kvtiers' tiers behind vLLM's own TieringOffloadingSpec.
         - ``shared_storage``: prefixes in the first tier's storage that other processes can read, if there is one.
 
@@ -76,8 +74,6 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
         "spec": {**offloading, "kv_connector_extra_config": {"config_file": path}},
         "tier": {**offloading, "kv_connector_extra_config": {"way": "tier", "config_file": path}},
     }
-    if _vllms_own_format(deployment):
-        del ways["spec"]
     shared = _first_place(deployment, path)
     if shared:
         ways["shared_storage"] = {
@@ -201,23 +197,13 @@ def keeps_storage(extra_config: Mapping[str, Any]) -> bool:
     return bool(chosen == "keep")
 
 
-def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:
-    """Explain which tier's key rules out the way ``spec`` or ``shared_storage`` for a deployment.
+def why_not_shared(deployment_path: str | os.PathLike[str]) -> str:
+    """Explain which tier's key rules out the way ``shared_storage`` for a deployment.
 
     Raises:
         ConfigError: lists the file's mistakes.
     """
     deployment = load_named(deployment_path, SecondaryTierFactory.tier_types())
-    return _why_no_spec(deployment) if way == "spec" else _why_not_shared(deployment)
-
-
-def _why_no_spec(deployment: DeploymentConfig) -> str:
-    return "; ".join(
-        f"{at}.format: {FORMAT_VLLM_RAW} works only with the way tier" for at in _vllms_own_format(deployment)
-    )
-
-
-def _why_not_shared(deployment: DeploymentConfig) -> str:
     reasons = []
     for index, tier in enumerate(deployment.tiers):
         try:
@@ -225,11 +211,6 @@ def _why_not_shared(deployment: DeploymentConfig) -> str:
         except ConfigError as e:
             reasons.append(f"tiers[{index}].{e}")
     return "; ".join(reasons) or "tiers: the list is empty"
-
-
-def _vllms_own_format(deployment: DeploymentConfig) -> list[str]:
-    tiers = enumerate(deployment.tiers)
-    return [f"tiers[{index}]" for index, tier in tiers if getattr(tier, "format", "") == FORMAT_VLLM_RAW]
 
 
 def _first_place(deployment: DeploymentConfig, path: str) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
+from .blocks.file_mapper import FileMapper, strict_fields
 from .blocks.keyring import load_keys, show_key_id
 from .blocks.seal import TRAILER_BYTES, Checksum, Seal
 from .capacity.policy import CapacityPolicy
@@ -131,22 +131,17 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     Raises:
         ConfigError: the keys cannot be read, or cryptography is not installed.
     """
-    options: dict[str, Any] = {"takes_unverified": config.takes_unverified, "shares_folder": _is_raw(config)}
-    if config.protection == "none":
-        return partial(Seal, **options)
+    if config.encrypt == "none":
+        return Seal
     keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
-    from .blocks.protected_seal import GcmSeal, GmacSeal
+    from .blocks.protected_seal import GcmSeal
 
-    return partial(GcmSeal if config.protection == "aes-gcm" else GmacSeal, keys=keys, **options)
-
-
-def _is_raw(config: TierConfig) -> bool:
-    return isinstance(config, FsTierConfig) and config.format == FORMAT_VLLM_RAW
+    return partial(GcmSeal, keys=keys)
 
 
 def _protection_fields(config: TierConfig) -> dict[str, str]:
     """Put protected blocks into a separate namespace, so that replicas with and without keys do not interfere."""
-    return {} if config.protection == "none" else {"protection": config.protection}
+    return {} if config.encrypt == "none" else {"protection": config.encrypt}
 
 
 def _start(
@@ -162,8 +157,7 @@ def _start(
         _check_room(name, policy)
     if policy is not None and isinstance(config, FsTierConfig):
         policy = _check_reserve(name, config, policy)
-    mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
-    mapper = mapper_class.from_offloading_spec(
+    mapper = FileMapper.from_offloading_spec(
         getattr(config, "root_dir", ""),
         spec,
         parallel_agnostic=config.parallel_agnostic,
@@ -279,7 +273,7 @@ def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int |
     if not isinstance(config, NetworkTierConfig):
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
-    copies += config.protection == "aes-gcm"  # a block is encrypted into its thread's buffer
+    copies += config.encrypt == "aes-gcm"  # a block is encrypted into its thread's buffer
     cores = os.cpu_count() or 1
     return config.worker_memory + cores * CORE_BYTES + copies * threads * row_bytes
 
@@ -346,7 +340,7 @@ def record_keys(config: TierConfig) -> RecordKeys | None:
     Raises:
         ConfigError: the keys cannot be read.
     """
-    if config.protection == "none":
+    if config.encrypt == "none":
         return None
     return RecordKeys.of(load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
 
@@ -356,7 +350,7 @@ def key_ids(config: TierConfig) -> frozenset[str] | None:
 
     A tier without keys has no ids.
     """
-    if config.protection == "none":
+    if config.encrypt == "none":
         return frozenset()
     try:
         ring = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)

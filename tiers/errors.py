@@ -122,7 +122,6 @@ class SealReason(StrEnum):
     UNKNOWN_KEY = "unknown_key"
     PAYLOAD_CHECKSUM = "payload_checksum"
     AUTHENTICATION = "authentication"
-    UNVERIFIED = "unverified"
 
 
 class SealError(KVTiersError):
@@ -130,15 +129,14 @@ class SealError(KVTiersError):
 
     Attributes:
         reason: which check failed.
-        foreign: True if another reader may be able to use the blob: it has a newer version, or an unknown checksum,
-            authentication scheme or key. In a folder that engines share, blocks of another engine are foreign, too,
-            and blocks that vLLM's own tier wrote without a seal. A foreign blob counts as a miss and is never moved,
-            replaced or deleted.
+        foreign: True if another reader may be able to use the blob: it is intact, but of another version, or with an
+            unknown checksum, authentication scheme or key. A foreign blob counts as a miss and is never moved, replaced
+            or deleted.
     """
 
-    def __init__(self, reason: SealReason, message: str, *, foreign: bool = False) -> None:
+    def __init__(self, reason: SealReason, message: str) -> None:
         self.reason = reason
-        self.foreign = foreign or reason in (SealReason.UNSUPPORTED, SealReason.UNKNOWN_KEY)
+        self.foreign = reason in (SealReason.VERSION, SealReason.UNSUPPORTED, SealReason.UNKNOWN_KEY)
         super().__init__(f"{reason}: {message}")
 
 

@@ -1,8 +1,8 @@
 """Store: the interface between a tier and one storage. Read this module first.
 
 A Store is a flat, thread-safe map from a key to one immutable blob. It talks to one storage and knows nothing about
-models, seals or jobs. Every store has the same six methods. Everything optional is a small Protocol, which callers
-check with isinstance and can do without.
+models, seals or jobs. Every store has the same six methods, and may override a few more. Everything optional is a
+small Protocol, which callers check with isinstance and can do without.
 
 Rules for every store. The contract suite, ``tiers.testing.contract``, tests all of them but one: joining parts shows
 only in memory use and time.
@@ -23,13 +23,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from .errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from .errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    InvalidKeyError,
+    StoreClosedError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from .plain_logs import get_logger
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
+
+READ_ATTEMPTS_MAX = 8  # of ``read_blob``
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
 
@@ -76,9 +87,6 @@ class Store(ABC):
 
     #: What this storage can do. A class attribute, or set in the constructor.
     capabilities: Capabilities
-
-    #: ``format: vllm-raw``: vLLM names the folders, and files in a folder identify the engines whose blocks it holds.
-    shares_folders: bool = False
 
     @abstractmethod
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
@@ -142,31 +150,45 @@ class Store(ABC):
         A listing in progress continues or raises StoreClosedError.
         """
 
-
-@runtime_checkable
-class SupportsSizeMany(Protocol):
-    """A store that gets the sizes of many blobs at a lower cost than by single ``size`` calls.
-
-    This protocol and the next two set no limit on "many": the store splits what its storage does not accept at once.
-    """
+    # ---- methods with a default, which a store overrides if it can do better
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """Sizes in the order of ``keys``: None for an absent blob, a StoreError for a key whose query failed."""
-        ...
+        """Sizes in the order of ``keys``: None for an absent blob, a StoreError for a key whose query failed.
 
-
-@runtime_checkable
-class SupportsDeleteMany(Protocol):
-    """A store that deletes many blobs at a lower cost than by single ``delete`` calls."""
+        By default one ``size`` call for each key. ``keys`` may be of any length: the store splits what its storage does
+        not accept at once.
+        """
+        return [_outcome(self.size, key) for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """Errors in the order of ``keys``; None means success. An absent key is a success."""
-        ...
+        """Delete blobs. Errors in the order of ``keys``; None means success, also for an absent key.
+
+        By default one ``delete`` call for each key. ``keys`` may be of any length.
+        """
+        return [_outcome(self.delete, key) for key in keys]
+
+    def prepare(self) -> None:  # noqa: B027 - most stores have nothing to prepare
+        """Do one-time work now, such as creating a client, without a request to the storage. By default nothing.
+
+        Raises nothing: the first call reports errors.
+        """
+
+
+def _outcome(call: Callable[[str], T], key: str) -> T | Exception:
+    try:
+        return call(key)
+    except StoreClosedError:
+        raise
+    except StoreError as e:
+        return e
 
 
 @runtime_checkable
 class SupportsGetMany(Protocol):
-    """A store that reads many blobs at a lower cost than by single ``get_into`` calls."""
+    """A store that reads many blobs at a lower cost than by single ``get_into`` calls.
+
+    The store splits what its storage does not accept at once.
+    """
 
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
         """For each request, in order, the error that ``get_into`` would raise; None means success."""
@@ -225,15 +247,6 @@ class SupportsQuarantine(Protocol):
 
 
 @runtime_checkable
-class SupportsPrepare(Protocol):
-    """A store whose first call does one-time work, such as creating a client."""
-
-    def prepare(self) -> None:
-        """Do the one-time work now, without a request to the storage. Raises nothing: the first call reports errors."""
-        ...
-
-
-@runtime_checkable
 class SupportsTouch(Protocol):
     """A store that can record the use of a blob in the ``mtime`` that ``keys`` lists."""
 
@@ -259,7 +272,7 @@ class SupportsAges(Protocol):
 
 
 @runtime_checkable
-class SupportsSweep(Protocol):
+class KeepsFiles(Protocol):
     """A store that keeps its own files besides the blobs: leftovers of dead writers, and quarantined blobs."""
 
     def sweep(self, quarantine_s_max: float) -> int:
@@ -270,22 +283,12 @@ class SupportsSweep(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class CountsLeftovers(Protocol):
-    """A store that tells what ``sweep`` would remove."""
-
     def leftovers(self, quarantine_s_max: float) -> int:
         """Number of files that were removed by sweeps since the store was opened, or that ``sweep`` would remove."""
         ...
 
-
-@runtime_checkable
-class HidesNames(Protocol):
-    """A store whose listings leave names out, because no key can have them."""
-
     def hidden_names(self) -> list[str]:
-        """Return the hidden names of files and folders that kvtiers did not write, relative to the root."""
+        """The files and folders that kvtiers did not write and that no key can name, relative to the root."""
         ...
 
 
@@ -365,6 +368,35 @@ def parts_size(parts: Sequence[memoryview]) -> int:
     return size
 
 
+def read_blob(store: Store, key: str, bytes_max: int, *, guess: int | None = None) -> bytes | None:
+    """Read a small blob as it was at one moment, even if it is replaced meanwhile. None: nothing is stored.
+
+    Args:
+        guess: the size that the blob probably has, which saves a call of ``size``.
+
+    Raises:
+        BlobCorruptError: the blob is larger than ``bytes_max``.
+        StoreUnavailableError: its size changes faster than it can be read.
+        StoreError: the blob cannot be read.
+    """
+    size = store.size(key) if guess is None else guess
+    for _ in range(READ_ATTEMPTS_MAX):
+        if size is None:
+            return None
+        if size > bytes_max:
+            raise BlobCorruptError(f"{size} bytes are stored, accepted are at most {bytes_max}", key=key)
+        data = bytearray(size)
+        try:
+            if size:
+                store.get_into(key, [memoryview(data)])
+            return bytes(data)
+        except BlobNotFoundError:
+            return None
+        except BlobCorruptError:
+            size = store.size(key)
+    raise StoreUnavailableError("it changes faster than it can be read", key=key)
+
+
 def fill_parts(parts: Sequence[memoryview], blob: bytes | bytearray | memoryview, *, key: str) -> None:
     """Copy a whole blob into parts, for a client that returns blobs as one buffer.
 
@@ -398,41 +430,6 @@ def client_errors(classify: Callable[[Exception], type[StoreError] | None], *, k
         if kind is None:
             raise
         raise kind(f"{type(e).__name__}: {e}", key=key) from e
-
-
-# ---- batch operations, one by one if the store lacks the protocol ----------------------------------------------------
-
-
-def sizes_of(
-    store: Store, keys: Sequence[str], *, kept: type[StoreError] = StoreError
-) -> Iterator[int | Exception | None]:
-    """Yield the sizes of many blobs: by ``size_many`` if the store has it, otherwise by single ``size`` calls.
-
-    Args:
-        kept: errors of a single ``size`` call to yield as the key's result. Other errors are raised.
-    """
-    if isinstance(store, SupportsSizeMany):
-        yield from store.size_many(keys)
-        return
-    for key in keys:
-        try:
-            yield store.size(key)
-        except kept as e:
-            yield e
-
-
-def delete_all(store: Store, keys: Sequence[str]) -> list[Exception | None]:
-    """Delete many blobs: by ``delete_many`` if the store has it, otherwise by single ``delete`` calls."""
-    if isinstance(store, SupportsDeleteMany):
-        return store.delete_many(keys)
-    outcomes: list[Exception | None] = []
-    for key in keys:
-        try:
-            store.delete(key)
-            outcomes.append(None)
-        except StoreError as e:
-            outcomes.append(e)
-    return outcomes
 
 
 def put_aside(store: Store, key: str) -> None:

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ...tiers.blocks.file_mapper import FORMAT_SEALED
 from ...tiers.builtin import bound_store, record_keys
 from ...tiers.capacity.collector import listed_bytes
 from ...tiers.capacity.usage import read_measured, used_bytes
@@ -22,7 +21,6 @@ from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTie
 from ...tiers.errors import ConfigError, StoreError
 from ...tiers.store import Store, SupportsFreeBytes
 from ...tiers.stores.memory import MemoryStore
-from ...tiers.tools.conversion import Converter
 from ...tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
 from .options import AsJson, Config, size_option
 from .output import Ticker, answer, complain, counted, human_bytes, refuse, say
@@ -75,10 +73,7 @@ def migrate(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy all blocks from one tier to another, in the same file or in another file. Removes nothing from the source.
-
-    Between the formats vllm-raw and sealed-1, blocks are renamed and sealed again.
-    """
+    """Copy all blocks from one tier to another, in the same or another file. Removes nothing from the source."""
     by_default = from_tier is None or (to_tier is None and target_config is None)
     places = find_places(config, None, tells=by_default)
     source = _choose(places, from_tier, 0)
@@ -139,12 +134,10 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
         raise refuse(f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
     if target.read_only:
         raise refuse(f"{target.name} is read_only; choose a tier that is not")
-    protections = source.config.protection, target.config.protection
+    protections = source.config.encrypt, target.config.encrypt
     if protections[0] != protections[1]:
         kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
-        raise refuse(f"both tiers must have the same protection, or engines find no blocks ({kinds})")
-    if _format(source) != _format(target) and protections[0] != "none":
-        raise refuse("a protected block keeps its format; choose two tiers of the same format")
+        raise refuse(f"both tiers must have the same encrypt, or engines find no blocks ({kinds})")
     started_at = time.monotonic()
     try:
         with source.open() as from_store:
@@ -156,8 +149,6 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
                         from_store,
                         to_store,
                         room_bytes=room,
-                        converter=_make_converter(source, target, from_store, to_store, dry_run=dry_run),
-                        takes_unverified=source.config.takes_unverified,
                         dry_run=dry_run,
                         rate=how.rate,
                         on_progress=lambda r: _tell(ticker, r),
@@ -201,19 +192,6 @@ def _how_to_continue(report: CopyReport) -> str:
         return "nothing was changed"
     done = f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied"
     return f"{done}; run the same command again to continue: it skips blocks that the target has"
-
-
-def _format(place: Place) -> str:
-    return getattr(place.config, "format", FORMAT_SEALED)
-
-
-def _make_converter(
-    source: Place, target: Place, from_store: Store, to_store: Store, *, dry_run: bool
-) -> Converter | None:
-    if _format(source) == _format(target):
-        return None
-    takes_unverified = source.config.takes_unverified
-    return Converter(from_store, to_store, _format(target), takes_unverified=takes_unverified, dry_run=dry_run)
 
 
 def _open_target(place: Place) -> tuple[Store, int | None]:
@@ -283,8 +261,8 @@ def _show(result: dict[str, Any]) -> None:
         say(f"  copied: {counted(result['copied'])}, {human_bytes(result['copied_bytes'])} at {speed}/s")
     for name, text in (
         ("present", "already present"),
-        ("bad", "not copied, because the seal is bad, missing or from a newer version (see kvtiers verify)"),
-        ("errors", "could not be read or written, or another engine's or a newer version's block has the name"),
+        ("bad", "not copied, because the seal is bad or from a newer version (see kvtiers verify)"),
+        ("errors", "could not be read or written, or a newer version's block has the name"),
     ):
         if result[name]:
             say(f"  {text}: {counted(result[name])}")

@@ -57,7 +57,7 @@ def vllm_config(
 ) -> None:
     """Print vLLM's --kv-transfer-config for a deployment, for each way to connect kvtiers to vLLM."""
     from ..vllm_config import vllm_config as make
-    from ..vllm_config import why_not
+    from ..vllm_config import why_not_shared
 
     for index, tier in enumerate(load_named(config, SecondaryTierFactory.tier_types()).tiers):
         if getattr(tier, "embedded", False):
@@ -67,8 +67,8 @@ def vllm_config(
             )
     ways = make(config)
     if way is not None and way not in ways:
-        if way in ("spec", "shared_storage"):
-            raise typer.BadParameter(f"this file does not support {way}: {why_not(way, config)}", param_hint="--way")
+        if way == "shared_storage":
+            raise typer.BadParameter(f"this file does not support {way}: {why_not_shared(config)}", param_hint="--way")
         raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
     if as_json:
         answer({"ways": ways if way is None else {way: ways[way]}})

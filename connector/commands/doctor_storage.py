@@ -25,7 +25,7 @@ from ...tiers.capacity.collector import is_block
 from ...tiers.capacity.usage import read_measured
 from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from ...tiers.errors import StoreConfigError, StoreError, printable
-from ...tiers.store import Store, SupportsTail, delete_all
+from ...tiers.store import Store, SupportsTail
 from ...tiers.stores.files.mounts import file_system_type
 from ...tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 from .findings import Finding, Level, of_error
@@ -45,8 +45,10 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
     kind = file_system_type(root)
     status = os.lstat(root)
     # Users who can write to the folder can make an engine load arbitrary KV. With keys they can only cause misses.
-    level: Level = "problem" if config.protection == "none" else "note"
-    keys = "" if level == "note" else "; or set auth: gmac, which accepts only blocks that were written with a key"
+    level: Level = "problem" if config.encrypt == "none" else "note"
+    keys = (
+        "" if level == "note" else "; or set encrypt: aes-gcm, which accepts only blocks that were written with a key"
+    )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         yield Finding(
             level, where, "mode", f"other users can write to {root} (mode {stat.S_IMODE(status.st_mode):o})",
@@ -101,7 +103,7 @@ def examine_store(
             yield from _semantics(where, key, store, (first, second), got)
             yield from _listing(where, key, store, now)
         finally:
-            (error,) = delete_all(store, [key])
+            (error,) = store.delete_many([key])
             if error is not None:
                 raise error
         if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
@@ -148,7 +150,7 @@ def examine_seals(where: str, config: TierConfig, store: Store) -> Iterator[Find
     ids = key_ids(config)
     if ids is None:
         yield Finding("note", where, "keys", "the keys cannot be read, so stored blocks are not compared with them")
-    misses = count_misses(seals, config.protection, ids, takes_unverified=config.takes_unverified)
+    misses = count_misses(seals, config.encrypt, ids)
     if not misses:
         yield Finding("ok", where, "blocks", f"engines with this configuration can load all {count} sampled blocks")
         return

@@ -162,8 +162,8 @@ def is_mount(tier: TierConfig) -> bool:
 def keys(where: str, tier: TierConfig) -> Iterator[Finding]:
     """Check that the keys of a protected tier can be read, and that nobody else can."""
     refused = list(_refusals(where, lambda: make_seal(tier)))
-    if not refused and tier.protection != "none":
-        yield Finding("ok", where, "keys", f"readable; protection is {tier.protection}")
+    if not refused and tier.encrypt != "none":
+        yield Finding("ok", where, "keys", f"readable; encrypt is {tier.encrypt}")
     yield from refused
 
 

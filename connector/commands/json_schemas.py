@@ -63,7 +63,7 @@ _SHOWN_BLOCK = _object(
 _SHOWN_NAMESPACE = _object(
     {
         "kind": {"const": "namespace"}, "namespace": TEXT, "blocks": COUNT, "bytes": COUNT, "ranks": _list(COUNT),
-        "oldest": NUMBER_OR_NULL, "newest": NUMBER_OR_NULL, "identities": _list({"type": "object"}),
+        "oldest": NUMBER_OR_NULL, "newest": NUMBER_OR_NULL, "identity": {"type": ["object", "null"]},
         "siblings": _list(_object({"namespace": TEXT, "differs": _map(_list(TEXT))})),
     }
 )  # fmt: skip

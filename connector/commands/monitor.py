@@ -21,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from ...tiers.blocks.file_mapper import parse_block_name
 from ...tiers.config.deployment import DeploymentConfig
 from ...tiers.config.open_store import open_tool_store
 from ...tiers.config.tier_options import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
@@ -28,7 +29,6 @@ from ...tiers.errors import ConfigError, KVTiersError
 from ...tiers.metrics import MetricDef, MetricKind, Metrics
 from ...tiers.plain_logs import get_logger
 from ...tiers.store import Store
-from ...tiers.tools.inventory import parse_block_name
 from .options import duration_option
 from .output import answer
 from .places import load_deployment

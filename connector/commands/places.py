@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ...tiers.blocks.file_mapper import FORMAT_VLLM_RAW, IDENTITY_FILE_PREFIX
 from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.config.deployment import DeploymentConfig, load_named, parse_config
 from ...tiers.config.open_store import open_tool_store, tool_recipe
@@ -24,7 +23,6 @@ from ...tiers.errors import ConfigError, StoreConfigError, public_url
 from ...tiers.registry import SecondaryTierFactory
 from ...tiers.store import Store
 from ...tiers.stores.files.posix import store_error
-from ...tiers.tools.inventory import NAMESPACE
 from ..prefixes.chunks import ChunkStore
 from ..prefixes.limits import PrefixLimits
 from ..prefixes.place import place_at, place_of_prefixes
@@ -201,22 +199,7 @@ def _bare_tier(config: str) -> TierConfig:
         tier = place_at(config)
     except ConfigError as e:
         raise ConfigError(e.message, field=public_url(config)) from None
-    if isinstance(tier, FsTierConfig) and _is_vllm_raw(tier.root_dir):
-        return tier.model_copy(update={"format": FORMAT_VLLM_RAW})
     return tier
-
-
-def _is_vllm_raw(root: str) -> bool:
-    """Whether a folder holds blocks in vLLM's own layout, by the files that kvtiers puts beside vLLM's config.json.
-
-    In the other format these blocks would look bad, and ``verify --repair`` would remove them.
-    """
-    try:
-        folders = [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
-        namespaces = [folder.path for folder in folders if re.fullmatch(NAMESPACE, folder.name)]
-        return any(entry.name.startswith(IDENTITY_FILE_PREFIX) for path in namespaces for entry in os.scandir(path))
-    except OSError as e:
-        raise store_error(e, "") from e
 
 
 def _shown(config: str) -> str:

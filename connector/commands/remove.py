@@ -11,12 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from ...tiers.config.tier_options import FsTierConfig, NfsTierConfig
-from ...tiers.tools.block_reader import read_identities
+from ...tiers.tools.block_reader import read_identity
 from ...tiers.tools.inventory import Share
 from ...tiers.tools.namespaces import (
     NamespaceRemoval,
     blocks_of,
-    has_identity,
     is_of_model,
     may_be_of_model,
     namespace_names,
@@ -55,8 +54,8 @@ def rm(
 ) -> None:
     """Remove all blocks of a namespace or model, and the files that identify it. Asks first, unless --yes.
 
-    Removes nothing else: no other namespace, and no foreign file. With format vllm-raw, this includes the blocks that
-    vLLM's own tier wrote. A model's namespace without a readable identity stays: give its name.
+    Removes nothing else: no other namespace, and no foreign file. A model's namespace without a readable identity
+    stays: give its name.
 
     Engines may run: they miss the removed blocks, and may store them again. Blocks that are written during the removal
     stay, and the command says so.
@@ -122,7 +121,7 @@ def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
             of_models = {model for model in models if is_of_model(store, name, model)}
             if name not in names and not of_models:
                 for model in models:
-                    if may_be_of_model(name, model) and not read_identities(store, name):
+                    if may_be_of_model(name, model) and read_identity(store, name) is None:
                         note(
                             f"{name} may be of {model}, but has no readable identity; remove it with --namespace {name}"
                         )
@@ -130,7 +129,7 @@ def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
             share = Share()
             for info in ticker.each(blocks_of(store, name)):
                 share.add(info.size)
-            if share.blobs or has_identity(store, name):  # else only a foreign file or an empty folder
+            if share.blobs or read_identity(store, name) is not None:  # else only a foreign file or an empty folder
                 blocks[name] = share
                 found |= of_models
     return _Plan(place, blocks, found)

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
+from ...tiers.blocks.file_mapper import NAMESPACE, BlockName, parse_block_name
 from ...tiers.blocks.keyring import show_key_id
 from ...tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in
 from ...tiers.blocks.seal import TRAILER_BYTES, describe_trailer
 from ...tiers.errors import BlobNotFoundError, StoreError
 from ...tiers.store import KeyInfo, Store
-from ...tiers.tools.block_reader import BlockReader, read_identities
-from ...tiers.tools.inventory import NAMESPACE, BlockName, Share, list_blocks, parse_block_name
+from ...tiers.tools.block_reader import BlockReader, read_identity
+from ...tiers.tools.inventory import Share, list_blocks
 from ...tiers.tools.namespaces import blocks_of, rank_folders
 from .options import AsJson, TierName
 from .output import Results, Ticker, complain, human_age, human_bytes, refuse, say
@@ -51,7 +52,7 @@ def show(
     results = Results()
     for place in find_places(config, tier):
         with results.of(place), place.open() as store:
-            found = _describe(place, store, name)
+            found = _describe(store, name)
             results.add({"found": found})
             if not as_json:
                 for one in found:
@@ -73,7 +74,7 @@ def _arguments(what: list[str]) -> tuple[str, str]:
     return what[0], what[1]
 
 
-def _describe(place: Place, store: Store, name: str) -> list[dict[str, Any]]:
+def _describe(store: Store, name: str) -> list[dict[str, Any]]:
     block = parse_block_name(name)
     if block is not None:
         found = [(info, block) for info in store.keys(name) if info.key == name]
@@ -86,7 +87,7 @@ def _describe(place: Place, store: Store, name: str) -> list[dict[str, Any]]:
             f"{name!r} is not a name; accepted is a namespace (du), a block (ls), or {HASH_DIGITS_MIN} or more "
             "hexadecimal digits of a block's hash",
         )
-    reader = BlockReader(store, takes_unverified=place.config.takes_unverified)
+    reader = BlockReader(store)
     return [_describe_block(reader, *one) for one in found]
 
 
@@ -129,7 +130,7 @@ def _describe_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> dict
 
 
 def _describe_namespace(store: Store, name: str) -> list[dict[str, Any]]:
-    identities = list(read_identities(store, name).values())
+    identity = read_identity(store, name)
     blocks = Share()
     ranks = set()
     times: list[float] = []  # the first and the last, once there are blocks
@@ -140,9 +141,9 @@ def _describe_namespace(store: Store, name: str) -> list[dict[str, Any]]:
             assert block is not None
             ranks.add(block.rank)
             times = [min([info.mtime, *times]), max([info.mtime, *times])]
-    if not identities and not blocks.blobs:
+    if identity is None and not blocks.blobs:
         return []
-    own = [Namespace.of(name, fields) for fields in identities]
+    own = None if identity is None else Namespace.of(name, identity)
     return [
         {
             "kind": "namespace",
@@ -152,8 +153,8 @@ def _describe_namespace(store: Store, name: str) -> list[dict[str, Any]]:
             "ranks": sorted(ranks),
             "oldest": times[0] if times else None,
             "newest": times[1] if times else None,
-            "identities": [namespace.fields for namespace in own],
-            "siblings": _siblings(store, own[0]) if own else [],
+            "identity": own.fields if own else None,
+            "siblings": _siblings(store, own) if own else [],
         }
     ]
 
@@ -208,10 +209,10 @@ def _namespace_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if found["oldest"]:
         rows.append(("used or written", f"{utc(found['oldest'])} to {utc(found['newest'])}"))
-    if not found["identities"]:
+    if found["identity"] is None:
         rows.append(("identity", "missing or damaged; an engine that uses the namespace writes it again"))
-    for fields in found["identities"]:
-        rows += [(field, json.dumps(value, sort_keys=True)) for field, value in fields.items()]
+    else:
+        rows += [(field, json.dumps(value, sort_keys=True)) for field, value in found["identity"].items()]
     for sibling in found["siblings"]:
         rows.append(("sibling", sibling["namespace"]))
         rows += [(f"    {field}", f"{here} here, {there} there") for field, (here, there) in sibling["differs"].items()]

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ...tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from ...tiers.blocks.seal import TRAILER_BYTES
 from ...tiers.config.deployment import DeploymentConfig, load_named
 from ...tiers.config.tier_options import BoundedTierConfig
@@ -190,8 +189,7 @@ def room_of(sizing: Sizing, deployment: DeploymentConfig) -> list[Room]:
     rooms = [Room("region.size", deployment.region.size, sizing.tokens_in(deployment.region.size))]
     for index, tier in enumerate(deployment.tiers):
         if isinstance(tier, BoundedTierConfig) and not tier.read_only:  # others have no limit, or ignore it
-            extra_bytes = 0 if getattr(tier, "format", "") == FORMAT_VLLM_RAW else TRAILER_BYTES
-            tokens = None if tier.max_bytes is None else sizing.tokens_in(tier.max_bytes, extra_bytes=extra_bytes)
+            tokens = None if tier.max_bytes is None else sizing.tokens_in(tier.max_bytes, extra_bytes=TRAILER_BYTES)
             rooms.append(Room(f"tiers[{index}].max_bytes ({tier.name or tier.type})", tier.max_bytes, tokens))
     return rooms
 

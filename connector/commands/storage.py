@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ...tiers.blocks.file_mapper import BlockName
 from ...tiers.blocks.neighbors import namespaces_in
 from ...tiers.builtin import key_ids, record_keys
 from ...tiers.capacity.collector import Collector
@@ -25,12 +26,12 @@ from ...tiers.config.deployment import parse_tier
 from ...tiers.config.tier_options import BoundedTierConfig, S3TierConfig, TierConfig
 from ...tiers.errors import ConfigError, printable
 from ...tiers.store import KeyInfo, Store
-from ...tiers.tools.inventory import UNKNOWN_AGE, BlockName, Inventory, Share, list_blocks
+from ...tiers.tools.block_reader import read_identity
+from ...tiers.tools.inventory import UNKNOWN_AGE, Inventory, Share, list_blocks
 from ...tiers.tools.namespaces import (
     blocks_of,
     differences,
     differences_in_words,
-    has_identity,
     namespace_names,
 )
 from ...tiers.tools.ownership import check_is_ours
@@ -239,7 +240,7 @@ def _with_bounds(config: str, places: list[Place], max_bytes: str | None, ttl: s
 
 
 def _refuse_protected(store: Store, place: Place) -> None:
-    """A collector without the keys of ``auth`` or ``encrypt`` would leave records that no engine accepts."""
+    """A collector without the keys of ``encrypt`` would leave records that no engine accepts."""
     for namespace in namespaces_in(store)[0]:
         if namespace.fields.get("protection"):
             raise ConfigError(
@@ -280,7 +281,11 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
     with place.open(writes=True) as store:
         assert isinstance(store, S3Store)
         # A lifecycle rule removes everything that begins with a name, and folders of others may look like a namespace.
-        own = [name for name in namespace_names(store) if has_identity(store, name) or any(blocks_of(store, name))]
+        own = [
+            name
+            for name in namespace_names(store)
+            if read_identity(store, name) is not None or any(blocks_of(store, name))
+        ]
         versions = store.expire_after(days, [f"{name}_r" for name in own])
     return {"expire_after_days": days, "expire_versions": versions}
 
@@ -304,7 +309,7 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
 
 def misses_of(config: TierConfig, seals: Mapping[str, int]) -> dict[str, int]:
     """Blocks that engines with this configuration cannot load, by reason; see ``count_misses``."""
-    return count_misses(seals, config.protection, key_ids(config), takes_unverified=config.takes_unverified)
+    return count_misses(seals, config.encrypt, key_ids(config))
 
 
 def _du_result(inventory: Inventory, used: int | None, limit: int | None, seconds: float) -> dict[str, Any]:

@@ -315,7 +315,7 @@ def _show(result: dict[str, Any]) -> None:
     if result["unknown_keys"]:
         say("  fix: add the key to this tier's keys, after the first one; or remove these blocks (docs/security.md)")
     if result["foreign"]:
-        say(f"  from a newer version or without a seal, not verified: {counted(result['foreign'])}")
+        say(f"  from another version, not verified: {counted(result['foreign'])}")
     if result["errors"]:
         say(f"  could not be read: {counted(result['errors'])}")
     if not result["bad_count"] and not result["errors"]:

@@ -18,13 +18,19 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ...tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
+from ...tiers.blocks.file_mapper import NAMESPACE
+from ...tiers.errors import (
+    BlobCorruptError,
+    SealError,
+    StoreClosedError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 from ...tiers.isolation.process import StoreRecipe
 from ...tiers.isolation.worker import find_object
-from ...tiers.layers.layer import Layer
-from ...tiers.store import KeyInfo, Store
-from ...tiers.tools.block_reader import read_small
-from ...tiers.tools.inventory import NAMESPACE
+from ...tiers.store import KeyInfo, Store, read_blob
+from ...tiers.store_layer import Layer
 from .format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal
 
 READERS_S = 2.0  # time for readers of a removed manifest to finish reading its layers
@@ -58,12 +64,9 @@ class ChunkStore(Layer):
             yield from blobs_of(infos)
 
     def delete(self, key: str) -> None:
-        (error,) = self._delete_many([key])
+        (error,) = self.delete_many([key])
         if error is not None:
             raise error
-
-    def _around_batch(self, method: str, items: Sequence[Any], size: int) -> list[Any]:
-        return self._delete_many(items) if method == "delete_many" else super()._around_batch(method, items, size)
 
     def _chunks(self, infos: Iterable[KeyInfo]) -> Iterator[KeyInfo]:
         """Yield the blobs that one folder's files form."""
@@ -85,7 +88,7 @@ class ChunkStore(Layer):
         for attempt, layers in attempts.items():
             yield KeyInfo(attempt, _bytes_of(layers), max(info.mtime for info in layers))
 
-    def _delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """Delete manifests first, so that nobody uses them any more; then, after readers have finished, the layers."""
         outcomes: dict[str, Exception | None] = {}
         attempts: dict[str, str] = {}  # key -> folder of its layers
@@ -130,10 +133,10 @@ class ChunkStore(Layer):
 
     def _attempt_of(self, manifest: str) -> str | None:
         """Return the folder of the layers that a manifest names; None: the manifest is gone or not valid."""
-        data = read_small(self.inner, manifest, MANIFEST_BYTES_MAX)
         try:
+            data = read_blob(self.inner, manifest, MANIFEST_BYTES_MAX)
             return None if data is None else f"{manifest.rpartition('/')[0]}/{unseal(data, manifest)['attempt']}"
-        except SealError:
+        except (SealError, BlobCorruptError):
             return None
 
 

@@ -71,7 +71,7 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest") from e
     its_format = body.get("format") if isinstance(body, dict) else None
     if isinstance(its_format, str) and its_format != FORMAT and _LATER_FORMAT.fullmatch(its_format):
-        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}", foreign=True)
+        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}")
     if its_format != FORMAT or not _is_sound(body):
         raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest")
     checked: dict[str, Any] = body

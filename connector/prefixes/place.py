@@ -107,9 +107,8 @@ def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfi
     """
     if not isinstance(tier, FsTierConfig | NfsTierConfig | FsspecTierConfig | S3TierConfig):
         raise ConfigError(f"{tier.type} has no place for prefix files; fs, nfs, s3 and fsspec have", field="type")
-    for name in ("auth", "encrypt"):
-        if getattr(tier, name) != "none":
-            raise ConfigError("prefix files are plain safetensors, which a key cannot protect", field=name)
+    if tier.encrypt != "none":
+        raise ConfigError("prefix files are plain safetensors, which a key cannot protect", field="encrypt")
     if isinstance(tier, S3TierConfig):
         if tier.embedded:
             raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")

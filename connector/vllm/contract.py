@@ -48,7 +48,6 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     f"{_BASE}TierFilter": ("allows(medium, locality)",),
     f"{_BASE}TransferResult": ("__init__(job_id, success, transfer_size, transfer_time)",),
     "vllm.v1.kv_offload.cpu.common:CPULoadStoreSpec": ("__init__(block_ids)",),
-    "vllm.v1.kv_offload.file_mapper:FileMapper": ("from_offloading_spec(_, _, _, _)", "get_run_config()"),
     f"{_TIERING}JobResult": ("__init__(*, job_id, success, successful_keys, transfer_time)",),
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ("register_connector(_, _, _)",),
     "vllm.distributed.kv_transfer.kv_transfer_state": ("get_kv_transfer_group()", "has_kv_transfer_group()"),
@@ -96,7 +95,6 @@ READ: Mapping[str, str] = {
     f"{_OFFLOAD_CONFIG}OffloadingParallelConfig": (
         "dcp_size is_parallelism_agnostic pcp_size pp_size rank tp_size world_size"
     ),
-    "vllm.v1.kv_offload.file_mapper:FileMapper": "base_path rank",
     f"{_TIERING}JobResult": "transfer_bytes>=0.31",
     f"{_TIERING}SecondaryTierManager": "medium tier_type",
     f"{_TIERING}TieringOffloadingMetrics": (

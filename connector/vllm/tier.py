@@ -16,7 +16,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from ...tiers.base import JobMetadata, JobResult, SecondaryTierManager
-from ...tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from ...tiers.blocks.keys import OffloadKey
 from ...tiers.config.deployment import load_named
 from ...tiers.errors import ConfigError
@@ -96,8 +95,6 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         translate.warn_of_adapters(vllm_config)
         by_token = kv_groups.is_in_token_order(layers, offloading_spec.config, vllm_config)
         spec = translate.engine_spec(offloading_spec.config, vllm_config, by_token=by_token)
-        if options.get("format") == FORMAT_VLLM_RAW:
-            spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
         # vLLM shuts its tiers down one after the other, so each gets a share of the time.
         self._ending_s = SHUTDOWN_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))

@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from ...tiers.base import JobMetadata, JobResult, OffloadingEvent
-from ...tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX, VllmLayout
+from ...tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX
 from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
@@ -90,7 +90,6 @@ class EngineSpec:
 
     config: VllmOffloadingConfig
     metrics: Metrics
-    vllm_layout: VllmLayout | None = None  # set if a region's rows are the bytes that vLLM's own fs tier would write
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -204,15 +203,6 @@ def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_wor
         ),
         Metrics(),
     )
-
-
-def vllm_layout(spec: Any) -> VllmLayout:
-    """Return where vLLM's own ``fs`` tier would keep a spec's blocks, according to the installed version."""
-    from vllm.v1.kv_offload.file_mapper import FileMapper as VllmsFileMapper
-
-    # The same call as in vLLM's tier. Positional, because the third parameter's name differs between releases.
-    mapper = VllmsFileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, True)
-    return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
 
 
 class Role(NamedTuple):

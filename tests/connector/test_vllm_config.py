@@ -75,15 +75,6 @@ def test_a_buckets_tier_is_given_whole_and_its_place_is_a_folder_of_the_tiers(
     assert ways["shared_storage"]["kv_load_failure_policy"] == "recompute"
 
 
-def test_vllms_own_format_goes_behind_vllms_own_spec_only(tmp_path: Path) -> None:
-    path = tmp_path / "raw.yaml"
-    path.write_text("region: {size: 64MiB}\ntiers: [{type: memory}, {type: fs, root_dir: /mnt/a, format: vllm-raw}]\n")
-    assert set(vllm_config(path)) == {"tier", "shared_storage"}
-    told = CliRunner().invoke(app, ["vllm-config", str(path), "--way", "spec"], env={"COLUMNS": "300"})
-    assert told.exit_code == ExitCode.BAD_INPUT
-    assert "this file does not support spec: tiers[1].format: vllm-raw works only with the way tier" in told.output
-
-
 def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
     path = tmp_path / "memory.yaml"
     path.write_text("region: {size: 64MiB}\ntiers: [{type: memory}]\n")
@@ -93,7 +84,6 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tier", "key"),
     [
-        ("{type: fs, root_dir: /mnt/a, auth: gmac, keys_env: K}", "auth"),
         ("{type: fs, root_dir: /mnt/a, encrypt: aes-gcm, keys_env: K}", "encrypt"),
         ("{type: s3, bucket: kvs, embedded: true}", "embedded"),
         ("{type: memory, max_bytes: 1MiB}", "type"),

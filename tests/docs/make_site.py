@@ -82,8 +82,6 @@ API: dict[str, Sequence[str]] = {
 }
 OPTIONAL_PROTOCOLS = (
     "SupportsTail",
-    "SupportsSizeMany",
-    "SupportsDeleteMany",
     "SupportsGetMany",
     "SupportsPieces",
     "SupportsQuarantine",

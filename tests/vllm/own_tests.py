@@ -39,7 +39,6 @@ class InItsPlace(KVTiersTier):
     ) -> None:
         tier = {
             "type": "fs",
-            "format": "vllm-raw",
             "root_dir": root_dir,
             "n_read_threads": n_read_threads,
             "n_write_threads": n_write_threads,

@@ -17,8 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ..errors import ConfigError
 from .keys import (
@@ -31,14 +30,14 @@ from .keys import (
 
 DIGEST_HEX_DIGITS = 12
 CONFIG_FILE_NAME = "config.json"
-IDENTITY_FILE_PREFIX = "kvtiers-"
 FORMAT_SEALED = "sealed-1"
-FORMAT_VLLM_RAW = "vllm-raw"
 # A folder's name is "<model>_<12 digits>_r<rank>", and file systems allow 255 bytes.
 MODEL_NAME_BYTES_MAX = 200
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_BLOCK_NAME = re.compile(r"[0-9a-f]{3}/[0-9a-f]{2}_g([0-9]+)/([0-9a-f]+)\.bin")
+#: Pattern of a namespace's name: a single folder, because a namespace in a subfolder belongs to another root.
+NAMESPACE = rf"[^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
+_NAME = re.compile(rf"({NAMESPACE})_r([0-9]+)/([0-9a-f]{{3}})/([0-9a-f]{{2}})_g([0-9]+)/(\3\4[0-9a-f]{{0,123}})\.bin")
 _SIZES = ("hash_block_size", "gpu_blocks_per_file", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _OWN_FIELDS = frozenset({"model_name", *_SIZES, "dtype", "kv_cache_groups", "inference_engine"})
 
@@ -165,12 +164,10 @@ class FileMapper:
 
     def key_of(self, name: str) -> OffloadKey | None:
         """The block with this ``relative_name``; None if the name is not a block's in this namespace and rank."""
-        if not name.startswith(self.block_prefix):
+        found = parse_block_name(name) if name.startswith(self.block_prefix) else None
+        if found is None or len(found.digits) % 2:
             return None
-        found = _BLOCK_NAME.fullmatch(name, len(self.block_prefix))
-        if found is None or len(found[2]) % 2 or int(found[1]) > GROUP_INDEX_MAX:
-            return None
-        key = make_offload_key(bytes.fromhex(found[2]), int(found[1]))
+        key = found.offload_key
         return key if self.relative_name(key) == name else None
 
     @property
@@ -196,15 +193,6 @@ class FileMapper:
         """``<base>/config.json``."""
         return self.rooted(self.relative_config_name)
 
-    @property
-    def others_files(self) -> frozenset[str]:
-        """The files of ``get_namespace_files`` that another program owns."""
-        return frozenset()
-
-    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
-        """The files that identify the namespace: their names without ``root_dir``, and the fields in each file."""
-        return {self.relative_config_name: self.get_run_config()}
-
     def get_run_config(self) -> dict[str, Any]:
         """A copy of the fields."""
         copy: dict[str, Any] = json.loads(json.dumps(self._fields))
@@ -213,62 +201,6 @@ class FileMapper:
     def rooted(self, name: str) -> str:
         """Prepend ``root_dir`` to a name."""
         return f"{self.root_dir}/{name}" if self.root_dir else name
-
-
-@dataclass(frozen=True, slots=True)
-class VllmLayout:
-    """Where vLLM's own ``fs`` tier would keep this engine's blocks.
-
-    Attributes:
-        namespace: the folder's name, ``<model>_<digest12>``.
-        rank: the rank in the name of the blocks' folder.
-        fields: the content of the namespace's ``config.json``.
-    """
-
-    namespace: str
-    rank: int
-    fields: dict[str, Any]
-
-
-class VllmFileMapper(FileMapper):
-    """Names blocks as vLLM's own ``fs`` tier does (``format: vllm-raw``).
-
-    The digests in vLLM's folder names do not cover ``strict_fields``, so engines whose bytes differ may share a folder.
-    The fingerprint in a block's seal still covers all of our fields, so these engines never load each other's blocks.
-    Our fields are stored in ``<namespace>/kvtiers-<digest12>.json``, beside vLLM's ``config.json``.
-    """
-
-    _vllm_fields: dict[str, Any]
-
-    @classmethod
-    def from_offloading_spec(cls, root_dir: str, offloading_spec: Any, *arguments: Any, **options: Any) -> Self:
-        """Like ``FileMapper.from_offloading_spec``; ``offloading_spec.vllm_layout`` says where vLLM keeps its blocks.
-
-        Raises:
-            ConfigError: the spec has no ``vllm_layout``.
-        """
-        layout: VllmLayout | None = getattr(offloading_spec, "vllm_layout", None)
-        if layout is None:
-            raise ConfigError(
-                f"{FORMAT_VLLM_RAW} is the layout of vLLM's own fs tier and works only with KVTiersTier; "
-                f"accepted here is {FORMAT_SEALED}",
-                field="format",
-            )
-        options["extra_fields"] = {**(options.get("extra_fields") or {}), "format": FORMAT_VLLM_RAW}
-        mapper = super().from_offloading_spec(root_dir, offloading_spec, *arguments, **options)
-        mapper.rank = layout.rank
-        mapper.name_prefix = f"{layout.namespace}_r{layout.rank}"
-        mapper._base = layout.namespace
-        mapper._vllm_fields = layout.fields
-        return mapper
-
-    @property
-    def others_files(self) -> frozenset[str]:
-        return frozenset([self.relative_config_name])  # vLLM writes it in place, so a reader may see only part of it
-
-    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
-        own = identity_file_name(self._base, self.fingerprint)
-        return {self.relative_config_name: self._vllm_fields, own: self.get_run_config()}
 
 
 def fingerprint_of(fields: Mapping[str, Any]) -> bytes:
@@ -281,15 +213,46 @@ def namespace_of(fields: Mapping[str, Any]) -> str:
     return f"{fields['model_name'].replace('/', '_')}_{fingerprint_of(fields).hex()[:DIGEST_HEX_DIGITS]}"
 
 
-def identity_file_name(namespace: str, fingerprint: bytes) -> str:
-    """Name of the file with the fields behind a fingerprint, in a folder that vLLM named."""
-    return f"{namespace}/{IDENTITY_FILE_PREFIX}{fingerprint.hex()[:DIGEST_HEX_DIGITS]}.json"
-
-
 def block_name(name_prefix: str, key: OffloadKey) -> str:
     """A block's name without ``root_dir``. ``name_prefix``: see ``FileMapper.name_prefix``."""
     digits = get_offload_block_hash(key).hex()
     return f"{name_prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
+
+
+class BlockName(NamedTuple):
+    """The parts of a block's name, as FileMapper writes it.
+
+    Attributes:
+        namespace: ``<model>_<digest12>``.
+        digits: the block hash in hexadecimal.
+    """
+
+    namespace: str
+    rank: int
+    group: int
+    digits: str
+
+    @property
+    def offload_key(self) -> OffloadKey:
+        """The block's key. Raises ValueError if ``digits`` has an odd number of digits."""
+        return make_offload_key(bytes.fromhex(self.digits), self.group)
+
+    @property
+    def path(self) -> str:
+        """The complete name."""
+        return block_name(f"{self.namespace}_r{self.rank}", self.offload_key)
+
+
+def parse_block_name(key: str) -> BlockName | None:
+    """Parse a block's name; None if the name is not a block's."""
+    found = _NAME.fullmatch(key)
+    if found is None:
+        return None
+    namespace, rank_digits, group_digits, digits = found.group(1, 2, 5, 6)
+    rank, group = int(rank_digits), int(group_digits)
+    if rank > GROUP_INDEX_MAX or group > GROUP_INDEX_MAX:  # a seal has 32 bits for each
+        return None
+    return BlockName(namespace, rank, group, digits)
 
 
 def strict_fields(offloading_spec: Any) -> dict[str, Any]:

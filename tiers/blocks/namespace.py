@@ -7,20 +7,18 @@ from typing import Any
 
 from ..errors import (
     BlobCorruptError,
-    BlobNotFoundError,
     ConfigError,
     NamespaceMismatchError,
     StoreFullError,
     printable,
 )
 from ..plain_logs import get_logger
-from ..store import Store
+from ..store import Store, read_blob
 from .file_mapper import FileMapper
 
 logger = get_logger(__name__)
 
 CONFIG_BYTES_MAX = 1 << 20
-READ_ATTEMPTS_MAX = 3
 SHOWN_MAX = 200  # characters of a stored value in an error message
 
 
@@ -41,61 +39,38 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
         ConfigError: the stored file does not contain a namespace's fields.
         StoreError: raised by the store, except StoreFullError.
     """
+    name, path = mapper.relative_config_name, mapper.get_config_file_path()
+    fields = mapper.get_run_config()
+    wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
     is_new = False
     try:
-        for name, fields in mapper.get_namespace_files().items():
-            others = name in mapper.others_files
-            try:
-                is_new |= _open(store, name, fields, mapper.rooted(name), read_only=read_only, others=others)
-            except ConfigError as e:
-                if not others:
-                    raise
-                logger.warning("%s", e)
+        found = _read(store, name, path)
+        is_new = found is None
+        if is_new:
+            logger.info(
+                "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor shows in "
+                "which options this namespace differs from others of the same model",
+                path,
+            )
+        torn = found is not None and not found.strip(b"\0")
+        if torn:
+            logger.warning("%s is empty, as after a power cut%s", path, "" if read_only else ": it is written again")
+        if (found is None or torn) and not read_only:
+            # Without overwrite, one of several first writers wins.
+            store.put(name, [memoryview(wanted)], overwrite=torn)
+            found, torn = _read(store, name, path), False
+        if not (found is None or torn or found == wanted):
+            _compare(found, fields, path)
     except StoreFullError as e:
         logger.warning("namespace %s: config.json could not be written or verified: %s", mapper.base_path, e)
     return is_new
 
 
-def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_only: bool, others: bool) -> bool:
-    wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
-    found = _read(store, name, path)
-    is_new = found is None and not others
-    if is_new:
-        logger.info(
-            "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor shows in which "
-            "options this namespace differs from others of the same model",
-            path,
-        )
-    torn = found is not None and not found.strip(b"\0")
-    if torn and others:
-        raise ConfigError(f"is empty ({len(found or b'')} bytes); another program may be writing it", field=path)
-    if torn:
-        logger.warning("%s is empty, as after a power cut%s", path, "" if read_only else ": it is written again")
-    if (found is None or torn) and not read_only:
-        store.put(name, [memoryview(wanted)], overwrite=torn)  # without overwrite, one of several first writers wins
-        found, torn = _read(store, name, path), False
-    if not (found is None or torn or found == wanted):
-        _compare(found, fields, path)
-    return is_new
-
-
 def _read(store: Store, name: str, path: str) -> bytes | None:
-    for _ in range(READ_ATTEMPTS_MAX):
-        size = store.size(name)
-        if size is None:
-            return None
-        if size > CONFIG_BYTES_MAX:
-            raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=path)
-        data = bytearray(size)
-        try:
-            if size:
-                store.get_into(name, [memoryview(data)])
-            return bytes(data)
-        except BlobNotFoundError:
-            return None  # it was removed since the call of size()
-        except BlobCorruptError as e:
-            corrupt = e  # perhaps only because another engine rewrote it since the call of size()
-    raise ConfigError(f"cannot be read: {corrupt}", field=path) from corrupt
+    try:
+        return read_blob(store, name, CONFIG_BYTES_MAX)
+    except BlobCorruptError as e:
+        raise ConfigError(f"cannot be read: {e}", field=path) from e
 
 
 def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:

@@ -17,11 +17,9 @@ from typing import Any
 
 from ..errors import StoreError
 from ..plain_logs import get_logger
-from ..store import Store, SupportsFolders
-from ..tools.block_reader import read_small
-from ..tools.inventory import NAMESPACE
-from .file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, FileMapper, namespace_of
-from .namespace import parse_json
+from ..store import Store, SupportsFolders, read_blob
+from .file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, NAMESPACE, FileMapper, namespace_of
+from .namespace import CONFIG_BYTES_MAX, parse_json
 
 logger = get_logger(__name__)
 
@@ -103,8 +101,7 @@ def tell_nearest(store: Store, mapper: FileMapper, tier: str) -> None:
 
     Nothing is logged if there is no other namespace, or if the storage hangs, fails or cannot list folders.
     """
-    # Without folders(), all blobs would have to be listed. The config.json in a folder of vLLM has only vLLM's fields.
-    if isinstance(store, SupportsFolders) and not mapper.others_files:
+    if isinstance(store, SupportsFolders):  # otherwise all blobs would have to be listed
         threading.Thread(target=_tell, args=(store, mapper, tier), name=f"kvtiers-{tier}-nearest", daemon=True).start()
 
 
@@ -164,7 +161,7 @@ def _names_in(store: Store) -> tuple[list[str], bool]:
 def _read(store: Store, names: Iterable[str]) -> Iterator[Namespace]:
     for name in names:
         try:
-            fields = parse_json(read_small(store, f"{name}/{CONFIG_FILE_NAME}") or b"")
+            fields = parse_json(read_blob(store, f"{name}/{CONFIG_FILE_NAME}", CONFIG_BYTES_MAX) or b"")
         except (StoreError, ValueError):
             continue
         if isinstance(fields, dict):

@@ -1,11 +1,8 @@
-"""Seals with a key (the extra ``crypto``): they prove that a block's writer had the key.
+"""The seal with keys (the extra ``crypto``): it proves that a block's writer had the key, and encrypts the block.
 
-``GmacSeal``: authenticates blocks. The tag is AES-256-GMAC over bytes 0..192 of the trailer (everything before the tag)
-and the payload.
-
-``GcmSeal``: encrypts and authenticates blocks with AES-256-GCM. The payload checksum covers the stored (encrypted)
-bytes, so that a tool without keys can detect bit rot. The tag covers the payload and, as associated data, bytes 0..192
-of the trailer with zeros in place of that checksum, which is known only after encryption.
+AES-256-GCM. The payload checksum covers the stored (encrypted) bytes, so that a tool without keys can detect bit rot.
+The tag covers the payload and, as associated data, bytes 0..192 of the trailer with zeros in place of that checksum,
+which is known only after encryption.
 
 Nonces are 96 random bits, and keys are derived per namespace. Up to 2^32 blocks per key and namespace (4 PiB at 1 MiB
 per block) the probability of a repeated nonce is below 2^-32, the bound of NIST SP 800-38D. The tag is compared last,
@@ -19,7 +16,6 @@ stay misses until an operator removes them. So engines (once), ``doctor``, ``du`
 
 from __future__ import annotations
 
-import hmac
 import os
 import struct
 import threading
@@ -47,9 +43,7 @@ try:
     from cryptography.hazmat.primitives.ciphers.algorithms import AES256
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 except ImportError as e:
-    raise ConfigError(
-        "needs cryptography: pip install '.[crypto]' in kvtiers' checkout", field="auth or encrypt"
-    ) from e
+    raise ConfigError("needs cryptography: pip install '.[crypto]' in kvtiers' checkout", field="encrypt") from e
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
@@ -67,92 +61,36 @@ class _Proof(NamedTuple):
     tag: bytes
 
 
-class _KeyedSeal(Seal):
-    """Base of both seals with keys. Immutable; any thread may use it.
+class GcmSeal(Seal):
+    """Encrypts and authenticates blocks. Immutable; any thread may use it.
+
+    A slot cannot be encrypted in place, because the engine may load from it at the same time. So each storing thread
+    has a buffer of one block's size. A loaded block is decrypted in its slot, because nothing reads the slot before the
+    load has succeeded.
 
     Args:
         fingerprint, rank, options: see ``Seal``.
-        keys: the ring, or the keys derived from it for this purpose and namespace: id -> 32 bytes; the first key seals
-            new blocks. Only ``to_json`` reveals them.
+        keys: the ring, or the keys derived from it for this namespace: id -> 32 bytes; the first key seals new blocks.
+            Only ``to_json`` reveals them.
     """
 
-    _purpose: bytes
+    _authentication = Authentication.AES_256_GCM
+    stores_as_is = False
 
     def __init__(self, fingerprint: bytes, rank: int, *, keys: KeyRing | Mapping[int, bytes], **options: Any) -> None:
         super().__init__(fingerprint, rank, **options)
         if isinstance(keys, KeyRing):
-            keys = keys.derive(self._purpose, fingerprint)
+            keys = keys.derive(b"AES-256-GCM", fingerprint)
         self._ciphers = {number: AES256(key) for number, key in keys.items()}
         self._key_id = next(iter(keys))
 
     def to_json(self) -> dict[str, Any]:
         keys = [(number, cipher.key.hex()) for number, cipher in self._ciphers.items()]
-        return super().to_json() | {"authentication": int(self._authentication), "keys": keys}
+        return super().to_json() | {"keys": keys}
 
     def check_trailer(self, key: OffloadKey, trailer: Trailer, payload_length: int) -> None:
         super().check_trailer(key, trailer, payload_length)
         self._proof(trailer)
-
-    def _cipher(self, key_id: int, nonce: bytes) -> Cipher[GCM]:
-        return Cipher(self._ciphers[key_id], GCM(nonce))
-
-    def _proof(self, trailer: Trailer) -> _Proof:
-        """Read key id, nonce and tag from a trailer that has passed the other checks."""
-        proof = _Proof(*_PROOF.unpack_from(trailer, _PROOF_AT))
-        if proof.key_id not in self._ciphers:
-            known = ", ".join(map(show_key_id, self._ciphers))
-            text = f"its key {show_key_id(proof.key_id)} is not among this engine's keys ({known})"
-            raise SealError(SealReason.UNKNOWN_KEY, text)
-        return proof
-
-    def _other_means(self, checksum: int, authentication: int) -> SealError:
-        if authentication == Authentication.NONE:
-            return SealError(SealReason.AUTHENTICATION, "it is not authenticated, which is required here")
-        return super()._other_means(checksum, authentication)
-
-
-class GmacSeal(_KeyedSeal):
-    """Authenticates blocks. The payload is stored unchanged."""
-
-    _authentication = Authentication.AES_256_GMAC
-    _purpose = b"AES-256-GMAC"
-
-    def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:
-        trailer = bytearray(super().trailer(key, payload, checksum))
-        nonce = os.urandom(NONCE_BYTES)
-        trailer[TAG_AT - NONCE_BYTES : TAG_AT] = nonce
-        trailer[TAG_AT : TAG_AT + TAG_BYTES] = self._tag(self._key_id, nonce, trailer, payload)
-        return _checked(trailer)
-
-    def verify(
-        self, key: OffloadKey, payload: memoryview, trailer: Trailer, seen: RunningChecksum | None = None
-    ) -> None:
-        super().verify(key, payload, trailer, seen)
-        proof = self._proof(trailer)
-        if not hmac.compare_digest(self._tag(proof.key_id, proof.nonce, trailer, payload), proof.tag):
-            raise SealError(SealReason.AUTHENTICATION, f"its tag does not match key {show_key_id(proof.key_id)}")
-
-    open_in_place = verify
-
-    def _tag(self, key_id: int, nonce: bytes, trailer: Trailer, payload: memoryview) -> bytes:
-        mac = self._cipher(key_id, nonce).encryptor()
-        mac.authenticate_additional_data(memoryview(trailer)[:TAG_AT])
-        mac.authenticate_additional_data(payload)
-        mac.finalize()
-        return mac.tag
-
-
-class GcmSeal(_KeyedSeal):
-    """Encrypts and authenticates blocks.
-
-    A slot cannot be encrypted in place, because the engine may load from it at the same time. So each storing thread
-    has a buffer of one block's size. A loaded block is decrypted in its slot, because nothing reads the slot before the
-    load has succeeded.
-    """
-
-    _authentication = Authentication.AES_256_GCM
-    _purpose = b"AES-256-GCM"
-    stores_as_is = False
 
     def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:  # noqa: ARG002
         """Always raises TypeError, because the trailer depends on the encrypted payload: use ``seal_parts``."""
@@ -193,6 +131,23 @@ class GcmSeal(_KeyedSeal):
         """Verify the stored bytes and decrypt them in place. After an error their content is undefined."""
         super().verify(key, payload, trailer, seen)
         self._decrypt(payload, trailer, payload)
+
+    def _cipher(self, key_id: int, nonce: bytes) -> Cipher[GCM]:
+        return Cipher(self._ciphers[key_id], GCM(nonce))
+
+    def _proof(self, trailer: Trailer) -> _Proof:
+        """Read key id, nonce and tag from a trailer that has passed the other checks."""
+        proof = _Proof(*_PROOF.unpack_from(trailer, _PROOF_AT))
+        if proof.key_id not in self._ciphers:
+            known = ", ".join(map(show_key_id, self._ciphers))
+            text = f"its key {show_key_id(proof.key_id)} is not among this engine's keys ({known})"
+            raise SealError(SealReason.UNKNOWN_KEY, text)
+        return proof
+
+    def _other_means(self, checksum: int, authentication: int) -> SealError:
+        if authentication == Authentication.NONE:
+            return SealError(SealReason.AUTHENTICATION, "it is not authenticated, which is required here")
+        return super()._other_means(checksum, authentication)
 
     def _decrypt(self, stored: memoryview, trailer: Trailer, payload: memoryview) -> None:
         proof = self._proof(trailer)

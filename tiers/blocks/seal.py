@@ -14,10 +14,10 @@ both lengths are multiples of 4,096, so that O_DIRECT stays possible. Little-end
     60   4  rank                       216    …  zero
     64   2  key length
 
-(130..136 is padding. Authentication: 0 none, 1 AES-256-GMAC, 2 AES-256-GCM; see ``protected_seal``.)
+(130..136 is padding. Authentication: 0 none, 2 AES-256-GCM, see ``protected_seal``; 1 was AES-256-GMAC.)
 
 Every version keeps the magic, the version and the checksum at offset 208 in place. A reader checks that checksum before
-it trusts any other field. Only an intact trailer can be a newer version's, and only such a block is left alone.
+it trusts any other field. Only an intact trailer can be another version's, and only such a block is left alone.
 
 Most wrong bytes reported for KV caches are not bit rot but mistaken identity: same path, same size, different meaning.
 So a block carries its identity, and a reader compares the identity before it looks at the payload.
@@ -46,11 +46,9 @@ PAYLOAD_MULTIPLE_BYTES = 4096
 _HEAD = struct.Struct("<8sHHHHQ32sIIH64s6x16s16sQI12s16s")
 _CHECK = struct.Struct("<Q")
 _ZEROS = bytes(TRAILER_BYTES - _HEAD.size - _CHECK.size)
-FINGERPRINT_AT, PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 24, 136, 192, _HEAD.size
+PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 136, 192, _HEAD.size
 assert CHECK_AT == 208
 TRAILER_FIELDS_BYTES = _HEAD.size + _CHECK.size  # the rest is zero
-#: In place of a trailer, for a block that vLLM's own tier stored without one, under ``format: vllm-raw``.
-NO_TRAILER = b"KVNOSEAL" + bytes(TRAILER_BYTES - 8)
 
 
 class Checksum(IntEnum):
@@ -65,7 +63,7 @@ class Authentication(IntEnum):
     """How a block proves that its writer had the key."""
 
     NONE = 0
-    AES_256_GMAC = 1
+    # 1 is reserved: it was AES-256-GMAC, and such blocks are still stored.
     AES_256_GCM = 2  # also encrypts the payload
 
 
@@ -111,15 +109,10 @@ class RunningChecksum:
         return bytes(self._hasher.digest()[::-1]).ljust(16, b"\0")
 
 
-def fingerprint_in(trailer: bytes | bytearray | memoryview) -> bytes:
-    """The namespace fingerprint in an unchecked trailer, to choose the seal that checks the trailer."""
-    return bytes(trailer[FINGERPRINT_AT : FINGERPRINT_AT + 32])
-
-
 class Seal:
     """Creates and checks the trailers of one namespace and rank. Immutable; any thread may use it.
 
-    Creates and accepts only unauthenticated blocks; ``protected_seal`` has the seals with keys.
+    Creates and accepts only unauthenticated blocks; ``protected_seal`` has the seal with keys.
 
     Args:
         fingerprint: SHA-256 of the namespace's canonical JSON fields, 32 bytes.
@@ -127,9 +120,6 @@ class Seal:
         checksum: algorithm for new blocks; reading accepts every supported algorithm.
         writer_id: 16 bytes that identify this writer in its trailers; random by default.
         clock_ns: returns Unix time in nanoseconds.
-        takes_unverified: accept a block with ``NO_TRAILER`` and trust its name.
-        shares_folder: engines with other fingerprints use the same block names, as under ``format: vllm-raw``; their
-            blocks are foreign.
     """
 
     #: The payload is stored unchanged, so its trailer can be created while the payload is written.
@@ -145,8 +135,6 @@ class Seal:
         checksum: Checksum = Checksum.XXH3_64,
         writer_id: bytes | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
-        takes_unverified: bool = False,
-        shares_folder: bool = False,
     ) -> None:
         writer_id = os.urandom(16) if writer_id is None else writer_id
         if len(fingerprint) != 32 or len(writer_id) != 16:
@@ -158,8 +146,6 @@ class Seal:
         self._checksum = checksum
         self._writer_id = writer_id
         self._clock_ns = clock_ns
-        self._takes_unverified = takes_unverified
-        self._shares_folder = shares_folder
 
     def to_json(self) -> dict[str, Any]:
         """The fields for a child process to create the same trailers: see ``isolation.mover``.
@@ -171,8 +157,6 @@ class Seal:
             "rank": self._rank,
             "checksum": int(self._checksum),
             "writer_id": self._writer_id.hex(),
-            "takes_unverified": self._takes_unverified,
-            "shares_folder": self._shares_folder,
         }
 
     def running_checksum(self, payload: memoryview) -> RunningChecksum:
@@ -230,8 +214,7 @@ class Seal:
         Raises:
             SealError: the first check that failed, in the format's order.
         """
-        if not self._is_taken_unverified(trailer):
-            self._check(key, trailer, payload_length)
+        self._check(key, trailer, payload_length)
 
     def verify(
         self,
@@ -248,8 +231,6 @@ class Seal:
         Raises:
             SealError: the first check that failed, in the format's order.
         """
-        if self._is_taken_unverified(trailer):
-            return
         checksum, expected = self._check(key, trailer, payload.nbytes)
         if _digest(checksum, payload, seen) != expected:
             raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{payload.nbytes} payload bytes do not match their checksum")
@@ -265,17 +246,13 @@ class Seal:
             raise SealError(SealReason.SIZE, f"the trailer has {len(trailer)} bytes, not {TRAILER_BYTES}")
         (magic, version, trailer_length, checksum, authentication, length, fingerprint, group, rank, hash_length,
          block_hash, expected, _, _, _, _, _) = _HEAD.unpack_from(trailer)  # fmt: skip
-        if trailer == NO_TRAILER:
-            text = "stored without a seal, as vLLM's own tier does"
-            raise SealError(SealReason.UNVERIFIED, text, foreign=self._shares_folder)
         if magic != MAGIC:
             raise SealError(SealReason.MAGIC, f"the trailer starts with {magic!r}")
         # Checked before any field is trusted: a flipped bit must not look like a newer version, which is never healed.
         if not _is_sound(trailer):
             raise SealError(SealReason.TRAILER_CHECKSUM, "the trailer does not match its checksum")
         if version != VERSION:
-            text = f"version {version}, but this reader supports version {VERSION}"
-            raise SealError(SealReason.VERSION, text, foreign=version > VERSION)
+            raise SealError(SealReason.VERSION, f"version {version}, but this reader supports version {VERSION}")
         if trailer[TRAILER_FIELDS_BYTES:] != _ZEROS:
             raise SealError(SealReason.TRAILER_CHECKSUM, "bytes after the trailer's fields are not zero")
         if trailer_length != TRAILER_BYTES or length != payload_length:
@@ -284,8 +261,7 @@ class Seal:
                 f"the trailer says {length}+{trailer_length} bytes, stored are {payload_length}+{TRAILER_BYTES}",
             )
         if fingerprint != self._fingerprint:
-            text = f"belongs to namespace {fingerprint.hex()[:12]}…"
-            raise SealError(SealReason.FINGERPRINT, text, foreign=self._shares_folder)
+            raise SealError(SealReason.FINGERPRINT, f"belongs to namespace {fingerprint.hex()[:12]}…")
         wanted = get_offload_block_hash(key)
         if hash_length != len(wanted) or block_hash[:hash_length] != wanted:
             raise SealError(SealReason.KEY, f"is block {block_hash[:hash_length].hex()}")
@@ -296,16 +272,6 @@ class Seal:
         if checksum not in DIGESTS or authentication != self._authentication:
             raise self._other_means(checksum, authentication)
         return checksum, expected
-
-    def is_foreign(self, trailer: bytes | bytearray | memoryview) -> bool:
-        """Whether a block of any size belongs to another engine that shares the folder."""
-        trailer = bytes(trailer)
-        if not self._shares_folder or len(trailer) != TRAILER_BYTES or trailer[: len(MAGIC)] != MAGIC:
-            return False
-        return _is_sound(trailer) and fingerprint_in(trailer) != self._fingerprint
-
-    def _is_taken_unverified(self, trailer: bytes | bytearray | memoryview) -> bool:
-        return self._takes_unverified and bytes(trailer) == NO_TRAILER
 
     def _other_means(self, checksum: int, authentication: int) -> SealError:
         """The error for an intact block with an unsupported checksum or authentication: a miss, but never removed."""

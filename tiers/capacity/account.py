@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from ..errors import StoreError, StoreFullError, StoreUnavailableError
 from ..isolation.mover import RunsInWorkers, WorkerFunction
-from ..layers.layer import Layer
 from ..plain_logs import get_logger
 from ..store import Store, parts_size
+from ..store_layer import Layer
 from .clock import since_boot
 from .records import RecordKeys, put_record
 from .usage import USAGE_PREFIX, WRITERS_PREFIX, used_bytes

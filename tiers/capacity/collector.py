@@ -30,10 +30,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
+from ..blocks.file_mapper import parse_block_name
 from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
-from ..store import CountsLeftovers, NamesBlocks, Store, SupportsSweep
-from ..tools.inventory import parse_block_name
+from ..store import KeepsFiles, NamesBlocks, Store
 from .ages import Ages
 from .clock import ClockReading, boot_id, held_s, since_boot
 from .lease import Lease
@@ -180,10 +180,9 @@ class Collector:
         if not knows_time or self._storage_clock.was_stepped(now, ages.began_at, writer_s):
             writer_s = float("inf")  # living writers renewed their records by the clock before the step
         self._room.begin()
-        if isinstance(self._store, SupportsSweep):
+        if isinstance(self._store, KeepsFiles):
             # A dry run keeps what is in quarantine; a read-only store also keeps what dead writers left.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
-        if isinstance(self._store, CountsLeftovers):
             report.leftovers = self._store.leftovers(self._policy.quarantine_s)
         baseline = read_baseline(self._store, now=now, writer_s=writer_s, keys=self._keys)
         clock = baseline.clock
@@ -234,11 +233,10 @@ class Collector:
         excess = self._excess_bytes(report, listed, measured, baseline)
         if excess <= 0:
             return
-        if report.own_bytes and isinstance(self._store, SupportsSweep):
+        if report.own_bytes and isinstance(self._store, KeepsFiles):
             left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
             freed, report.own_bytes = report.own_bytes - left, left
-            if isinstance(self._store, CountsLeftovers):
-                report.leftovers = self._store.leftovers(0.0)
+            report.leftovers = self._store.leftovers(0.0)
             excess -= freed
             measured = replace(measured, bytes=max(0, measured.bytes - freed))
         if report.dry_run:

@@ -11,7 +11,7 @@ A record is a header line and a JSON object, padded with spaces::
 - The checksum (xxh3_128) covers the record's name and everything after the checksum. A corrupt record, and a record
   stored under another record's name, count as missing.
 - The tag (HMAC-SHA256) covers the record's name and everything after the tag. It is present if the tier has keys
-  (``auth`` or ``encrypt``). A reader with keys rejects records without a valid tag. Without keys both fields are ``-``.
+  (``encrypt``). A reader with keys rejects records without a valid tag. Without keys both fields are ``-``.
 
 An attacker who kept an older record can put it back: a tag proves who wrote a record, not when.
 """
@@ -27,8 +27,8 @@ import xxhash
 
 from ..blocks.keyring import KeyRing
 from ..blocks.namespace import parse_json
-from ..errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
-from ..store import Store
+from ..errors import BlobCorruptError, StorePermissionError, StoreUnavailableError
+from ..store import Store, read_blob
 
 OWN_PREFIX = "_kvtiers/"
 #: Folder of SharedStorageConnector's prefixes next to a tier's blocks; they have their own limit and collector.
@@ -112,22 +112,11 @@ def get_record(store: Store, key: str, *, keys: RecordKeys | None = None) -> dic
     Raises:
         StoreError: as ``Store.get_into``.
     """
-    size: int | None = RECORD_BYTES
-    for _ in range(READ_ATTEMPTS_MAX):
-        if size is None:
-            return None
-        if not 0 < size <= RECORD_BYTES_MAX:
-            return {}
-        data = bytearray(size)
-        try:
-            store.get_into(key, [memoryview(data)])
-        except BlobNotFoundError:
-            return None
-        except BlobCorruptError:
-            size = store.size(key)
-            continue
-        return _parse(key, bytes(data), keys)
-    raise StoreUnavailableError("it changes faster than it can be read", key=key)
+    try:
+        data = read_blob(store, key, RECORD_BYTES_MAX, guess=RECORD_BYTES)
+    except BlobCorruptError:  # too large
+        return {}
+    return None if data is None else _parse(key, data, keys)
 
 
 def _parse(name: str, data: bytes, keys: RecordKeys | None) -> dict[str, Any]:

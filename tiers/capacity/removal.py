@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..plain_logs import get_logger
-from ..store import KeyInfo, Store, delete_all
+from ..store import KeyInfo, Store
 from .ages import AgeHistogram, Ages, Cut
 from .lease import Lease
 from .records import PREFIXES_FOLDER
@@ -82,7 +82,7 @@ class Blobs:
     def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
         """Delete blobs; returns the blobs that no longer exist."""
         self.room.note_removing()
-        outcomes = delete_all(self.store, [info.key for info in infos])
+        outcomes = self.store.delete_many([info.key for info in infos])
         gone = [info for info, error in zip(infos, outcomes, strict=True) if error is None]
         error = next((error for error in outcomes if error is not None), None)
         if error is not None:

@@ -28,7 +28,7 @@ _CREDENTIALS: Mapping[str, str] = {
     "profile) or a role",
     "fsspec": "leave them to the environment variables that the driver reads, or else write them into storage_options",
     "store": "leave them to the environment variables that the store reads, or else write them into options",
-    "": "keys for auth and encrypt come from keys_file or keys_env, and S3's credentials from the environment, "
+    "": "keys for encrypt come from keys_file or keys_env, and S3's credentials from the environment, "
     "~/.aws/credentials or a role",
 }
 #: Keys of other programs, and the key that is meant, where the model has it.
@@ -36,6 +36,12 @@ _MEANT = {
     **dict.fromkeys(("path", "dir", "directory", "folder", "root"), "root_dir"),
     **dict.fromkeys(("size", "capacity", "limit", "max_size", "size_limit"), "max_bytes"),
     **dict.fromkeys(("expire", "expiry", "max_age"), "ttl"),
+}
+#: Options that were removed -> what became of them.
+_REMOVED = {
+    "auth": "write encrypt: aes-gcm in its place, which authenticates as well; blocks stored with gmac are not found",
+    "format": "every tier stores sealed blocks. Leave it out; blocks stored with vllm-raw are not found",
+    "unverified": "blocks without a seal are never loaded. Leave it out",
 }
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
@@ -134,6 +140,8 @@ def did_you_mean(name: str, known: Mapping[str, Any] | list[str]) -> str:
 
 def _unknown_key(name: str, owner: dict[str, Any], homes: Mapping[str, str]) -> str:
     known: dict[str, Any] = owner.get("properties", {})
+    if became := _REMOVED.get(name):
+        return f"was removed: {became}"
     if _CREDENTIAL.search(name.lower()):
         tier_type = known.get("type", {}).get("const", "")
         where = _CREDENTIALS.get(tier_type, _CREDENTIALS[""])

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..blocks.file_mapper import FORMAT_VLLM_RAW
 from ..errors import ConfigError
 from ..plain_logs import get_logger
 from ..store import Store
@@ -35,10 +34,6 @@ def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, An
     """
     if isinstance(config, FsTierConfig):
         options = _folder_options(config) | {"durability": config.durability}
-        if config.format == FORMAT_VLLM_RAW:
-            from ..stores.files.vllm_raw import VllmRawStore
-
-            return VllmRawStore, options | {"unverified": config.unverified}
         from ..stores.files.local import LocalStore
 
         return LocalStore, options
@@ -98,14 +93,13 @@ def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:
 def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[Callable[..., Store], dict[str, Any]]:
     """Like ``store_recipe``, for tools.
 
-    The store has no reserve of free space, because a tool that frees space must not be refused for lack of it. It
-    shows blocks without a seal, because tools count them.
+    The store has no reserve of free space, because a tool that frees space must not be refused for lack of it.
 
     Args:
         read_only: open the store read-only even if the tier may write, so that opening it creates nothing.
     """
     make_store, options = store_recipe(config)
-    for_tools = {"min_free_bytes": 0, "unverified": "allow"} | ({"read_only": True} if read_only else {})
+    for_tools = {"min_free_bytes": 0} | ({"read_only": True} if read_only else {})
     return make_store, options | {name: value for name, value in for_tools.items() if name in options}
 
 

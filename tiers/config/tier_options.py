@@ -22,7 +22,6 @@ from pydantic import (
     model_serializer,
 )
 
-from ..blocks.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
 from ..blocks.keyring import KEY_BYTES, KEY_VARIABLES
 from ..capacity.policy import CapacityPolicy
 from ..errors import HIDDEN, ConfigError, public_url
@@ -164,9 +163,6 @@ class TierConfig(Model):
         False, description="Share blocks between parallel layouts, if the engine says that its block format allows it."
     )
 
-    auth: Literal["none", "gmac"] = Field(
-        "none", description="gmac: load only blocks that were written with one of the keys (AES-256-GMAC)."
-    )
     encrypt: Literal["none", "aes-gcm"] = Field(
         "none",
         description="aes-gcm: encrypt and authenticate blocks (AES-256-GCM). Costs one more copy per stored block.",
@@ -176,7 +172,7 @@ class TierConfig(Model):
         | None
     ) = Field(
         None,
-        description="File with the keys for auth and encrypt, 64 hex digits each; new blocks use the first. The file "
+        description="File with the keys for encrypt, 64 hex digits each; new blocks use the first. The file "
         "mode must be 0600.",
     )
     keys_env: (
@@ -188,16 +184,6 @@ class TierConfig(Model):
         | None
     ) = Field(None, description="Environment variable with the keys, instead of keys_file.")
 
-    @property
-    def protection(self) -> Literal["none", "gmac", "aes-gcm"]:
-        """How blocks are protected. aes-gcm also authenticates, so it replaces gmac."""
-        return self.encrypt if self.encrypt != "none" else self.auth
-
-    @property
-    def takes_unverified(self) -> bool:
-        """Whether blocks without a seal are loaded."""
-        return False
-
     def check(self) -> None:
         """Check options that depend on each other.
 
@@ -207,13 +193,12 @@ class TierConfig(Model):
         given = [name for name in ("keys_file", "keys_env") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError("is mutually exclusive with keys_file", field="keys_env")
-        if given and self.protection == "none":
-            raise ConfigError("has no effect without auth: gmac or encrypt: aes-gcm", field=given[0])
+        if given and self.encrypt == "none":
+            raise ConfigError("has no effect without encrypt: aes-gcm", field=given[0])
         if self.keys_env is not None:
             KEY_VARIABLES.add(self.keys_env)
-        if not given and self.protection != "none":
-            name = "encrypt" if self.encrypt != "none" else "auth"
-            raise ConfigError(f"{getattr(self, name)} needs keys; give keys_file or keys_env", field=name)
+        if not given and self.encrypt != "none":
+            raise ConfigError(f"{self.encrypt} needs keys; give keys_file or keys_env", field="encrypt")
 
     def contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Options that have no effect, or not the intended one, because of another: (field, message, fix) each."""
@@ -316,31 +301,6 @@ class FsTierConfig(BoundedTierConfig):
     durability: Literal["none", "data"] = Field(
         "none", description="data: fsync each block before it becomes visible (8 ms instead of 0.6 ms at 2 MiB)."
     )
-    format: Literal["sealed-1", "vllm-raw"] = Field(
-        "sealed-1",
-        description="vllm-raw: share files and folders with vLLM's own fs tier; the seal is in an extended attribute. "
-        "Only with KVTiersTier.",
-    )
-    unverified: Literal["deny", "allow"] = Field(
-        "deny",
-        description="allow: with format: vllm-raw, also load blocks that vLLM's own tier wrote. They have no seal, so "
-        "nothing verifies them.",
-    )
-
-    @property
-    def takes_unverified(self) -> bool:
-        return self.unverified == "allow"
-
-    def check(self) -> None:
-        super().check()
-        if self.format == FORMAT_SEALED and self.takes_unverified:
-            raise ConfigError(f"has no effect with format: {FORMAT_SEALED}: its blocks have seals", field="unverified")
-        if self.format == FORMAT_VLLM_RAW and self.encrypt != "none":
-            raise ConfigError(
-                f"vLLM's own tier cannot read encrypted blocks; remove format: {self.format}", field="encrypt"
-            )
-        if self.takes_unverified and self.auth != "none":
-            raise ConfigError("allow would load blocks written without a key; remove it or auth", field="unverified")
 
 
 class NfsTierConfig(BoundedTierConfig):

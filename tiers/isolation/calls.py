@@ -68,8 +68,7 @@ def quarantine(store: Any, _region: memoryview, key: str, _raw: memoryview) -> N
 
 def check(store: Any, _region: memoryview, _argument: None, _raw: memoryview) -> None:
     """Verify that the storage can be used."""
-    if hasattr(store, "prepare"):  # a check has a short time limit, and all workers create their clients now
-        store.prepare()
+    store.prepare()  # a check has a short time limit, and all workers create their clients now
     store.check()
 
 
@@ -80,15 +79,12 @@ def folders(store: Any, _region: memoryview, _argument: None, _raw: memoryview) 
 
 def size_many(store: Any, _region: memoryview, keys: list[str], _raw: memoryview) -> list[object]:
     """The size of each blob, None, or an error."""
-    sizes = store.size_many(keys) if hasattr(store, "size_many") else (_value_or_error(store.size, key) for key in keys)
-    return [_size(size) for size in sizes]
+    return [_size(size) for size in store.size_many(keys)]
 
 
 def delete_many(store: Any, _region: memoryview, keys: list[str], _raw: memoryview) -> list[list[str] | None]:
     """Delete blobs; returns an error or None for each."""
-    if hasattr(store, "delete_many"):
-        return [None if failure is None else encode_error(failure) for failure in store.delete_many(keys)]
-    return [_outcome(store.delete, key) for key in keys]
+    return [None if failure is None else encode_error(failure) for failure in store.delete_many(keys)]
 
 
 def first_page(store: Any, _region: memoryview, prefix: str, _raw: memoryview) -> list[tuple[str, int, float]] | None:
@@ -120,13 +116,6 @@ def _outcome(call: Callable[..., object], *arguments: Any) -> list[str] | None:
     except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
         return encode_error(e)
     return None
-
-
-def _value_or_error(call: Callable[[str], object], key: str) -> object:
-    try:
-        return call(key)
-    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-        return e
 
 
 def _size(size: object) -> object:

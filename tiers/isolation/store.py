@@ -215,11 +215,11 @@ class ProcessIsolatedStore(Store):
         return self._many([key for key, _ in requests], lambda part: self._get(requests[part]))
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``."""
+        """See ``Store``."""
         return self._many(keys, lambda part: self._call(calls.size_many, list(keys[part])))
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``."""
+        """See ``Store``."""
         return self._many(keys, lambda part: self._call(calls.delete_many, list(keys[part])))
 
     def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:

@@ -302,10 +302,9 @@ class _Worker:
         for module in self._config["imports"]:
             importlib.import_module(module)
             yield True
-        if hasattr(self._store, "prepare"):  # kvtiers.tiers.store.SupportsPrepare
-            with suppress(Exception):  # the first request gets the error again, and reports it
-                self._store.prepare()
-            yield True
+        with suppress(Exception):  # the first request gets the error again, and reports it
+            self._store.prepare()
+        yield True
         for start in range(0, len(self._mapping or ()), _TOUCH_BYTES):
             assert self._mapping is not None
             try:

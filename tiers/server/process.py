@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
-from ..blocks.seal import Authentication, Checksum, Seal
+from ..blocks.seal import Checksum, Seal
 from ..isolation.loaded_code import OWN_CODE
 from ..isolation.process import MappedRegion, StoreRecipe, environment_without, kill_group, python_command
 from ..isolation.worker import limit_memory, log_to_stderr, make_store, own_log_level
@@ -242,14 +242,12 @@ def _prepare(server: Server, mapping: mmap.mmap) -> None:
 def seal_from_json(fields: dict[str, Any]) -> Seal:
     """The inverse of ``Seal.to_json``. Imports cryptography only if the seal has keys."""
     identity = bytes.fromhex(fields["fingerprint"]), fields["rank"]
-    options = {
+    options: dict[str, Any] = {
         "checksum": Checksum(fields["checksum"]),
         "writer_id": bytes.fromhex(fields["writer_id"]),
-        "shares_folder": fields["shares_folder"],
     }
-    if "authentication" not in fields:
-        return Seal(*identity, takes_unverified=fields["takes_unverified"], **options)
-    from ..blocks.protected_seal import GcmSeal, GmacSeal
+    if "keys" not in fields:
+        return Seal(*identity, **options)
+    from ..blocks.protected_seal import GcmSeal
 
-    kind = {Authentication.AES_256_GMAC: GmacSeal, Authentication.AES_256_GCM: GcmSeal}[fields["authentication"]]
-    return kind(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)
+    return GcmSeal(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)

@@ -192,9 +192,7 @@ class Server:
     def prepare(self) -> None:
         """Create the store before the first request. If that fails, requests try again, and report the error."""
         with suppress(Exception):
-            store: Any = self._get_mover().store
-            if hasattr(store, "prepare"):  # tiers.store.SupportsPrepare
-                store.prepare()
+            self._get_mover().store.prepare()
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -351,8 +349,7 @@ class Server:
             store: Any = self._get_mover().store
             capabilities = asdict(store.capabilities)
             if hasattr(store, "check"):
-                if hasattr(store, "prepare"):  # a check has a short time limit
-                    store.prepare()
+                store.prepare()  # a check has a short time limit
                 store.check()
             if open_namespace(store, self._work.mapper, read_only=self._work.read_only):
                 tell_nearest(store, self._work.mapper, self._work.tier)

@@ -247,11 +247,11 @@ class FsspecStore(Store):
         return [name.rpartition("/")[2] for name in names if name != place.root and not _is_hidden(name)]
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``. Requests run concurrently if the driver is asynchronous, else one by one."""
+        """See ``Store``. Requests run concurrently if the driver is asynchronous, else one by one."""
         return self._many(keys, "info", size_of, BlobNotFoundError)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``. Requests run as in ``size_many``."""
+        """See ``Store``. Requests run as in ``size_many``."""
         return self._many(keys, "rm_file", _raise_if_error, BlobNotFoundError, BlobCorruptError)
 
     def try_out(self, *, read_only: bool) -> None:

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from unittest import mock
 
-from ..layers.layer import Layer
 from ..store import KeyInfo, Store
+from ..store_layer import Layer
 from ..stores import vectored_io
 from ..stores.files import (
     cleanup as folder_cleanup,
@@ -47,7 +47,6 @@ from ..stores.files import (
 from ..stores.files import (
     posix,
     publish,
-    vllm_raw,
 )
 
 T = TypeVar("T")
@@ -156,10 +155,10 @@ class FaultyStore(Layer):
         self._after(faults)
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        return self._around("keys", lambda: self.inner.keys(prefix), 0)
+        return self._around("keys", lambda: self.inner.keys(prefix))
 
     def close(self) -> None:
-        self._around("close", self.inner.close, 0)
+        self._around("close", self.inner.close)
 
     def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         faults = self._before("get_tail")
@@ -172,7 +171,7 @@ class FaultyStore(Layer):
         self._after(faults)
         return found
 
-    def _around(self, method: str, call: Callable[[], T], size: int) -> T:  # noqa: ARG002 - a plan ignores sizes
+    def _around(self, method: str, call: Callable[[], T]) -> T:
         faults = self._before(method)
         answer = call()
         self._after(faults)
@@ -223,8 +222,6 @@ SYSTEM_CALLS = frozenset(
         "fdatasync",
         "fsync",
         "fstatvfs",
-        "getxattr",
-        "setxattr",
     ]
 )
 
@@ -269,7 +266,6 @@ class SyscallFaults:
             (publish, "os", seam),
             (folder_cleanup, "os", seam),
             (folder_listing, "os", seam),
-            (vllm_raw, "os", seam),
             (posix, "openat2", openat2),
         ):
             self._patches.enter_context(mock.patch.object(module, name, replacement))

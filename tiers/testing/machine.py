@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from ..errors import BlobCorruptError, BlobNotFoundError
-from ..store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
+from ..store import Store, SupportsTail
 from .contract import as_parts, fetch, list_keys, make_data
 
 Place = Callable[[], AbstractContextManager[Callable[[], Store]]]
@@ -95,9 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(keys=some_keys, by=st.integers(0, 1))
     def size_many(self, keys: list[str], by: int) -> None:
-        store = self.stores[by]
-        if isinstance(store, SupportsSizeMany):
-            assert list(store.size_many(keys)) == [self._size(key) for key in keys]
+        assert list(self.stores[by].size_many(keys)) == [self._size(key) for key in keys]
 
     @rule(key=some_key, length=st.sampled_from(TAIL_LENGTHS), by=st.integers(0, 1))
     def get_tail(self, key: str, length: int, by: int) -> None:
@@ -123,11 +121,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(keys=some_keys, by=st.integers(0, 1))
     def delete_many(self, keys: list[str], by: int) -> None:
-        store = self.stores[by]
-        if isinstance(store, SupportsDeleteMany):
-            assert not any(store.delete_many(keys))
-            for key in keys:
-                self.blobs.pop(key, None)
+        assert not any(self.stores[by].delete_many(keys))
+        for key in keys:
+            self.blobs.pop(key, None)
 
     @rule(prefix=st.sampled_from(PREFIXES), by=st.integers(0, 1))
     def keys(self, prefix: str, by: int) -> None:
@@ -153,6 +149,7 @@ def run_store_machine(place: Place, *, examples: int = 30, steps: int = 40) -> N
             phases=set(Phase) - {Phase.explain},  # reruns a failing sequence for a minute and explains little about it
             stateful_step_count=steps,
             deadline=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),
     )

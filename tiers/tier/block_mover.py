@@ -32,7 +32,7 @@ from ..errors import (
     StoreUnavailableError,
 )
 from ..plain_logs import get_logger
-from ..store import Store, SupportsPieces, SupportsTail, put_aside, sizes_of
+from ..store import Store, SupportsPieces, SupportsTail, put_aside
 from .batches import Pair
 
 logger = get_logger(__name__)
@@ -248,8 +248,6 @@ class BlockMover:
         if size is None:
             raise BlobNotFoundError("not stored", key=name)
         if size != self._rows.row_bytes + TRAILER_BYTES:
-            if tail is not None and self._seal.is_foreign(tail):
-                raise _foreign_block(size)
             raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
         if tail is not None:
             self._seal.check_trailer(key, tail, self._rows.row_bytes)
@@ -309,8 +307,6 @@ class BlockMover:
                 else:
                     self._note_load(key, e, batch)
                 return False
-        if isinstance(failure, BlobCorruptError):
-            failure = self._foreign_block_at(name) or failure
         assert failure is not None
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
         batch.verify_failures[reason] += 1
@@ -359,14 +355,6 @@ class BlockMover:
                 break
         return batch
 
-    def _foreign_block_at(self, name: str) -> SealError | None:
-        """The error for another engine's block, whose size differs; None if the blob is not such a block."""
-        try:
-            found = None if self._tails is None else self._tails.get_tail(name, TRAILER_BYTES)
-        except StoreError:
-            return None
-        return _foreign_block(found[0]) if found is not None and self._seal.is_foreign(found[1]) else None
-
     def _note_load(self, key: OffloadKey | None, error: StoreError, batch: Batch) -> None:
         self._note("load", error)
         batch.errors[type(error).__name__] += 1
@@ -390,15 +378,11 @@ class BlockMover:
         expected = self._rows.row_bytes + TRAILER_BYTES
         names = [block_name(self._name_prefix, key) for key in keys]
         found: list[bool | None] = []
-        for size in sizes_of(self.store, names):
+        for size in self.store.size_many(names):
             if isinstance(size, StoreError):
                 self._note("lookup", size)
             found.append(None if isinstance(size, Exception) else size == expected)
         return found
-
-
-def _foreign_block(size: int) -> SealError:
-    return SealError(SealReason.FINGERPRINT, f"{size} bytes, of another engine that shares the folder", foreign=True)
 
 
 class Rows:

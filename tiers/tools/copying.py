@@ -1,8 +1,8 @@
 """Copy blocks from one tier's storage to another tier's.
 
 A block is copied as stored, including its trailer: its name and seal are the same in every tier, and an encrypted block
-stays encrypted. It gets another name and seal only if the formats differ (``conversion``). Each block is verified
-during the copy, and bad blocks are not copied. Nothing is removed from the source.
+stays encrypted. Each block is verified during the copy, and bad blocks are not copied. Nothing is removed from the
+source.
 
 A block keeps its age (``SupportsAges``), so the target's collector considers it as old as the source's does.
 """
@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from typing import Any
 
-from ..blocks.file_mapper import CONFIG_FILE_NAME, identity_file_name
-from ..blocks.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
+from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
+from ..blocks.namespace import CONFIG_BYTES_MAX
+from ..blocks.seal import TRAILER_BYTES
 from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -27,10 +28,9 @@ from ..errors import (
     StoreFullError,
     StorePermissionError,
 )
-from ..store import KeyInfo, Store, SupportsAges, SupportsTail, sizes_of
-from .block_reader import BlockReader, read_identities, read_small
-from .conversion import Converter
-from .inventory import BlockName, list_blocks
+from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob
+from .block_reader import BlockReader, read_identity
+from .inventory import list_blocks
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once
@@ -43,15 +43,6 @@ class _Unusable(Exception):
     """One namespace or block cannot be copied; the copy continues with the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    info: KeyInfo
-    name: BlockName
-    target: str
-    seal: Seal | None  # None: copy as stored
-    fingerprint: bytes = b""  # of the source's block, for which the seal was chosen
-
-
 @dataclass(slots=True)
 class CopyReport:
     """Result of a copy.
@@ -62,9 +53,8 @@ class CopyReport:
         copied, copied_bytes: copied blocks, and their bytes including trailers.
         present: blocks that the target already had, with the same size and a good trailer. (If the target's store
             cannot read only a blob's end: with the same size.)
-        bad: blocks whose seal check failed, blocks without a seal, and blocks that only a newer version can judge.
-        errors: blocks that could not be read or written, or whose name in the target holds a block of another engine or
-            of a newer version.
+        bad: blocks whose seal check failed, and blocks that only a newer version can judge.
+        errors: blocks that could not be read or written, or whose name in the target holds a block of a newer version.
         left_out: namespaces whose blocks are not copied, and why; the blocks also count as ``errors``.
         no_room: the target is full or reached its limit; the remaining blocks were not checked.
         seen_bytes: bytes of all blocks that were looked at, as listed: copied, present, bad and others.
@@ -123,8 +113,6 @@ class Copier:
 
     Args:
         room_bytes: maximum bytes to copy; None: until the target refuses.
-        converter: given if the target's format differs from the source's.
-        takes_unverified: also copy blocks without a seal.
         dry_run: only find out what would be copied; the target is only read.
         rate: bounds how fast blocks are copied; None: no bound.
         on_progress: called with the report after each batch, and every ``PROGRESS_EVERY_S``.
@@ -136,8 +124,6 @@ class Copier:
         target: Store,
         *,
         room_bytes: int | None = None,
-        converter: Converter | None = None,
-        takes_unverified: bool = False,
         dry_run: bool = False,
         rate: RateLimit | None = None,
         on_progress: Callable[[CopyReport], None] = lambda _: None,
@@ -147,14 +133,9 @@ class Copier:
         self._tails = target if isinstance(target, SupportsTail) else None
         self._room_bytes = room_bytes
         self._on_progress = on_progress
-        self._converter = converter
         self._rate = rate
         self._stopped = threading.Event()  # set if the copy ends early: threads then stop between two blocks
-        # Without its key, a protected block cannot get a new seal.
-        as_stored = converter is None
-        self._readers = [
-            BlockReader(source, takes_unverified=takes_unverified, takes_protected=as_stored) for _ in range(THREADS)
-        ]
+        self._readers = [BlockReader(source) for _ in range(THREADS)]
         self._namespaces: set[str] = set()
         self.report = CopyReport(dry_run=dry_run)
 
@@ -167,9 +148,8 @@ class Copier:
         left = iter(blocks)
         with ThreadPoolExecutor(THREADS) as pool:
             while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
-                moves = [move for block in batch if (move := self._plan(*block)) is not None]
-                wanted = self._take_wanted(moves, self._look(moves, pool))
-                wanted_bytes = sum(move.info.size for move in wanted)
+                wanted = self._take_wanted(batch, self._look(batch, pool))
+                wanted_bytes = sum(info.size for info, _ in wanted)
                 self.report.seen_bytes += sum(info.size for info, _ in batch) - wanted_bytes
                 if self.report.dry_run:
                     self.report.copied += len(wanted)
@@ -180,9 +160,9 @@ class Copier:
                 self._on_progress(self.report)
         return self.report
 
-    def _copy_batch(self, moves: list[_Move], pool: ThreadPoolExecutor) -> None:
+    def _copy_batch(self, blocks: list[Block], pool: ThreadPoolExecutor) -> None:
         """Copy in several threads. If the copy ends early, such as on Ctrl-C, they stop after their current blocks."""
-        parts = [moves[seat::THREADS] for seat in range(THREADS)]
+        parts = [blocks[seat::THREADS] for seat in range(THREADS)]
         reports = [CopyReport() for _ in parts]
         futures = list(map(pool.submit, repeat(self._copy_some), parts, self._readers, reports))
         before = self.report
@@ -199,10 +179,10 @@ class Copier:
         for future in futures:
             future.result()
 
-    def _look(self, moves: list[_Move], pool: ThreadPoolExecutor) -> list[Any]:
-        """(size, trailer) of the target's blob for each move; None if there is none; an exception if a call failed."""
-        keys = [move.target for move in moves]
-        found: list[Any] = list(sizes_of(self._target, keys, kept=StorePermissionError))
+    def _look(self, blocks: list[Block], pool: ThreadPoolExecutor) -> list[Any]:
+        """(size, trailer) of the target's blob for each block; None if there is none; an exception if a call failed."""
+        keys = [info.key for info, _ in blocks]
+        found: list[Any] = list(self._target.size_many(keys))
         parts = [(keys[seat::THREADS], found[seat::THREADS]) for seat in range(THREADS)]
         for seat, ends in enumerate(pool.map(lambda part: list(map(self._end, *part)), parts)):
             found[seat::THREADS] = ends
@@ -218,121 +198,93 @@ class Copier:
         except BlobCorruptError:
             return None  # it is no longer a blob
         except StoreError as e:
-            # Do not replace the blob: it may be a newer version's. If the storage is down, sizes_of fails first.
+            # Do not replace the blob: it may be a newer version's. If the storage is down, size_many fails as well.
             return _Unusable(str(e)) if e.retryable else e
 
-    def _take_wanted(self, moves: list[_Move], found: list[Any]) -> list[_Move]:
-        """The moves whose blocks the target lacks or has damaged, as far as it has space; counts the others."""
+    def _take_wanted(self, blocks: list[Block], found: list[Any]) -> list[Block]:
+        """The blocks that the target lacks or has damaged, as far as it has space; counts the others."""
         wanted = []
-        for move, there in zip(moves, found, strict=True):
+        for (info, name), there in zip(blocks, found, strict=True):
             if isinstance(there, _Unusable) or _is_refused(there):
                 self.report.errors += 1
                 continue
             if isinstance(there, Exception):
                 raise there
-            is_present = there is not None and self._is_good(move, *there)
+            is_present = there is not None and self._is_good(info, name, *there)
             if is_present is None:
                 self.report.errors += 1
                 continue
             if is_present:
                 self.report.present += 1
                 continue
-            if move.seal is None and move.name.namespace in self.report.left_out:
+            if name.namespace in self.report.left_out:
                 self.report.errors += 1
                 continue
-            more_bytes = move.info.size - (0 if there is None else there[0])
+            more_bytes = info.size - (0 if there is None else there[0])
             if self._room_bytes is not None and more_bytes > self._room_bytes:
                 self.report.no_room = True
                 break
             try:
-                if move.seal is None and move.name.namespace not in self._namespaces:
-                    self._copy_namespace(move.name.namespace)
+                if name.namespace not in self._namespaces:
+                    self._copy_namespace(name.namespace)
             except StoreFullError:
                 self.report.no_room = True
                 break
             except (_Unusable, StorePermissionError) as e:
                 if not (isinstance(e, _Unusable) or _is_refused(e)):
                     raise
-                self.report.left_out[move.name.namespace] = str(e)
+                self.report.left_out[name.namespace] = str(e)
                 self.report.errors += 1
                 continue
             if self._room_bytes is not None:
                 self._room_bytes -= more_bytes
-            wanted.append(move)
+            wanted.append((info, name))
         return wanted
 
-    def _plan(self, info: KeyInfo, name: BlockName) -> _Move | None:
-        if self._converter is None:
-            return _Move(info, name, info.key, None)
-        try:
-            found = self._converter.convert(info, name)
-        except BlobNotFoundError:
-            return None  # removed since it was listed
-        except StoreFullError:
-            self.report.no_room = True
-            return None
-        except StoreError as e:
-            unreadable = isinstance(e, StorePermissionError) and e.key == info.key
-            if not e.retryable and not unreadable:
-                raise
-            self.report.errors += 1
-            return None
-        if found is None:
-            self.report.bad += 1
-            return None
-        return _Move(info, name, found.name.path, found.seal, found.fingerprint)
-
-    def _is_good(self, move: _Move, size: int, tail: bytes | None) -> bool | None:
+    def _is_good(self, info: KeyInfo, name: BlockName, size: int, tail: bytes | None) -> bool | None:
         """Whether the target's blob is the block and is good, by the checks of a store job.
 
-        None: the blob is another engine's or a newer version's, and must never be replaced.
+        None: the blob is a newer version's, and must never be replaced.
         """
-        if tail is None or tail == NO_TRAILER:  # a store returns NO_TRAILER only if its engines load such blocks
-            return size == move.info.size
-        seal = move.seal or self._readers[0].seal_for(move.name, tail)
-        if size != move.info.size:
-            return None if seal.is_foreign(tail) else False
+        if tail is None:
+            return size == info.size
+        if size != info.size:
+            return False
         try:
-            seal.check_trailer(move.name.offload_key, tail, size - TRAILER_BYTES)
+            self._readers[0].seal_for(name).check_trailer(name.offload_key, tail, size - TRAILER_BYTES)
         except SealError as e:
             return None if e.foreign else False
         return True
 
     def _copy_namespace(self, namespace: str) -> None:
-        identities = read_identities(self._source, namespace)
-        if not identities:
-            raise _Unusable(f"the source's {namespace}/{CONFIG_FILE_NAME} is missing or damaged")
-        own = [identity_file_name(namespace, each) for each in identities if self._source.shares_folders]
-        for key in (f"{namespace}/{CONFIG_FILE_NAME}", *own):
-            data = read_small(self._source, key)
-            if data is not None and not self.report.dry_run:
-                self._target.put(key, [memoryview(data)])  # an existing file is kept
-        is_new = self.report.dry_run and read_small(self._target, f"{namespace}/{CONFIG_FILE_NAME}") is None
-        if not is_new and not read_identities(self._target, namespace):
-            raise _Unusable(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or belongs to another namespace")
+        key = f"{namespace}/{CONFIG_FILE_NAME}"
+        data = (
+            None if read_identity(self._source, namespace) is None else read_blob(self._source, key, CONFIG_BYTES_MAX)
+        )
+        if data is None:
+            raise _Unusable(f"the source's {key} is missing or damaged")
+        if not self.report.dry_run:
+            self._target.put(key, [memoryview(data)])  # an existing file is kept
+        is_new = self.report.dry_run and self._target.size(key) is None
+        if not is_new and read_identity(self._target, namespace) is None:
+            raise _Unusable(f"the target's {key} is damaged or belongs to another namespace")
         self._namespaces.add(namespace)
 
-    def _copy_some(self, moves: list[_Move], reader: BlockReader, report: CopyReport) -> None:
-        for move in moves:
-            if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(move.info.size)):
+    def _copy_some(self, blocks: list[Block], reader: BlockReader, report: CopyReport) -> None:
+        for info, name in blocks:
+            if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(info.size)):
                 break
-            report.seen_bytes += move.info.size
+            report.seen_bytes += info.size
             try:
                 try:
-                    reason, _ = reader.read(move.info, move.name)
+                    reason, _ = reader.read(info, name)
                 except StorePermissionError:  # one file, perhaps written by a command run as root: continue
                     report.errors += 1
                     continue
                 if reason is not None:
                     report.bad += 1
                     continue
-                payload, trailer = reader.data[:-TRAILER_BYTES], reader.data[-TRAILER_BYTES:]
-                if move.seal is not None:
-                    if fingerprint_in(trailer) != move.fingerprint:  # replaced by another engine's block since
-                        report.errors += 1
-                        continue
-                    trailer = memoryview(move.seal.trailer(move.name.offload_key, payload))
-                self._put(move, [payload, trailer])
+                self._put(info, [reader.data])
             except BlobNotFoundError:
                 continue  # removed since it was listed
             except StoreFullError:
@@ -344,15 +296,15 @@ class Copier:
                 report.errors += 1
                 continue
             report.copied += 1
-            report.copied_bytes += move.info.size
+            report.copied_bytes += info.size
 
-    def _put(self, move: _Move, parts: list[memoryview]) -> None:
+    def _put(self, info: KeyInfo, parts: list[memoryview]) -> None:
         """Write the block; an existing blob is not a good block of this namespace and is replaced."""
-        used_at = self._source.used_at(move.info) if isinstance(self._source, SupportsAges) else move.info.mtime
+        used_at = self._source.used_at(info) if isinstance(self._source, SupportsAges) else info.mtime
         if used_at > 0 and isinstance(self._target, SupportsAges):
-            self._target.put_aged(move.target, parts, used_at=min(used_at, time.time()))
+            self._target.put_aged(info.key, parts, used_at=min(used_at, time.time()))
         else:
-            self._target.put(move.target, parts, overwrite=True)
+            self._target.put(info.key, parts, overwrite=True)
 
 
 def _sum(total: CopyReport, parts: Iterable[CopyReport]) -> CopyReport:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..blocks.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
+from ..blocks.file_mapper import CONFIG_FILE_NAME, NAMESPACE
 from ..blocks.neighbors import Namespace, differing_fields, shown_values
-from ..store import KeyInfo, Store, SupportsFolders, delete_all
-from .block_reader import read_identities
-from .inventory import NAMESPACE, Share, list_blocks
+from ..errors import StoreError
+from ..store import KeyInfo, Store, SupportsFolders
+from .block_reader import read_identity
+from .inventory import Share, list_blocks
 
 FIELDS_SHOWN_MAX = 3
 DELETE_BATCH_KEYS = 512
@@ -71,7 +72,8 @@ def is_of_model(store: Store, namespace: str, model: str) -> bool:
     Raises:
         StoreError: the identity cannot be read.
     """
-    return any(fields.get("model_name") == model for fields in read_identities(store, namespace).values())
+    fields = read_identity(store, namespace)
+    return fields is not None and fields["model_name"] == model
 
 
 def may_be_of_model(namespace: str, model: str) -> bool:
@@ -88,27 +90,6 @@ def blocks_of(store: Store, namespace: str) -> Iterator[KeyInfo]:
     for info, name in list_blocks(store, f"{namespace}_r"):
         if name.namespace == namespace:  # another namespace's name may begin like this one's
             yield info
-
-
-def identity_files(store: Store, namespace: str) -> list[str]:
-    """The files that kvtiers wrote to identify a namespace.
-
-    Raises:
-        StoreError: the storage cannot be read.
-    """
-    if store.shares_folders:  # vLLM named the folder, so config.json is vLLM's own
-        return [info.key for info in store.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}")]
-    name = f"{namespace}/{CONFIG_FILE_NAME}"
-    return [] if store.size(name) is None else [name]
-
-
-def has_identity(store: Store, namespace: str) -> bool:
-    """Whether a namespace's identity is readable, or in a file that only kvtiers writes.
-
-    Raises:
-        StoreError: the storage cannot be read.
-    """
-    return bool(read_identities(store, namespace) or (store.shares_folders and identity_files(store, namespace)))
 
 
 @dataclass(slots=True)
@@ -142,7 +123,7 @@ class NamespaceRemoval:
         """
         blocks = blocks_of(self.store, self.namespace)
         while batch := list(islice(blocks, DELETE_BATCH_KEYS)):
-            for info, error in zip(batch, delete_all(self.store, [info.key for info in batch]), strict=True):
+            for info, error in zip(batch, self.store.delete_many([info.key for info in batch]), strict=True):
                 if error is None:
                     self.removed.add(info.size)
                 else:
@@ -154,9 +135,10 @@ class NamespaceRemoval:
             self._remove_identity()
 
     def _remove_identity(self) -> None:
-        if not self.removed.blobs and not has_identity(self.store, self.namespace):
+        if not self.removed.blobs and read_identity(self.store, self.namespace) is None:
             return  # a folder of somebody else may have such a name, and a config.json
-        for error in delete_all(self.store, identity_files(self.store, self.namespace)):
-            if error is not None:
-                self.failed += 1
-                self.error = str(error)
+        try:
+            self.store.delete(f"{self.namespace}/{CONFIG_FILE_NAME}")
+        except StoreError as e:
+            self.failed += 1
+            self.error = str(e)

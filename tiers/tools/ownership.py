@@ -2,8 +2,7 @@
 
 A storage is kvtiers' own if it has one of these:
 
-- a namespace whose ``config.json`` (or, in a folder of vLLM, whose identity file) names that namespace, as every
-  engine writes it at its start;
+- a namespace whose ``config.json`` names that namespace, as every engine writes it at its start;
 - a record below ``_kvtiers/``, which stays when the last namespace is removed;
 - a block, or a chunk of prefixes: its name is long enough that nobody else makes it.
 
@@ -19,8 +18,9 @@ from itertools import islice
 from ..capacity.collector import is_block
 from ..capacity.records import OWN_PREFIX, UNREADABLE, get_record
 from ..errors import ConfigError, printable
-from ..store import HidesNames, NamesBlocks, Store
-from .namespaces import has_identity, namespace_names
+from ..store import KeepsFiles, NamesBlocks, Store
+from .block_reader import read_identity
+from .namespaces import namespace_names
 
 RECORDS_TRIED_MAX = 16
 
@@ -32,7 +32,7 @@ def check_is_ours(store: Store) -> None:
         ConfigError: it holds files of others and nothing of kvtiers.
         StoreError: the storage cannot be listed.
     """
-    hidden = store.hidden_names() if isinstance(store, HidesNames) else []
+    hidden = store.hidden_names() if isinstance(store, KeepsFiles) else []
     found = next((info.key for info in store.keys()), hidden[0] if hidden else None)  # noqa: SIM118 - not a dict
     if found is None or _has_identity(store) or _has_record(store) or _has_block(store):
         return
@@ -45,7 +45,7 @@ def check_is_ours(store: Store) -> None:
 def _has_identity(store: Store) -> bool:
     for namespace in namespace_names(store):
         with contextlib.suppress(*UNREADABLE):  # one folder may belong to another user
-            if has_identity(store, namespace):
+            if read_identity(store, namespace) is not None:
                 return True
     return False
 

@@ -1,7 +1,7 @@
 """Seal kinds: how stored blocks were sealed, and which blocks a tier's configuration cannot load.
 
 Tools check blocks without keys. So a block can be intact and yet a miss for every engine: its key is no longer in any
-key file, or a newer version wrote it. A tool that says "all blocks are intact" must report such blocks as well.
+key file, or another version wrote it. A tool that says "all blocks are intact" must report such blocks as well.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from collections.abc import Container, Iterable, Mapping
 from heapq import heappush, heapreplace
 from itertools import islice
 
+from ..blocks.file_mapper import parse_block_name
 from ..blocks.keyring import show_key_id
-from ..blocks.seal import NO_TRAILER, TRAILER_BYTES, describe_trailer
+from ..blocks.seal import TRAILER_BYTES, describe_trailer
 from ..errors import StoreError
 from ..store import Store, SupportsTail
-from .inventory import parse_block_name
 
 SAMPLE_BLOCKS = 16
 SAMPLED_FROM_MAX = 2000  # blocks listed to choose a sample from; a check must not list a bucket of millions
-UNSEALED, OTHER, PLAIN = "unsealed", "other", "none"
-_PROTECTIONS = {"aes_256_gmac": "gmac", "aes_256_gcm": "aes-gcm"}
+OTHER, PLAIN = "other", "none"
+_PROTECTIONS = {"aes_256_gcm": "aes-gcm"}
 
 
 def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
-    """How a block was sealed: "none" (no key), "gmac 1a2b3c4d" (protection and key ID), "unsealed" or "other".
+    """How a block was sealed: "none" (no key), "aes-gcm 1a2b3c4d" (protection and key ID) or "other".
 
-    "other" is damage, or a seal of a newer version.
+    "other" is damage, or a seal of another version.
     """
-    if bytes(trailer) == NO_TRAILER:
-        return UNSEALED
     fields = describe_trailer(trailer)
     if fields is None:
         return OTHER
@@ -92,26 +90,21 @@ def sample_seals(store: Store, names: Iterable[str] | None = None) -> Counter[st
     return kinds
 
 
-def count_misses(
-    kinds: Mapping[str, int], protection: str, key_ids: Container[str] | None, *, takes_unverified: bool
-) -> dict[str, int]:
+def count_misses(kinds: Mapping[str, int], protection: str, key_ids: Container[str] | None) -> dict[str, int]:
     """Count the blocks that no engine with this configuration can load, by reason.
 
     Args:
         kinds: kind of seal -> number of blocks.
-        protection: the tier's: "none", "gmac" or "aes-gcm".
+        protection: the tier's ``encrypt``: "none" or "aes-gcm".
         key_ids: IDs of the tier's keys; None: unknown, so no key counts as missing.
     """
     misses: Counter[str] = Counter()
     for kind, count in kinds.items():
         how, _, key = kind.partition(" ")
-        if kind == UNSEALED:
-            if not takes_unverified:
-                misses["without a seal"] += count
-        elif kind == OTHER:
-            misses["of a newer version or damaged"] += count
+        if kind == OTHER:
+            misses["of another version or damaged"] += count
         elif how != protection:
-            misses[f"with auth or encrypt {how}, where this tier has {protection}"] += count
+            misses[f"with encrypt {how}, where this tier has {protection}"] += count
         elif key and key_ids is not None and key not in key_ids:
             misses[f"under key {key}, which this tier lacks"] += count
     return dict(misses)

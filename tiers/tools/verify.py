@@ -13,12 +13,13 @@ from itertools import islice
 
 import xxhash
 
+from ..blocks.file_mapper import BlockName, parse_block_name
 from ..blocks.seal import TRAILER_BYTES
 from ..errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
 from ..store import KeyInfo, Store, put_aside
 from ..stores.files.listing import DAMAGED_MAX
 from .block_reader import NO_IDENTITY, BlockReader
-from .inventory import BlockName, Share, list_blocks, parse_block_name
+from .inventory import Share, list_blocks
 from .seal_kinds import seal_kind
 
 UNIT_DIGITS = 2
@@ -34,7 +35,7 @@ class UnitResult:
     Attributes:
         bad: name and reason of each bad block, up to ``BAD_KEYS_MAX``.
         kept: bad blocks that a repair leaves alone, because the namespace's identity is missing.
-        foreign: blocks that only a newer version can judge, or that have no seal to check; they are left alone.
+        foreign: blocks that only a newer version can judge; they are left alone.
         seals: kind of seal (see ``seal_kinds``) -> number of blocks that are not bad.
         errors: blocks that could not be read, and files and folders that may not be read or that the disk cannot read.
     """

@@ -187,11 +187,11 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
     ("tier", "expected"),
     [
         (
-            {"type": "memory", "auth": "gmac", "keys_file": "/nowhere/keys"},
+            {"type": "memory", "encrypt": "aes-gcm", "keys_file": "/nowhere/keys"},
             ".keys_file: /nowhere/keys cannot be read: No such file or directory",
         ),
         (
-            {"type": "memory", "auth": "gmac", "keys_env": "NOT_SET"},
+            {"type": "memory", "encrypt": "aes-gcm", "keys_env": "NOT_SET"},
             ".keys_env: environment variable NOT_SET is not set",
         ),
         ({"type": "memory", "encrypt": "aes-gcm", "keys_env": "NO_KEYS"}, ".keys_env: key 1 is not accepted"),
@@ -234,8 +234,8 @@ def test_check_finds_what_an_engine_refuses(
         ("opentelemetry", {"tiers": [{"type": "memory", "trace": True}]}, "tiers[0].trace"),
         (
             "cryptography",
-            {"tiers": [{"type": "memory", "auth": "gmac", "keys_env": "KEYS"}]},
-            "tiers[0].auth or encrypt",
+            {"tiers": [{"type": "memory", "encrypt": "aes-gcm", "keys_env": "KEYS"}]},
+            "tiers[0].encrypt",
         ),
     ],
 )
@@ -313,7 +313,7 @@ def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"ttl": "30s", "lookup_total_s": "100ms"}], 0, "usable, with 2 warnings"),
         ([{"min_free": "900PiB"}], ExitCode.FAILED, "not usable: tiers[0].min_free"),
         (
-            [{"auth": "gmac", "keys_env": "NOT_SET", "min_free": "900PiB"}, {"min_free": "900PiB", "ttl": "1s"}],
+            [{"encrypt": "aes-gcm", "keys_env": "NOT_SET", "min_free": "900PiB"}, {"min_free": "900PiB", "ttl": "1s"}],
             ExitCode.FAILED,
             "not usable: tiers[0].keys_env, tiers[0].min_free, tiers[1].min_free",
         ),
@@ -378,13 +378,13 @@ def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, mon
     monkeypatch.setenv("KEYS", "a1" * 32)
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "c.yaml"
-    options = {"name": "near", "isolation": "thread", "job_deadline_s": "20s", "auth": "gmac", "keys_env": "KEYS"}
+    options = {"name": "near", "isolation": "thread", "job_deadline_s": "20s", "encrypt": "aes-gcm", "keys_env": "KEYS"}
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(Path("kv")) | options]}))
     code, out = run("check", "c.yaml")
     assert code == 0
     for part in (
         f"tiers[0] near: fs, {tmp_path}/kv", "isolation thread", "on a job after 20s", "lookups after 200ms",
-        "auth gmac, encrypt none, keys from the variable KEYS",
+        "encrypt aes-gcm, keys from the variable KEYS",
     ):  # fmt: skip
         assert part in " ".join(out.split())
     assert "a1a1" not in out

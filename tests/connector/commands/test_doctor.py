@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     assert one(findings, "rights", "tiers[3]").level == "ok"  # a used-up reserve is not a problem of rights
 
 
-@pytest.mark.parametrize(("options", "level"), [({}, "problem"), ({"auth": "gmac", "keys_env": "K"}, "note")])
+@pytest.mark.parametrize(("options", "level"), [({}, "problem"), ({"encrypt": "aes-gcm", "keys_env": "K"}, "note")])
 def test_whose_a_folder_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], level: str
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypa
     keys = tmp_path / "keys"
     keys.write_text("ab" * 32)
     keys.chmod(0o600)
-    tier = FsTierConfig(root_dir=str(tmp_path), auth="gmac", keys_file=str(keys))
+    tier = FsTierConfig(root_dir=str(tmp_path), encrypt="aes-gcm", keys_file=str(keys))
     (good,) = findings.keys("fs", tier)
     assert good.level == "ok"
     for mode in (0o620, 0o604):
@@ -631,7 +631,7 @@ def test_min_free_that_the_collector_restores_is_ok(tmp_path: Path, monkeypatch:
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
-    tier = fs(tmp_path / "kv", auth="gmac", keys_file=str(path))
+    tier = fs(tmp_path / "kv", encrypt="aes-gcm", keys_file=str(path))
     assert "cannot be read" in one(examine(deployment(tier)), "keys_file").message
     path.write_text("ab" * 32)
     path.chmod(0o644)
@@ -705,7 +705,7 @@ def test_the_command(tmp_path: Path) -> None:
         [{"type": "fs", "root_dir": "HERE/kv", "min_free": "900PiB", "ttl": "1s", "max_bytes": "900PiB"}],
         [
             {"type": "nfs", "root_dir": "HERE/none", "read_only": True},
-            {"type": "memory", "auth": "gmac", "keys_env": "X"},
+            {"type": "memory", "encrypt": "aes-gcm", "keys_env": "X"},
         ],
         [{"type": "s3", "bucket": "kvb", "embedded": True, "request_timeout": "20s"}],
         [{"type": "fsspec", "url": "nosuch://x/y"}, {"type": "Tier", "module_path": "no_such_module"}],

@@ -384,16 +384,6 @@ def test_a_folder_stands_for_a_tier(root: Path) -> None:
     assert (tier.root_dir, tier.max_bytes, tier.ttl, tier.min_free) == (str(root), None, None, 1 << 30)
 
 
-def test_a_folder_in_vllms_layout_is_recognized(root: Path) -> None:
-    """As sealed-1, its blocks would look bad, and a repair would move them aside."""
-    namespace = root / "m_0123456789ab"
-    namespace.mkdir()
-    (namespace / "kvtiers-0123456789ab.json").write_text("{}")
-    (tier,) = load_deployment(str(root)).tiers
-    assert isinstance(tier, FsTierConfig)
-    assert tier.format == "vllm-raw"
-
-
 def test_urls_stand_for_tiers(tmp_path: Path) -> None:
     (tier,) = load_deployment("s3://bucket/some/prefix/").tiers
     assert isinstance(tier, S3TierConfig)
@@ -443,7 +433,7 @@ def test_gc_of_the_prefixes_in_a_folder(root: Path) -> None:
 
 def test_gc_of_a_folder_with_protected_blocks_needs_the_keys(root: Path) -> None:
     (path,) = root.glob("*/config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "gmac"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "aes-gcm"}))
     code, out = run("gc", str(root), "--ttl", "1h")
     assert (code, "give the YAML file of a tier with their keys" in out) == (2, True)
 

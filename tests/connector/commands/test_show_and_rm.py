@@ -27,7 +27,7 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import moto_server
 from kvtiers.tiers.tools import namespaces
-from kvtiers.tiers.tools.namespaces import NamespaceRemoval, namespace_names, rank_folders
+from kvtiers.tiers.tools.namespaces import namespace_names, rank_folders
 from tests.connector.commands.test_storage_commands import ok, result_of, run, write_tiers
 from tests.connector.commands.test_verify_command import COUNT, MAPPER, NAMES, SIZE, flip, make_newer, put_blocks, root
 from tests.s3_clients import use_credentials
@@ -100,7 +100,7 @@ def test_a_namespace_is_described_and_compared_with_its_siblings(root: Path) -> 
     out = ok("show", str(root), NAMESPACE)
     (found,) = shown(str(root), f"{NAMESPACE}_r0/")
     assert (found["blocks"], found["bytes"], found["ranks"]) == (COUNT, COUNT * BLOB, [0])
-    (identity,) = found["identities"]
+    identity = found["identity"]
     assert identity["model_name"] == MODEL
     assert found["siblings"] == [{"namespace": sibling, "differs": {"dtype": [json.dumps(identity["dtype"]), '"fp8"']}}]
     for text in ("model_name", MODEL, f"{COUNT}, 480 KiB, ranks [0]", sibling, '"fp8" there'):
@@ -301,20 +301,6 @@ def test_an_interrupted_removal_says_how_far_it_was(root: Path, monkeypatch: pyt
     monkeypatch.undo()
     assert "removed 8 blocks" in ok("rm", str(root), "--namespace", NAMESPACE, "--yes")
     assert tree(root) == set()
-
-
-def test_vllms_own_config_stays(root: Path) -> None:
-    store = _SharedFolders()
-    put_blocks(store)
-    store.put(f"{NAMESPACE}/kvtiers-0123456789ab.json", [memoryview(b"{}")])
-    removal = NamespaceRemoval(store, NAMESPACE)
-    removal.run()
-    assert (removal.removed.blobs, removal.failed, removal.written) == (COUNT, 0, 0)
-    assert [info.key for info in store.keys("")] == [f"{NAMESPACE}/config.json"]
-
-
-class _SharedFolders(MemoryStore):
-    shares_folders = True
 
 
 def test_namespaces_of_a_store_without_folders() -> None:

@@ -201,28 +201,24 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
     assert "org/model (llama): 32 layers" in ok("size", "org/model")
 
 
-@pytest.mark.parametrize("format_", ["sealed-1", "vllm-raw"])
-def test_tokens_that_fit_count_what_a_tier_really_stores(format_: str, tmp_path: Path) -> None:
+def test_tokens_that_fit_count_what_a_tier_really_stores(tmp_path: Path) -> None:
     tiny = {**LLAMA_8B, "num_hidden_layers": 1, "num_key_value_heads": 1, "hidden_size": 96, "num_attention_heads": 1}
     sizing = size_of(kv_shape(tiny), 2, block_tokens=16, blocks_per_chunk=2)
     block_bytes = sizing.block_bytes
     assert block_bytes == 12 * KIB  # 2 x 96 x 2 bytes x 32 tokens, in whole pages
-    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "format": "sealed-1"}
-    if format_ == "sealed-1":
-        rows = np.zeros((1, block_bytes), np.int8)
-        tier = SecondaryTierFactory.create_secondary_tier(options, rows.data, FakeSpec())
-        tier.submit_store(JobMetadata(1, [block_key(1)], np.arange(1, dtype=np.int32)))
-        tier.drain_jobs()
-        assert [result.success for result in tier.get_finished()] == [True]
-        tier.shutdown()
-        (stored,) = [path.stat().st_size for path in (tmp_path / "kv").rglob("*.bin")]
-    else:
-        stored = block_bytes  # that format has no trailer
+    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0}
+    rows = np.zeros((1, block_bytes), np.int8)
+    tier = SecondaryTierFactory.create_secondary_tier(options, rows.data, FakeSpec())
+    tier.submit_store(JobMetadata(1, [block_key(1)], np.arange(1, dtype=np.int32)))
+    tier.drain_jobs()
+    assert [result.success for result in tier.get_finished()] == [True]
+    tier.shutdown()
+    (stored,) = [path.stat().st_size for path in (tmp_path / "kv").rglob("*.bin")]
     deployment = parse_config(
         {
             "region": {"size": 3 * block_bytes + 1},
             "tiers": [
-                {**options, "format": format_, "max_bytes": 101 * stored - 1},
+                {**options, "max_bytes": 101 * stored - 1},
                 {"type": "s3", "bucket": "bucket"},
             ],
         }

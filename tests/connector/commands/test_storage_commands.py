@@ -16,7 +16,7 @@ from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.output import human_age, human_bytes
 from kvtiers.connector.commands.session import ExitCode
-from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.file_mapper import FileMapper, parse_block_name
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.capacity.lease import Lease
 from kvtiers.tiers.errors import StorePermissionError
@@ -25,7 +25,6 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.publish import PrivateNames
 from kvtiers.tiers.testing.contract import as_parts
 from kvtiers.tiers.testing.servers import S3Server, moto_server
-from kvtiers.tiers.tools.inventory import parse_block_name
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
 
@@ -286,9 +285,9 @@ def test_gc_of_prefixes(root: Path) -> None:
     ok("gc", write_config(root), "--prefixes")
     assert len(list(folder.rglob("*.json"))) == 2
     assert "is read_only" in ok("gc", write_config(root, "ttl: 1h", "read_only: true"), "--prefixes")
-    code, out = run("gc", write_config(root, "ttl: 1h", "auth: gmac", "keys_env: K"), "--prefixes")
+    code, out = run("gc", write_config(root, "ttl: 1h", "encrypt: aes-gcm", "keys_env: K"), "--prefixes")
     assert code == 2
-    assert "has no place for prefixes: fs: auth: prefix files are plain safetensors" in out.replace("\n", "")
+    assert "has no place for prefixes: fs: encrypt: prefix files are plain safetensors" in out.replace("\n", "")
     assert run("gc", config, "--prefixes", "--lifecycle")[0] == 2
 
 
@@ -449,7 +448,7 @@ def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, com
 
 def test_bad_input_of_a_tier_has_the_exit_code_of_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
-    config = write_config(tmp_path, "ttl: 1h", "auth: gmac", "keys_env: NOT_SET")
+    config = write_config(tmp_path, "ttl: 1h", "encrypt: aes-gcm", "keys_env: NOT_SET")
     code, out = run("gc", config)
     assert (code, "NOT_SET is not set" in out) == (2, True)
 

@@ -13,7 +13,7 @@ import pytest
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keyring import KeyRing, key_id, show_key_id
 from kvtiers.tiers.blocks.namespace import open_namespace
-from kvtiers.tiers.blocks.protected_seal import GmacSeal
+from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.stores.files.local import LocalStore
 from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
 from tests.identity import FakeSpec, block_key
@@ -31,8 +31,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     """A tier that has the key of all stored blocks."""
-    mapper = FileMapper.from_offloading_spec("", FakeSpec(), extra_fields={"protection": "gmac"})
-    seal = GmacSeal(mapper.fingerprint, mapper.rank, keys=KeyRing(OLD))
+    mapper = FileMapper.from_offloading_spec("", FakeSpec(), extra_fields={"protection": "aes-gcm"})
+    seal = GcmSeal(mapper.fingerprint, mapper.rank, keys=KeyRing(OLD))
     with closing(LocalStore(tmp_path / "kv")) as store:
         open_namespace(store, mapper)
         for number in range(COUNT):
@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> str:
             payload = memoryview(random.Random(number).randbytes(SIZE))
             store.put(mapper.relative_name(key), seal.seal_parts(key, payload))
     use_keys(tmp_path, OLD)
-    options = f"type: fs, root_dir: {tmp_path}/kv, auth: gmac, keys_file: {tmp_path}/keys"
+    options = f"type: fs, root_dir: {tmp_path}/kv, encrypt: aes-gcm, keys_file: {tmp_path}/keys"
     return write_tiers(tmp_path / "c.yaml", options)
 
 
@@ -75,7 +75,7 @@ def test_verify_fails_if_all_blocks_have_another_protection(config: str, tmp_pat
     write_tiers(Path(config), f"type: fs, root_dir: {tmp_path}/kv")
     code, out = run("verify", config)
     assert code == 1
-    assert f"{COUNT} blocks with auth or encrypt gmac, where this tier has none" in out
+    assert f"{COUNT} blocks with encrypt aes-gcm, where this tier has none" in out
 
 
 def test_doctor_samples_keys_of_stored_blocks(config: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_doctor_samples_keys_of_stored_blocks(config: str, tmp_path: Path) -> No
 
 def test_du_names_keys_of_a_sample(config: str, tmp_path: Path) -> None:
     code, out = run("du", config)
-    assert (code, f"gmac {OLD_ID} (16)" in out, "misses" in out) == (0, True, False)
+    assert (code, f"aes-gcm {OLD_ID} (16)" in out, "misses" in out) == (0, True, False)
     use_keys(tmp_path, NEW)
     assert f"16 of the sampled blocks are under key {OLD_ID}" in run("du", config)[1]
 

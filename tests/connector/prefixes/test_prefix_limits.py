@@ -22,7 +22,7 @@ from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import open_tool_store
 from kvtiers.tiers.config.tier_options import REMOTE_POLL_S, BoundedTierConfig, ExternalTierConfig
 from kvtiers.tiers.errors import BlobNotFoundError, ConfigError, StoreFullError, StoreUnavailableError
-from kvtiers.tiers.store import KeyInfo, Store, SupportsDeleteMany
+from kvtiers.tiers.store import KeyInfo, Store
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.stores.files.posix import RootFolder
@@ -101,7 +101,6 @@ def age(path: Path, seconds: float) -> None:
 
 
 def delete_many(chunks: ChunkStore, keys: Sequence[str]) -> list[Exception | None]:
-    assert isinstance(chunks, SupportsDeleteMany)
     return chunks.delete_many(keys)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
+from kvtiers.tiers.blocks.file_mapper import FileMapper, parse_block_name, strict_fields
 from kvtiers.tiers.blocks.keys import make_offload_key
 from kvtiers.tiers.errors import ConfigError
-from kvtiers.tiers.tools.inventory import parse_block_name
 from tests.identity import FakeSpec, block_key
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "file_mapper.json"

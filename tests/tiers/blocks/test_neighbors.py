@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -19,7 +18,6 @@ from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.errors import StoreUnavailableError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import KeyInfo
-from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from tests.identity import FakeSpec
 from tests.waiting import wait_for
@@ -172,18 +170,3 @@ def test_a_tier_says_it_at_its_start(
     caplog.clear()
     start(FakeSpec())  # it is not new any more
     assert "cold start" not in caplog.text
-
-
-def test_a_folder_that_vllm_shares_is_not_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    own = mapper_of()
-    (tmp_path / f"{own.base_path[:-12]}{'a' * 12}").mkdir()
-    fields = json.dumps(own.get_run_config() | {"more": 1})
-    (tmp_path / f"{own.base_path[:-12]}{'a' * 12}" / "config.json").write_text(fields)
-    store = LocalStore(str(tmp_path))
-    assert "only more differs" in told(store, own, caplog)
-
-    class Shared(FileMapper):
-        others_files = frozenset({"config.json"})
-
-    shared = Shared.from_offloading_spec("", FakeSpec(), extra_fields=strict_fields(FakeSpec()))
-    assert told(store, shared, caplog) == ""

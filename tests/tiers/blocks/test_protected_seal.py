@@ -19,7 +19,7 @@ import xxhash
 from kvtiers.tiers.blocks import protected_seal
 from kvtiers.tiers.blocks.keyring import KEYS_MAX, KeyRing, load_keys, parse_keys
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Seal
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.errors import ConfigError, SealError, SealReason
@@ -33,9 +33,6 @@ KEY = block_key(1)
 PAYLOAD = random.Random(1).randbytes(64 * 1024)
 OLD, NEW, OTHER = (random.Random(seed).randbytes(32) for seed in (11, 12, 13))
 RING = KeyRing(OLD)
-
-Kind = type[GmacSeal] | type[GcmSeal]
-both = pytest.mark.parametrize("kind", [GmacSeal, GcmSeal], ids=["gmac", "gcm"])
 
 
 def stored_by(seal: Seal, key: OffloadKey = KEY, payload: bytes = PAYLOAD) -> bytes:
@@ -65,44 +62,50 @@ def resealed(blob: bytes) -> bytes:
     return payload + bytes(tail)
 
 
-@both
 @pytest.mark.parametrize("payload_bytes", [4096, 8192, 3 * 4096, 1 << 20])
-def test_round_trip(kind: Kind, payload_bytes: int) -> None:
+def test_round_trip(payload_bytes: int) -> None:
     payload = random.Random(payload_bytes).randbytes(payload_bytes)
-    blob = stored_by(kind(FINGERPRINT, 2, keys=RING), payload=payload)
+    blob = stored_by(GcmSeal(FINGERPRINT, 2, keys=RING), payload=payload)
     assert len(blob) == payload_bytes + TRAILER_BYTES
-    assert opened(kind(FINGERPRINT, 2, keys=RING), blob) == payload
-    assert (blob[:payload_bytes] == payload) == (kind is GmacSeal)
+    assert opened(GcmSeal(FINGERPRINT, 2, keys=RING), blob) == payload
+    assert blob[:payload_bytes] != payload
 
 
-@both
-def test_golden_block_is_still_read(kind: Kind) -> None:
-    blob = (GOLDEN / ("sealed-1-gmac.bin" if kind is GmacSeal else "sealed-1-gcm.bin")).read_bytes()
-    assert opened(kind(SEALED_FINGERPRINT, SEALED_RANK, keys=SEALED_KEYS), blob, SEALED_KEY) == sealed_payload()
+def test_golden_block_is_still_read() -> None:
+    blob = (GOLDEN / "sealed-1-gcm.bin").read_bytes()
+    assert opened(GcmSeal(SEALED_FINGERPRINT, SEALED_RANK, keys=SEALED_KEYS), blob, SEALED_KEY) == sealed_payload()
 
 
-def test_gmac_is_gmac_as_others_make_it() -> None:
-    """Against the one-shot interface, which takes the associated data as one piece."""
+def test_golden_gmac_block_is_a_miss_and_left_alone() -> None:
+    """Earlier versions wrote such blocks."""
+    blob = (GOLDEN / "sealed-1-gmac.bin").read_bytes()
+    for reader in (
+        Seal(SEALED_FINGERPRINT, SEALED_RANK),
+        GcmSeal(SEALED_FINGERPRINT, SEALED_RANK, keys=SEALED_KEYS),
+    ):
+        assert reason(reader, blob, SEALED_KEY) is SealReason.UNSUPPORTED
+
+
+def test_block_is_aes_gcm_as_others_make_it() -> None:
+    """Against the one-shot interface."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    blob = stored_by(GmacSeal(FINGERPRINT, 2, keys=RING))
+    blob = stored_by(GcmSeal(FINGERPRINT, 2, keys=RING))
     tail = blob[-TRAILER_BYTES:]
-    (key,) = RING.derive(b"AES-256-GMAC", FINGERPRINT).values()
-    assert AESGCM(key).encrypt(tail[180:192], b"", tail[:192] + PAYLOAD) == tail[192:208]
+    (key,) = RING.derive(b"AES-256-GCM", FINGERPRINT).values()
+    associated = tail[:136] + bytes(16) + tail[152:192]
+    assert AESGCM(key).encrypt(tail[180:192], PAYLOAD, associated) == blob[:-TRAILER_BYTES] + tail[192:208]
 
 
-@both
-def test_no_nonce_and_no_ciphertext_twice(kind: Kind) -> None:
-    seal = kind(FINGERPRINT, 2, keys=RING)
+def test_no_nonce_and_no_ciphertext_twice() -> None:
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     blobs = [stored_by(seal, payload=PAYLOAD[:4096]) for _ in range(1000)]
     assert len({blob[4096:][180:192] for blob in blobs}) == 1000
-    if kind is GcmSeal:
-        assert len({blob[:4096] for blob in blobs}) == 1000
+    assert len({blob[:4096] for blob in blobs}) == 1000
 
 
-@both
-def test_every_bit_of_the_trailer_is_covered(kind: Kind) -> None:
-    seal = kind(FINGERPRINT, 2, keys=RING)
+def test_every_bit_of_the_trailer_is_covered() -> None:
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     blob = stored_by(seal, payload=PAYLOAD[:4096])
     for position in range(TRAILER_BYTES):
         flipped = bytearray(blob)
@@ -111,16 +114,15 @@ def test_every_bit_of_the_trailer_is_covered(kind: Kind) -> None:
             opened(seal, bytes(flipped))
 
 
-@both
-def test_10000_forged_or_moved_blocks_are_refused(kind: Kind) -> None:
+def test_10000_forged_or_moved_blocks_are_refused() -> None:
     """An attacker who knows the format, has any number of good blocks, and no key."""
     dice = random.Random(5)
-    seal = kind(FINGERPRINT, 2, keys=RING)
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     mine, theirs = block_key(1), block_key(2)
     small = PAYLOAD[:8192]
     good, other = (stored_by(seal, key, small[::-1] if key == theirs else small) for key in (mine, theirs))
-    outsider = kind(FINGERPRINT, 2, keys=KeyRing(OTHER))
-    elsewhere = kind(bytes(32), 2, keys=RING)
+    outsider = GcmSeal(FINGERPRINT, 2, keys=KeyRing(OTHER))
+    elsewhere = GcmSeal(bytes(32), 2, keys=RING)
 
     def flip_payload(blob: bytearray) -> bytes:
         blob[dice.randrange(8192)] ^= 1 << dice.randrange(8)
@@ -152,7 +154,7 @@ def test_10000_forged_or_moved_blocks_are_refused(kind: Kind) -> None:
         return resealed(bytes(moved))
 
     def rename_rank(_: bytearray) -> bytes:
-        moved = bytearray(stored_by(kind(FINGERPRINT, 1, keys=RING), mine, small))
+        moved = bytearray(stored_by(GcmSeal(FINGERPRINT, 1, keys=RING), mine, small))
         moved[8192 + 60] = 2
         return resealed(bytes(moved))
 
@@ -194,9 +196,8 @@ def test_10000_forged_or_moved_blocks_are_refused(kind: Kind) -> None:
     assert opened(seal, good, mine) == small
 
 
-@both
-def test_a_forged_block_is_thrown_away_and_an_unauthenticated_one_too(kind: Kind) -> None:
-    seal = kind(FINGERPRINT, 2, keys=RING)
+def test_a_forged_block_is_thrown_away_and_an_unauthenticated_one_too() -> None:
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     forged = bytearray(stored_by(seal))
     forged[100] ^= 1
     assert reason(seal, resealed(bytes(forged))) is SealReason.AUTHENTICATION
@@ -205,15 +206,10 @@ def test_a_forged_block_is_thrown_away_and_an_unauthenticated_one_too(kind: Kind
         seal.check_trailer(KEY, stored_by(Seal(FINGERPRINT, 2))[-TRAILER_BYTES:], len(PAYLOAD))
 
 
-@both
-def test_what_needs_a_key_this_reader_lacks_is_left_alone(kind: Kind) -> None:
-    blob = stored_by(kind(FINGERPRINT, 2, keys=RING))
-    stranger = kind(FINGERPRINT, 2, keys=KeyRing(OTHER))
-    for reader in (
-        Seal(FINGERPRINT, 2),
-        stranger,
-        (GcmSeal if kind is GmacSeal else GmacSeal)(FINGERPRINT, 2, keys=RING),
-    ):
+def test_what_needs_a_key_this_reader_lacks_is_left_alone() -> None:
+    blob = stored_by(GcmSeal(FINGERPRINT, 2, keys=RING))
+    stranger = GcmSeal(FINGERPRINT, 2, keys=KeyRing(OTHER))
+    for reader in (Seal(FINGERPRINT, 2), stranger):
         expected = SealReason.UNKNOWN_KEY if reader is stranger else SealReason.UNSUPPORTED
         assert reason(reader, blob) is expected
         with pytest.raises(SealError, match=expected) as caught:  # a writer looks at the trailer only
@@ -221,11 +217,10 @@ def test_what_needs_a_key_this_reader_lacks_is_left_alone(kind: Kind) -> None:
         assert caught.value.foreign
 
 
-@both
-def test_rotation(kind: Kind) -> None:
+def test_rotation() -> None:
     """Add a key everywhere, make it the first, take the old one away: nobody ever destroys a block."""
     before, both_read, after, done = (
-        kind(FINGERPRINT, 2, keys=KeyRing(*keys)) for keys in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
+        GcmSeal(FINGERPRINT, 2, keys=KeyRing(*keys)) for keys in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
     )
     old, new = stored_by(both_read), stored_by(after)
     for reader in (before, both_read, after):
@@ -272,12 +267,11 @@ def test_one_buffer_a_thread() -> None:
     assert first.obj is second.obj
 
 
-@both
-def test_another_process_makes_and_reads_the_same_blocks(kind: Kind) -> None:
-    seal = kind(FINGERPRINT, 2, keys=KeyRing(NEW, OLD))
+def test_another_process_makes_and_reads_the_same_blocks() -> None:
+    seal = GcmSeal(FINGERPRINT, 2, keys=KeyRing(NEW, OLD))
     told = json.loads(json.dumps(seal.to_json()))
     worker = seal_from_json(told)
-    assert type(worker) is kind
+    assert type(worker) is GcmSeal
     assert worker.to_json() == seal.to_json()
     assert opened(worker, stored_by(seal)) == opened(seal, stored_by(worker)) == PAYLOAD
     for master in (OLD, NEW):  # a worker gets no more than it needs: what was derived for this namespace
@@ -292,7 +286,6 @@ def test_an_encrypted_trailer_is_not_to_be_had_for_a_plain_payload() -> None:
 
 def test_purposes_and_namespaces_do_not_share_keys() -> None:
     derived = [
-        *RING.derive(b"AES-256-GMAC", FINGERPRINT).values(),
         *RING.derive(b"AES-256-GCM", FINGERPRINT).values(),
         *RING.derive(b"AES-256-GCM", bytes(32)).values(),
         OLD,
@@ -399,22 +392,21 @@ def test_places_that_hold_no_keys(tmp_path: Path) -> None:
 def test_a_key_where_its_place_belongs_is_not_repeated(option: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("K", OLD.hex())
     with pytest.raises(ConfigError) as caught:
-        parse_tier({"type": "fs", "root_dir": "/x", "auth": "gmac", option: text.format(OLD.hex())})
+        parse_tier({"type": "fs", "root_dir": "/x", "encrypt": "aes-gcm", option: text.format(OLD.hex())})
     assert OLD.hex() not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_path_may_have_a_digest_in_it() -> None:
     path = f"/var/lib/docker/volumes/{OLD.hex()}/_data/keys"
-    tier = parse_tier({"type": "fs", "root_dir": "/x", "auth": "gmac", "keys_file": path})
+    tier = parse_tier({"type": "fs", "root_dir": "/x", "encrypt": "aes-gcm", "keys_file": path})
     assert getattr(tier, "keys_file", None) == path
 
 
-@both
-def test_keys_are_shown_nowhere(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     """X4."""
     caplog.set_level(logging.DEBUG)
     ring = KeyRing(OLD)
-    seal = kind(FINGERPRINT, 2, keys=ring)
+    seal = GcmSeal(FINGERPRINT, 2, keys=ring)
     blob = bytearray(stored_by(seal))
     blob[0] ^= 1
     try:
@@ -422,7 +414,7 @@ def test_keys_are_shown_nowhere(kind: Kind, caplog: pytest.LogCaptureFixture) ->
     except SealError as e:
         shown = "".join(traceback.format_exception(e))
     shown += repr(ring) + str(ring) + repr(seal) + caplog.text
-    for secret in (OLD, *ring.derive(b"AES-256-GMAC", FINGERPRINT).values()):
+    for secret in (OLD, *ring.derive(b"AES-256-GCM", FINGERPRINT).values()):
         assert secret.hex() not in shown
         assert repr(secret) not in shown
         assert secret not in bytes(blob)
@@ -442,7 +434,7 @@ def test_without_cryptography_the_extra_is_named() -> None:
 
 
 def test_the_format_names_the_kinds() -> None:
-    for kind, number in ((Seal, 0), (GmacSeal, 1), (GcmSeal, 2)):
+    for kind, number in ((Seal, 0), (GcmSeal, 2)):
         options = {} if kind is Seal else {"keys": RING}
         blob = stored_by(kind(FINGERPRINT, 2, **options))  # type: ignore[arg-type]
         assert blob[-TRAILER_BYTES:][14] == Authentication(number)

@@ -559,9 +559,9 @@ KEY, HEX_KEY = "CANARYCANARY", "CA" * 32
         f"- {{type: s3, bucket: kvb, endpoint_url: 'https://me:{KEY}@host:99999'}}",
         f"- {{type: s3, bucket: kvb, endpoint_url: 'https://host/?signature={KEY}'}}",
         f"- {{type: s3, bucket: kvb, profile: {{aws_secret_access_key: {KEY}}}}}",
-        f"- {{type: fs, root_dir: /x, auth: gmac, keys_env: '{KEY}!'}}",
-        *(f"- {{type: fs, root_dir: /x, auth: gmac, {name}: {HEX_KEY}}}" for name in ("keys_env", "keys_file")),
-        *(f"- {{type: fs, root_dir: /x, {name}: '{HEX_KEY}'}}" for name in ("auth", "ttl", "min_free", HEX_KEY)),
+        f"- {{type: fs, root_dir: /x, encrypt: aes-gcm, keys_env: '{KEY}!'}}",
+        *(f"- {{type: fs, root_dir: /x, encrypt: aes-gcm, {name}: {HEX_KEY}}}" for name in ("keys_env", "keys_file")),
+        *(f"- {{type: fs, root_dir: /x, {name}: '{HEX_KEY}'}}" for name in ("encrypt", "ttl", "min_free", HEX_KEY)),
         f"- {{type: fs, root_dir: /x, encrypt: 'aes-gcm with {'the key of ' * 3}{HEX_KEY}'}}",
         f"- {{type: '{HEX_KEY}'}}",
         *(f"- {{type: fsspec, storage_options: {{account_key: {text}" for text in (KEY, f"@{KEY}}}", f"'{KEY}' x}}")),
@@ -722,7 +722,7 @@ def test_every_shared_key_arrives(key: str) -> None:
 
 def test_no_shared_key_is_forgotten() -> None:
     # type chooses the model; the others have tests of their own
-    elsewhere = {"type", "parallel_agnostic", "isolation", "auth", "encrypt", "keys_file", "keys_env", "trace"}
+    elsewhere = {"type", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env", "trace"}
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
 
 

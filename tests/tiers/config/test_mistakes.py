@@ -63,6 +63,12 @@ def told_of(tier: dict[str, Any]) -> str:
             "eviction_policy: is not a known key here; it belongs in region",
         ),
         ({"region": REGION, "root_dir": "/x"}, "root_dir: is not a known key here; it belongs in tiers"),
+        (
+            {"region": REGION, "tiers": [FS | {"format": "vllm-raw"}]},
+            "tiers[0].format: was removed: every tier stores sealed blocks. Leave it out; ",
+        ),
+        ({"region": REGION, "tiers": [FS | {"unverified": "allow"}]}, "tiers[0].unverified: was removed: "),
+        ({"region": REGION, "tiers": [FS | {"auth": "gmac"}]}, "tiers[0].auth: was removed: write encrypt: aes-gcm "),
         ({"region": REGION, "tiers": [{"type": "nsf"}]}, "'nsf' is not a tier type; did you mean nfs? (accepted: fs, "),
         ({"region": REGION, "tiers": [{"type": "redis"}]}, "'redis' is not a tier type; accepted: fs, fsspec, "),
         ({"region": REGION, "tiers": {"type": "fs"}}, "tiers: a mapping is not a list of tiers; begin each"),
@@ -247,7 +253,7 @@ def test_what_was_expanded_is_not_expanded_again(monkeypatch: pytest.MonkeyPatch
         ({"type": "$SECRET"}, "type: '$SECRET', with its variables replaced, is not a tier type;"),
         (FS | {"max_bytes": "$SECRET"}, "max_bytes: '$SECRET', with its variables replaced, is not a size;"),
         (FS | {"isolation": "$SECRET"}, "isolation: '$SECRET', with its variables replaced, is not accepted;"),
-        (FS | {"auth": "gmac", "keys_env": "$SECRET"}, "keys_env: a text is not accepted; write a var"),
+        (FS | {"encrypt": "aes-gcm", "keys_env": "$SECRET"}, "keys_env: a text is not accepted; write a var"),
     ],
 )
 def test_a_variable_that_does_not_fit_is_named_without_its_value(
@@ -306,7 +312,7 @@ def test_a_relative_path_is_relative_to_the_file(tmp_path: Path, monkeypatch: py
     (tmp_path / "etc").mkdir()
     (tmp_path / "elsewhere").mkdir()
     tiers = [
-        {"type": "fs", "root_dir": "kv", "auth": "gmac", "keys_file": "keys"},
+        {"type": "fs", "root_dir": "kv", "encrypt": "aes-gcm", "keys_file": "keys"},
         {"type": "nfs", "root_dir": "../mnt"},
         S3 | {"ca_bundle": "./ca.pem"},
         {"type": "fsspec", "url": "file://far"},
@@ -454,7 +460,14 @@ GOOD: list[dict[str, Any]] = [
         "identity": {"ignore": ["VLLM_X"]},
         "tiers": [
             FS
-            | {"name": "near", "max_bytes": "10GiB", "ttl": "7d", "gc_high": 0.9, "read_only": False, "auth": "none"},
+            | {
+                "name": "near",
+                "max_bytes": "10GiB",
+                "ttl": "7d",
+                "gc_high": 0.9,
+                "read_only": False,
+                "encrypt": "none",
+            },
             S3 | {"region": "us-east-1", "request_timeout": "5s", "retries": 2, "verify": True, "checksum": "sha256"},
         ],
     },

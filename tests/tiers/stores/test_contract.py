@@ -56,6 +56,12 @@ class Sound(MemoryStore):
         self.aside_bytes *= quarantine_s_max > 0
         return self.aside_bytes
 
+    def leftovers(self, quarantine_s_max: float) -> int:
+        return 0
+
+    def hidden_names(self) -> list[str]:
+        return []
+
     def free_bytes(self) -> int:
         self._raise_if_closed("")
         return 1 << 30

@@ -157,6 +157,12 @@ class SweepsTheLiving(SweepsAtItsStart):
         self.remove_begun()
         return 0
 
+    def leftovers(self, quarantine_s_max: float) -> int:
+        return 0
+
+    def hidden_names(self) -> list[str]:
+        return []
+
 
 class ClosesForAll(PlainFiles):
     def close(self) -> None:

@@ -179,7 +179,7 @@ def test_its_bound_its_keys_and_every_command(
     tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEYS", "a1" * 32)
-    tier = tier_of(tmp_path, max_bytes="1MiB", auth="gmac", keys_env="KEYS", name="lite")
+    tier = tier_of(tmp_path, max_bytes="1MiB", encrypt="aes-gcm", keys_env="KEYS", name="lite")
     engines.append(engine := Engine(tier))
     keys = [block_key(number) for number in range(200)]
     engine.store_until_done(keys[:10], list(range(10)))

@@ -39,7 +39,7 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.store import Store, SupportsSizeMany, SupportsTail
+from kvtiers.tiers.store import Store, SupportsTail
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.fsspec import FsspecStore
 from kvtiers.tiers.stores.fsspec_driver import check_drivers, lists_trees, mtime_of
@@ -169,7 +169,6 @@ def test_capabilities_are_the_protocols(local: FsspecStore, s3: FsspecStore) -> 
     }
     assert seen == {"memory": (False, False, False), "local": (False, True, False), "s3": (True, True, True)}
     assert isinstance(local, SupportsTail)
-    assert isinstance(local, SupportsSizeMany)
 
 
 # -- publishing --------------------------------------------------------------------------------------------------------

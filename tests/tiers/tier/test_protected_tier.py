@@ -1,4 +1,4 @@
-"""``auth`` and ``encrypt`` from the config to the bytes on storage."""
+"""``encrypt`` from the config to the bytes on storage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtiers.connector.commands.cli import app
 from kvtiers.connector.vllm_config import vllm_config
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks import protected_seal
-from kvtiers.tiers.blocks.file_mapper import fingerprint_of, identity_file_name, namespace_of
+from kvtiers.tiers.blocks.file_mapper import fingerprint_of, namespace_of
 from kvtiers.tiers.blocks.keyring import key_id, parse_keys, show_key_id
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
@@ -42,8 +42,7 @@ ROWS, ROW_BYTES = 8, 8192
 KEYS = [block_key(n) for n in range(ROWS)]
 OLD, NEW, OTHER = (random.Random(seed).randbytes(32).hex() for seed in (21, 22, 23))
 
-GMAC = {"auth": "gmac"}
-both = pytest.mark.parametrize("options", [GMAC, {"encrypt": "aes-gcm"}], ids=["gmac", "gcm"])
+ENCRYPTED = {"encrypt": "aes-gcm"}
 
 
 class Bench:
@@ -107,13 +106,12 @@ def failures(tier: FileSystemTierManager, reason: str) -> float:
     return tier.metrics.value("kvtiers_verify_failures_total", "fs", reason)
 
 
-@both
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_unknown_key_is_logged_once_with_the_engines_keys(
-    bench: Bench, options: dict[str, Any], isolation: str, caplog: pytest.LogCaptureFixture
+    bench: Bench, isolation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench.run(bench.tier(OLD, **options), "store", KEYS)
-    after = bench.tier(NEW, isolation=isolation, **options)
+    bench.run(bench.tier(OLD, **ENCRYPTED), "store", KEYS)
+    after = bench.tier(NEW, isolation=isolation, **ENCRYPTED)
     for _ in range(2):
         assert bench.run(after, "load", KEYS) == set()
         assert bench.run(after, "store", KEYS) == set()
@@ -123,38 +121,35 @@ def test_unknown_key_is_logged_once_with_the_engines_keys(
     assert after.circuit_state == "closed"
 
 
-@both
-def test_blocks_go_round_and_rotate(bench: Bench, options: dict[str, Any]) -> None:
+def test_blocks_go_round_and_rotate(bench: Bench) -> None:
     expected = bench.fill()
-    first = bench.tier(OLD, **options)
+    first = bench.tier(OLD, **ENCRYPTED)
     assert bench.run(first, "store", KEYS) == set(KEYS)
     assert bench.loads(first, expected)
-    assert bench.loads(bench.tier(NEW, OLD, **options), expected)
-    after = bench.tier(NEW, **options)
+    assert bench.loads(bench.tier(NEW, OLD, **ENCRYPTED), expected)
+    after = bench.tier(NEW, **ENCRYPTED)
     assert not bench.loads(after, expected)
     assert failures(after, "unknown_key") == ROWS
     assert len(bench.files()) == ROWS  # a block under a key that is not known is nobody's to throw away
     assert bench.run(after, "store", KEYS) == set()
-    assert bench.loads(bench.tier(NEW, OLD, **options), expected)
+    assert bench.loads(bench.tier(NEW, OLD, **ENCRYPTED), expected)
 
 
-@both
-def test_process_isolation_changes_nothing(bench: Bench, options: dict[str, Any]) -> None:
+def test_process_isolation_changes_nothing(bench: Bench) -> None:
     expected = bench.fill()
-    tier = bench.tier(OLD, isolation="process", **options)
+    tier = bench.tier(OLD, isolation="process", **ENCRYPTED)
     assert bench.run(tier, "store", KEYS) == set(KEYS)
     assert bench.loads(tier, expected)
-    assert bench.loads(bench.tier(OLD, **options), expected)
+    assert bench.loads(bench.tier(OLD, **ENCRYPTED), expected)
 
 
-@both
-def test_piece_by_piece_is_the_same(bench: Bench, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_by_piece_is_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.fill()
-    whole = bench.tier(OLD, **options)
+    whole = bench.tier(OLD, **ENCRYPTED)
     monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
     monkeypatch.setattr(vectored_io, "READ_PIECE_BYTES", 4096)
     monkeypatch.setattr(vectored_io, "WRITE_PIECE_BYTES", 4096)
-    pieces = bench.tier(OLD, **options)
+    pieces = bench.tier(OLD, **ENCRYPTED)
     assert bench.run(pieces, "store", KEYS) == set(KEYS)
     assert bench.loads(whole, expected)
     assert bench.loads(pieces, expected)
@@ -192,10 +187,9 @@ def test_a_slot_that_changes_while_it_is_encrypted_is_not_stored(bench: Bench, m
     assert not bench.files()
 
 
-@both
-def test_a_tampered_block_is_a_miss_and_heals(bench: Bench, options: dict[str, Any]) -> None:
+def test_a_tampered_block_is_a_miss_and_heals(bench: Bench) -> None:
     expected = bench.fill()
-    tier = bench.tier(OLD, **options)
+    tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS)
     for path in bench.files():
         blob = bytearray(path.read_bytes())
@@ -215,7 +209,7 @@ def test_a_tampered_block_is_a_miss_and_heals(bench: Bench, options: dict[str, A
 def test_planted_unauthenticated_blocks_are_not_taken(bench: Bench) -> None:
     """An attacker who copies good blocks of the plain namespace into the protected one."""
     expected = bench.fill()
-    plain, guarded = bench.tier(), bench.tier(OLD, **GMAC)
+    plain, guarded = bench.tier(), bench.tier(OLD, **ENCRYPTED)
     bench.run(plain, "store", KEYS)
     for key in KEYS:
         path = Path(guarded.mapper.get_file_name(key))
@@ -227,13 +221,13 @@ def test_planted_unauthenticated_blocks_are_not_taken(bench: Bench) -> None:
 
 def test_with_and_without_keys_are_two_namespaces(bench: Bench) -> None:
     expected = bench.fill()
-    plain, guarded = bench.tier(), bench.tier(OLD, **GMAC)
+    plain, guarded = bench.tier(), bench.tier(OLD, **ENCRYPTED)
     for tier in (plain, guarded):
         assert bench.run(tier, "store", KEYS) == set(KEYS)
         assert bench.loads(tier, expected)
         bench.region[:] = expected
     assert plain.mapper.base_path != guarded.mapper.base_path
-    assert guarded.mapper.get_run_config()["protection"] == "gmac"
+    assert guarded.mapper.get_run_config()["protection"] == "aes-gcm"
     assert "protection" not in plain.mapper.get_run_config()  # the digest of those without keys stays as it was
     assert failures(plain, "unsupported") == failures(guarded, "authentication") == 0
 
@@ -241,12 +235,11 @@ def test_with_and_without_keys_are_two_namespaces(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"auth": "gmac"}, "auth: gmac needs keys; give keys_file or keys_env"),
-        ({"encrypt": "aes-gcm"}, "encrypt: aes-gcm needs keys"),
-        ({"keys_file": "/k"}, "keys_file: has no effect without auth: gmac or encrypt: aes-gcm"),
-        ({"auth": "gmac", "keys_file": "/k", "keys_env": "K"}, "keys_env: is mutually exclusive with keys_file"),
-        ({"auth": "hmac"}, "auth: 'hmac' is not accepted"),
-        ({"auth": "gmac", "keys_env": "A B"}, "keys_env: a text is not accepted; write a variable's name"),
+        ({"encrypt": "aes-gcm"}, "encrypt: aes-gcm needs keys; give keys_file or keys_env"),
+        ({"keys_file": "/k"}, "keys_file: has no effect without encrypt: aes-gcm"),
+        ({"encrypt": "aes-gcm", "keys_file": "/k", "keys_env": "K"}, "keys_env: is mutually exclusive with keys_file"),
+        ({"encrypt": "aes"}, "encrypt: 'aes' is not accepted"),
+        ({"encrypt": "aes-gcm", "keys_env": "A B"}, "keys_env: a text is not accepted; write a variable's name"),
     ],
 )
 @pytest.mark.parametrize("tier_type", ["fs", "s3", "memory"])
@@ -259,12 +252,12 @@ def test_each_mistake_names_its_field(options: dict[str, str], expected: str, ti
 
 def test_keys_come_from_the_environment_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.fill()
-    bench.run(bench.tier(OLD, **GMAC), "store", KEYS)
+    bench.run(bench.tier(OLD, **ENCRYPTED), "store", KEYS)
     monkeypatch.setenv("KVTIERS_KEYS", OLD)
-    assert bench.loads(bench.tier(keys_env="KVTIERS_KEYS", **GMAC), expected)
+    assert bench.loads(bench.tier(keys_env="KVTIERS_KEYS", **ENCRYPTED), expected)
     monkeypatch.delenv("KVTIERS_KEYS")
     with pytest.raises(ConfigError, match="KVTIERS_KEYS is not set"):
-        bench.tier(keys_env="KVTIERS_KEYS", **GMAC)
+        bench.tier(keys_env="KVTIERS_KEYS", **ENCRYPTED)
 
 
 def test_a_canary_key_is_shown_nowhere(
@@ -273,13 +266,13 @@ def test_a_canary_key_is_shown_nowhere(
     """X4: not in logs, reprs, errors, metrics or configs."""
     caplog.set_level(logging.DEBUG)
     bench.fill()
-    tier = bench.tier(OLD, **GMAC)
+    tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS)
     bench.files()[0].write_bytes(bytes(100))
     bench.run(tier, "load", KEYS)
     data = {
         "region": {"size": "1MiB"},
-        "tiers": [{"type": "fs", "root_dir": str(bench.root), "auth": "gmac", "keys_file": str(bench.keys_file)}],
+        "tiers": [{"type": "fs", "root_dir": str(bench.root), "encrypt": "aes-gcm", "keys_file": str(bench.keys_file)}],
     }
     config = parse_config(data)
     shown = [
@@ -291,7 +284,7 @@ def test_a_canary_key_is_shown_nowhere(
         config.model_dump_json(),
     ]
     with pytest.raises(ConfigError) as caught:
-        bench.tier(OLD[:-1], **GMAC)
+        bench.tier(OLD[:-1], **ENCRYPTED)
     shown += [str(caught.value), repr(caught.value)]
     for text in shown:
         assert OLD[:16] not in text
@@ -301,15 +294,15 @@ def test_a_canary_key_is_shown_nowhere(
 def test_prefix_files_are_not_offered_for_a_protected_tier(bench: Bench, tmp_path: Path) -> None:
     """They are plain safetensors: the tier's keys would not protect them."""
     path = tmp_path / "c.yaml"
-    tier = {"type": "fs", "root_dir": str(bench.root), "auth": "gmac", "keys_file": str(bench.keys_file)}
+    tier = {"type": "fs", "root_dir": str(bench.root), "encrypt": "aes-gcm", "keys_file": str(bench.keys_file)}
     path.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
     assert set(vllm_config(path)) == {"spec", "tier"}
 
 
-@pytest.mark.parametrize(("near", "far"), [("none", "aes-gcm"), ("aes-gcm", "none"), ("gmac", "aes-gcm")])
+@pytest.mark.parametrize(("near", "far"), [("none", "aes-gcm"), ("aes-gcm", "none")])
 def test_copies_between_two_protections_are_refused(tmp_path: Path, near: str, far: str) -> None:
     """No engine of the target would find them, and plain ones would lie where all is encrypted."""
-    options = {"none": "", "gmac": ", auth: gmac, keys_env: K", "aes-gcm": ", encrypt: aes-gcm, keys_env: K"}
+    options = {"none": "", "aes-gcm": ", encrypt: aes-gcm, keys_env: K"}
     config = tmp_path / "c.yaml"
     config.write_text(
         f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, name: near, root_dir: {tmp_path}/near{options[near]}}}\n"
@@ -320,19 +313,16 @@ def test_copies_between_two_protections_are_refused(tmp_path: Path, near: str, f
     assert f"(far has {far}, near {near})" in result.output
 
 
-@both
-def test_verify_finds_blocks_that_were_written_without_a_key(
-    bench: Bench, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_verify_finds_blocks_that_were_written_without_a_key(bench: Bench, tmp_path: Path) -> None:
     bench.fill()
-    tier = bench.tier(OLD, **options)
+    tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS[:4])
     forger, seal = LocalStore(bench.root), Seal(tier.mapper.fingerprint, 0)
     for key in KEYS[4:]:
         payload = memoryview(bytes(ROW_BYTES))
         forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
     config = tmp_path / "c.yaml"
-    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **options}]
+    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **ENCRYPTED}]
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
     result = CliRunner().invoke(app, ["verify", str(config), "--json"])
     (report,) = json.loads(result.output)["result"]["tiers"]
@@ -343,7 +333,7 @@ def test_verify_finds_blocks_that_were_written_without_a_key(
 def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Bench, tmp_path: Path) -> None:
     """A newer version's, or what somebody has written there; those that nothing protects are bad all the same."""
     bench.fill()
-    tier = bench.tier(OLD, **GMAC)
+    tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS[:2])
     config_json = bench.root / tier.mapper.relative_config_name
     fields = json.loads(config_json.read_text()) | {"protection": "newer"}
@@ -358,7 +348,7 @@ def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Benc
         name = tier.mapper.relative_name(key).replace(config_json.parent.name, namespace)
         store.put(name, [payload, memoryview(trailer.ljust(TRAILER_BYTES, b"\0"))])
     config = tmp_path / "c.yaml"
-    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **GMAC}]
+    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **ENCRYPTED}]
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
     result = CliRunner().invoke(app, ["verify", str(config), "--json"])
     (report,) = json.loads(result.output)["result"]["tiers"]
@@ -371,9 +361,9 @@ def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Benc
 def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
     bench: Bench, tmp_path: Path, command: str, keeps_config: bool
 ) -> None:
-    """By a file as ``format: vllm-raw`` has them, with the fields of an engine that has no keys."""
+    """By a file beside config.json, with the fields of an engine that has no keys."""
     bench.fill()
-    tier = bench.tier(OLD, **GMAC)
+    tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS[:4])
     forger, config_json = LocalStore(bench.root), bench.root / tier.mapper.relative_config_name
     fields = json.loads(config_json.read_text())
@@ -381,7 +371,7 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
     if not keeps_config:
         config_json.unlink()
     fingerprint = fingerprint_of(fields)
-    planted = identity_file_name(config_json.parent.name, fingerprint)
+    planted = f"{config_json.parent.name}/kvtiers-{fingerprint.hex()[:12]}.json"
     forger.put(planted, [memoryview(json.dumps(fields).encode())])
     seal = Seal(fingerprint, 0)
     for key in KEYS[4:]:
@@ -389,7 +379,7 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
         forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
     configs = []
     for root in (bench.root, tmp_path / "target"):
-        tiers = [{"type": "fs", "root_dir": str(root), "min_free": 0, "keys_file": str(bench.keys_file), **GMAC}]
+        tiers = [{"type": "fs", "root_dir": str(root), "min_free": 0, "keys_file": str(bench.keys_file), **ENCRYPTED}]
         configs.append(tmp_path / f"{root.name}.yaml")
         configs[-1].write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
     result = CliRunner().invoke(app, [command, *map(str, configs[: 1 + (command == "migrate")]), "--json"])
@@ -405,7 +395,7 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
 
 def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIERS_SECRETS", OLD)
-    keyed = {"type": "fs", "root_dir": "/mnt/other", "auth": "gmac", "keys_env": "KVTIERS_SECRETS"}
+    keyed = {"type": "fs", "root_dir": "/mnt/other", "encrypt": "aes-gcm", "keys_env": "KVTIERS_SECRETS"}
     parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}, keyed]})
     tier = bench.tier(isolation="process", max_bytes="64MiB")
     collector: Any = tier._collector
@@ -421,11 +411,10 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
         assert OLD.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-@both
-def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Path, options: dict[str, str]) -> None:
+def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Path) -> None:
     """A stranger who may write to the storage must not make room that is not there."""
     bench = Bench(tmp_path)
-    tier = bench.tier(OLD, **options, max_bytes="1MiB")
+    tier = bench.tier(OLD, **ENCRYPTED, max_bytes="1MiB")
     try:
         bench.fill()
         wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
@@ -442,11 +431,16 @@ def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Pa
         tier.shutdown()
 
 
-@both
-def test_gc_needs_the_keys_and_a_dry_run_does_not(tmp_path: Path, options: dict[str, str]) -> None:
+def test_gc_needs_the_keys_and_a_dry_run_does_not(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     LocalStore(tmp_path / "kv")
-    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "ttl": "1d", "keys_file": str(tmp_path / "keys"), **options}
+    tier = {
+        "type": "fs",
+        "root_dir": str(tmp_path / "kv"),
+        "ttl": "1d",
+        "keys_file": str(tmp_path / "keys"),
+        **ENCRYPTED,
+    }
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
     assert CliRunner().invoke(app, ["gc", str(config), "--dry-run"]).exit_code == 0
     result = CliRunner().invoke(app, ["gc", str(config)])

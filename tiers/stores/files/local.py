@@ -166,7 +166,7 @@ class LocalStore(Store):
             self._log_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``. Folders that become empty are removed too."""
+        """See ``Store``. Folders that become empty are removed too."""
         root = self._use_root(None)
         outcomes: dict[str, Exception | None] = {}
         for key in keys:
@@ -184,7 +184,7 @@ class LocalStore(Store):
         self._call(touch_blob, key)
 
     def sweep(self, quarantine_s_max: float) -> int:
-        """See ``SupportsSweep``."""
+        """See ``KeepsFiles``."""
         root = self._use_root(None)
         try:
             if self._read_only:
@@ -200,7 +200,7 @@ class LocalStore(Store):
             raise store_error(e, "") from e
 
     def leftovers(self, quarantine_s_max: float) -> int:
-        """See ``CountsLeftovers``."""
+        """See ``KeepsFiles``."""
         root = self._use_root(None)
         try:
             now = self._time(root)
@@ -212,7 +212,7 @@ class LocalStore(Store):
             raise store_error(e, "") from e
 
     def hidden_names(self) -> list[str]:
-        """See ``HidesNames``."""
+        """See ``KeepsFiles``."""
         try:
             return hidden_names(self._use_root(None))
         except OSError as e:
@@ -266,7 +266,7 @@ class LocalStore(Store):
         used_at: float | None = None,
     ) -> bool:
         def write(fd: int) -> None:
-            self._write(fd, key=key, parts=parts, look=look)
+            write_all(fd, parts, look)
             if used_at is not None:
                 os.utime(fd, (used_at, used_at))
 
@@ -304,10 +304,6 @@ class LocalStore(Store):
             if e.errno in absent:
                 return None
             raise store_error(e, key) from e
-
-    def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:  # noqa: ARG002 - for subclasses
-        """Fill a new file."""
-        write_all(fd, parts, look)
 
     def _publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):

@@ -176,7 +176,7 @@ class S3Store(Store):
         self._attempts.close()
 
     def prepare(self) -> None:
-        """See ``SupportsPrepare``."""
+        """See ``Store``."""
         with contextlib.suppress(StoreError):
             self._attempts.raise_if_closed()  # then nobody would close the new clients
             self._attempts.current().get()
@@ -205,14 +205,14 @@ class S3Store(Store):
         return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors."""
+        """See ``Store``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors."""
         self._attempts.raise_if_closed()
         answers: Answers = {}
         self._lookups.answer(list(self._names(keys, answers).values()), answers, self.size)
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``. Deletes 1,000 keys per request, or one if the server refuses batches."""
+        """See ``Store``. Deletes 1,000 keys per request, or one if the server refuses batches."""
         self._attempts.raise_if_closed()
         outcomes: dict[str, Exception | None] = {}
         names = self._names(keys, outcomes)

@@ -11,17 +11,14 @@ import pytest
 
 from ...errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
 from ...store import (
+    KeepsFiles,
     Store,
     SupportsAges,
-    SupportsDeleteMany,
     SupportsFolders,
     SupportsFreeBytes,
     SupportsGetMany,
     SupportsPieces,
-    SupportsPrepare,
     SupportsQuarantine,
-    SupportsSizeMany,
-    SupportsSweep,
     SupportsTail,
     SupportsTouch,
 )
@@ -187,8 +184,8 @@ class ExtraRules(StorePlace):
     # ---- the place -----------------------------------------------------------------------------------------
 
     def test_sweep_takes_what_is_the_stores_own_and_no_blob(self, store: Store) -> None:
-        if not isinstance(store, SupportsSweep):
-            pytest.skip("no SupportsSweep")
+        if not isinstance(store, KeepsFiles):
+            pytest.skip("no KeepsFiles")
         store.put("f/put", as_parts(b"1234"))
         self.plant(store, "f/planted", b"5")
         self.plant(store, "f/bad", b"678")
@@ -220,8 +217,6 @@ class ExtraRules(StorePlace):
         assert free > 0
 
     def test_prepare(self, store: Store) -> None:
-        if not isinstance(store, SupportsPrepare):
-            pytest.skip("no SupportsPrepare")
         for _ in range(2):
             store.prepare()
         assert list_keys(store) == []
@@ -232,8 +227,6 @@ class ExtraRules(StorePlace):
     # ---- many blobs ----------------------------------------------------------------------------------------
 
     def test_size_many(self, store: Store) -> None:
-        if not isinstance(store, SupportsSizeMany):
-            pytest.skip("no SupportsSizeMany")
         store.put("f/a", as_parts(b"123"))
         self.plant(store, "b", b"")
         *answers, bad = store.size_many(["absent", "f/a", "b", "f/absent", "f/a", "a//b"])
@@ -242,8 +235,6 @@ class ExtraRules(StorePlace):
         assert store.size_many([]) == []
 
     def test_size_many_of_more_keys_than_a_request_takes(self, store: Store) -> None:
-        if not isinstance(store, SupportsSizeMany):
-            pytest.skip("no SupportsSizeMany")
         sizes = {f"f/{i:04d}": 1 + i % 3 for i in range(0, KEYS_COUNT_LARGE, 7)}
         for key, size in sizes.items():
             self.plant(store, key, bytes(size))
@@ -251,8 +242,6 @@ class ExtraRules(StorePlace):
         assert store.size_many(asked) == [sizes.get(key) for key in asked]
 
     def test_delete_many(self, store: Store) -> None:
-        if not isinstance(store, SupportsDeleteMany):
-            pytest.skip("no SupportsDeleteMany")
         for key in ("f/a", "b", "f/c"):
             self.plant(store, key, b"1")
         *answers, bad = store.delete_many(["absent", "f/a", "b", "f/absent", "f/a", "a//b"])
@@ -262,8 +251,6 @@ class ExtraRules(StorePlace):
         assert list_keys(store) == ["f/c"]
 
     def test_delete_many_of_more_keys_than_a_request_takes(self, store: Store) -> None:
-        if not isinstance(store, SupportsDeleteMany):
-            pytest.skip("no SupportsDeleteMany")
         keys = [f"f/{i:04d}" for i in range(KEYS_COUNT_LARGE)]
         for key in (*keys[::50], keys[-1], "f/00", "f/00000"):
             self.plant(store, key, b"1")

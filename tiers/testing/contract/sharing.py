@@ -15,13 +15,11 @@ import pytest
 
 from ...errors import BlobNotFoundError, StoreClosedError
 from ...store import (
+    KeepsFiles,
     Store,
-    SupportsDeleteMany,
     SupportsFolders,
     SupportsFreeBytes,
     SupportsGetMany,
-    SupportsSizeMany,
-    SupportsSweep,
     SupportsTail,
 )
 from ..faults import run_in_child, start_child, wait_child
@@ -73,8 +71,7 @@ class SharingRules(StorePlace):
             found: list[object] = [store.size(key), _fetched(store, key, size), list_keys(store)]
             if isinstance(store, SupportsTail):
                 found.append(store.get_tail(key, 4))
-            if isinstance(store, SupportsSizeMany):
-                found += store.size_many([key])
+            found += store.size_many([key])
             if isinstance(store, SupportsGetMany):
                 buffer = bytearray(size)
                 (error,) = store.get_many_into([(key, [memoryview(buffer)])])
@@ -87,8 +84,7 @@ class SharingRules(StorePlace):
             found: list[object] = [size, data, [] if data is None else ["f/a"]]
             if isinstance(store, SupportsTail):
                 found.append(None if data is None else (size, data[-4:]))
-            if isinstance(store, SupportsSizeMany):
-                found.append(size)
+            found.append(size)
             if isinstance(store, SupportsGetMany):
                 found.append(data)
             return found
@@ -128,7 +124,7 @@ class SharingRules(StorePlace):
             try:
                 while not ended.is_set():
                     other = self.reopen(store)
-                    if isinstance(other, SupportsSweep):
+                    if isinstance(other, KeepsFiles):
                         other.sweep(0.0)
                     other.close()
                     visits += 1
@@ -234,13 +230,11 @@ class SharingRules(StorePlace):
         store.close()
         calls: list[Callable[[], object]] = [partial(call, "a") for call in calls_by_key(store).values()]
         calls.append(lambda: list(store.keys()))
-        if isinstance(store, SupportsSizeMany):
-            calls.append(lambda: store.size_many(["a"]))
-        if isinstance(store, SupportsDeleteMany):
-            calls.append(lambda: store.delete_many(["a"]))
+        calls.append(lambda: store.size_many(["a"]))
+        calls.append(lambda: store.delete_many(["a"]))
         if isinstance(store, SupportsGetMany):
             calls.append(lambda: store.get_many_into([("a", [memoryview(bytearray(1))])]))
-        if isinstance(store, SupportsSweep):
+        if isinstance(store, KeepsFiles):
             calls.append(lambda: store.sweep(0.0))
         if isinstance(store, SupportsFolders):
             calls.append(store.folders)

@@ -19,7 +19,7 @@ from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 
 from kvtiers.tiers.errors import InvalidKeyError, StoreConfigError
-from kvtiers.tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
+from kvtiers.tiers.store import Store, SupportsTail
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
@@ -156,8 +156,6 @@ class TestBoto3S3StoreOnMoto(S3Contract):
 
 def test_protocols_and_repr(store: S3Store) -> None:
     assert isinstance(store, SupportsTail)
-    assert isinstance(store, SupportsSizeMany)
-    assert isinstance(store, SupportsDeleteMany)
     assert repr(store).startswith(f"S3Store('{store.options.bucket}'")
 
 

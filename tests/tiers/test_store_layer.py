@@ -1,0 +1,104 @@
+"""Layer: exactly the inner store's protocols, and those that its class adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from kvtiers.tiers.store import (
+    KeepsFiles,
+    NamesBlocks,
+    Store,
+    SupportsFolders,
+    SupportsFreeBytes,
+    SupportsGetMany,
+    SupportsQuarantine,
+    SupportsTail,
+    SupportsTotalBytes,
+    SupportsTouch,
+)
+from kvtiers.tiers.store_layer import Layer
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch
+from kvtiers.tiers.testing.faults import FaultyStore
+
+#: Each protocol, and its methods.
+PROTOCOLS: dict[type, tuple[str, ...]] = {
+    SupportsGetMany: ("get_many_into",),
+    SupportsTail: ("get_tail",),
+    SupportsQuarantine: ("quarantine",),
+    SupportsTouch: ("touch",),
+    KeepsFiles: ("sweep", "leftovers", "hidden_names"),
+    SupportsFreeBytes: ("free_bytes",),
+    SupportsTotalBytes: ("total_bytes",),
+    SupportsFolders: ("folders",),
+    NamesBlocks: ("is_block",),
+}
+
+
+class TestLayer(StoreContract):
+    """The contract through a layer that changes nothing."""
+
+    def make_store(self) -> Store:
+        self.bottom = MemoryStore()
+        return Layer(self.bottom)
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        self.bottom.put(key, as_parts(data), overwrite=True)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        size = self.bottom.size(key)
+        return None if size is None else fetch(self.bottom, key, size)
+
+
+def store_with(methods: Sequence[str]) -> Any:
+    """A store with exactly these optional methods."""
+    six = ("put", "get_into", "size", "delete", "keys", "close")
+    store = type("Inner", (Store,), dict.fromkeys((*six, *methods), lambda *_: None))()
+    store.capabilities = MemoryStore.capabilities
+    return store
+
+
+@pytest.mark.parametrize("layer_class", [Layer, FaultyStore])
+def test_layer_has_the_protocols_of_its_store_and_no_other(layer_class: type[Layer]) -> None:
+    for has in (c for n in (0, 1, 2, len(PROTOCOLS)) for c in combinations(PROTOCOLS, n)):
+        inner = store_with([method for protocol in has for method in PROTOCOLS[protocol]])
+        layer = layer_class(inner)
+        assert layer.capabilities is inner.capabilities
+        assert tuple(protocol for protocol in PROTOCOLS if isinstance(layer, protocol)) == has
+
+
+def test_layer_passes_on_the_methods_with_a_default_that_its_store_overrides() -> None:
+    class Many(MemoryStore):
+        prepared = 0
+
+        def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+            return [7 for _ in keys]
+
+        def prepare(self) -> None:
+            self.prepared += 1
+
+    store = Many()
+    layer = FaultyStore(Layer(store))
+    assert layer.size_many(["a", "b"]) == [7, 7]
+    assert layer.delete_many(["a", "b"]) == [None, None]
+    layer.prepare()
+    assert store.prepared == 1
+    assert layer.calls == {"size_many": 1, "delete": 2}
+
+
+class NamingLayer(Layer):
+    def is_block(self, key: str) -> bool:
+        return key == "mine"
+
+
+def test_layer_method_wins_over_its_store() -> None:
+    for methods in ((), ("is_block",)):
+        assert NamingLayer(store_with(methods)).is_block("mine")
+
+
+def test_repr_shows_the_whole_stack() -> None:
+    assert repr(Layer(FaultyStore(MemoryStore()))).startswith("Layer(FaultyStore(<kvtiers.tiers.stores.memory")
