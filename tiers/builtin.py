@@ -43,12 +43,9 @@ from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
-BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, in which a worker may begin blocks even if one call may take too long
-TASKS_OF_BOUND = 64  # max_bytes is at least this many batches
 CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
 AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a network storage
-NFS_NEWCOMER_S = 60.0  # how long other hosts may not see a new name: acdirmax's default
 
 
 class FileSystemTierManager(StoreTierManager):
@@ -254,17 +251,20 @@ def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows)
     writers = config.children - readers
     reads = -(-config.n_read_threads // readers)
     writes = -(-config.n_write_threads // max(1, writers))
+    most = 0
+    if isinstance(config, NetworkTierConfig):
+        most = min(config.n_threads_max, AT_ONCE_BYTES_MAX // rows.row_bytes)
     if not writers:
-        seats = [Seats(2, LOAD_ONLY_THREADS, config.n_read_threads, config.n_write_threads)]
+        seats = [Seats(2, LOAD_ONLY_THREADS, config.n_read_threads, config.n_write_threads, most)]
     else:
-        seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0)] * readers + [Seats(1, 0, 0, writes)] * writers
+        seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0, most)] * readers + [Seats(1, 0, 0, writes, most)] * writers
     return ProcessBackend(
         StoreRecipe.of(make_store, **store_options),
         region,
         rows.row_bytes,
         work,
         seats,
-        _worker_bytes_max(config, max(reads, writes) + 1, rows.row_bytes),
+        _worker_bytes_max(config, max(reads, writes, most) + 1, rows.row_bytes),
     )
 
 

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
 from typing import Any, Final
 
@@ -85,7 +86,7 @@ class ServerProcess:
             "mapper": work.mapper.to_json(),
             "seal": work.seal.to_json(),
             "read_only": work.read_only,
-            "seats": [seats.lookups, seats.loads_only, seats.loads_first, seats.stores_first],
+            "seats": astuple(seats),
             "region": [region.fd, region.offset, region.length],
             "row_bytes": row_bytes,
             "memory_bytes_max": memory_bytes_max,
