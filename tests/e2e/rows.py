@@ -685,13 +685,17 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
 SLOW = (aborted, tensor_parallel, long_prompt, served, several_connectors, roles, bounded, data_parallel, two_hosts)
 
 
-def attempt(run: Run, setting: Setting, name: str) -> Row:
-    """Run a row; an engine that fails is a failed row, and the rest still runs."""
+def attempt(run: Run, setting: Setting, name: str, *, title: str = "") -> Row:
+    """Run a row; an engine that fails is a failed row, and the rest still runs.
+
+    Args:
+        title: of a row that fails by an exception; made of the names by default.
+    """
     began = time.monotonic()
     try:
         row = run(setting, name)
     except Exception as e:
-        title = name if run in (reuse, yardstick) else f"{name}: {run.__name__}"
+        title = title or (name if run in (reuse, yardstick) else f"{name}: {run.__name__}")
         row = Row(title, setting.lab.version, ok=False, failures=[f"{type(e).__name__}: {e}"[:2000]])
     row.took_s = time.monotonic() - began
     return row

@@ -135,8 +135,8 @@ def _tasks(setting: GpuSetting, on_cpu: bool, side_by_side: int, out: Path) -> I
     """Groups of rows, and the number of rows in a group that run at once."""
 
     def task(number: int, run: Callable[..., Row], name: str, *also: str) -> Task:
-        told = f"{number} {getattr(run, '__name__', '')} {name} {' '.join(also)}"
-        return told, functools.partial(attempt, run, setting, name)
+        title = ": ".join(filter(None, (name, getattr(run, "__name__", ""), *also)))
+        return f"{number} {title}", functools.partial(attempt, run, setting, name, title=title)
 
     graphs: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
     if not on_cpu:
