@@ -63,22 +63,20 @@ DEEPSEEK = Model(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 )
-QWEN_NEXT = Model(
-    "Qwen3Next",
+QWEN = Model(
+    "Qwen3_5",  # Qwen3-Next's layers, without its experts
     {
         "hidden_size": 256,
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
         "head_dim": 128,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
-        "mlp_only_layers": [0, 1, 2, 3],  # no experts
-        "num_experts": 0,
     },
+    "TextConfig",
 )
 
 
@@ -126,7 +124,7 @@ KINDS = (
     # The CPU kernels need one block a step (tests.e2e.layer_kinds).
     Kind("Mamba2 and attention (GraniteMoeHybrid)", GRANITE, {"max_num_batched_tokens": STEP_TOKENS}),
     Kind("latent attention (DeepseekV2)", DEEPSEEK, on_cpu=False),
-    Kind("gated delta net (Qwen3Next)", QWEN_NEXT, {"dtype": "bfloat16"}),  # the only type of the CPU kernel
+    Kind("gated delta net (Qwen3.5)", QWEN, {"dtype": "bfloat16"}),  # the only type of the CPU kernel
     Kind("KV in 8 bits (Llama)", LLAMA, {"kv_cache_dtype": "fp8", "calculate_kv_scales": False}, on_cpu=False),
     Kind(
         "a draft by n-grams (Llama)",
@@ -154,7 +152,7 @@ def make_eagle(folder: Path) -> Path:
         return made
     config = {
         **LLAMA.config,
-        "architectures": ["LlamaForCausalLMEagle"],  # vLLM prefixes its own name for drafts
+        "architectures": ["LlamaForCausalLM"],  # vLLM makes EagleLlamaForCausalLM of it
         "model_type": "llama",
         "num_hidden_layers": 1,
         "dtype": "bfloat16",

@@ -147,8 +147,10 @@ def kv_of(kind: Kind, setting: GpuSetting, name: str) -> Row:
         try:
             answers[who] = setting.lab.run(config, [prompt], **job)["answers"][0]
         except EngineFailedError as e:
-            row.expect(REFUSED in str(e), f"the {who} ended: {e}"[-1500:])
-            row.figures["refused"] = str(e).rpartition(REFUSED)[2].splitlines()[0][:300]
+            if REFUSED in str(e):
+                row.figures["refused"] = str(e).rpartition(REFUSED)[2].splitlines()[0][:300]
+            else:
+                row.expect(False, f"the {who} ended: {e}"[-1500:])
             return row
         row.figures[f"{who}_reused_tokens"] = answers[who]["cached_tokens"]
     row.expect(answers["writer"]["cached_tokens"] == 0, "the writer found tokens in an empty folder")
