@@ -2,8 +2,8 @@
 
 Prompts are token ids, so the models have no tokenizer.
 
-Two kinds of KV run on GPUs only. On CPUs vLLM's latent attention turns prefix caching off (unless the CPU has AMX), and
-KV in 8 bits needs AVX-512 or AMX.
+Some kinds of KV run on GPUs only: on CPUs vLLM turns prefix caching off for latent attention (unless the CPU has AMX),
+KV in 8 bits needs AVX-512 or AMX, and OlmoHybrid needs Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,20 +63,38 @@ DEEPSEEK = Model(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 )
-QWEN = Model(
-    "Qwen3_5",  # Qwen3-Next's layers, without its experts
+QWEN_NEXT = Model(
+    "Qwen3Next",
     {
         "hidden_size": 256,
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
         "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "head_dim": 128,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
+        "mlp_only_layers": [0, 1, 2],  # vLLM demands a layer of experts
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
     },
-    "TextConfig",
+)
+OLMO = Model(
+    "OlmoHybrid",
+    {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "head_dim": 128,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "pad_token_id": None,  # the default is larger than the vocabulary
+        "eos_token_id": None,
+    },
 )
 
 
@@ -109,13 +127,13 @@ class Kind:
     """A model whose KV is not that of plain full attention, and the options of its engine.
 
     Attributes:
-        on_cpu: whether vLLM's CPU build runs it with prefix caching.
+        devices: those on which the rows run it.
     """
 
     name: str
     model: Model
     engine: Mapping[str, Any] = field(default_factory=dict)
-    on_cpu: bool = True
+    devices: Sequence[str] = ("cpu", "cuda")
 
 
 KINDS = (
@@ -123,9 +141,11 @@ KINDS = (
     Kind("sliding windows only (Mistral)", MISTRAL),
     # The CPU kernels need one block a step (tests.e2e.layer_kinds).
     Kind("Mamba2 and attention (GraniteMoeHybrid)", GRANITE, {"max_num_batched_tokens": STEP_TOKENS}),
-    Kind("latent attention (DeepseekV2)", DEEPSEEK, on_cpu=False),
-    Kind("gated delta net (Qwen3.5)", QWEN, {"dtype": "bfloat16"}),  # the only type of the CPU kernel
-    Kind("KV in 8 bits (Llama)", LLAMA, {"kv_cache_dtype": "fp8", "calculate_kv_scales": False}, on_cpu=False),
+    Kind("latent attention (DeepseekV2)", DEEPSEEK, devices=("cuda",)),
+    # The CPU's kernel takes only bfloat16. On GPUs Qwen3Next needs the kernels of experts, which the bundle leaves out.
+    Kind("gated delta net (Qwen3Next)", QWEN_NEXT, {"dtype": "bfloat16"}, devices=("cpu",)),
+    Kind("gated delta net (OlmoHybrid)", OLMO, devices=("cuda",)),
+    Kind("KV in 8 bits (Llama)", LLAMA, {"kv_cache_dtype": "fp8", "calculate_kv_scales": False}, devices=("cuda",)),
     Kind(
         "a draft by n-grams (Llama)",
         LLAMA,

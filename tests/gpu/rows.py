@@ -185,8 +185,8 @@ def command(arguments: Sequence[str], setting: GpuSetting, name: str) -> Row:
 
 
 def kinds(on_cpu: bool) -> tuple[Kind, ...]:
-    """The kinds of KV that the device's vLLM build can run."""
-    return tuple(kind for kind in KINDS if kind.on_cpu or not on_cpu)
+    """The kinds of KV that the rows run on the device."""
+    return tuple(kind for kind in KINDS if ("cpu" if on_cpu else "cuda") in kind.devices)
 
 
 def _scale(setting: GpuSetting) -> Scale:
