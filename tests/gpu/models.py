@@ -141,11 +141,11 @@ KINDS = (
     Kind("sliding windows only (Mistral)", MISTRAL),
     # The CPU kernels need one block a step (tests.e2e.layer_kinds).
     Kind("Mamba2 and attention (GraniteMoeHybrid)", GRANITE, {"max_num_batched_tokens": STEP_TOKENS}),
-    Kind("latent attention (DeepseekV2)", DEEPSEEK, devices=("cuda",)),
+    Kind("latent attention (DeepseekV2)", DEEPSEEK, {"attention_backend": "TRITON_MLA"}, devices=("cuda",)),
     # The CPU's kernel takes only bfloat16. On GPUs Qwen3Next needs the kernels of experts, which the bundle leaves out.
     Kind("gated delta net (Qwen3Next)", QWEN_NEXT, {"dtype": "bfloat16"}, devices=("cpu",)),
     Kind("gated delta net (OlmoHybrid)", OLMO, devices=("cuda",)),
-    Kind("KV in 8 bits (Llama)", LLAMA, {"kv_cache_dtype": "fp8", "calculate_kv_scales": False}, devices=("cuda",)),
+    Kind("KV in 8 bits (Llama)", LLAMA, {"kv_cache_dtype": "fp8"}, devices=("cuda",)),
     Kind(
         "a draft by n-grams (Llama)",
         LLAMA,
