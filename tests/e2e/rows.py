@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -85,6 +86,7 @@ class Setting:
         extra: ``Place.extra`` of every place.
         on_gpu: ``Place.on_gpu`` of every place.
         files_at_kill: how many stored blocks of the document a writer that is killed has at least.
+        writing: held while ``written`` is completed, because rows may run side by side.
     """
 
     lab: Lab
@@ -99,6 +101,7 @@ class Setting:
     extra: Mapping[str, Any] = field(default_factory=dict)
     on_gpu: bool = False
     files_at_kill: int = FILES_AT_KILL
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def place(self, name: str) -> Place:
         """An empty folder and, where there is a server, an empty bucket."""
@@ -641,10 +644,11 @@ def _write(setting: Setting, row: Row, config: dict[str, Any]) -> dict[str, Any]
 
 def stored_place(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
     """A place of the row's own, with what a writer of this way stored."""
-    if name not in setting.written:  # only some rows were asked for
-        place = setting.place(f"{name}-written")
-        _write(setting, row, way(name, place))
-        setting.written[name] = place
+    with setting.writing:
+        if name not in setting.written:  # only some rows were asked for
+            place = setting.place(f"{name}-written")
+            _write(setting, row, way(name, place))
+            setting.written[name] = place
     place = setting.copy(setting.written[name], row.name)
     return place, way(name, place)
 
@@ -685,13 +689,17 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
 SLOW = (aborted, tensor_parallel, long_prompt, served, several_connectors, roles, bounded, data_parallel, two_hosts)
 
 
-def attempt(run: Run, setting: Setting, name: str) -> Row:
-    """Run a row; an engine that fails is a failed row, and the rest still runs."""
+def attempt(run: Run, setting: Setting, name: str, *, title: str = "") -> Row:
+    """Run a row; an engine that fails is a failed row, and the rest still runs.
+
+    Args:
+        title: of a row that fails by an exception; made of the names by default.
+    """
     began = time.monotonic()
     try:
         row = run(setting, name)
     except Exception as e:
-        title = name if run in (reuse, yardstick) else f"{name}: {run.__name__}"
+        title = title or (name if run in (reuse, yardstick) else f"{name}: {run.__name__}")
         row = Row(title, setting.lab.version, ok=False, failures=[f"{type(e).__name__}: {e}"[:2000]])
     row.took_s = time.monotonic() - began
     return row

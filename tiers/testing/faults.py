@@ -20,6 +20,7 @@ Processes: ``run_in_child`` forks, which takes milliseconds instead of the start
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import signal
@@ -230,7 +231,8 @@ class SyscallFaults:
     """Counts the system calls of the stores on a file system (see above) and makes the n-th call fail.
 
     A context manager that affects the whole process, so use only one at a time. A failing call is not made, except
-    ``close``, because on Linux close frees the descriptor even if it fails.
+    ``close``, because on Linux close frees the descriptor even if it fails. The garbage collector is off meanwhile:
+    it would close the descriptors of objects that are long out of use, and those calls would be counted.
 
     Args:
         at: number of the failing call, from 0. -1: no call fails; only count.
@@ -258,6 +260,9 @@ class SyscallFaults:
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
+        if gc.isenabled():
+            gc.disable()
+            self._patches.callback(gc.enable)
         seam = _Os(self)
         openat2 = functools.partial(self._make_call, "openat2", posix.openat2)
         for module, name, replacement in (

@@ -739,10 +739,10 @@ def test_hugging_face_url_is_opened_without_stale_listings(monkeypatch: pytest.M
 
 
 def test_driver_with_own_listings_cache_is_not_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    drivers = set()
+    drivers: dict[int, Any] = {}  # kept, or a thread's driver may get the address of one that ended before
 
     def info(driver: Any, path: str) -> dict[str, Any]:
-        drivers.add(id(driver))
+        drivers[id(driver)] = driver
         return {"type": "file", "size": 1}
 
     def with_own_cache(driver: Any, *_: object, **__: object) -> None:

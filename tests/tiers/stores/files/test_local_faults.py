@@ -193,6 +193,25 @@ def check(place: Place, operation: Operation, faults: SyscallFaults, expected: t
     return succeeded
 
 
+def test_syscall_faults_count_only_the_calls_of_the_code_under_test(tmp_path: Path) -> None:
+    store, unused = LocalStore(tmp_path), LocalStore(tmp_path)
+    for each in (store, unused):
+        each.put("f/a", as_parts(OLD))
+    unused.itself = unused  # type: ignore[attr-defined]  # a cycle: only the garbage collector ends it
+    del each, unused
+    thresholds = gc.get_threshold()
+    try:
+        with SyscallFaults() as first:
+            gc.set_threshold(1)
+            store.put("f/b", as_parts(OLD))
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    with SyscallFaults() as second:
+        store.put("f/c", as_parts(OLD))
+    assert first.calls == second.calls
+
+
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_system_call_fails(place: Place, name: str, forever: bool, record: Record) -> None:
