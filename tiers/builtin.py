@@ -48,11 +48,10 @@ from .tracing import make_job_tracer
 logger = get_logger(__name__)
 
 BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, in which a worker may begin blocks even if one call may take too long
-TASKS_OF_BOUND = 64  # max_bytes is at least this many batches
+BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
 CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
 AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a network storage
-NFS_NEWCOMER_S = 60.0  # how long other hosts may not see a new name: acdirmax's default
 
 
 class FileSystemTierManager(StoreTierManager):
@@ -190,15 +189,12 @@ def _start(
             parallel_agnostic=config.parallel_agnostic,
             extra_fields=strict_fields(spec) | _protection_fields(config),
         )
-        unbounded = store
         if policy is not None:
             if isinstance(config, FsTierConfig):
-                policy = _check_reserve(name, config, policy)
+                _check_reserve(name, config)
             if not policy.waits:  # before a collector starts
                 missing = missing or open_if_answered(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
-            if policy.max_bytes is not None:
-                store = bound_store(store, config, policy.max_bytes)
         StoreTierManager.__init__(
             tier,
             spec,
@@ -209,7 +205,6 @@ def _start(
             options=options,
             collector=collector,
             missing=missing,
-            unbounded=unbounded,
         )
     except BaseException:
         if collector is not None:
@@ -328,8 +323,6 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
     Raises:
         ConfigError: not even one block has room.
     """
-    from .capacity.policy import HELD_SHARE_MAX
-
     if policy.max_bytes is None:
         return
     if policy.max_bytes < policy.block_bytes:
@@ -337,26 +330,23 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
             f"{policy.max_bytes} bytes do not hold a block of {policy.block_bytes} bytes; write at least twice that",
             field=f"tier {name}: max_bytes",
         )
-    if policy.block_bytes > HELD_SHARE_MAX * policy.max_bytes:
+    if policy.block_bytes > policy.max_bytes // BLOCKS_OF_BOUND_MIN:
         logger.warning(
-            "tier %s: max_bytes = %d: a block of %d bytes is more than the collector makes room for at once, so blocks "
-            "may be refused forever; double max_bytes",
+            "tier %s: max_bytes = %d holds fewer than %d blocks of %d bytes, so hardly any block is found again; raise "
+            "max_bytes",
             name,
             policy.max_bytes,
+            BLOCKS_OF_BOUND_MIN,
             policy.block_bytes,
         )
 
 
-def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> CapacityPolicy:
-    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang.
-
-    Returns:
-        The policy. Its reserve is 0 if no removal could reach it.
-    """
+def _check_reserve(name: str, config: FsTierConfig) -> None:
+    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang."""
     try:
         status = os.statvfs(config.root_dir)
     except OSError:  # not made yet, or not accessible, which the store will report
-        return policy
+        return
     total = status.f_blocks * status.f_frsize
     if config.min_free and not total:
         logger.warning(
@@ -365,25 +355,15 @@ def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> C
             name,
             printable(config.root_dir),
         )
-    if not total or config.min_free < total:
-        return policy
-    logger.warning(
-        "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is stored; "
-        "lower min_free",
-        name,
-        config.min_free,
-        printable(config.root_dir),
-        total,
-    )
-    return replace(policy, min_free_bytes=0)
-
-
-def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
-    """Wrap a store to enforce ``max_bytes``, a limit shared by all writers of the same root."""
-    from .capacity.account import Account, BoundedStore
-
-    newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
-    return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s, keys=record_keys(config)))
+    elif total and config.min_free >= total:
+        logger.warning(
+            "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is "
+            "stored; lower min_free",
+            name,
+            config.min_free,
+            printable(config.root_dir),
+            total,
+        )
 
 
 def record_keys(config: TierConfig) -> RecordKeys | None:
@@ -461,9 +441,6 @@ def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> Ti
     # A worker runs one task at a time: if the task had fewer blocks than the worker has threads, some would idle.
     task_bytes = max(config.task_bytes, worker_threads * row_bytes if few else 0)
     task_bytes_max = max(task_bytes, 2 * worker_threads_max * row_bytes)
-    if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
-        # A worker reserves the space for a whole batch at once: a large batch could be refused although space is left.
-        task_bytes_max = config.max_bytes // TASKS_OF_BOUND
     return TierOptions(
         name=config.name,
         trace_job=make_job_tracer(config.name or config.type) if config.trace else None,

@@ -37,6 +37,11 @@ _MEANT = {
     **dict.fromkeys(("size", "capacity", "limit", "max_size", "size_limit"), "max_bytes"),
     **dict.fromkeys(("expire", "expiry", "max_age"), "ttl"),
 }
+#: Keys of earlier versions, and what became of them.
+_GONE = {
+    **dict.fromkeys(("gc_high", "gc_low"), "the collector finds its marks below max_bytes by itself; remove the line"),
+    "gc_every_s": "the collector lists a little at a time, at a pace of its own; remove the line",
+}
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"
@@ -138,6 +143,8 @@ def _unknown_key(name: str, owner: dict[str, Any], homes: Mapping[str, str]) -> 
         tier_type = known.get("type", {}).get("const", "")
         where = _CREDENTIALS.get(tier_type, _CREDENTIALS[""])
         return f"is not a known key; credentials do not belong here: {where} (docs/security.md)"
+    if gone := _GONE.get(name):
+        return f"is no longer a key: {gone}"
     if meant := did_you_mean(name, known):
         return f"is not a known key; did you mean {meant}?"
     if name in homes:

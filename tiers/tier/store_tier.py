@@ -22,7 +22,7 @@ from ..blocks.file_mapper import FileMapper, strict_fields
 from ..blocks.keys import OffloadKey, make_offload_key
 from ..blocks.namespace import open_namespace
 from ..blocks.neighbors import tell_nearest
-from ..blocks.seal import Checksum, Seal
+from ..blocks.seal import TRAILER_BYTES, Checksum, Seal
 from ..errors import QueueFullError, StoreError
 from ..isolation.mover import IsolatedMover, RunsInWorkers
 from ..metrics import Metrics
@@ -134,6 +134,13 @@ class CollectorEnd(Protocol):
     def works(self) -> bool:
         """Whether the collector runs and answers, or is not needed yet."""
 
+    @property
+    def is_full(self) -> str:
+        """Why nothing may be put now; "": it may."""
+
+    def note_put(self, size: int) -> None:
+        """Record that so many bytes were put, or may have been."""
+
     def note_full(self) -> None:
         """Record that the storage refused a block because it is full."""
 
@@ -168,7 +175,6 @@ class StoreTierManager(SecondaryTierManager):
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
         missing: the error if the storage is known not to answer; None: ask it.
-        unbounded: the same storage without a limit, for the few bytes of config.json; None: ``store``.
 
     Attributes:
         missing: why the storage did not answer at the start; None: it did.
@@ -189,7 +195,6 @@ class StoreTierManager(SecondaryTierManager):
         options: TierOptions | None = None,
         collector: CollectorEnd | None = None,
         missing: StoreError | None = None,
-        unbounded: Store | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -202,8 +207,7 @@ class StoreTierManager(SecondaryTierManager):
         self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
-        self._unbounded = unbounded or store
-        self.missing = missing or open_if_answered(self._unbounded, mapper, self.name, read_only=options.read_only)
+        self.missing = missing or open_if_answered(store, mapper, self.name, read_only=options.read_only)
         self.store = store
         self.mapper = mapper
         self._collector = collector
@@ -390,7 +394,7 @@ class StoreTierManager(SecondaryTierManager):
     def _open_late(self) -> None:
         """Open the namespace in a thread of its own, after a start without the storage."""
         try:
-            if open_if_answered(self._unbounded, self.mapper, self.name, read_only=self._options.read_only) is not None:
+            if open_if_answered(self.store, self.mapper, self.name, read_only=self._options.read_only) is not None:
                 self._open_namespace_later()
         except Exception as e:  # noqa: BLE001 - a thread's edge; seals keep foreign blocks out
             if not self._closed:
@@ -471,6 +475,8 @@ class StoreTierManager(SecondaryTierManager):
         refused = "circuit_open" if not self._circuit.closed else ""
         if not (is_load or self.takes_stores):
             refused = "read_only"
+        elif not (is_load or refused or self._collector is None) and (full := self._collector.is_full):
+            refused, self.full = "StoreFullError", full
         if not refused:
             try:
                 self._pool.submit(job.job_id, tasks, is_read=is_load, cost=len(pairs) * self._rows.row_bytes)
@@ -478,7 +484,7 @@ class StoreTierManager(SecondaryTierManager):
                 logger.debug("tier %s: job %d: %s", self.name, job.job_id, e)
                 refused = "queue_full"
         if refused:
-            self._counts.refused(_op(is_load), refused, len(keys))
+            self._counts.refused(_op(is_load), refused, len(keys), self.full)
             self._results.append(JobResult(job.job_id, success=not keys))
             self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
@@ -545,6 +551,10 @@ class StoreTierManager(SecondaryTierManager):
                 succeeded = [key for key in succeeded if key not in missing]
             yield from self._note_loaded(finished.job_id, job.keys, () if ok else succeeded, batches, ok=ok)
         else:
+            if self._collector is not None:
+                blocks = sum(batch.outcomes["moved"] + batch.perhaps_stored for batch in batches)
+                if blocks:
+                    self._collector.note_put(blocks * (self._rows.row_bytes + TRAILER_BYTES))
             yield from self._note_stored(succeeded, found)
         used = succeeded if job.is_load else found  # finding the block already stored counts as a use of it
         if used:

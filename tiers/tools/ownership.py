@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 from itertools import islice
 
-from ..capacity.collector import is_block
 from ..capacity.records import OWN_PREFIX, UNREADABLE, get_record
+from ..capacity.walker import is_block
 from ..errors import ConfigError, printable
 from ..store import HidesNames, NamesBlocks, Store
 from .namespaces import has_identity, namespace_names
