@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
 	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
-	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers docs reference site soak e2e e2e-env e2e-older \
+	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound docs reference site soak e2e e2e-env e2e-older \
 	e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
@@ -85,7 +85,7 @@ lint: setup
 
 check: lint site test
 
-bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers
+bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound
 
 # Takes nginx and its echo module.
 bench-far: setup
@@ -123,8 +123,8 @@ bench-lookups: setup
 	$(BIN)/python -m tests.benchmarks.bench_engine_lookups
 	$(BIN)/python -m tests.benchmarks.bench_lookups
 
-bench-writers: setup
-	$(BIN)/python -m tests.benchmarks.bench_writers
+bench-bound: setup
+	$(BIN)/python -m tests.benchmarks.bench_bound
 
 # What checksum, trailer and publishing cost by themselves: the most that bench-fs can reach.
 bench-steps: setup

@@ -43,6 +43,7 @@ from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
+BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
 CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
 AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a network storage
@@ -153,7 +154,7 @@ def _start(
         policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
         _check_room(name, policy)
     if policy is not None and isinstance(config, FsTierConfig):
-        policy = _check_reserve(name, config, policy)
+        _check_reserve(name, config)
     mapper = FileMapper.from_offloading_spec(
         getattr(config, "root_dir", ""),
         spec,
@@ -284,8 +285,6 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
     Raises:
         ConfigError: not even one block has room.
     """
-    from .capacity.policy import HELD_SHARE_MAX
-
     if policy.max_bytes is None:
         return
     if policy.max_bytes < policy.block_bytes:
@@ -293,26 +292,23 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
             f"{policy.max_bytes} bytes do not hold a block of {policy.block_bytes} bytes; write at least twice that",
             field=f"tier {name}: max_bytes",
         )
-    if policy.block_bytes > HELD_SHARE_MAX * policy.max_bytes:
+    if policy.block_bytes > policy.max_bytes // BLOCKS_OF_BOUND_MIN:
         logger.warning(
-            "tier %s: max_bytes = %d: a block of %d bytes is more than the collector makes room for at once, so blocks "
-            "may be refused forever; double max_bytes",
+            "tier %s: max_bytes = %d holds fewer than %d blocks of %d bytes, so hardly any block is found again; raise "
+            "max_bytes",
             name,
             policy.max_bytes,
+            BLOCKS_OF_BOUND_MIN,
             policy.block_bytes,
         )
 
 
-def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> CapacityPolicy:
-    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang.
-
-    Returns:
-        The policy. Its reserve is 0 if no removal could reach it.
-    """
+def _check_reserve(name: str, config: FsTierConfig) -> None:
+    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang."""
     try:
         status = os.statvfs(config.root_dir)
     except OSError:  # not made yet, or not accessible, which the store will report
-        return policy
+        return
     total = status.f_blocks * status.f_frsize
     if config.min_free and not total:
         logger.warning(
@@ -321,17 +317,15 @@ def _check_reserve(name: str, config: FsTierConfig, policy: CapacityPolicy) -> C
             name,
             printable(config.root_dir),
         )
-    if not total or config.min_free < total:
-        return policy
-    logger.warning(
-        "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is stored; "
-        "lower min_free",
-        name,
-        config.min_free,
-        printable(config.root_dir),
-        total,
-    )
-    return replace(policy, min_free_bytes=0)
+    elif total and config.min_free >= total:
+        logger.warning(
+            "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is "
+            "stored; lower min_free",
+            name,
+            config.min_free,
+            printable(config.root_dir),
+            total,
+        )
 
 
 def record_keys(config: TierConfig) -> RecordKeys | None:

@@ -22,7 +22,7 @@ from rich.table import Table
 from ...tiers.base import JobMetadata
 from ...tiers.blocks.keys import make_offload_key
 from ...tiers.blocks.seal import TRAILER_BYTES, Seal
-from ...tiers.capacity.collector import listed_bytes
+from ...tiers.capacity.walker import listed_bytes
 from ...tiers.config.deployment import DeploymentConfig, MetricsConfig
 from ...tiers.config.open_store import open_tool_store, store_recipe
 from ...tiers.config.tier_options import BoundedTierConfig, TierConfig

@@ -49,8 +49,8 @@ MODELS_MAX = 5  # whose blocks are described
 #: Options that other lines show.
 _SAID_OTHERWISE = {
     "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
-    "isolation", "task_bytes", "job_deadline_s", "lookup_deadline_s", "lookup_total_s", "seal_checksum",
-    "encrypt", "keys_file", "keys_env", "read_only", "ttl", "gc_high", "gc_low", "gc_every_s",
+    "isolation", "job_deadline_s", "lookup_deadline_s", "lookup_total_s", "seal_checksum",
+    "encrypt", "keys_file", "keys_env", "read_only", "ttl",
 }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[li
 def _block_sizes(tier: TierConfig) -> dict[str, int]:
     """The models with blocks in a storage that lists its folders, and the size of one block of each."""
     from ...tiers.blocks.neighbors import namespaces_in
-    from ...tiers.capacity.collector import is_block
+    from ...tiers.capacity.walker import is_block
     from ...tiers.store import SupportsFolders
 
     sizes: dict[str, int] = {}
@@ -234,14 +234,14 @@ def _bound_in_words(tier: BoundedTierConfig) -> str:
     rules = []
     if tier.max_bytes is not None:
         rules.append(
-            f"all writers together store at most {human_bytes(tier.max_bytes)}; above {tier.gc_high:.0%} of that "
-            f"the {_unused(tier)} blocks are removed until {tier.gc_low:.0%} are left"
+            f"all writers together store about {human_bytes(tier.max_bytes)} at most: shortly before, the "
+            f"{_unused(tier)} blocks are removed"
         )
     if tier.ttl is not None:
         rules.append(f"blocks not {'used' if _notes_uses(tier) else 'written'} for {human_age(tier.ttl)} are removed")
     if not rules:
         return "nothing is ever removed; set max_bytes or ttl to bound it"
-    return "; ".join(rules) + f"; the storage is scanned every {human_age(tier.gc_every_s)}"
+    return "; ".join(rules)
 
 
 def _notes_uses(tier: BoundedTierConfig) -> bool:

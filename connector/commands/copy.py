@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ...tiers.builtin import bound_store, record_keys
-from ...tiers.capacity.collector import listed_bytes
-from ...tiers.capacity.usage import read_measured, used_bytes
+from ...tiers.builtin import record_keys
+from ...tiers.capacity.walker import listed_bytes
+from ...tiers.capacity.written import Writer, used_bytes
 from ...tiers.config.open_store import open_store, open_tool_store
 from ...tiers.config.places import place_of
-from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig
+from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from ...tiers.errors import ConfigError, StoreError
 from ...tiers.store import Store, SupportsFreeBytes
 from ...tiers.stores.memory import MemoryStore
@@ -145,16 +145,18 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
             try:
                 total = _estimated_bytes(from_store) if prefixes == [""] else None
                 with Ticker(f"{source.name} to {target.name}", total, unit="bytes") as ticker:
+                    progress = _Progress(target, to_store, ticker, dry_run=dry_run)
                     copier = Copier(
                         from_store,
                         to_store,
                         room_bytes=room,
                         dry_run=dry_run,
                         rate=how.rate,
-                        on_progress=lambda r: _tell(ticker, r),
+                        on_progress=progress.show,
                     )
                     session().if_interrupted = lambda: _how_to_continue(copier.report)
                     report = copier.copy(find_blocks(from_store, prefixes))
+                    progress.end()
             finally:
                 to_store.close()
     except (StoreError, ConfigError) as e:
@@ -180,7 +182,7 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
 
 
 def _estimated_bytes(store: Store) -> int | None:
-    """What the store's account says, for the time left; a listing would be exact, but may take minutes."""
+    """What the collector's records say, for the time left; a listing would be exact, but may take minutes."""
     try:
         return used_bytes(store)
     except StoreError:
@@ -197,21 +199,46 @@ def _how_to_continue(report: CopyReport) -> str:
 def _open_target(place: Place) -> tuple[Store, int | None]:
     """Open the target's store, which keeps its reserve of free space. Also return how many bytes may be copied.
 
-    If a collector has measured the storage, the copy is one more writer with a share in the account. Otherwise, and on
-    NFS, where other hosts may not see a new writer for a minute, a listing shows how much of ``max_bytes`` is left.
+    What is left of ``max_bytes`` follows from the collector's records; without any, from a listing.
     """
     config = place.config
     store = open_store(config)
-    max_bytes = config.max_bytes if isinstance(config, BoundedTierConfig) else None
     try:
-        if max_bytes is None:
-            return store, None
-        if read_measured(store, keys=record_keys(config)) is not None and not isinstance(config, NfsTierConfig):
-            return bound_store(store, config, max_bytes), None
-        return store, max(0, max_bytes - listed_bytes(store))
+        return store, _room_below_bound(config, store)
     except BaseException:
         store.close()
         raise
+
+
+def _room_below_bound(config: TierConfig, store: Store) -> int | None:
+    if not isinstance(config, BoundedTierConfig) or config.max_bytes is None:
+        return None
+    used = used_bytes(store, keys=record_keys(config))
+    return max(0, config.max_bytes - (listed_bytes(store) if used is None else used))
+
+
+class _Progress:
+    """Shows a copy's progress, and publishes what it puts, as every writer of a bounded root does."""
+
+    def __init__(self, target: Place, store: Store, ticker: Ticker, *, dry_run: bool) -> None:
+        policy = None if dry_run else target.policy
+        self._ticker = ticker
+        self._noted_bytes = 0
+        self._writer: Writer | None = None
+        if policy is not None and policy.max_bytes is not None:
+            self._writer = Writer(store, poll_s=policy.poll_s, keys=record_keys(target.config))
+
+    def show(self, report: CopyReport) -> None:
+        _tell(self._ticker, report)
+        if self._writer is not None:
+            self._writer.note_put(report.copied_bytes - self._noted_bytes)
+            self._noted_bytes = report.copied_bytes
+            self._writer.full()
+
+    def end(self) -> None:
+        """Publish the rest."""
+        if self._writer is not None:
+            self._writer.poll()
 
 
 def _look_into_target(place: Place) -> tuple[Store, int | None]:
@@ -226,9 +253,8 @@ def _look_into_target(place: Place) -> tuple[Store, int | None]:
         if isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsFreeBytes):
             free = store.free_bytes()
             rooms += [] if free is None else [free - config.min_free]
-        if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
-            used = used_bytes(store)
-            rooms.append(config.max_bytes - (listed_bytes(store) if used is None else used))
+        if (room := _room_below_bound(config, store)) is not None:
+            rooms.append(room)
         return store, max(0, min(rooms)) if rooms else None
     except BaseException:
         store.close()

@@ -21,8 +21,7 @@ from contextlib import suppress
 
 from ...tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
 from ...tiers.builtin import key_ids
-from ...tiers.capacity.collector import is_block
-from ...tiers.capacity.usage import read_measured
+from ...tiers.capacity.walker import is_block
 from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from ...tiers.errors import StoreConfigError, StoreError, printable
 from ...tiers.store import Store, SupportsTail
@@ -106,8 +105,6 @@ def examine_store(
             (error,) = store.delete_many([key])
             if error is not None:
                 raise error
-        if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
-            read_measured(store)  # engines store nothing if this fails
         if store.size(key) is not None:
             yield Finding("problem", where, "delete", "a deleted blob still exists", "check versioning and locks")
         yield Finding("ok", where, "rights", "blobs can be put, read, listed, replaced and deleted")

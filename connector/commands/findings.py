@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...tiers.builtin import check_needs_no_sharing, make_seal, record_keys
-from ...tiers.capacity.usage import read_measured
+from ...tiers.capacity.usage import read_usage
 from ...tiers.config.deployment import DeploymentConfig
 from ...tiers.config.open_store import open_store, open_tool_store, tool_recipe
 from ...tiers.config.tier_options import (
@@ -373,10 +373,10 @@ def _removable_bytes(tier: FsTierConfig | NfsTierConfig) -> int:
         return 0
     try:
         with closing(open_tool_store(tier, read_only=True)) as store:
-            measured = read_measured(store, keys=record_keys(tier))
+            usage = read_usage(store, keys=record_keys(tier))
     except (KVTiersError, OSError):  # there is no root yet
         return 0
-    return 0 if measured is None else measured.bytes
+    return 0 if usage is None else usage.bytes
 
 
 def _space(where: str, tier: FsTierConfig | NfsTierConfig, folder: Path) -> Iterator[Finding]:

@@ -20,8 +20,8 @@ from ...tiers.blocks.neighbors import namespaces_in
 from ...tiers.builtin import key_ids, record_keys
 from ...tiers.capacity.collector import Collector
 from ...tiers.capacity.policy import CapacityPolicy
-from ...tiers.capacity.removal import CollectReport
-from ...tiers.capacity.usage import used_bytes
+from ...tiers.capacity.walker import CollectReport
+from ...tiers.capacity.written import used_bytes
 from ...tiers.config.deployment import parse_tier
 from ...tiers.config.tier_options import BoundedTierConfig, S3TierConfig, TierConfig
 from ...tiers.errors import ConfigError, printable
@@ -187,7 +187,7 @@ def gc(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove blocks past their ttl and, above gc_high x max_bytes, the least recently used blocks."""
+    """Remove blocks past their ttl and, above max_bytes, the least recently used blocks."""
     if prefixes and lifecycle:
         raise typer.BadParameter("applies only to blocks and excludes --prefixes", param_hint="--lifecycle")
     places = find_prefixes(config, tier) if prefixes else find_places(config, tier)
@@ -267,7 +267,7 @@ def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> C
         check_is_ours(store)
     with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="blobs") as ticker:
         keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
-        return _run(Collector(store, policy, on_progress=ticker.count, keys=keys), dry_run, policy.lease_s)
+        return _run(Collector(store, policy, keys=keys), dry_run, policy.lease_s, ticker.count)
 
 
 def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
@@ -299,10 +299,12 @@ def utc(mtime: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", at) if 1 <= at.tm_year <= YEAR_MAX else f"{mtime:.0f}"
 
 
-def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport | None:
+def _run(
+    collector: Collector, dry_run: bool, lease_s: float, on_progress: Callable[[int], None]
+) -> CollectReport | None:
     """Run the collector. If another process holds the lease, wait until it is released or its holder counts as dead."""
     deadline = time.monotonic() + 2 * lease_s
-    while (report := collector.run(dry_run=dry_run)) is None and time.monotonic() < deadline:
+    while (report := collector.run(dry_run=dry_run, on_progress=on_progress)) is None and time.monotonic() < deadline:
         time.sleep(min(1.0, collector.lease.seconds_to_wait + 0.05))
     return report
 
@@ -392,8 +394,6 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
         say(f"  nothing is removed by ttl for another {wait}: the storage's clock was stepped, so ages are not known")
     if result["leftovers"]:
         say(f"  {verb}, left by dead writers or in quarantine: {counted(result['leftovers'], 'file')}")
-    if result["gave_up"]:
-        say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:
         say(f"  could not be removed: {counted(result['kept_by_error'], unit)}")
     if result["own_bytes"]:

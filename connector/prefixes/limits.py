@@ -1,7 +1,7 @@
 """Limits on size and age of the prefixes in SharedStorageConnector's storage.
 
-The limits are the options of ``tiers.config.tier_options.BoundedTierConfig``, and are enforced as for a tier: writers
-reserve room from one account (``tiers.capacity.account``), and a collector in its own process removes ``chunks``.
+The limits are the options of ``tiers.config.tier_options.BoundedTierConfig``, and are kept as for a tier: writers
+publish how much they put (``tiers.capacity.written``), and a collector in its own process removes ``chunks``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import threading
 from dataclasses import replace
 
 from ...tiers.blocks.file_mapper import FileMapper
-from ...tiers.builtin import NFS_NEWCOMER_S, record_keys
-from ...tiers.capacity.account import Account
+from ...tiers.builtin import record_keys
 from ...tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
 from ...tiers.capacity.policy import CapacityPolicy
+from ...tiers.capacity.written import Writer
 from ...tiers.config.open_store import for_engine, open_tool_store, tool_recipe
-from ...tiers.config.tier_options import BoundedTierConfig, NfsTierConfig
+from ...tiers.config.tier_options import BoundedTierConfig
 from ...tiers.isolation.process import StoreRecipe
 
 USE_NOTED_S = 3600.0
@@ -23,7 +23,7 @@ GRACE_S = 60.0  # younger chunks are not removed: their layers may still be in t
 
 
 class PrefixLimits:
-    """Limits of a place, and the account of its writers. Any thread; ``_lock`` guards ``_account``.
+    """Limits of a place, and this process as one of its writers. Any thread; ``_lock`` guards ``_writer``.
 
     Args:
         policy: the limits.
@@ -37,7 +37,8 @@ class PrefixLimits:
         self.policy = policy
         self._place = place
         self._lock = threading.Lock()
-        self._account: Account | None = None
+        self._writer: Writer | None = None
+        self._collector: CollectorLink | None = None
 
     @classmethod
     def of(cls, place: BoundedTierConfig) -> PrefixLimits | None:
@@ -45,21 +46,32 @@ class PrefixLimits:
         policy = place.capacity_policy()
         return None if policy is None else cls(replace(policy, grace_s=GRACE_S), place)
 
-    def account(self) -> Account | None:
-        """Return the account from which chunks reserve their room; None: there is no ``max_bytes``.
+    def full(self) -> str:
+        """Return why nothing may be stored now; "": it may. Asks the storage every ``poll_s``.
 
         Raises:
-            StoreError: the storage cannot be opened.
+            StoreError: the storage does not answer.
         """
+        writer = self._writer_of_process()
+        return "" if writer is None else writer.full()
+
+    def note_put(self, size: int) -> None:
+        """Count bytes that were stored, or may have been."""
+        writer = self._writer_of_process()
+        if writer is not None:
+            writer.note_put(size)
+        elif self._collector is not None:
+            self._collector.note_put(size)
+
+    def _writer_of_process(self) -> Writer | None:
+        """Return this process's record; None: there is no ``max_bytes``."""
         if self.policy.max_bytes is None:
             return None
         with self._lock:
-            if self._account is None:
-                newcomer_s = NFS_NEWCOMER_S if isinstance(self._place, NfsTierConfig) else 0.0
+            if self._writer is None:
                 store = open_tool_store(for_engine(self._place))
-                keys = record_keys(self._place)
-                self._account = Account(store, self.policy.max_bytes, newcomer_s=newcomer_s, keys=keys)
-            return self._account
+                self._writer = Writer(store, poll_s=self.policy.poll_s, keys=record_keys(self._place))
+            return self._writer
 
     def start_collector(self, mapper: FileMapper) -> CollectorLink:
         """Start the process that removes chunks that exceed the limits. The caller must close the returned link.
@@ -71,7 +83,9 @@ class PrefixLimits:
         recipe = StoreRecipe(
             "kvtiers.connector.prefixes.chunks", "open_chunks", {"root": StoreRecipe.of(make_store, **options)}
         )
-        return CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False, keys=record_keys(self._place))
+        keys = record_keys(self._place)
+        self._collector = CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False, keys=keys)
+        return self._collector
 
 
 def use_noted_s(policy: CapacityPolicy | None) -> float:

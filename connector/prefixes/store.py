@@ -106,7 +106,7 @@ class PrefixStore:
         namespace: folder of the namespace, without the rank (``FileMapper.base_path`` with an empty root).
         fingerprint: SHA-256 of the namespace's identity.
         rank: rank of the worker whose KV is stored.
-        limits: the place's limits; chunks reserve their room from its account. None: no limits.
+        limits: the place's limits; None: no limits.
 
     Attributes:
         files: the place's files, manifests and layers alike.
@@ -198,28 +198,28 @@ class PrefixStore:
             raise
 
     def _publish(self, path: str, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
-        """Write a chunk within its place's limits."""
-        account = None if self._limits is None else self._limits.account()
-        if account is None:
+        """Write a chunk, unless its place is full."""
+        limits = self._limits
+        if limits is None:
             return self._write(path, hashes, layers)
-        size = chunk_bytes_max(hashes, layers)
         try:
-            taken = account.take(size, path)
-        except StoreError as e:
-            if isinstance(e, StoreFullError):
-                self.counts.chunks_refused += 1
-            else:
-                self.counts.errors += 1
+            full = limits.full()
+        except StoreError:
+            self.counts.errors += 1
             raise
-        end = account.settle  # by default, all of size counts as stored; the next measurement corrects it
+        if full:
+            self.counts.chunks_refused += 1
+            raise StoreFullError(full, key=path)
+        may_be_stored = True
         try:
-            return self._write(path, hashes, layers)
+            may_be_stored = self._write(path, hashes, layers)
+            return may_be_stored
         except StoreError as e:
-            if not e.retryable:  # after a retryable error the chunk may be stored, with its acknowledgement lost
-                end = account.give_back
+            may_be_stored = e.retryable  # perhaps only the acknowledgement was lost
             raise
         finally:
-            end(taken, size)
+            if may_be_stored:
+                limits.note_put(chunk_bytes_max(hashes, layers))
 
     def _write(self, path: str, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
         folder = path.rpartition("/")[0]

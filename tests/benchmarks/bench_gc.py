@@ -92,7 +92,7 @@ class Figures(NamedTuple):
 
 def write_config(path: Path, root: Path, max_bytes: int, ttl: str) -> str:
     """Of a tier with these limits."""
-    tier = f"{{type: fs, root_dir: {root}, min_free: 0, max_bytes: {max_bytes}, gc_low: 0.5, ttl: {ttl}}}"
+    tier = f"{{type: fs, root_dir: {root}, min_free: 0, max_bytes: {max_bytes}, ttl: {ttl}}}"
     path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {tier}\n")
     return str(path)
 

@@ -117,8 +117,7 @@ def test_a_place_that_is_only_read_has_no_limits_and_stays_so(tmp_path: Path, ti
 def test_the_limits_of_a_tier_are_those_of_its_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(
-        "region: {size: 1GiB}\n"
-        "tiers: [{type: fs, root_dir: /mnt/a, max_bytes: 1GiB, ttl: 7d, gc_low: 0.5, min_free: 5GiB}]\n"
+        "region: {size: 1GiB}\ntiers: [{type: fs, root_dir: /mnt/a, max_bytes: 1GiB, ttl: 7d, min_free: 5GiB}]\n"
     )
     extra = vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
     for place in (shared_place(json.loads(json.dumps(extra))), shared_place({"config_file": str(path)})):
@@ -126,7 +125,7 @@ def test_the_limits_of_a_tier_are_those_of_its_prefixes(tmp_path: Path) -> None:
         assert place.root_dir == "/mnt/a/prefixes"
         policy = place.capacity_policy()
         assert policy is not None
-        assert (policy.max_bytes, policy.ttl_s, policy.low) == (1 << 30, 7 * 86_400.0, 0.5)
+        assert (policy.max_bytes, policy.ttl_s) == (1 << 30, 7 * 86_400.0)
         assert policy.min_free_bytes == 5 << 30
 
 

@@ -330,7 +330,7 @@ def test_no_more_is_stored_than_a_request_wants(rigs: Any, limit: Any, blocks: i
 
 
 def test_what_is_past_its_ttl_is_removed_and_stored_again(rigs: Any, tmp_path: Path) -> None:
-    extra = {"max_bytes": "1GiB", "ttl": "1h", "gc_every_s": 1}
+    extra = {"max_bytes": "1GiB", "ttl": "1h"}
     rig, consumer, reader = (
         rigs(extra=extra),
         rigs(extra=extra, kv_role="kv_consumer"),

@@ -1,23 +1,16 @@
-"""Collector: measures a root and removes blocks that are too old or too many, in constant memory.
+"""Collector: keeps a root below its limits. Every engine has one; by a lease, one of them works at a time.
 
-A run lists everything twice at most, and a third time if blocks could not be removed:
+The bound is soft. Writers never ask: they put, and publish how much every ``poll_s`` (``written``). The collector adds
+this to its last listing and subtracts what it removed. It removes blocks once the sum is above a mark, and says "full"
+above a second one, which makes writers stop until enough is removed. Both marks keep a head room below ``max_bytes``
+for what is written until writers hear of it (``CapacityPolicy.marks``).
 
-1. Measure: sum the sizes, remove blocks past their ``ttl``, count bytes by age in a histogram. Publish the sum for the
-   writers' accounts.
-2. Shrink, only if needed: find the age beyond which blocks have the excess bytes in total, list again and remove the
-   older ones. This is needed if one of these holds:
+Removing and measuring are one walk (``walker``). How many keys it passes in a poll does not depend on the size of the
+root: a few while nothing is missing, as many as ``STEP_S`` allows while something is. The closer the root comes to
+full, the larger the share of blocks that counts as the oldest.
 
-   - stored bytes plus what writers reserved and have not stored exceed ``high`` x ``max_bytes``;
-   - they leave less than a writer was refused;
-   - the file system is nearly full;
-   - the storage refuses a block (inodes, a quota).
-
-   Uses, stores and removals between the two listings do no harm: a block that was just used is too young by then (if
-   ``on_progress`` records uses), and a block that is gone is gone.
-
-Only blocks are removed: names made by FileMapper, or names that the store calls blocks (``NamesBlocks``).
-``config.json``, records and foreign files are counted and kept. Prefixes next to a tier's blocks are not even counted,
-because they have their own limit and collector.
+A collector whose engine puts nothing asks the storage nothing, except that with a ``ttl`` it looks once per ``every_s``
+whether a listing is due. Without a ``ttl``, nothing is written to a root into which nobody puts.
 
 A reader that asks for a removed block has a miss. Two collectors at once would remove the same blocks.
 """
@@ -28,50 +21,53 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 
-from ..blocks.file_mapper import parse_block_name
 from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
-from ..store import KeepsFiles, NamesBlocks, Store
-from .ages import Ages
+from ..store import KeepsFiles, Store
 from .clock import ClockReading, boot_id, held_s, since_boot
 from .lease import Lease
-from .policy import CapacityPolicy
-from .records import UNREADABLE, RecordKeys
-from .removal import UNCOUNTED, Blobs, CollectReport, Listed, measure, shrink
-from .room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
-from .schedule import NO_TIMES, Schedule, StorageClock
-from .usage import (
-    USAGE_PREFIX,
-    Baseline,
-    Measured,
-    forget_writers,
-    held_and_wanted,
-    publish_measured,
-    read_baseline,
-    read_last,
-    read_measured,
-    read_usage,
-)
+from .policy import CapacityPolicy, Marks
+from .records import RecordKeys
+from .room import Room
+from .usage import Usage, publish_usage, read_usage
+from .walker import CollectReport, Walker, Wanted
+from .written import Writer, WrittenBytes
 
 logger = get_logger(__name__)
+
+NO_TIMES = (
+    "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
+)
+IDLE_S = 60.0  # after so long without a put, no collector is needed
+KEYS_PER_S = 1000  # passed while nothing is missing: one request a second, or 1 % of a core for files
+STEP_S = 1.0  # of walking while something is missing; uses are recorded and the lease is renewed in between
+RATE_HALF_S = 60.0  # the known rate of puts is its last peak, and half of it after so long
+#: Which share of the bytes counts as the oldest: (just above the mark, near full), for files and across a network. A
+#: small share is closer to least recently used, and passes more keys for each block that is removed.
+NEAR_SHARES, FAR_SHARES = (1 / 32, 1 / 2), (1 / 8, 1 / 2)
+WHOLE_SHARES = (1 / 128, 1 / 128)  # of a root so small that the ages of all its blocks are known
+LOOKS = 2  # passes that may remove nothing because they learn ages
+BEATS_S_MIN = 3.0  # a collector that has published nothing for so long, and for three polls, may be dead
 
 
 class Collector:
     """Measures a root and removes blocks. For one thread, in any process.
 
     Args:
-        store: the root, without a limit on puts, because a full root must accept the collector's records.
+        store: the root, without a reserve of free space, because a full root must accept the collector's records.
         policy: the limits.
         on_removed: called with the names of removed blocks, batch by batch.
-        on_progress: called with the number of blobs listed so far, and with 0 before each listing.
         keys: keys to authenticate records with.
         owner: this collector's name in its lease, unique; None: a random one.
         dead_owners: names of collectors that are known to have ended, whose leases are taken over at once.
         clock: Unix seconds.
         monotonic: seconds.
         since_boot: see ``tiers.capacity.clock``.
+
+    Attributes:
+        full: why writers must stop; "": they need not.
+        is_urgent: whether ``poll`` has more to do at once.
     """
 
     def __init__(
@@ -80,7 +76,6 @@ class Collector:
         policy: CapacityPolicy,
         *,
         on_removed: Callable[[list[str]], None] = lambda _: None,
-        on_progress: Callable[[int], None] = lambda _: None,
         keys: RecordKeys | None = None,
         owner: str | None = None,
         dead_owners: Collection[str] = (),
@@ -88,245 +83,433 @@ class Collector:
         monotonic: Callable[[], float] = time.monotonic,
         since_boot: Callable[[], float] = since_boot,
     ) -> None:
-        self._since_boot = since_boot
-        self._told_stepped_at: float | None = None
         self._store = store
-        self._keys = keys
         self._policy = policy
+        self._keys = keys
         self._clock = clock
+        self._monotonic = monotonic
+        self._since_boot = since_boot
+        self._owner = owner or secrets.token_hex(8)
+        self._dead_owners = dead_owners
         self.lease = Lease(
-            store,
-            owner or secrets.token_hex(8),
-            lease_s=policy.lease_s,
-            clock=monotonic,
-            keys=keys,
-            dead_owners=dead_owners,
+            store, self._owner, lease_s=policy.lease_s, clock=monotonic, keys=keys, dead_owners=dead_owners
         )
+        self._writer = Writer(store, poll_s=policy.poll_s, writer_s=policy.writer_s, keys=keys, clock=since_boot)
+        self._written = WrittenBytes(store, writer_s=policy.writer_s, keys=keys, clock=monotonic)
+        self._walker = Walker(store, grace_s=policy.grace_s, on_removed=on_removed, monotonic=monotonic)
         self._room = Room(store, policy, monotonic)
-        names = store.is_block if isinstance(store, NamesBlocks) else is_block
-        self._blobs = Blobs(store, self.lease, self._room, names, on_removed, on_progress, monotonic)
-        self._schedule = Schedule(policy, clock, monotonic)
-        # A living writer's record is at most two thirds of ``writer_s`` old, so a smaller step does no harm.
-        self._storage_clock = StorageClock(store, names, self.lease, step_s=policy.writer_s / 6)
-        self._measured_id = ""  # of the last measurement that this collector published
-        self._is_crammed = False  # there was no space to publish the last measurement
-        # The measurement and the writers' records that last showed enough space.
-        self._enough_for: tuple[str, int, set[tuple[str, int, float]]] | None = None
-        self._stuck_bytes = 0  # bytes that the last run should have removed and could not
+        self._shares = FAR_SHARES if store.capabilities.latency_bound else NEAR_SHARES
+        self._counts_puts = policy.max_bytes is not None or policy.min_free_bytes > 0
+        self.full = ""
+        self.is_urgent = False
+        now = monotonic()
+        self._active_at = now  # a start counts as a put: a limit may be lower than at the last start
+        self._looks_at = now  # when to look next whether a listing is due
+        self._heard: tuple[int, float] = (-1, now)  # another collector's last beat, and since when it is the last
+        self._seen_listing: tuple[int, float] | None = None  # number of the last complete listing, and since when
+        self._told_stepped_at: float | None = None
         self._told_foreign = False
+        self._offset_s: float | None = None  # the storage's clock minus ``monotonic``
+        self._take_up(Usage())
+        self._works = False
 
-    def is_due(self) -> bool:
-        """Whether, by the records, a run would find something to do. Much cheaper than a run.
+    # -- for an engine -----------------------------------------------------------------------------------------------
 
-        If space is needed but the last run removed nothing (all blobs are young or foreign), the next run waits: twice
-        as long each time, up to ``every_s``.
+    def note_put(self, size: int) -> None:
+        """Count bytes that this engine put."""
+        self._writer.note_put(size)
+        self._put += size
+        self._active_at = self._monotonic()
 
-        Raises:
-            StoreError: the records cannot be read.
-        """
-        try:
-            measured = read_measured(self._store, keys=self._keys)
-        except UNREADABLE:  # a run replaces the record; runs are expensive, so not each time the storage is down
-            if not self._schedule.is_late():
-                raise
-            return True
-        if self._schedule.is_old(measured) or measured is None:
-            # If the storage was too full to publish the measurement, do not run again at once.
-            return not self._is_crammed or self._schedule.has_rested(TRIAL_EVERY_S)
-        # Only the collector that measured last tries a put, on behalf of all collectors of the root.
-        is_full = measured.id == self._measured_id and self._room.is_full()
-        if is_full or self._room.missing_bytes(FREE_HIGH) > 0 or self._want_room(measured):
-            return self._schedule.has_rested()
-        self._schedule.end_rest()
-        return False
+    def note_refused(self) -> None:
+        """Record that the storage refused a block because it is full."""
+        self._room.note_refused()
+        self._active_at = self._monotonic()
 
-    def run(self, *, dry_run: bool = False) -> CollectReport | None:
-        """Measure and remove. None: another collector is working, or died not long ago.
-
-        A dry run writes nothing, so it cannot ask for the storage's time. It derives the time from the last measurement
-        if that was made on this machine since its boot, and otherwise uses this host's clock. It lists once, and counts
-        the blocks to remove for capacity by the histogram.
-
-        If there is no space for a lease and no other way to learn the storage's time, no block counts as too old and no
-        writer as dead: blocks are removed only for space.
+    def poll(self) -> CollectReport | None:
+        """Do what is due, for about ``STEP_S`` at most. None: nothing is due, or another collector is at work.
 
         Raises:
-            StoreError: the storage could not be listed, or does not tell when blobs were written.
+            StoreError: the storage does not answer, cannot be listed, or does not tell when blobs were written.
         """
-        if dry_run:
-            last = read_last(self._store, self._keys)
-            now = self._clock()
-            if last is not None and last.clock is not None and last.clock.boot == boot_id() != "":
-                now = last.clock.storage + self._since_boot() - last.clock.since_boot
-            return self._run(CollectReport(dry_run=True), now, knows_time=True)
+        began = self._monotonic()
+        self.is_urgent = False
         try:
-            if not self.lease.try_acquire():
+            if not (self._works or (self._is_needed() and self._acquire())):
                 return None
-        except StoreFullError:
-            pass  # no space for a lease: all the more reason to run
-        try:
-            now, knows_time = self._storage_clock.read()
-            return self._run(CollectReport(), now, knows_time=knows_time)
-        finally:
-            try:
-                self.lease.release()
-            except StoreError as e:
-                logger.warning("the collector's lease stays until it expires: %s", e)
-
-    def _run(self, report: CollectReport, now: float, *, knows_time: bool) -> CollectReport:
-        ttl_s, writer_s = self._policy.ttl_s, self._policy.writer_s
-        ages = Ages(now, self._blobs.clock)
-        self._schedule.begin()
-        if not knows_time or self._storage_clock.was_stepped(now, ages.began_at, writer_s):
-            writer_s = float("inf")  # living writers renewed their records by the clock before the step
-        self._room.begin()
-        if isinstance(self._store, KeepsFiles):
-            # A dry run keeps what is in quarantine; a read-only store also keeps what dead writers left.
-            report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
-            report.leftovers = self._store.leftovers(self._policy.quarantine_s)
-        baseline = read_baseline(self._store, now=now, writer_s=writer_s, keys=self._keys)
-        clock = baseline.clock
-        if ttl_s is not None and knows_time:
-            clock = ClockReading(now, boot_id(), self._since_boot()).after(
-                clock, host=self._clock(), ttl_s=ttl_s, gap_s_max=max(ttl_s, 2 * self._policy.every_s)
-            )
-            report.ttl_waits_s = held_s(clock, ttl_s)
-            self._tell_step(clock, report.ttl_waits_s)
-        if ttl_s is None or not knows_time or report.ttl_waits_s:
-            ttl_s = float("inf")
-        listed = measure(self._blobs, report, ages, ttl_s=ttl_s, grace_s=self._policy.grace_s)
-        if report.dry_run and report.blobs and not listed.tells_times:
-            raise StoreConfigError(NO_TIMES)  # a real run notices this from its lease
-        kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
-        blobs = report.blobs - report.removed_blobs["ttl"]
-        measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock(), clock)
-        self._room.note_stored(kept)
-        if report.dry_run or self._publish(measured, baseline):
-            self._make_room(report, listed, measured, baseline, ages, ttl_s)
-            self._schedule.end(has_removed=any(report.removed_blobs.values()))
-        else:
-            logger.info("another collector has measured meanwhile")
-            report.gave_up = True
-        report.seconds = self._blobs.clock() - ages.began_at
+            report = self._work()
+        except StoreError:
+            self._active_at = began  # else a writer that stops because of the error would never hear of its end
+            raise
+        report.seconds = self._monotonic() - began
         return report
 
-    def _tell_step(self, clock: ClockReading, waits_s: float) -> None:
+    @property
+    def knows_bytes(self) -> bool:
+        """Whether the root was listed completely at least once, by any collector."""
+        return self._listed > 0
+
+    def release(self) -> None:
+        """Let another collector work."""
+        if self._works:
+            self._works = False
+            try:
+                self._publish("")
+            finally:
+                self.lease.release()
+
+    # -- for a command -----------------------------------------------------------------------------------------------
+
+    def run(
+        self, *, dry_run: bool = False, on_progress: Callable[[int], None] = lambda _: None
+    ) -> CollectReport | None:
+        """List everything, and remove what exceeds the limits. None: another collector works, or died not long ago.
+
+        A dry run writes nothing, so it cannot ask for the storage's time. It derives the time from the last reading if
+        that was made on this machine since its boot, and otherwise uses this host's clock.
+
+        Args:
+            on_progress: called with the number of blobs passed.
+
+        Raises:
+            StoreError: as for ``poll``.
+        """
+        began = self._monotonic()
+        report = CollectReport(dry_run=dry_run)
+        if dry_run:
+            self._take_up(read_usage(self._store, keys=self._keys) or Usage())
+            self._offset_s = self._clock() - began
+            if (last := self._reading) is not None and last.boot == boot_id() != "":
+                self._offset_s = last.storage + self._since_boot() - last.since_boot - began
+        elif self._acquire():
+            self._put += self._written.read(without=self._writer.name)
+        else:
+            return None
+        try:
+            for _ in range(1 if self._now() is not None else 2):  # the first one finds the newest blob
+                self._run_pass(report, Wanted(self._ttl_s(report)), on_progress)
+            freed, removed = report.removed_bytes["ttl"] if dry_run else 0, 1
+            if self._excess_bytes(freed=freed)[0] > 0:
+                self._sweep(report, is_short=True)
+            while removed and (excess := self._excess_bytes(freed=freed)[0]) > 0:
+                share = excess / max(1, self._removable_bytes())
+                part = CollectReport(dry_run=dry_run)
+                self._run_pass(part, Wanted(self._ttl_s(report), excess, share), on_progress)
+                removed = part.removed_bytes["capacity"]
+                report.removed_blobs["capacity"] += part.removed_blobs["capacity"]
+                report.removed_bytes["capacity"] += removed
+                report.kept_by_error = max(report.kept_by_error, part.kept_by_error)
+                if dry_run:
+                    break
+        finally:
+            if not dry_run:
+                self.release()
+        report.seconds = self._monotonic() - began
+        return report
+
+    def _run_pass(self, report: CollectReport, wanted: Wanted, on_progress: Callable[[int], None]) -> None:
+        self._begin_pass(report, is_short=wanted.excess_bytes > 0)
+        is_end = False
+        while not is_end:
+            until = self._monotonic() + STEP_S
+            before = report.removed_bytes["capacity"]
+            is_end = self._walker.step(wanted, report, now=self._now(), until=until)
+            wanted = replace(
+                wanted, excess_bytes=max(0, wanted.excess_bytes + before - report.removed_bytes["capacity"])
+            )
+            if self._walker.current is not None:
+                on_progress(self._walker.current.blobs)
+            if self.lease.renew():
+                self._read_clock()
+        self._end_pass(report)
+        if report.dry_run and report.blobs and not (self._walker.last and self._walker.last.tells_times):
+            raise StoreConfigError(NO_TIMES)  # a real run notices this from its lease
+
+    # -- whether to work ---------------------------------------------------------------------------------------------
+
+    def _is_needed(self) -> bool:
+        now = self._monotonic()
+        is_active = bool(self.full) or now - self._active_at <= IDLE_S
+        looks = self._policy.ttl_s is not None and now >= self._looks_at
+        if not is_active and not looks:
+            return False
+        if looks:
+            self._looks_at = now + self._policy.every_s
+        self._writer.poll(publishes=self._counts_puts)
+        usage = self._writer.usage or Usage()
+        self.full = usage.full
+        is_due = self._is_listing_due(usage)
+        if not usage.holder or usage.holder in self._dead_owners:
+            return is_active or is_due
+        if usage.beat != self._heard[0]:
+            self._heard = usage.beat, now
+        return now - self._heard[1] > max(BEATS_S_MIN, 3 * self._policy.poll_s)
+
+    def _is_listing_due(self, usage: Usage) -> bool:
+        """Whether the last complete listing is ``every_s`` old, or there was none.
+
+        Its timestamp is another host's and is used only for the first record seen. If two hosts' clocks differ by more
+        than ``every_s``, each host would otherwise consider all listings of the other one old.
+        """
+        now = self._monotonic()
+        if self._seen_listing is None:
+            self._seen_listing = usage.listed, now - abs(self._clock() - usage.listed_at)
+        elif self._seen_listing[0] != usage.listed:
+            self._seen_listing = usage.listed, now
+        return not usage.listed or now - self._seen_listing[1] >= self._policy.every_s
+
+    def _acquire(self) -> bool:
+        try:
+            if not self.lease.try_acquire():
+                return False
+        except StoreFullError:
+            pass  # no space for a lease: all the more reason to work
+        try:
+            self._take_up(read_usage(self._store, keys=self._keys) or Usage())
+            self._works = True
+            self._read_clock()
+        except StoreError:
+            self._works = False
+            self.lease.release()
+            raise
+        return self._works
+
+    def _take_up(self, usage: Usage) -> None:
+        """Go on from what the last collector knew."""
+        self._beat, self._listed, self._listed_at, self._blobs = usage.beat, usage.listed, usage.listed_at, usage.blobs
+        self._reading = usage.clock
+        self._base = usage.bytes if usage.listed else 0
+        self._put = self._put_at_pass = max(0, self._writer.put_bytes - usage.put.get(self._writer.name, 0))
+        self._put_at_base = 0
+        self._removed = 0  # since the listing that ``_base`` is from
+        self._own_bytes: int | None = None  # of the store's own files, as far as ``_base`` includes them
+        self._written.begin(usage.put)
+        self._counted_at: float | None = None
+        self._put_at_count = self._put
+        self._rate = 0.0
+        self._published_at = float("-inf")
+        self._fruitless = 0  # passes in a row that should have removed something and did not
+        self._rest_until = float("-inf")
+        self._offset_s = None
+        self._walker.forget()
+        self._is_listing_due(usage)
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> CollectReport:
+        report = CollectReport()
+        began = self._monotonic()
+        listed = self._listed
+        if self.lease.renew() or (not self.lease.is_held and self._retake()):
+            self._read_clock()
+        if not self._works:  # another collector has the lease
+            return report
+        self._count()
+        self._walk(report)
+        was_full, self.full = self.full, self._why_full()
+        if (
+            self.full != was_full
+            or self._listed != listed
+            or began - self._published_at >= max(1.0, self._policy.poll_s)
+        ):
+            self._publish(self._owner)
+        report.bytes, report.blobs = self._used(), self._blobs
+        is_idle = not self.full and not self.is_urgent and self._walker.current is None
+        if is_idle and began - self._active_at > IDLE_S:
+            self.release()
+        return report
+
+    def _retake(self) -> bool:
+        """Get the lease for which there was no space before."""
+        try:
+            self._works = self.lease.try_acquire()
+        except StoreFullError:
+            return False
+        return self._works
+
+    def _count(self) -> None:
+        """Learn what the writers put, every ``poll_s``."""
+        now = self._monotonic()
+        passed_s = float("inf") if self._counted_at is None else now - self._counted_at
+        if not self._counts_puts or passed_s < self._policy.poll_s:
+            return
+        self._writer.poll()
+        put = self._written.read(without=self._writer.name)
+        self._put += put
+        if put:
+            self._active_at = now
+        if self._counted_at is not None:
+            rate = (self._put - self._put_at_count) / passed_s
+            self._rate = max(rate, self._rate * 0.5 ** (passed_s / RATE_HALF_S))
+        self._counted_at, self._put_at_count = now, self._put
+
+    def _walk(self, report: CollectReport) -> None:
+        now = self._monotonic()
+        excess, share = self._excess_bytes()
+        lists_first = not self._listed and self._policy.max_bytes is not None
+        is_short = excess > 0 or bool(self.full)  # full without an excess: others may remove what we may not
+        is_fast = lists_first or (is_short and now >= self._rest_until)
+        usage = Usage(listed=self._listed, listed_at=self._listed_at)
+        if not (is_fast or self._walker.current is not None or self._is_listing_due(usage)):
+            return
+        if self._walker.current is None:
+            self._begin_pass(report, is_short=excess > 0)
+        wanted = Wanted(self._ttl_s(report), excess if is_fast else 0, share)
+        keys_max = float("inf") if is_fast else max(1, int(KEYS_PER_S * self._policy.poll_s))
+        until = now + STEP_S
+        is_end = self._walker.step(wanted, report, now=self._now(), keys_max=keys_max, until=until)
+        removed = sum(report.removed_bytes.values())
+        self._removed += removed
+        self._room.note_removed(removed)
+        if is_end:
+            removed_in_pass = self._walker.last.removed_bytes if self._walker.last is not None else 0
+            self._end_pass(report)
+            if removed_in_pass or not is_short:
+                self._fruitless = 0
+            elif is_fast:
+                self._fruitless += 1
+            if self._fruitless > LOOKS:  # all blocks are young, or cannot be removed
+                rest_s = self._policy.poll_s * 2.0 ** min(30, self._fruitless - LOOKS)
+                self._rest_until = self._monotonic() + min(self._policy.every_s, rest_s)
+        still_missing = self._excess_bytes()[0] > 0 and self._monotonic() >= self._rest_until
+        self.is_urgent = still_missing or (lists_first and not is_end)
+
+    def _begin_pass(self, report: CollectReport, *, is_short: bool) -> None:
+        self._sweep(report, is_short=is_short)
+        if isinstance(self._store, KeepsFiles):
+            report.leftovers = self._store.leftovers(self._policy.quarantine_s)
+        self._put_at_pass = self._put
+
+    def _sweep(self, report: CollectReport, *, is_short: bool) -> None:
+        """Remove the store's own leftovers; if space is short all bad blobs, because they go before good ones."""
+        if not isinstance(self._store, KeepsFiles):
+            return
+        age_s = 0.0 if is_short else self._policy.quarantine_s
+        own_bytes = self._store.sweep(float("inf") if report.dry_run else age_s)
+        if report.dry_run and is_short:
+            own_bytes = 0
+        if self._own_bytes is not None:
+            self._base += own_bytes - self._own_bytes
+        report.own_bytes = self._own_bytes = own_bytes
+
+    def _end_pass(self, report: CollectReport) -> None:
+        """Take the sum of a pass that has ended for what is stored."""
+        last = self._walker.last
+        assert last is not None
+        self._base, self._put_at_base, self._removed = last.bytes + (self._own_bytes or 0), self._put_at_pass, 0
+        self._blobs = last.blobs
+        self._listed += 1
+        self._listed_at = self._clock()
+        self._seen_listing = self._listed, self._monotonic()
+        self._room.largest_bytes = max(self._room.largest_bytes, last.largest_bytes)
+        report.blobs, report.bytes = last.blobs, last.bytes + sum(report.removed_bytes.values())
+
+    def _used(self) -> int:
+        """Bytes stored; a lower bound before the first complete listing."""
+        if self._listed:
+            return max(0, self._base + self._put - self._put_at_base - self._removed)
+        current = self._walker.current
+        return 0 if current is None else max(0, current.bytes + self._put - self._put_at_pass)
+
+    def _removable_bytes(self) -> int:
+        """Bytes of blocks, as far as is known."""
+        passed = self._walker.last or self._walker.current
+        return max(1, self._used() - (self._own_bytes or 0) - (0 if passed is None else passed.foreign_bytes))
+
+    def _marks(self) -> Marks | None:
+        return self._policy.marks(self._rate)
+
+    def _excess_bytes(self, *, freed: int = 0) -> tuple[int, float]:
+        """Bytes to remove, 0 or less for none, and the share of the blocks' bytes that counts as the oldest.
+
+        Args:
+            freed: bytes that a dry run counts as removed.
+        """
+        used = self._used()
+        excess, urgency = 0, 0.0
+        marks = self._marks()
+        if marks is not None and not self._is_foreign_too_much(marks):
+            excess = used - marks.evict_bytes
+            urgency = min(1.0, max(0.0, excess / max(1, marks.full_bytes - marks.evict_bytes)))
+        missing = self._room.missing_bytes(put=self._put, used=used) - freed
+        if missing > 0:
+            excess = max(excess, missing)
+        least, most = WHOLE_SHARES if self._walker.knows_whole else self._shares
+        share = max(least + urgency * (most - least), excess / self._removable_bytes())
+        return excess, min(1.0, share)
+
+    def _is_foreign_too_much(self, marks: Marks) -> bool:
+        """Whether files that are not blocks exceed the limit alone. Then removing blocks would not help."""
+        passed = self._walker.last or self._walker.current
+        foreign = 0 if passed is None else passed.foreign_bytes
+        is_too_much = foreign > marks.full_bytes
+        if is_too_much and not self._told_foreign:
+            logger.warning(
+                "files that are not blocks have %d bytes, more than max_bytes = %d allows: nothing is stored, and no "
+                "block is removed to make room, until they are removed", foreign, self._policy.max_bytes,
+            )  # fmt: skip
+        self._told_foreign = is_too_much
+        return is_too_much
+
+    def _why_full(self) -> str:
+        marks = self._marks()
+        used = self._used()
+        if marks is None:
+            return ""
+        mark = (marks.evict_bytes + marks.full_bytes) // 2 if self.full else marks.full_bytes
+        if used <= mark:
+            return ""
+        return f"{used} bytes are stored, of max_bytes = {self._policy.max_bytes}"
+
+    def _publish(self, holder: str) -> None:
+        self._beat += 1
+        self._published_at = self._monotonic()
+        put = self._written.seen | ({self._writer.name: self._writer.put_bytes} if self._writer.put_bytes else {})
+        usage = Usage(
+            holder, self._beat, self._listed, self._listed_at, self._used(), self._blobs, put, self.full, self._reading
+        )
+        try:
+            publish_usage(self._store, usage, keys=self._keys)
+        except StoreFullError as e:
+            logger.debug("no room for the collector's record: %s", e)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float | None:
+        """Unix seconds of the storage's clock; None: unknown, because there is no space for a lease."""
+        return None if self._offset_s is None else self._offset_s + self._monotonic()
+
+    def _read_clock(self) -> None:
+        """Read the storage's clock from the lease. Stop working if another collector has taken the lease over."""
+        was_held = self.lease.is_held
+        now = self.lease.storage_time()
+        if now == 0.0:
+            raise StoreConfigError(NO_TIMES)
+        self._offset_s = None if now is None else now - self._monotonic()
+        if now is None:
+            self._works = not was_held
+        elif self._policy.ttl_s is not None:
+            ttl_s = self._policy.ttl_s
+            gap_s_max = max(ttl_s, 2 * self._policy.every_s)
+            reading = ClockReading(now, boot_id(), self._since_boot())
+            self._reading = reading.after(self._reading, host=self._clock(), ttl_s=ttl_s, gap_s_max=gap_s_max)
+            self._tell_step(self._reading, held_s(self._reading, ttl_s))
+
+    def _ttl_s(self, report: CollectReport) -> float:
+        """The age at which blocks are removed now: infinite while ages are unknown."""
+        ttl_s, now = self._policy.ttl_s, self._now()
+        if ttl_s is None or now is None:
+            return float("inf")
+        if self._reading is not None and not report.dry_run:
+            report.ttl_waits_s = held_s(replace(self._reading, storage=now), ttl_s)
+        return float("inf") if report.ttl_waits_s else ttl_s
+
+    def _tell_step(self, reading: ClockReading, waits_s: float) -> None:
         """Warn once about each step of the storage's clock."""
-        if waits_s and clock.stepped_at != self._told_stepped_at:
+        if waits_s and reading.stepped_at != self._told_stepped_at:
             logger.warning(
                 "the storage's clock was stepped, differs from this host's, or was not read for longer than ttl. The "
                 "ages of blocks are unknown, so ttl = %.0f s removes no block for the next %.0f s. Check the clocks of "
                 "the storage and of this host (NTP)", self._policy.ttl_s, waits_s,
             )  # fmt: skip
-        self._told_stepped_at = clock.stepped_at
-
-    def _make_room(
-        self,
-        report: CollectReport,
-        listed: Listed,
-        measured: Measured,
-        baseline: Baseline,
-        ages: Ages,
-        ttl_s: float,
-    ) -> None:
-        """Remove bad blobs and the oldest blocks, if space is needed."""
-        excess = self._excess_bytes(report, listed, measured, baseline)
-        if excess <= 0:
-            return
-        if report.own_bytes and isinstance(self._store, KeepsFiles):
-            left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
-            freed, report.own_bytes = report.own_bytes - left, left
-            report.leftovers = self._store.leftovers(0.0)
-            excess -= freed
-            measured = replace(measured, bytes=max(0, measured.bytes - freed))
-        if report.dry_run:
-            report.removed_blobs["capacity"], report.removed_bytes["capacity"] = listed.histogram.oldest(excess)
-        elif excess > 0:
-
-            def shrink_by(cut_bytes: int) -> int:
-                cut, subtract = listed.histogram.cut(cut_bytes), partial(self._subtract, measured, baseline)
-                return shrink(
-                    self._blobs, report, ages, cut, excess, subtract, ttl_s=ttl_s, grace_s=self._policy.grace_s
-                )
-
-            stuck_before, self._stuck_bytes = self._stuck_bytes, shrink_by(excess)
-            removed = report.removed_bytes["capacity"]
-            if stuck_before and self._stuck_bytes and not report.gave_up and removed < excess:
-                # Blocks that cannot be removed are beyond the cut again; if they are the oldest, they fill all of it.
-                # Cut deeper, but only after this run met them again: if deletions just failed for a while, a deeper cut
-                # would remove younger blocks in their place. If other blocks were removed as well, their bytes are
-                # exact, not a guess.
-                kept, report.kept_by_error = report.kept_by_error, 0
-                self._stuck_bytes = shrink_by(excess + (self._stuck_bytes if removed else stuck_before))
-                report.kept_by_error = max(kept, report.kept_by_error)
-
-    def _excess_bytes(self, report: CollectReport, listed: Listed, measured: Measured, baseline: Baseline) -> int:
-        """How many bytes to remove; 0 or less: none."""
-        is_foreign = self._policy.max_bytes is not None and listed.foreign_bytes > self._policy.max_bytes
-        if is_foreign and not self._told_foreign:
-            logger.warning(
-                "files that are not blocks have %d bytes, more than max_bytes = %d: nothing is stored, and no block is "
-                "removed to make room, until they are removed", listed.foreign_bytes, self._policy.max_bytes,
-            )  # fmt: skip
-        self._told_foreign = is_foreign
-        excess = 0
-        if self._policy.max_bytes is not None:
-            # Not used_bytes(): it counts blobs stored since the listing began twice if they were listed as well.
-            held, wanted = held_and_wanted(self._store, dead=baseline.dead, keys=self._keys)
-            excess = self._policy.excess_bytes(measured.bytes, held=held, wanted=wanted, foreign=listed.foreign_bytes)
-        # What a dry run would remove counts as removed, but still takes space.
-        freed = report.removed_bytes["ttl"] if report.dry_run else 0
-        if self._room.missing_bytes(FREE_HIGH) > freed:
-            excess = max(excess, self._room.missing_bytes(FREE_LOW) - freed)
-        if excess <= 0 and not report.dry_run and self._room.is_full(after_s=0.0):
-            # The storage is full with what is stored now, so use that as its limit.
-            return measured.bytes - self._policy.low_bytes(measured.bytes, measured.bytes, listed.foreign_bytes)
-        return excess
-
-    def _publish(self, measured: Measured, baseline: Baseline) -> bool:
-        """Publish a measurement. False: another collector has published one meanwhile, which is the valid one now."""
-        try:
-            if not publish_measured(self._store, measured, baseline.measured_id, self._keys):
-                return False
-            self._measured_id, self._is_crammed = measured.id, False
-            forget_writers(self._store, baseline, keys=self._keys)
-        except StoreFullError as e:
-            self._is_crammed = True
-            logger.debug("no room for the measurement: %s", e)  # until then the writers' accounts are too high
-        return True
-
-    def _subtract(self, measured: Measured, baseline: Baseline, removed_bytes: int) -> bool:
-        """Publish a measurement less what was removed since. False: as for ``_publish``."""
-        # max(): removed blocks may include some that were stored after the measurement.
-        left = replace(measured, bytes=max(0, measured.bytes - removed_bytes))
-        # The measurement may not be published yet, because the storage was too full.
-        is_published = self._measured_id == measured.id
-        return self._publish(left, Baseline(measured_id=measured.id) if is_published else baseline)
-
-    def _want_room(self, measured: Measured) -> bool:
-        """Whether writers need a collector to remove blocks before they can go on."""
-        if self._policy.max_bytes is None:
-            return False
-        # Reading the writers' records takes a request each, so they are read only if one was replaced since.
-        records = {(info.key, info.size, info.mtime) for info in self._store.keys(USAGE_PREFIX)}
-        seen = measured.id, measured.bytes, records
-        if seen == self._enough_for:
-            return False
-        usage = read_usage(self._store, keys=self._keys)
-        is_short = usage is None or self._policy.is_short(*usage)
-        self._enough_for = None if is_short else seen
-        return is_short
-
-
-def is_block(key: str) -> bool:
-    """Whether a name has the form that FileMapper gives to blocks."""
-    return parse_block_name(key) is not None
-
-
-def listed_bytes(store: Store) -> int:
-    """Bytes in a root as a collector counts them, without the store's own folders.
-
-    Raises:
-        StoreError: the root cannot be listed.
-    """
-    return sum(info.size for info in store.keys() if not info.key.startswith(UNCOUNTED))  # noqa: SIM118 - not a dict
+        self._told_stepped_at = reading.stepped_at

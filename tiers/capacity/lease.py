@@ -86,15 +86,17 @@ class Lease:
         """Time until another's lease expires if it is not renewed; 0 if none was seen."""
         return 0.0 if self._seen is None else max(0.0, self._lease_s - (self._clock() - self._seen[1]))
 
-    def renew(self) -> None:
-        """Renew the lease if a third of its time has passed. Call this often."""
-        if self._held is not None and self._clock() - self._renewed_at > self._lease_s / 3:
-            self._renewals += 1
-            self._renewed_at = self._clock()
-            try:
-                put_record(self._store, self._held, self._content(), keys=self._keys)
-            except StoreError as e:
-                logger.debug("the lease is not renewed: %s", e)  # another collector may start, which is harmless
+    def renew(self) -> bool:
+        """Renew the lease if a third of its time has passed. Call this often. Returns whether it did."""
+        if self._held is None or self._clock() - self._renewed_at <= self._lease_s / 3:
+            return False
+        self._renewals += 1
+        self._renewed_at = self._clock()
+        try:
+            put_record(self._store, self._held, self._content(), keys=self._keys)
+        except StoreError as e:
+            logger.debug("the lease is not renewed: %s", e)  # another collector may start, which is harmless
+        return True
 
     def release(self) -> None:
         """Remove the lease, so that the next collector can start at once."""
@@ -103,9 +105,21 @@ class Lease:
             self._store.delete(held)
 
     def storage_time(self) -> float | None:
-        """Unix seconds of the storage's clock when the lease was last written; None if the lease is not held."""
-        held = next((info for info in self._store.keys(LEASE_PREFIX) if info.key == self._held), None)
-        return None if held is None else held.mtime
+        """Unix seconds of the storage's clock when the lease was last written.
+
+        Returns None if the lease is not held, or was taken over because it had not been renewed in time. Then it is
+        held no longer.
+        """
+        newest = self._newest()
+        if newest is not None and newest.key == self._held:
+            return newest.mtime
+        self.release()
+        return None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process is the holder, as far as it knows."""
+        return self._held is not None
 
     def _may_be_held(self, found: KeyInfo) -> bool:
         """Whether another's lease is still valid: it changed within ``lease_s``. An invalid record is not a lease."""

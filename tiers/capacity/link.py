@@ -43,6 +43,7 @@ SILENT_S, SILENT_S_MAX = 20.0, 600.0
 SILENT_POLLS = 8
 DEAD_OWNERS_MAX = 16
 CLOSE_S = 0.5
+FAILING_S_MAX = 60.0  # a collector that has failed for so long no longer bounds the root, so its engine stops to put
 
 
 class CollectorLink:
@@ -51,7 +52,7 @@ class CollectorLink:
     If only the disk is a limit (``CapacityPolicy.waits``), the process starts when the storage first refuses a block.
 
     Threads: the scheduler's thread calls all public methods. ``_feeder`` owns the table of recently touched keys, and
-    writes uses to the process, which may block while the process hangs. ``_reader`` owns the process and its output.
+    writes to the process, which may block while the process hangs. ``_reader`` owns the process and its output.
     Threads share only queues, and containers whose operations are atomic.
 
     A use stays in ``_unnoted`` until the process says that it is recorded. After a restart, the new process gets all
@@ -91,6 +92,11 @@ class CollectorLink:
         self._removed: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> since when it may have been removed
         self._stored: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when this engine noted its last store
         self._stored_all_since = float("-inf")  # ``_stored`` has all stores noted after this
+        self._puts: deque[int] = deque()  # bytes that the process was not told yet
+        self._was_refused = False
+        self._full = ""
+        self._is_bounded = policy.max_bytes is not None
+        self._failing: tuple[str, float] | None = None  # the last error, and since when there was no success
         self._reports: deque[dict[str, Any]] = deque()  # one of each kind at most: the reader merges them
         self._closed = threading.Event()
         self._needed = threading.Event()
@@ -118,9 +124,25 @@ class CollectorLink:
         """Whether the process runs and answers, or is not needed yet."""
         return self._process is not None or not self._needed.is_set()
 
+    @property
+    def is_full(self) -> str:
+        """Why nothing may be put now; "": it may. Known a poll late, which is what makes the bound soft."""
+        failing = self._failing
+        if self._is_bounded and failing is not None and time.monotonic() - failing[1] > FAILING_S_MAX:
+            return f"max_bytes is set, and the collector has not worked for {FAILING_S_MAX:.0f} s: {failing[0]}"
+        return self._full
+
+    def note_put(self, size: int) -> None:
+        """Record that so many bytes were put, or may have been. 0: other processes put, and publish it themselves."""
+        if self._needed.is_set():
+            self._puts.append(size)
+            self._wake_feeder()
+
     def note_full(self) -> None:
         """Record that the storage refused a block because it is full."""
+        self._was_refused = True
         self._needed.set()
+        self._wake_feeder()
 
     def take_removed(self, count_max: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Take up to ``count_max`` blocks that this engine's collector removed, the oldest removals first.
@@ -148,7 +170,7 @@ class CollectorLink:
     def take_reports(self) -> list[dict[str, Any]]:
         """Take the process's reports since the last call: ``report`` and ``used``, or ``error``; each with ``runs``.
 
-        ``runs`` is the number of runs merged into it. If the process ended by itself, that is an ``error``, too.
+        ``runs`` is the number of polls merged into it. If the process ended by itself, that is an ``error``, too.
         """
         reports: list[dict[str, Any]] = []
         while True:
@@ -161,10 +183,7 @@ class CollectorLink:
         """End the process. Takes at most about ``CLOSE_S``."""
         self._closed.set()
         self._needed.set()
-        try:
-            self._uses.put_nowait(None)
-        except Full:
-            pass
+        self._wake_feeder(None)
         process = self._process
         if process is not None:
             process.terminate()
@@ -207,10 +226,7 @@ class CollectorLink:
             process.stdin.write(json.dumps(self._config | own).encode() + b"\n")
             process.stdin.flush()
             self._process = process
-            try:
-                self._uses.put_nowait(())  # wakes the feeder, which sends this process the uses that are not noted yet
-            except Full:
-                pass
+            self._wake_feeder()  # it sends this process the uses that are not noted yet
             if self._closed.is_set():  # close() may have looked before there was a process
                 kill_group(process)
             for line in self._lines(process):
@@ -265,6 +281,9 @@ class CollectorLink:
                 self._removed[key] = since
                 if len(self._removed) > REMOVED_KEYS_MAX:
                     self._removed.popitem(last=False)
+        if "full" in message:
+            self._full = message.pop("full")
+            self._failing = None
         if "report" in message:
             self._silent_s = self._silent_s_min
         if "error" in message:
@@ -273,6 +292,9 @@ class CollectorLink:
             self._report(message)
 
     def _report(self, message: dict[str, Any]) -> None:
+        if "error" in message:
+            since = time.monotonic() if self._failing is None else self._failing[1]
+            self._failing = message["error"], since
         message["runs"] = 1
         reports = {"error" in report: report for report in self.take_reports()}
         before = reports.get("error" in message)
@@ -288,13 +310,34 @@ class CollectorLink:
             process = self._process
             if process is not None:
                 # A process that was sent nothing has noted nothing, so nobody else changes ``_unnoted`` meanwhile.
-                self._tell_uses(process, due if process is knows else list(self._unnoted))
+                self._tell(process, due if process is knows else list(self._unnoted))
                 knows = process
+            elif self._puts:
+                self._puts.append(self._take_puts())
 
-    def _tell_uses(self, process: subprocess.Popen[bytes], keys: list[OffloadKey]) -> None:
-        """Send uses to the process. If it has died, the next process gets them."""
-        assert process.stdin is not None
+    def _take_puts(self) -> int:
+        return sum(self._puts.popleft() for _ in range(len(self._puts)))
+
+    def _wake_feeder(self, end: tuple[()] | None = ()) -> None:
+        """Have the feeder look for something to send, or end it."""
         try:
+            self._uses.put_nowait(end)
+        except Full:
+            pass
+
+    def _tell(self, process: subprocess.Popen[bytes], keys: list[OffloadKey]) -> None:
+        """Send uses and puts. If the process has died, the next one gets the uses, and a listing finds the puts."""
+        assert process.stdin is not None
+        message: dict[str, Any] = {}
+        if self._puts:
+            message["put"] = self._take_puts()
+        if self._was_refused:
+            self._was_refused = False
+            message["refused"] = True
+        try:
+            if message:
+                process.stdin.write(json.dumps(message).encode() + b"\n")
+                process.stdin.flush()
             for start in range(0, len(keys), NAMES_A_LINE):
                 names = [self._mapper.relative_name(key) for key in keys[start : start + NAMES_A_LINE]]
                 process.stdin.write(json.dumps(names).encode() + b"\n")

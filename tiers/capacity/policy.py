@@ -1,10 +1,26 @@
-"""CapacityPolicy: how much a root may store and for how long, and how many bytes are too many."""
+"""CapacityPolicy: how much a root may store and for how long, and the marks at which its collector acts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-HELD_SHARE_MAX = 0.5  # of max_bytes: what writers' records say they hold, or want, counts only up to this much
+HEAD_ROOM_SHARE = (0.01, 0.25)  # of max_bytes: the least and the most that is kept free for what is being written
+#: Polls until a put has an effect: its writer publishes it, the collector reads the record, the writers read "full".
+POLLS_TO_STOP = 3
+FREE_MARGIN_SHARE = 0.05  # of min_free: free space beyond it up to which the collector removes
+
+
+class Marks(NamedTuple):
+    """Sizes of a root at which its collector acts.
+
+    Attributes:
+        evict_bytes: above this, blocks are removed, down to this.
+        full_bytes: above this, writers stop.
+    """
+
+    evict_bytes: int
+    full_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,22 +31,20 @@ class CapacityPolicy:
         max_bytes: total size of everything stored; None: no limit.
         ttl_s: blocks not used for this long are removed; None: never. If a store cannot record uses
             (``SupportsTouch``), the time since the block was written counts.
-        high, low: fractions of ``max_bytes``: the collector starts above ``high`` and removes down to ``low``.
-        min_free_bytes: free space to keep on the file system; the collector starts when it is nearly reached, whatever
-            the other limits are.
+        min_free_bytes: free space to keep on the file system. Stores refuse puts that would use it; the collector
+            starts to remove blocks shortly before.
         block_bytes: size of one block, if known before any is stored: space for one more block is also kept free.
-        every_s: how often the collector lists everything, whatever the account says.
-        poll_s: how often the collector checks the account.
+        every_s: how long after a complete listing the next one begins, if there is a reason to list: writers that put,
+            or a ``ttl``.
+        poll_s: how often writers publish what they put, and how often the collector reads these records.
         grace_s: younger blocks are never removed, because their writer may be about to read them.
         quarantine_s: how long bad blobs are kept for inspection.
         lease_s: a collector that has not renewed its lease for this long is considered dead.
-        writer_s: a writer that has not renewed its record for this long is considered dead.
+        writer_s: the record of a writer that has not renewed it for this long is removed.
     """
 
     max_bytes: int | None = None
     ttl_s: float | None = None
-    high: float = 0.95
-    low: float = 0.85
     min_free_bytes: int = 0
     block_bytes: int = 0
     every_s: float = 600.0
@@ -45,41 +59,15 @@ class CapacityPolicy:
         """Whether the collector waits until the storage refuses a block, because only the disk is a limit."""
         return self.max_bytes is None and self.ttl_s is None
 
-    def is_short(self, used: int, wanted: int) -> bool:
-        """Whether a collector should look for bytes to remove.
+    def marks(self, bytes_per_s: float) -> Marks | None:
+        """The marks below ``max_bytes``; None: there is no such limit.
 
         Args:
-            used: upper bound of the bytes stored.
-            wanted: the largest size that a writer was refused last.
+            bytes_per_s: how fast all writers together put.
         """
         limit = self.max_bytes
-        return limit is not None and (
-            used > self.high * limit or used + min(wanted, int(HELD_SHARE_MAX * limit)) > limit
-        )
-
-    def excess_bytes(self, stored: int, *, held: int, wanted: int, foreign: int) -> int:
-        """How many bytes to remove; 0 or less: none.
-
-        If foreign files alone exceed the limit, all blocks are kept: removing them would not allow stores.
-
-        Args:
-            stored: bytes stored, foreign files included.
-            held: bytes that writers reserved and have not stored.
-            wanted: the largest size that a writer was refused last.
-            foreign: bytes of files that are not blocks.
-        """
-        limit = self.max_bytes
-        if limit is None or foreign > limit:
-            return 0
-        used = stored + min(held, int(HELD_SHARE_MAX * limit))
-        if not self.is_short(used, wanted):
-            return 0
-        missing = used + min(wanted, int(HELD_SHARE_MAX * limit)) - limit
-        return max(used - self.low_bytes(limit, self.high * limit, foreign), missing)
-
-    def low_bytes(self, limit: int, high: float, foreign: int) -> int:
-        """Down to how many bytes a run removes if it starts above ``high`` bytes.
-
-        If foreign files take nearly all of the limit, going down to ``low`` would remove every block each time.
-        """
-        return int(max(self.low * limit, (foreign + (high if foreign < high else limit)) / 2))
+        if limit is None:
+            return None
+        least, most = (share * limit for share in HEAD_ROOM_SHARE)
+        head_room = int(min(max(least, self.block_bytes, POLLS_TO_STOP * self.poll_s * bytes_per_s), most))
+        return Marks(limit - 2 * head_room, limit - head_room)

@@ -1,16 +1,22 @@
 """The collector's process: a separate interpreter at lowest priority, so that a listing never holds the engine's GIL.
 
-It reads JSON lines from standard input: first its configuration, then lists of names of used blocks. It writes JSON
-lines:
+It reads JSON lines from standard input: first its configuration, then
+
+- ``[names]``: blocks that were used
+- ``{"put": bytes}``: what the engine has put since the last such line
+- ``{"refused": true}``: the storage refused a block because it is full
+
+It writes JSON lines:
 
 - ``{"removed": [names], "since": monotonic seconds}``: removed since then
 - ``{"noted": count}``: so many uses are recorded, in the order in which they came
-- ``{"report": {…}, "used": bytes}``: after a run
+- ``{"report": {…}, "used": bytes, "full": "why"}``: after a poll in which it worked; "used" is null until it is known
+- ``{"full": "why"}``: whether the engine must stop to put, after a poll that only asked
 - ``{"error": "…"}``
 - ``{}``: a sign of life, at least every ``ALIVE_EVERY_S`` while its storage answers
 
-It exits on SIGTERM, at the end of its input, and when its parent dies, in the middle of a run if need be: an
-interrupted run leaves nothing to repair.
+It exits on SIGTERM, at the end of its input, and when its parent dies, in the middle of a walk if need be: nothing is
+left to repair.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -40,13 +46,11 @@ from ..store import Store, SupportsTouch
 from .collector import Collector
 from .policy import CapacityPolicy
 from .records import RecordKeys
-from .usage import read_measured, used_bytes
 
 logger = get_logger(__name__)
 
 NICENESS = 19
 FAILED_USES_MAX = 8  # failures in a row that mean that the storage is down, rather than single blocks
-RUN_SHARE = 1 / 3  # largest share of the time that runs may take
 NOTE_S_MAX = 2.0  # time limit to record uses in one go; the lease is renewed in between
 ERROR_PAUSE_S_MAX = 60.0
 ALIVE_EVERY_S = 5.0
@@ -76,12 +80,12 @@ def main() -> None:
 
     config = json.loads(sys.stdin.readline())
     log_to_stderr("kvtiers-collector", config["log_level"])
-    touches: deque[str] = deque()  # bounded by the parent
-    threading.Thread(target=_read_touches, args=(touches,), name="kvtiers-collector-input", daemon=True).start()
+    inbox = Inbox()
+    threading.Thread(target=_read_input, args=(inbox,), name="kvtiers-collector-input", daemon=True).start()
     policy = CapacityPolicy(**config["policy"])
     keys = RecordKeys.from_json(config["record_keys"]) if config.get("record_keys") else None
 
-    started_at = time.monotonic()  # of the last run
+    started_at = time.monotonic()  # of the last poll
 
     def tell_removed(names: list[str]) -> None:
         own = [name for name in names if name.startswith(config["prefix"])]
@@ -89,65 +93,80 @@ def main() -> None:
             tell({"removed": own, "since": started_at})
         tell_alive()
 
-    def tell_noted(count: int) -> None:
-        if count:
-            tell({"noted": count})
-        tell_alive()
-
     store: Store | None = None
-    pause_s = error_pause_s = 0.0
-    while True:
-        end_if_forked(pid)
-        try:
-            if store is None:
-                store = make_store(config)
-                lease = {"owner": config.get("owner"), "dead_owners": config.get("dead_owners", ())}
-                collector = make_collector(
-                    store, policy, touches, tell_removed, keys=keys, on_noted=tell_noted, **lease
-                )
-            tell_noted(_note_uses(store, touches, NOTE_S_MAX))
-            started_at = time.monotonic()
-            report = collector.run() if collector.is_due() else None
-            pause_s = error_pause_s = 0.0
-            if report is not None:
-                pause_s = (time.monotonic() - started_at) * (1 / RUN_SHARE - 1)
-                tell({"report": asdict(report), "used": _used(store, keys)})
-        except StoreError as e:
-            tell({"error": f"{type(e).__name__}: {e}"})
-            pause_s = error_pause_s = min(ERROR_PAUSE_S_MAX, max(1.0, 2 * error_pause_s))
-        until = time.monotonic() + max(policy.poll_s, pause_s)
-        while (left_s := until - time.monotonic()) > 0:
+    collector: Collector | None = None
+    told_full: str | None = None
+    error_pause_s = 0.0
+    try:
+        while True:
+            end_if_forked(pid)
+            pause_s = policy.poll_s
+            try:
+                if store is None or collector is None:
+                    store = make_store(config)
+                    lease = {"owner": config.get("owner"), "dead_owners": config.get("dead_owners", ())}
+                    collector = Collector(store, policy, on_removed=tell_removed, keys=keys, **lease)
+                if (put_bytes := inbox.take_put()) is not None:
+                    collector.note_put(put_bytes)
+                if inbox.take_refused():
+                    collector.note_refused()
+                if noted := _note_uses(store, inbox.uses, NOTE_S_MAX):
+                    tell({"noted": noted})
+                started_at = time.monotonic()
+                report = collector.poll()
+                if report is not None:
+                    used = report.bytes if collector.knows_bytes else None
+                    tell({"report": asdict(report), "used": used, "full": collector.full})
+                elif collector.full != told_full:
+                    tell({"full": collector.full})
+                told_full = collector.full
+                error_pause_s = 0.0
+                if collector.is_urgent:
+                    pause_s = 0.0
+            except StoreError as e:
+                tell({"error": f"{type(e).__name__}: {e}"})
+                told_full = None
+                pause_s = error_pause_s = min(ERROR_PAUSE_S_MAX, max(1.0, 2 * error_pause_s))
             tell_alive()
-            time.sleep(min(left_s, ALIVE_EVERY_S))
+            until = time.monotonic() + pause_s
+            while (left_s := until - time.monotonic()) > 0:
+                tell_alive()
+                time.sleep(min(left_s, ALIVE_EVERY_S))
+    finally:  # SIGTERM
+        if collector is not None:
+            with suppress(StoreError):
+                collector.release()
 
 
-def _used(store: Store, keys: RecordKeys | None) -> int | None:
-    used = used_bytes(store, keys=keys)
-    measured = read_measured(store, keys=keys) if used is None else None
-    return used if measured is None else measured.bytes
+class Inbox:
+    """What the engine has sent and the collector has not taken yet. The reading thread adds, the main thread takes.
 
+    Attributes:
+        uses: names of used blocks; bounded by the engine.
+    """
 
-def make_collector(
-    store: Store,
-    policy: CapacityPolicy,
-    touches: deque[str],
-    on_removed: Callable[[list[str]], None],
-    *,
-    keys: RecordKeys | None = None,
-    on_noted: Callable[[int], None] = lambda _: None,
-    **lease: Any,
-) -> Collector:
-    """A collector that also records uses while it lists, so that blocks used during a long run do not look old."""
+    def __init__(self) -> None:
+        self.uses: deque[str] = deque()
+        self._puts: deque[int] = deque()
+        self._was_refused = False
 
-    noted_at = 0.0
+    def add(self, message: list[str] | dict[str, int]) -> None:
+        """Add a line of the engine."""
+        if isinstance(message, list):
+            self.uses.extend(message)
+        else:
+            self._was_refused |= "refused" in message
+            if "put" in message:
+                self._puts.append(message["put"])
 
-    def note_uses(listed: int) -> None:
-        nonlocal noted_at
-        # During a listing, at most half of the time goes to recording uses: more could make a long listing endless.
-        on_noted(_note_uses(store, touches, min(NOTE_S_MAX, time.monotonic() - noted_at) if listed else NOTE_S_MAX))
-        noted_at = time.monotonic()
+    def take_put(self) -> int | None:
+        """Bytes that the engine has put since the last call; None: it said nothing. 0: others of it put."""
+        return sum(self._puts.popleft() for _ in range(len(self._puts))) if self._puts else None
 
-    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses, keys=keys, **lease)
+    def take_refused(self) -> bool:
+        """Whether the storage has refused a block since the last call."""
+        was_refused, self._was_refused = self._was_refused, False
+        return was_refused
 
 
 def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
@@ -186,10 +205,10 @@ def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
     return 0
 
 
-def _read_touches(touches: deque[str]) -> None:
+def _read_input(inbox: Inbox) -> None:
     try:
         for line in sys.stdin:
-            touches.extend(json.loads(line))
+            inbox.add(json.loads(line))
     except ValueError:
         pass  # an incomplete line: the parent died while it wrote
     os.kill(os.getpid(), signal.SIGTERM)

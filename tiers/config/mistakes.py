@@ -37,11 +37,15 @@ _MEANT = {
     **dict.fromkeys(("size", "capacity", "limit", "max_size", "size_limit"), "max_bytes"),
     **dict.fromkeys(("expire", "expiry", "max_age"), "ttl"),
 }
-#: Options that were removed -> what became of them.
+#: Keys of earlier versions -> what became of them.
 _REMOVED = {
     "auth": "write encrypt: aes-gcm in its place, which authenticates as well; blocks stored with gmac are not found",
     "format": "every tier stores sealed blocks. Leave it out; blocks stored with vllm-raw are not found",
     "unverified": "blocks without a seal are never loaded. Leave it out",
+    **dict.fromkeys(("gc_high", "gc_low"), "the collector finds its marks below max_bytes by itself. Leave it out"),
+    "gc_every_s": "the collector lists a little at a time, at a pace of its own. Leave it out",
+    "task_bytes": "jobs are divided by what their blocks cost. Leave it out",
+    "lookup_threads": "each process of a tier answers lookups on a thread of its own. Leave it out",
 }
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"

@@ -47,7 +47,8 @@ MIN_FREE = (
 LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
-POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector checks whether there is something to do
+POLL_S, REMOTE_POLL_S = 0.25, 5.0  # how often writers publish what they put, and a collector reads it
+LIST_EVERY_S, REMOTE_LIST_EVERY_S = 600.0, 3600.0  # how long after a listing the next one begins
 
 
 def _reject_key(value: object) -> object:
@@ -61,7 +62,6 @@ Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
 SecondsOrZero = Annotated[float, DurationIn(0, 86_400)]
 RequestSeconds = Annotated[float, DurationIn(0, TIMEOUT_S_MAX, above=True)]
-ScanSeconds = Annotated[float, DurationIn(1, 30 * 86_400)]
 
 
 def default_threads() -> int:
@@ -221,51 +221,23 @@ class BoundedTierConfig(TierConfig):
     )
     max_bytes: Size | None = Field(
         None,
-        description="Maximum size of the storage, for all writers together. When it is reached, stores are dropped "
-        "until the collector has made room. Use the same value for all writers of one root. null: no limit.",
+        description="Maximum size of the storage, for all writers together. The collector removes blocks shortly "
+        "before; if that is too slow, stores are dropped. Use the same value for all writers of one root. null: no "
+        "limit.",
     )
     ttl: Annotated[float, DurationIn(1)] | None = Field(
         None,
         description="Remove blocks that were not used for this long, such as 7d or 12h. On s3 and fsspec: blocks that "
         "were written this long ago. null: never.",
     )
-    gc_high: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.95, description="Fraction of max_bytes at which the collector starts to remove blocks."
-    )
-    gc_low: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.85, description="Fraction of max_bytes at which the collector stops. It removes least recently used blocks."
-    )
-    gc_every_s: ScanSeconds = Field(
-        600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
-    )
 
     def check(self) -> None:
         super().check()
-        if self.gc_low > self.gc_high:
-            raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}; write a lower one", field="gc_low")
         if self.max_bytes is not None and self.max_bytes < MAX_BYTES_MIN:
             raise ConfigError(
                 f"{self.max_bytes} bytes do not hold a block; write at least {MAX_BYTES_MIN >> 20}MiB, or null for no "
                 "limit",
                 field="max_bytes",
-            )
-
-    def contradictions(self) -> Iterator[tuple[str, str, str]]:
-        yield from super().contradictions()
-        if self.read_only:
-            return
-        if self.ttl is not None and self.ttl < self.gc_every_s:
-            yield (
-                "ttl",
-                f"{show_duration(self.ttl)} is less than gc_every_s = {show_duration(self.gc_every_s)}, so blocks stay "
-                f"for up to {show_duration(self.ttl + self.gc_every_s)}",
-                f"write gc_every_s: {show_duration(self.ttl)}, or a longer ttl",
-            )
-        if self.max_bytes is not None and self.gc_low == self.gc_high:
-            yield (
-                "gc_low",
-                f"{self.gc_low} equals gc_high, so the collector starts again for every few blocks",
-                f"write a lower gc_low, such as {round(self.gc_high * 0.9, 2)}",
             )
 
     def capacity_policy(self) -> CapacityPolicy | None:
@@ -276,13 +248,12 @@ class BoundedTierConfig(TierConfig):
         min_free = getattr(self, "min_free", None)
         if self.read_only or (self.max_bytes is None and self.ttl is None and min_free is None):
             return None
+        every_s = LIST_EVERY_S if self.type in ("fs", "nfs") else REMOTE_LIST_EVERY_S
         return CapacityPolicy(
             max_bytes=self.max_bytes,
             ttl_s=self.ttl,
-            high=self.gc_high,
-            low=self.gc_low,
             min_free_bytes=min_free or 0,
-            every_s=self.gc_every_s,
+            every_s=min(every_s, self.ttl or every_s),
             poll_s=POLL_S if self.type == "fs" else REMOTE_POLL_S,
         )
 
@@ -350,9 +321,6 @@ class NetworkTierConfig(BoundedTierConfig):
         "exceeds it (a server's response may be endless) is killed and replaced.",
     )
     absent_ttl_s: SecondsOrZero = Field(5.0, description="How long a lookup's answer 'absent' is cached.")
-    gc_every_s: ScanSeconds = Field(
-        3600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
-    )
 
     def contradictions(self) -> Iterator[tuple[str, str, str]]:
         yield from super().contradictions()

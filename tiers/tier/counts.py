@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,7 @@ class TierCounts:
             self._metrics.set("kvtiers_collector_up", self._name, value=float(works))
 
     def collected(self, message: dict[str, Any]) -> None:
-        """Count runs of the collector. ``message`` is from ``CollectorEnd.take_reports``."""
+        """Count polls in which the collector worked. ``message`` is from ``CollectorEnd.take_reports``."""
         tier, metrics = self._name, self._metrics
         report = message.get("report")
         metrics.inc("kvtiers_collector_runs_total", tier, "ok" if report else "error", by=message["runs"])
@@ -96,10 +97,12 @@ class TierCounts:
             else:
                 metrics.set("kvtiers_storage_used_bytes", tier, value=message["used"])
 
-    def refused(self, op: Kind, reason: str, blocks: int) -> None:
-        """Count a job that was refused."""
+    def refused(self, op: Kind, reason: str, blocks: int, full: str = "") -> None:
+        """Count a job that was refused. ``full``: why the storage is full, if that is the reason."""
         if op == "store":
             self._metrics.inc("kvtiers_stores_dropped_total", self._name, reason, by=blocks)
+            if reason == "StoreFullError":
+                self._log_store_refusals(Batch(errors=Counter({reason: blocks}), full=full))
         self._metrics.inc("kvtiers_blocks_total", self._name, op, "dropped", by=blocks)
         self._metrics.inc("kvtiers_jobs_total", self._name, op, "failed")
 

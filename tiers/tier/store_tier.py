@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ..base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from ..blocks.file_mapper import FileMapper, strict_fields
 from ..blocks.keys import OffloadKey, make_offload_key
-from ..blocks.seal import Checksum, Seal
+from ..blocks.seal import TRAILER_BYTES, Checksum, Seal
 from ..errors import QueueFullError, StoreTimeoutError
 from ..metrics import Metrics
 from ..plain_logs import get_logger
@@ -103,6 +103,13 @@ class CollectorEnd(Protocol):
     @property
     def works(self) -> bool:
         """Whether the collector runs and answers, or is not needed yet."""
+
+    @property
+    def is_full(self) -> str:
+        """Why nothing may be put now; "": it may."""
+
+    def note_put(self, size: int) -> None:
+        """Record that so many bytes were put, or may have been."""
 
     def note_full(self) -> None:
         """Record that the storage refused a block because it is full."""
@@ -438,6 +445,8 @@ class StoreTierManager(SecondaryTierManager):
         refused = "circuit_open" if not self._circuit.closed else ""
         if not (is_load or self.takes_stores):
             refused = "read_only"
+        elif not (is_load or refused or self._collector is None) and (full := self._collector.is_full):
+            refused, self.full = "StoreFullError", full
         if not refused:
             try:
                 to_replace = () if is_load else self._health.to_replace(keys)
@@ -447,7 +456,7 @@ class StoreTierManager(SecondaryTierManager):
                 logger.debug("tier %s: job %d: %s", self.name, job.job_id, e)
                 refused = "queue_full"
         if refused:
-            self._counts.refused(_op(is_load), refused, len(keys))
+            self._counts.refused(_op(is_load), refused, len(keys), self.full)
             self._results.append(JobResult(job.job_id, success=not keys))
             self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
@@ -501,6 +510,10 @@ class StoreTierManager(SecondaryTierManager):
                 succeeded = [key for key in succeeded if key not in missing]
             yield from self._note_loaded(finished.job_id, job.keys, () if ok else succeeded, batches, ok=ok)
         else:
+            if self._collector is not None:
+                blocks = sum(batch.outcomes["moved"] + batch.perhaps_stored for batch in batches)
+                if blocks:
+                    self._collector.note_put(blocks * (self._rows.row_bytes + TRAILER_BYTES))
             yield from self._note_stored(succeeded, found)
         used = succeeded if job.is_load else found  # finding the block already stored counts as a use of it
         if used:

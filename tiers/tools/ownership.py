@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 from itertools import islice
 
-from ..capacity.collector import is_block
 from ..capacity.records import OWN_PREFIX, UNREADABLE, get_record
+from ..capacity.walker import is_block
 from ..errors import ConfigError, printable
 from ..store import KeepsFiles, NamesBlocks, Store
 from .block_reader import read_identity

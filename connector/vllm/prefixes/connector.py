@@ -288,7 +288,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             ConfigError: another connector loads within this step.
         """
         refusals.check_step(scheduler_output)
-        transfers = self._loads + self._saves.of_step(scheduler_output, self._requests)
+        saves = self._saves.of_step(scheduler_output, self._requests)
+        if saves and self._collector is not None:
+            self._collector.note_put(0)  # the workers publish how much they put
+        transfers = self._loads + saves
         idle = not scheduler_output.num_scheduled_tokens
         meta = SharedStorageMetadata(transfers, idle, self._revision, self._drops_loads)
         self._loads, self._drops_loads = [], False

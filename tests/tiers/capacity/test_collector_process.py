@@ -467,10 +467,11 @@ def store_all(tier: StoreTierManager) -> int:
     return len(result.successful_keys)
 
 
-def test_a_tier_tells_the_engine_what_was_removed(root: Path) -> None:
+def test_a_tier_tells_the_engine_what_was_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.tiers.config.tier_options.LIST_EVERY_S", 1.0)
     region = np.ones((ROWS, ROW_BYTES), np.int8)
     spec = FakeSpec()
-    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h", "gc_every_s": 1, "max_bytes": "1MiB"}
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h", "max_bytes": "1MiB"}
     tier = SecondaryTierFactory.create_secondary_tier(config, region.data, spec)
     assert isinstance(tier, StoreTierManager)
     try:
@@ -705,6 +706,45 @@ def test_tier_stores_where_the_file_system_reports_no_size(
     assert len([record for record in caplog.records if "does not report its size" in record.getMessage()]) == 1
 
 
+def test_tier_refuses_stores_while_its_root_is_full(root: Path) -> None:
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    spec = FakeSpec()
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "max_bytes": "1MiB"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, spec)
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert isinstance(tier._collector, CollectorLink)
+        assert store_all(tier) == ROWS  # from the first moment on
+        foreign = root / "theirs"
+        foreign.write_bytes(bytes(1 << 20))
+        tier._collector.note_put(1 << 20)
+        wait_for(lambda: isinstance(tier._collector, CollectorLink) and tier._collector.is_full)
+        assert store_all(tier) == 0
+        assert "of max_bytes = 1048576" in tier.full
+        assert spec.metrics.value("kvtiers_stores_dropped_total", "fs", "StoreFullError") == ROWS
+        foreign.unlink()
+        wait_for(lambda: isinstance(tier._collector, CollectorLink) and not tier._collector.is_full)
+        wait_for(lambda: store_all(tier) == ROWS)
+    finally:
+        tier.shutdown()
+
+
+def test_engine_stops_to_put_if_its_collector_fails_for_long(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.FAILING_S_MAX", 0.05)
+    root.write_text("no folder")
+    bounded, unbounded = make_link(root, max_bytes=1 << 20), make_link(root, ttl_s=1000.0)
+    try:
+        wait_for(lambda: bounded.is_full)
+        assert "the collector has not worked for 0 s: StoreConfigError" in bounded.is_full
+        wait_for(unbounded.take_reports)
+        assert unbounded.is_full == ""
+        root.unlink()
+        wait_for(lambda: not bounded.is_full)
+    finally:
+        bounded.close()
+        unbounded.close()
+
+
 def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root: Path) -> None:
     region = np.ones((ROWS, ROW_BYTES), np.int8)
     config = {"type": "fs", "root_dir": str(root), "min_free": 0, "max_bytes": "1MiB"}
@@ -727,9 +767,9 @@ def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root
         ({"ttl": True}, "ttl: true is not a duration"),
         ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write 10GiB"),
         ({"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
-        ({"gc_low": 0.99}, "gc_low: 0.99 is above gc_high = 0.95"),
-        ({"gc_high": 1.5}, "gc_high"),
-        ({"gc_every_s": 0}, "gc_every_s"),
+        ({"gc_low": 0.5}, "gc_low: is no longer a key: the collector finds its marks below max_bytes by itself"),
+        ({"gc_high": 0.9}, "gc_high: is no longer a key"),
+        ({"gc_every_s": 60}, "gc_every_s: is no longer a key"),
     ],
 )
 def test_mistakes_name_their_field(options: dict[str, Any], message: str) -> None:

@@ -91,7 +91,7 @@ def test_it_loads_and_changes_nothing(bench: Bench, isolation: str, tmp_path: Pa
     assert bench.run(bench.tier(), KEYS, is_load=False).success
     before = tree(tmp_path / "kv")
     # Everything is long past this ttl, and beyond this bound.
-    reader = bench.tier(read_only=True, isolation=isolation, ttl=1, max_bytes="1MiB", gc_every_s=1)
+    reader = bench.tier(read_only=True, isolation=isolation, ttl=1, max_bytes="1MiB")
     time.sleep(1.5)
     assert not reader.takes_stores
     assert present(reader, KEYS[0])

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ from kvtiers.tiers.blocks.keyring import key_id, parse_keys, show_key_id
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
 from kvtiers.tiers.builtin import FileSystemTierManager
-from kvtiers.tiers.capacity.account import Account
 from kvtiers.tiers.capacity.records import RecordKeys, put_record
-from kvtiers.tiers.capacity.usage import MEASURED, read_measured
+from kvtiers.tiers.capacity.usage import USAGE, Usage, read_usage
 from kvtiers.tiers.config.deployment import parse_config, parse_tier
-from kvtiers.tiers.errors import ConfigError, StoreFullError
+from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.tier import block_mover
@@ -411,7 +411,7 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
         assert OLD.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Path) -> None:
+def test_collectors_record_without_the_key_is_replaced(tmp_path: Path) -> None:
     """A stranger who may write to the storage must not make room that is not there."""
     bench = Bench(tmp_path)
     tier = bench.tier(OLD, **ENCRYPTED, max_bytes="1MiB")
@@ -422,11 +422,11 @@ def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Pa
         collector = psutil.Process(tier._collector._process.pid)  # type: ignore[union-attr]
         collector.suspend()  # or it might replace the record before this test has looked
         wait_for(lambda: collector.status() == psutil.STATUS_STOPPED)
-        put_record(store, MEASURED, {"id": "a", "bytes": 0, "blobs": 0, "base": {}, "at": 0})
-        with pytest.raises(StoreFullError, match="not measured"):
-            Account(store, 1 << 20, keys=keys).take(1, "b")
+        put_record(store, USAGE, asdict(Usage(holder="theirs", full="say they")))
+        assert read_usage(store, keys=keys) is None
         collector.resume()
-        wait_for(lambda: read_measured(store, keys=keys) is not None)
+        wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
+        wait_for(lambda: read_usage(store, keys=keys) is not None)
     finally:
         tier.shutdown()
 
@@ -449,4 +449,4 @@ def test_gc_needs_the_keys_and_a_dry_run_does_not(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(OLD)
     (tmp_path / "keys").chmod(0o600)
     assert CliRunner().invoke(app, ["gc", str(config)]).exit_code == 0
-    assert read_measured(LocalStore(tmp_path / "kv"), keys=RecordKeys.of(parse_keys(OLD, "keys"))) is not None
+    assert read_usage(LocalStore(tmp_path / "kv"), keys=RecordKeys.of(parse_keys(OLD, "keys"))) is not None
