@@ -6,6 +6,7 @@ A tier that needs a client library imports its store in its constructor, so a pr
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -161,13 +162,18 @@ def _start(
         parallel_agnostic=config.parallel_agnostic,
         extra_fields=strict_fields(spec) | _protection_fields(config),
     )
+    start = partial(
+        StoreTierManager.__init__, tier, spec, view, tier_type, mapper=mapper, options=_tier_options(config)
+    )
     region, why_here = _map_region(name, config, view)
-    where: dict[str, Any]
     if region is not None:
-        where = {"make_backend": partial(_processes, config, region)}
-    else:
-        where = {"store": open_store(for_engine(config, f"tier {name}", why_here))}
-    StoreTierManager.__init__(tier, spec, view, tier_type, mapper=mapper, options=_tier_options(config), **where)
+        try:
+            start(make_backend=partial(_processes, config, region))
+        except (OSError, RuntimeError) as e:  # no process can be started, or none lives
+            region.close()
+            region, why_here = None, _why_threads(name, config, f"worker processes are unavailable: {e}")
+    if region is None:
+        start(store=open_store(for_engine(config, f"tier {name}", why_here)))
     try:
         if not tier.capabilities.shared:
             check_needs_no_sharing(policy, in_processes=region is not None)
@@ -236,13 +242,23 @@ def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[Mapped
         fd, _ = open_mapped_file(view)
         os.close(fd)
     except (OSError, RegionError) as e:
-        if config.isolation == "process":
-            raise ConfigError(
-                f"other processes cannot map the region: {e}. To use threads instead, write thread", field="isolation"
-            ) from e
-        logger.info("tier %s: isolation: auto uses threads of this process: %s", name, e)
-        return None, f"isolation: {config.isolation}, and {e}"
+        return None, _why_threads(name, config, f"other processes cannot map the region: {e}")
     return MappedRegion(view), ""
+
+
+def _why_threads(name: str, config: TierConfig, why: str) -> str:
+    """Why the tier's servers are threads of this process, although ``isolation`` is not thread.
+
+    Raises:
+        ConfigError: ``isolation: process`` is set.
+    """
+    if config.isolation == "process":
+        raise ConfigError(
+            f"{why}. The interpreter is {sys.executable!r}. To use threads instead, write thread",
+            field="isolation",
+        )
+    logger.warning("tier %s: isolation: auto uses threads of this process: %s", name, why)
+    return f"isolation: {config.isolation}, and {why}"
 
 
 def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows) -> ProcessBackend:

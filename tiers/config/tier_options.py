@@ -281,7 +281,9 @@ class NfsTierConfig(BoundedTierConfig):
     root_dir: Folder = Field(description="Folder on the mount; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description=MIN_FREE)
     isolation: Literal["auto", "thread", "process"] = Field(
-        "process", description="thread: only for mounts whose I/O times out by itself (soft, softerr)."
+        "auto",
+        description="process: a hung mount is given up by killing a process. auto: process if other processes can map "
+        "the region, else thread, which is safe only on mounts whose I/O times out by itself (soft, softerr).",
     )
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
     absent_ttl_s: SecondsOrZero = Field(

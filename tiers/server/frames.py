@@ -11,7 +11,7 @@ A frame is two lengths (big-endian u32), the connection's tag, a JSON list, raw 
     server   ["moved", number, batch, warnings, said]
              ["looked", number, seconds, warnings, said]   raw: a byte per key, see ``FOUND``
              ["opened", number, capabilities, error]
-             ["alive"]                             blocks are moving
+             ["alive"]                             it serves; blocks are moving
 
 The tag is random, and known to the two ends only. So bytes that a library writes into the socket cannot pass for an
 answer, nor for a part of one. Bytes of blocks are in no frame: they lie in the region.

@@ -171,6 +171,7 @@ class Server:
         """Serve until the other end of the socket is closed, or a descriptor in ``ends`` is readable."""
         for thread in self._threads:
             thread.start()
+        self._send("alive")
         reader = FrameReader(self._tag)
         poll = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
         for fd in (self._sock.fileno(), *ends):

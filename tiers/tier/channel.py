@@ -195,6 +195,8 @@ class Channel:
         self._late_s = 0.0
         self._started: SimpleQueue[tuple[_Server, Handle | Exception]] = SimpleQueue()
         self._closing = False
+        self.has_heard = False
+        """Whether any server has ever said anything."""
         self.kills = 0
         """How many servers were killed or found dead."""
         self._servers = [_Server(seats) for seats in backend.seats]
@@ -447,6 +449,7 @@ class Channel:
                 if not received:
                     raise EOFError("its process ended")
                 server.heard_at = now
+                self.has_heard = True
                 for content, raw in server.reader.feed(received):
                     self._hear(server, content, raw)
                 if len(received) < RECEIVE_BYTES:

@@ -239,6 +239,7 @@ class StoreTierManager(SecondaryTierManager):
 
         Raises:
             ConfigError, StoreError: a permanent error.
+            ChildProcessError: no server lives long enough to serve.
         """
         try:
             self._channel.open()
@@ -249,6 +250,8 @@ class StoreTierManager(SecondaryTierManager):
                     text = f"it did not answer within {self._options.job_deadline_s:g} s"
                     opened = Opened(None, StoreTimeoutError(text))
                     break
+            if opened.error is not None and not self._channel.has_heard:
+                raise ChildProcessError(str(opened.error))
             if opened.error is not None and not getattr(opened.error, "retryable", False):
                 raise opened.error
         except BaseException:
