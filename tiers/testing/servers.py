@@ -72,9 +72,9 @@ class S3Server:
 
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
-    """Run moto's S3 server in a thread of this process."""
+    """Run moto's S3 server in a thread of this process. Buckets that are made meanwhile are gone at its end."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-    from moto.s3.models import FakeKey
+    from moto.s3.models import FakeKey, s3_backends
     from moto.s3.responses import S3Response
     from werkzeug.serving import make_server
 
@@ -98,12 +98,17 @@ def moto_server() -> Iterator[S3Server]:
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
     thread = threading.Thread(target=server.serve_forever, name="moto", daemon=True)
     thread.start()
+    others = set(s3_backends.bucket_accounts)
     try:
         yield S3Server(f"http://127.0.0.1:{server.server_port}", "testing", "testing")
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+        # moto's state belongs to the process: the next server's bucket of the same name would have the old objects.
+        for name in s3_backends.bucket_accounts.keys() - others:
+            partition, account = s3_backends.bucket_accounts.pop(name)
+            s3_backends[account][partition].buckets.pop(name, None)
         FakeKey.__init__, S3Response.put_object = make_key, put_object  # type: ignore[method-assign]
 
 
