@@ -308,7 +308,7 @@ def test_engine_process_does_not_load_obstore_and_keeps_its_environment(
                 cwd=Path(__file__).parents[2],
             )
         )
-        said, _ = engine.communicate("store at last\nload at last\nfind\ntouch\nseen\n", timeout=300)
+        said, _ = engine.communicate("store\nload\nfind\ntouch\nseen\n", timeout=300)
         started, stored, loaded, found, _, (seen, _) = map(json.loads, said.splitlines())
     assert (started, stored[0], loaded[0], found[0]) == ("started", True, True, [True] * 4)
     modules, changes = seen
