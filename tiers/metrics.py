@@ -70,7 +70,9 @@ METRICS: Mapping[str, MetricDef] = {
         "Bytes of the blocks removed by this process's collector.", "tier", "reason"
     ),
     "kvtiers_collector_runs_total": _counter(
-        "Runs of this process's collector: ok, error. Its unexpected exit counts as an error.", "tier", "outcome"
+        "Polls in which this process's collector worked: ok, error. Its unexpected exit counts as an error.",
+        "tier",
+        "outcome",
     ),
     "kvtiers_collector_up": _gauge(
         "1 while this process's collector runs and answers, or is not needed yet; 0 while it is down.", "tier"
@@ -97,7 +99,7 @@ METRICS: Mapping[str, MetricDef] = {
     ),
     "kvtiers_slots": _gauge("Region slots by state: free, ready, pinned, pending, quarantined.", "state"),
     "kvtiers_storage_max_bytes": _gauge("Limit of the bytes in the tier's root (max_bytes), if set.", "tier"),
-    "kvtiers_storage_used_bytes": _gauge("Bytes in the tier's root at most, after the collector's last run.", "tier"),
+    "kvtiers_storage_used_bytes": _gauge("Bytes in the tier's root, by its collector's count.", "tier"),
     "kvtiers_store_errors_total": _counter("Errors raised by a store, by class.", "tier", "op", "error"),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
     "kvtiers_verify_failures_total": _counter("Blobs that were not the requested block, by reason.", "tier", "reason"),

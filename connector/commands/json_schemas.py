@@ -98,7 +98,7 @@ RESULTS: dict[str, Schema] = {
     "gc": _tiers(
         {
             "dry_run": FLAG, "blobs": COUNT, "bytes": COUNT, "removed_blobs": _map(COUNT), "removed_bytes": _map(COUNT),
-            "kept_by_error": COUNT, "own_bytes": COUNT, "leftovers": COUNT, "gave_up": FLAG, "ttl_waits_s": NUMBER,
+            "kept_by_error": COUNT, "own_bytes": COUNT, "leftovers": COUNT, "ttl_waits_s": NUMBER,
             "seconds": NUMBER,
         },
         _object({**_PLACE, "skipped": TEXT}, _LIFECYCLE),

@@ -218,6 +218,7 @@ def fleet(label: str, blocks: int, scale: int, writers: int, bytes_per_s: float,
     for position, block in enumerate(list(exact.blocks)):
         store(block)
         bucket.put_at[slot_of[block]] = bucket.now - turnover_s * (1 - position / len(exact.blocks))
+    publish_usage(bucket, Usage(listed=1, listed_at=bucket.now, bytes=bucket.stored_bytes))
     collector = collector_over(bucket, max_bytes)
     began, owed = bucket.now, 0.0
     hits = asked = wanted = put = 0
@@ -312,10 +313,10 @@ class Endless(Bucket):
 def cost_of_a_poll(blocks: int) -> tuple[float, float, float]:
     """CPU milliseconds, LIST requests and all requests of a poll during a listing, while nothing is missing."""
     bucket = Endless(blocks)
-    publish_usage(bucket, Usage(listed=1, bytes=blocks * bucket.block_bytes))
+    publish_usage(bucket, Usage(listed=1, listed_at=bucket.now - 7200.0, bytes=blocks * bucket.block_bytes))
     collector = collector_over(bucket, 4 * blocks * bucket.block_bytes)
     collector.note_put(1)
-    poll(collector, bucket)  # takes the lease
+    poll(collector, bucket)  # takes the lease, and begins a listing
     before, began = (bucket.lists, bucket.lists + bucket.puts + bucket.gets), time.process_time()
     collector.note_put(1)
     poll(collector, bucket)
@@ -326,29 +327,36 @@ def cost_of_a_poll(blocks: int) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=100_000_000)
-    parser.add_argument("--scale", type=int, default=1000, help="real blocks for each simulated one")
+    parser.add_argument("--scale", type=int, default=5000, help="real blocks for each simulated one")
     parser.add_argument("--writers", type=int, default=1000)
     parser.add_argument(
-        "--hours", type=float, default=12.0, help="of virtual time; the last three quarters are measured"
+        "--hours", type=float, default=8.0, help="of virtual time; the last three quarters are measured"
     )
     options = parser.parse_args()
     console = Console(width=150)
     real = options.blocks * BLOCK_BYTES / 1e12
-    title = f"{options.blocks:,} blocks of 4 MiB, {real:,.0f} TB, {options.writers:,} writers, a bucket"
+    title = f"{options.blocks:,} blocks of 4 MiB, {real:,.0f} TB, a bucket"
     table = Table(title=f"{title} (one simulated block for {options.scale:,})")
-    names = "each writer|over max_bytes|least used|LIST/h|PUT/h|GET/h|$/h|TB/h wanted|TB/h put|hits|of exact LRU"
+    names = "writers|over max_bytes|least used|LIST/h|PUT/h|GET/h|$/h|TB/h wanted|TB/h put|hits|of exact LRU"
     for name in names.split("|"):
         table.add_column(name, justify="right")
     scaled: dict[str, Any] = {
         "is_block": lambda key: not key.startswith(OWN_PREFIX),
         "PAGE_KEYS": max(1, PAGE // options.scale),
+        "SAMPLE_BLOBS_MIN": 500,
+        "SAMPLE_BLOBS_MAX": 1000,
     }
     with (
         mock.patch.multiple(walker_module, **scaled),
         mock.patch("kvtiers.tiers.capacity.collector.KEYS_PER_S", 1000 / options.scale),
     ):
-        for label, rate, hours in (("20 MB/s", 20e6, options.hours), ("2 GB/s", 2e9, options.hours / 4)):
-            row = fleet(label, options.blocks, options.scale, options.writers, rate, hours)
+        some = options.writers * 3 // 10
+        for writers, label, rate, hours in (
+            (some, f"{some} at 20 MB/s", 20e6, options.hours),
+            (options.writers, f"{options.writers} at 20 MB/s", 20e6, options.hours),
+            (options.writers, f"{options.writers} at 2 GB/s", 2e9, options.hours / 4),
+        ):
+            row = fleet(label, options.blocks, options.scale, writers, rate, hours)
             table.add_row(
                 row.label,
                 f"{row.overshoot:+.1%}",

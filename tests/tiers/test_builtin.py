@@ -171,10 +171,10 @@ def test_local_files_in_processes(tmp_path: Path, region: np.ndarray[Any, Any]) 
 
 def test_a_bound_has_room_for_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "max_bytes": "1MiB", "isolation": "thread"}
-    for row_bytes, warned in ((400 << 10, False), (600 << 10, True)):
+    for row_bytes, warned in ((200 << 10, False), (600 << 10, True)):
         rows = np.zeros((2, row_bytes), np.int8)
         SecondaryTierFactory.create_secondary_tier(config, rows.data, FakeSpec()).shutdown()
-        assert ("blocks may be refused forever" in caplog.text) is warned
+        assert ("holds fewer than 4 blocks" in caplog.text) is warned
     with pytest.raises(ConfigError) as caught:
         SecondaryTierFactory.create_secondary_tier(config, np.zeros((2, 1 << 20), np.int8).data, FakeSpec())
     assert str(caught.value) == (

@@ -111,6 +111,7 @@ class Collector:
         self._told_foreign = False
         self._offset_s: float | None = None  # the storage's clock minus ``monotonic``
         self._take_up(Usage())
+        self._seen_listing = None
         self._works = False
 
     # -- for an engine -----------------------------------------------------------------------------------------------

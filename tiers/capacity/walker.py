@@ -118,6 +118,7 @@ class Sample:
         self._kept, self._removed = AgeHistogram(), AgeHistogram()  # since the last full sample
         self._full: AgeHistogram | None = None
         self._whole_at: float | None = None  # when ``_full`` was the whole root
+        self._found: tuple[float, float] | None = None  # the last share asked of ``_full``, and the answer
 
     def add(self, age_s: float, size: int) -> None:
         """Add a block that stays."""
@@ -134,6 +135,7 @@ class Sample:
             self._kept.add_all(self._removed)
         if is_large or (is_end and (self._full is None or self._whole_at is not None)):
             self._full, self._whole_at = self._kept, None if is_large else self._monotonic()
+            self._found = None
             self._kept, self._removed = AgeHistogram(), AgeHistogram()
 
     @property
@@ -155,7 +157,9 @@ class Sample:
         """
         if self._full is not None:
             older_s = 0.0 if self._whole_at is None or not knows_time else self._monotonic() - self._whole_at
-            return self._full.age_of_oldest(share) + older_s
+            if self._found is None or self._found[0] != share:
+                self._found = share, self._full.age_of_oldest(share)
+            return self._found[1] + older_s
         if not self.is_usable:
             return float("inf")
         both = AgeHistogram()

@@ -764,7 +764,7 @@ def test_the_last_call_of_an_s3_batch_ends_before_its_worker_is_killed(options: 
 
 @pytest.mark.parametrize(
     ("block_mib", "options", "task_mib"),
-    [(1, {}, 64), (4, {}, 64), (16, {}, 128), (16, {"n_read_threads": 12}, 192), (16, {"max_bytes": "1GiB"}, 16)],
+    [(1, {}, 64), (4, {}, 64), (16, {}, 128), (16, {"n_read_threads": 12}, 192)],
 )
 def test_a_worker_of_s3_gets_a_block_for_each_thread(block_mib: int, options: dict[str, Any], task_mib: int) -> None:
     tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
@@ -781,7 +781,6 @@ def test_a_worker_of_s3_gets_a_block_for_each_thread(block_mib: int, options: di
         (64, {}, 8, 1024),  # but never fewer than there are at first
         (1, {"n_threads_max": 20}, 20, 64),
         (1, {"n_read_threads": 100}, 100, 200),
-        (1, {"max_bytes": "1GiB"}, 64, 16),
     ],
 )
 def test_a_worker_of_s3_may_get_more(

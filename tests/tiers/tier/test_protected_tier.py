@@ -399,7 +399,7 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
     parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}, keyed]})
     tier = bench.tier(isolation="process", max_bytes="64MiB")
     collector: Any = tier._collector
-    workers = tier.store.inner._pool  # type: ignore[attr-defined]
+    workers = tier.store._pool  # type: ignore[attr-defined]
     # A process that is still being started has its parent's environment.
     wait_for(lambda: collector._process is not None and workers.workers and not workers._starting)
     started: list[str] = []
@@ -419,6 +419,7 @@ def test_collectors_record_without_the_key_is_replaced(tmp_path: Path) -> None:
         bench.fill()
         wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
         store, keys = LocalStore(bench.root), RecordKeys.of(parse_keys(OLD, "keys"))
+        wait_for(lambda: tier._collector._process is not None)  # type: ignore[union-attr]
         collector = psutil.Process(tier._collector._process.pid)  # type: ignore[union-attr]
         collector.suspend()  # or it might replace the record before this test has looked
         wait_for(lambda: collector.status() == psutil.STATUS_STOPPED)
