@@ -411,6 +411,6 @@ class Server:
             self._sent_at = time.monotonic()
 
     def _end_if_forked(self) -> None:
-        """End a fork that a library made and returned from. It must not answer, and other threads' locks stay locked."""
+        """End a fork that a library made and returned from: it must not answer, and locks may stay locked in it."""
         if os.getpid() != self._pid:
             os._exit(1)

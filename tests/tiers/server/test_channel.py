@@ -567,7 +567,7 @@ def test_shutdown_reports_what_it_drops(bench: Bench) -> None:
 
 def test_shutdown_keeps_jobs_of_what_may_still_touch_slots(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "END_S", 0.0)
-    reader, writer = bench.made
+    reader, _ = bench.made
     reader.is_stuck = True
     bench.submit(1, 2)
     bench.submit(2, 3, is_load=False)
@@ -580,7 +580,7 @@ def test_shutdown_keeps_jobs_of_what_may_still_touch_slots(bench: Bench, monkeyp
     reader.is_dead = True
     assert counts(bench.finished()[1]) == {"dropped": 2}
     assert bench.channel.shutdown(0.0)
-    assert bench.backend.is_closed
+    assert [bench.backend.is_closed] == [True]
     assert len(bench.made) == 2  # nothing is started again
 
 
@@ -765,7 +765,7 @@ class Machine(RuleBasedStateMachine):
             self.fresh.add(server)
             self.faulty.add(server)
             number = min(server.asked)
-            kind, keys = server.asked[number]
+            kind, _ = server.asked[number]
             if how == "other kind" and kind == "open":
                 how = "unknown number"
             server.send(BAD[how](server, number))
@@ -842,7 +842,7 @@ class Machine(RuleBasedStateMachine):
         assert self.channel.jobs_in_flight == len(self.jobs)
 
     def book(self, job: FinishedJob) -> None:
-        cost, blocks = self.jobs.pop(job.job_id)  # KeyError: it was reported twice
+        _, blocks = self.jobs.pop(job.job_id)  # KeyError: it was reported twice
         assert job.blocks == blocks
         succeeded = [key for batch in job.batches for key in batch.succeeded]
         outcomes = sum(sum(batch.outcomes.values()) for batch in job.batches)

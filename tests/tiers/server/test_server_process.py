@@ -76,6 +76,11 @@ class Bench:
     def kills(self) -> int:
         return self.tier._channel.kills
 
+    def has_lost(self, pid: int) -> bool:
+        """Whether a server has ended and is reaped."""
+        self.tier._channel.poll()
+        return not psutil.pid_exists(pid)
+
     @property
     def how(self) -> Path:
         return Path(f"{self.root}.how")
@@ -174,7 +179,7 @@ def test_call_that_hangs_ends_its_process_at_the_deadline_and_the_tier_comes_bac
     bench.remove_some()
     bench.provoke(method, "hang", DEADLINE_S)
     if method == "size":  # a lookup has its own, shorter deadline
-        wait_for(lambda: bench.tier._channel.poll() or not psutil.pid_exists(victim))
+        wait_for(lambda: bench.has_lost(victim))
     assert not psutil.pid_exists(victim), "it is reported only when its process is reaped"
     wait_for(bench.works)
     assert bench.pids != [victim]
@@ -229,10 +234,11 @@ def test_child_of_a_killed_process_cannot_write_into_the_region(bench: Bench, wh
 
 @pytest.mark.parametrize("method", ["put", "get", "size"])
 def test_library_that_writes_into_every_descriptor(bench: Bench, method: str) -> None:
+    (victim,) = bench.pids
     bench.remove_some()
     before = bench.rows[:COUNT].copy()
     bench.provoke(method, "write")
-    wait_for(lambda: bench.tier._channel.poll() or bench.kills)
+    wait_for(lambda: bench.has_lost(victim))
     wait_for(bench.works)
     assert np.array_equal(bench.rows[:COUNT], before)
 
@@ -254,14 +260,15 @@ def kill_at_random(tmp_path: Path, kills: int) -> int:
     dice = random.Random(5)
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
     rows = np.asarray(view)
-    options = {**PATIENT, "circuit_probe_s": 0.001, "max_bytes_in_flight": 1 << 30}
+    options: dict[str, Any] = {**PATIENT, "circuit_probe_s": 0.001, "max_bytes_in_flight": 1 << 30}
     tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), min_free=0, **options)
     free = list(range(ROWS))
     content = np.random.default_rng(2).integers(-128, 128, (COUNT, ROW_BYTES), np.int8)
     under_way: dict[int, tuple[bool, list[OffloadKey], list[int]]] = {}
     jobs = killed = good = 0
 
-    def book() -> None:
+    def book() -> bool:
+        """Book what has ended. Whether nothing is under way."""
         nonlocal good
         tier.on_schedule_end()
         for result in tier.get_finished():
@@ -273,6 +280,7 @@ def kill_at_random(tmp_path: Path, kills: int) -> int:
                         assert np.array_equal(rows[block], content[KEYS.index(key)]), "wrong bytes"
             good += result.success
             free.extend(blocks)
+        return not under_way
 
     def submit(*, is_load: bool, count: int) -> None:
         nonlocal jobs
@@ -293,13 +301,13 @@ def kill_at_random(tmp_path: Path, kills: int) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(dice.choice(tier._channel.pids), signal.SIGKILL)
                     killed += 1
-        wait_for(lambda: book() or not under_way)
+        wait_for(book)
         assert sorted(free) == list(range(ROWS)), "a slot is lost"
 
         def moves_all(*, is_load: bool) -> bool:
             before = good
             submit(is_load=is_load, count=COUNT)
-            wait_for(lambda: book() or not under_way)
+            wait_for(book)
             return good > before
 
         wait_for(lambda: moves_all(is_load=False) and moves_all(is_load=True))
