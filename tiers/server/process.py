@@ -6,7 +6,7 @@ it reads into. A process can be killed, and once it is reaped, it cannot touch m
 The process is a fresh interpreter: a fork of a process with threads copies locks that no thread will release. It ends
 with the engine's process, of which it holds a pidfd, even if a fork of the engine keeps the socket open. What a library
 forks in it can neither answer nor write into the region: the region is not mapped in forks, and a fork ends when it
-returns from the library. It is killed with its process group.
+returns from the library, or at the latest with the process, which is killed with its process group.
 """
 
 from __future__ import annotations

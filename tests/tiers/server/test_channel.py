@@ -656,6 +656,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, seats: list[Seats], small: bool) -> None:
         self.bench = Bench(seats, 2048 if small else None, channel_module.PART_BYTES_MIN // 8)
         self.channel, self.clock = self.bench.channel, self.bench.clock
+        self.made_at = dict.fromkeys(self.bench.made, self.clock.now)
         self.submit([(5, True, 0), (120, False, 60), (1, True, 0)])
 
     @property
