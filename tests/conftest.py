@@ -30,7 +30,7 @@ LONGEST = (
     "tiers/stores/s3/test_s3_faults.py",
     "tiers/stores/test_fsspec_store.py",
     "tiers/stores/files/test_local_crash.py",
-    "tiers/isolation/test_isolated_mover.py",
+    "tiers/server/test_server_process.py",
     "tiers/stores/s3/test_s3_config.py",
     "connector/region/test_region_processes.py",
 )

@@ -51,7 +51,6 @@ __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 
 logger = get_logger(__name__)
 
-RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # code that tiers ``run`` in workers; imported while they are idle
 BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
 ABANDON_S = 0.5
 #: Assumed for a store that a factory function makes, until the store exists.
@@ -63,8 +62,7 @@ class ProcessIsolatedStore(Store):
     """A store layer. Any thread of the process that created it may call.
 
     It has ``get_tail``, ``quarantine`` and ``folders`` if its store has them. It always has ``size_many``,
-    ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function in a
-    worker.
+    ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys.
 
     Args:
         recipe: how a worker creates the store.
@@ -102,8 +100,7 @@ class ProcessIsolatedStore(Store):
         self.deadline_s = deadline_s
         self._close_s = close_s
         self._region = MappedRegion(region) if region is not None else None
-        imports = RUN_MODULES if region is not None else ()
-        config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
+        config = {**recipe.encode(), "memory_bytes_max": memory_bytes_max}
         self.missing: StoreError | None = None
         self._pool = WorkerPool(config, region=self._region, n_workers=n_workers)
         try:
@@ -187,29 +184,6 @@ class ProcessIsolatedStore(Store):
 
     # ---- many at once ------------------------------------------------------------------------------------------------
 
-    @property
-    def maps_region(self) -> bool:
-        """Whether the workers have mapped the region; otherwise ``run`` has nothing to work on."""
-        return self._region is not None and self._region.fd >= 0
-
-    def run(
-        self,
-        function: Callable[[Any, memoryview, Any, memoryview], object],
-        argument: object,
-        raw: bytes = b"",
-        *,
-        puts_bytes: int = 0,  # noqa: ARG002 - for layers that keep accounts
-    ) -> Any:
-        """Call ``function(store, region, argument, raw)`` in a worker and return its result.
-
-        The worker finds the function by module and name. Argument and result are JSON values. ``deadline_s`` applies
-        to the whole call.
-
-        Raises:
-            StoreError: the function raised, or the worker died or was killed.
-        """
-        return self._call(function, argument, raw=raw)
-
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
         """See ``SupportsGetMany``. If a message fails (at its deadline, for example), all of its keys fail."""
         return self._many([key for key, _ in requests], lambda part: self._get(requests[part]))
@@ -269,7 +243,6 @@ class ProcessIsolatedStore(Store):
         argument: object,
         key: str = "",
         *,
-        raw: bytes = b"",
         given: Sequence[memoryview] = (),
         taken: Sequence[Sequence[memoryview]] = (),
     ) -> Any:
@@ -285,7 +258,7 @@ class ProcessIsolatedStore(Store):
             worker = self._take_worker(key)
             is_usable = False
             try:
-                value = worker.call(function, argument, self._deadline_at(), raw=raw, given=given, taken=taken)
+                value = worker.call(function, argument, self._deadline_at(), given=given, taken=taken)
                 is_usable = True
                 return value
             except StoreError:

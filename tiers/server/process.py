@@ -6,7 +6,7 @@ it reads into. A process can be killed, and once it is reaped, it cannot touch m
 The process is a fresh interpreter: a fork of a process with threads copies locks that no thread will release. It ends
 with the engine's process, of which it holds a pidfd, even if a fork of the engine keeps the socket open. What a library
 forks in it can neither answer nor write into the region: the region is not mapped in forks, and a fork ends when it
-returns from the library. It is killed with its process group.
+returns from the library, or at the latest with the process, which is killed with its process group.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ logger = get_logger(__name__)
 NICENESS: Final = 0  # below the engine: without it, its threads were found to wake up 2.7 ms late instead of 1.75
 CLOSE_S: Final = 1.0  # for the store's own close
 _CONFIG_BYTES_MAX: Final = 1 << 24
+_OUT_OF_MEMORY_STATUS: Final = 3
 _MADV_POPULATE_WRITE: Final = 23  # not in the mmap module
 _TOUCH_BYTES: Final = 64 << 20  # takes a millisecond or two, for which a request may have to wait
 
@@ -198,7 +199,8 @@ def main() -> None:
         importlib.import_module(config["module"])  # before the limit: some libraries need memory for each core
         limit_memory(config["memory_bytes_max"])
     tag, seats = bytes.fromhex(config["tag"]), Seats(*config["seats"])
-    server = Server(sock, tag, partial(make_store, config), rows, work, seats)
+    give_up = partial(os._exit, _OUT_OF_MEMORY_STATUS)
+    server = Server(sock, tag, partial(make_store, config), rows, work, seats, give_up=give_up)
     threading.Thread(target=_prepare, args=(server, mapping), name="kvtiers-prepare", daemon=True).start()
     server.serve([parent])
     threading.Thread(target=server.close_store, daemon=True).start()
@@ -220,9 +222,18 @@ def _map(config: Mapping[str, Any]) -> tuple[mmap.mmap, Rows]:
     before = offset % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(fd, before + length, offset=offset - before)
     mapping.madvise(mmap.MADV_DONTFORK)  # a fork may outlive this process, and slots are reused then
-    os.close(fd)
+    _drop_descriptors(os.fstat(fd))
     row_bytes = config["row_bytes"]
     return mapping, Rows(memoryview(mapping)[before:].cast("B", (length // row_bytes, row_bytes)))
+
+
+def _drop_descriptors(file: os.stat_result) -> None:
+    """Make all descriptors of a file /dev/null's. A mmap object keeps one, through which a library could write."""
+    with open(os.devnull, "r+b", buffering=0) as null:
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the listing's own
+                if os.path.samestat(os.fstat(int(name)), file):
+                    os.dup2(null.fileno(), int(name), inheritable=False)
 
 
 def _prepare(server: Server, mapping: mmap.mmap) -> None:

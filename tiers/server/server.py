@@ -112,6 +112,7 @@ class Server:
         make_store: creates the store; called again after it failed.
         rows: the region.
         clock: seconds, monotonic; the engine's deadlines are by this clock.
+        give_up: called when the memory limit is reached: what a library has allocated may never be free again.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Server:
         seats: Seats,
         *,
         clock: Callable[[], float] = time.monotonic,
+        give_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._sock = sock
         self._tag = tag
@@ -131,6 +133,7 @@ class Server:
         self._rows = rows
         self._work = work
         self._clock = clock
+        self._give_up = give_up
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._sent_at = time.monotonic()
@@ -316,6 +319,8 @@ class Server:
             mover = self._get_mover()
             batch = (mover.load_batch if part.is_load else mover.store_batch)(self._begun(part, pairs, rest))
         except BaseException as e:  # noqa: BLE001 - a thread's edge: the job must be reported in any case
+            if isinstance(e, MemoryError):
+                self._give_up()
             batch, rest = Batch(), []
             batch.outcomes["failed"] = len(pairs)
             batch.errors[type(e).__name__] = len(pairs)
@@ -344,6 +349,7 @@ class Server:
         return batch
 
     def _end_piece(self, part: _Part, batch: Batch) -> None:
+        self._end_if_forked()
         with part.lock:
             part.batch.add(batch)
             part.left -= 1
@@ -364,6 +370,8 @@ class Server:
                 if len(found) != len(keys):
                     raise ValueError(f"{len(found)} answers to {len(keys)} keys")
             except BaseException as e:  # noqa: BLE001 - a thread's edge: a failed lookup is a miss
+                if isinstance(e, MemoryError):
+                    self._give_up()
                 if not isinstance(e, StoreError):
                     self._say(f"lookup of {len(keys)} keys failed: {type(e).__name__}: {e}")
                 found = [None] * len(keys)
@@ -448,8 +456,12 @@ class Server:
 
     def _send(self, *content: object, raw: bytes = b"") -> None:
         frame = pack_frame(self._tag, content, raw)
+        self._end_if_forked()
         with self._sending, suppress(OSError):  # the engine is gone: the loop notices it
-            if os.getpid() != self._pid:
-                os._exit(1)  # a fork that a library made and returned from, which must not answer
             self._sock.sendall(frame)
             self._sent_at = time.monotonic()
+
+    def _end_if_forked(self) -> None:
+        """End a fork that a library made and returned from: it must not answer, and locks may stay locked in it."""
+        if os.getpid() != self._pid:
+            os._exit(1)

@@ -388,7 +388,7 @@ class Channel:
                 server.ending = "shutdown"
         until = time.monotonic() + END_S
         ending = [server for server in self._servers if server.handle is None or server.ending]
-        while not all(map(self._has_ended, ending)) and time.monotonic() < until:
+        while not all(list(map(self._has_ended, ending))) and time.monotonic() < until:
             time.sleep(0.002)
         if any(server.handle is not None for server in self._servers):
             return False
@@ -401,7 +401,7 @@ class Channel:
             if not (server.ending and server.handle.has_ended()):
                 return False
             server.handle, server.ending = None, ""
-        self._fail(server, "shutdown", is_loss=False)
+        self._fail(server, "shutdown")
         return True
 
     def _send(self, server: _Server, request: _Request, content: list[object], raw: bytes = b"") -> int:
@@ -456,7 +456,7 @@ class Channel:
                     return
         except BlockingIOError:
             pass
-        except (OSError, EOFError, ValueError, TypeError, KeyError, IndexError) as e:
+        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it sends, only its own work may fail
             self._end(server, f"{e}" or type(e).__name__)
 
     def _hear(self, server: _Server, content: Any, raw: bytes) -> None:
@@ -559,9 +559,10 @@ class Channel:
         logger.debug("tier %s: a server ended: %s", self._tier, why)
         self._fail(server, why)
 
-    def _fail(self, server: _Server, why: str, *, is_loss: bool = True) -> None:
+    def _fail(self, server: _Server, why: str) -> None:
         """Answer what a server that has ended owes."""
         owed, server.owed = server.owed, {}
+        is_loss = why != "shutdown"
         late = why.startswith("late: ")
         kind = StoreTimeoutError if late else StoreUnavailableError
         text = f"{why.removeprefix('late: ')}; its process was killed" if late else f"the tier's process failed: {why}"
@@ -597,6 +598,8 @@ class Channel:
                 self._started.put((server, self._backend.start(server.seats)))
             except Exception as e:  # noqa: BLE001 - a thread's edge: it is tried again
                 self._started.put((server, e))
+            if self._closing:  # perhaps nobody polls any more
+                self._take_started()
 
         try:
             threading.Thread(target=start, name=f"kvtiers-{self._tier}-start", daemon=True).start()
@@ -613,5 +616,8 @@ class Channel:
                 server.pause_s = min(PAUSE_S[1], 2 * server.pause_s)
                 server.start_at = self._clock() + server.pause_s
                 self._fail(server, f"no process could be started: {handle}")
+            elif self._closing:
+                handle.kill()
+                handle.close()
             else:
                 self._adopt(server, handle)

@@ -1,0 +1,445 @@
+"""Servers in processes: whatever a store's library does, its tier goes on, and no slot has wrong bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import JobMetadata, JobResult
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.isolation.process import MappedRegion, StoreRecipe
+from kvtiers.tiers.server.process import ProcessBackend
+from kvtiers.tiers.server.server import Seats
+from kvtiers.tiers.tier import channel
+from kvtiers.tiers.tier.lookup import LookupOptions
+from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
+from tests.identity import FakeSpec, block_key
+from tests.leaks import open_fds
+from tests.processes import is_gone
+from tests.promises import Record
+from tests.tiers.server.hostile_store import HostileStore
+from tests.waiting import PATIENT, wait_for
+
+ROW_BYTES, ROWS = 64 << 10, 128
+COUNT = 64  # blocks of a job: several pieces, see tiers.server.server
+KEYS = [block_key(n) for n in range(COUNT)]
+DEADLINE_S = 1.0  # of calls that hang
+SEATS = [Seats(1, 1, 2, 2)]
+
+
+class Bench:
+    """A tier on a region that other processes can map. Blocks lie in its first half, and are loaded into the other."""
+
+    def __init__(self, root: Path, seats: Sequence[Seats] = SEATS, memory_bytes_max: int | None = None) -> None:
+        self.root = root
+        self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+        self.rows = np.asarray(self.view)
+        self.rows[:] = np.random.default_rng(1).integers(-128, 128, self.rows.shape, np.int8)
+        self.job_id = 0
+        region = MappedRegion(self.view)
+        recipe = StoreRecipe.of(HostileStore, root_dir=root)
+        self.tier = StoreTierManager(
+            FakeSpec(),
+            self.view,
+            "test",
+            options=TierOptions(
+                job_deadline_s=120.0,
+                circuit_probe_s=0.01,
+                shutdown_s=20.0,
+                lookup=LookupOptions(deadline_s=60.0, total_s=120.0, absent_ttl_s=0.0),
+            ),
+            make_backend=lambda work, rows: ProcessBackend(
+                recipe, region, rows.row_bytes, work, seats, memory_bytes_max
+            ),
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        return self.tier._channel.pids
+
+    @property
+    def kills(self) -> int:
+        return self.tier._channel.kills
+
+    def has_lost(self, pid: int) -> bool:
+        """Whether a server has ended and is reaped."""
+        self.tier._channel.poll()
+        return not psutil.pid_exists(pid)
+
+    @property
+    def how(self) -> Path:
+        return Path(f"{self.root}.how")
+
+    def run(self, op: str) -> JobResult:
+        """Store all blocks, or load them."""
+        self.job_id += 1
+        blocks = np.arange(COUNT, dtype=np.int32) + (COUNT if op == "get" else 0)
+        if op == "get":
+            self.rows[COUNT:] = 0
+        submit = self.tier.submit_load if op == "get" else self.tier.submit_store
+        submit(JobMetadata(self.job_id, KEYS, blocks))
+        results: list[JobResult] = []
+
+        def has_ended() -> bool:
+            self.tier.on_schedule_end()
+            results.extend(self.tier.get_finished())
+            return bool(results)
+
+        wait_for(has_ended)
+        (result,) = results
+        assert result.job_id == self.job_id
+        if op == "get":
+            for key in result.successful_keys:
+                place = KEYS.index(key)
+                assert np.array_equal(self.rows[COUNT + place], self.rows[place])
+        return result
+
+    def find(self) -> bool:
+        """Look all keys up. Whether all of them are there."""
+        self.tier._lookup.forget(KEYS)
+
+        def answers() -> list[bool | None]:
+            self.tier.on_schedule_end()
+            found = [self.tier.lookup(key) for key in KEYS]
+            return [] if None in found else found
+
+        return all(wait_for(answers))
+
+    def works(self) -> bool:
+        """Whether everything does."""
+        return self.run("put").success and self.run("get").success and self.find()
+
+    def provoke(self, method: str, what: str, deadline_s: float = 120.0) -> None:
+        """Have the store do it."""
+        self.how.write_text(f"{method} {what}")
+        channel = self.tier._channel
+        channel._deadline_s = deadline_s
+        try:
+            while self.how.exists():  # a busy machine may not begin a block in time
+                self.find() if method == "size" else self.run(method)
+                if method == "put":
+                    self.remove_some()
+        finally:
+            channel._deadline_s = 120.0
+
+    def remove_some(self) -> None:
+        for key in KEYS[::2]:
+            (self.root / self.tier.mapper.relative_name(key)).unlink(missing_ok=True)
+
+    def forks(self) -> list[int]:
+        path = Path(f"{self.root}.forks")
+        return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    """Makes tiers, whose dead servers are started again soon."""
+    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    made: list[Bench] = []
+
+    def make(*arguments: Any) -> Bench:
+        made.append(Bench(tmp_path / "kv", *arguments))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        pids = bench.pids
+        bench.tier.shutdown()
+        wait_for(lambda pids=pids: all(map(is_gone, pids)))  # type: ignore[misc]
+
+
+@pytest.fixture
+def bench(make: Callable[..., Bench]) -> Bench:
+    bench = make()
+    assert bench.works()
+    return bench
+
+
+# ---- a library that misbehaves ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["put", "get", "size"])
+def test_call_that_hangs_ends_its_process_at_the_deadline_and_the_tier_comes_back(bench: Bench, method: str) -> None:
+    (victim,) = bench.pids
+    bench.remove_some()
+    bench.provoke(method, "hang", DEADLINE_S)
+    if method == "size":  # a lookup has its own, shorter deadline
+        wait_for(lambda: bench.has_lost(victim))
+    assert not psutil.pid_exists(victim), "it is reported only when its process is reaped"
+    wait_for(bench.works)
+    assert bench.pids != [victim]
+
+
+@pytest.mark.parametrize("method", ["put", "get", "size"])
+@pytest.mark.parametrize("what", ["SystemExit", "MemoryError", "KeyboardInterrupt", "ZeroDivisionError", "EOFError"])
+def test_any_exception_fails_its_blocks_only(bench: Bench, method: str, what: str) -> None:
+    bench.provoke(method, what)
+    wait_for(bench.works)
+    assert bench.kills == (what == "MemoryError")
+
+
+@pytest.mark.parametrize("method", ["put", "get", "size"])
+def test_library_that_ends_the_process(bench: Bench, method: str) -> None:
+    bench.provoke(method, "exit")
+    wait_for(bench.works)
+    assert bench.kills == 1
+
+
+@pytest.mark.parametrize("method", ["put", "get", "size"])
+@pytest.mark.parametrize("what", ["fork", "fork-in-c"])
+def test_fork_that_returns_from_a_library_answers_nothing_and_ends(bench: Bench, method: str, what: str) -> None:
+    pids = bench.pids
+    for _ in range(2):
+        bench.provoke(method, what)
+    forks = bench.forks()
+    assert len(forks) == 2
+    wait_for(bench.works)
+    assert bench.pids == pids
+    assert bench.kills == 0
+    if what == "fork-in-c":  # Python may hang in it, as it was not told of the fork
+        bench.tier.shutdown()
+    wait_for(lambda: all(map(is_gone, forks)))
+
+
+@pytest.mark.parametrize("what", ["late-child", "late-session"])
+def test_child_of_a_killed_process_cannot_write_into_the_region(bench: Bench, what: str) -> None:
+    """Also a child that leaves the process group, and so outlives the process."""
+    bench.provoke("get", what, DEADLINE_S)
+    (child,) = bench.forks()
+    try:
+        if what == "late-child":
+            wait_for(lambda: is_gone(child))
+        wait_for(bench.works)
+        before = bench.rows.copy()
+        Path(f"{bench.root}.go").touch()
+        wait_for(lambda: is_gone(child))
+        assert np.array_equal(bench.rows, before)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("method", ["put", "get", "size"])
+def test_library_that_writes_into_every_descriptor(bench: Bench, method: str) -> None:
+    (victim,) = bench.pids
+    bench.remove_some()
+    before = bench.rows[:COUNT].copy()
+    bench.provoke(method, "write")
+    wait_for(lambda: bench.has_lost(victim))
+    wait_for(bench.works)
+    assert np.array_equal(bench.rows[:COUNT], before)
+
+
+@pytest.mark.parametrize("method", ["put", "get", "size"])
+def test_process_that_exceeds_its_memory_limit_is_replaced(make: Callable[..., Bench], method: str) -> None:
+    bench = make(SEATS, 256 << 20)
+    assert bench.works()
+    bench.provoke(method, "hoard")
+    wait_for(bench.works)
+    assert bench.kills == 1
+
+
+# ---- processes that die ----------------------------------------------------------------------------------------------
+
+
+def kill_at_random(tmp_path: Path, kills: int) -> int:
+    """Kill servers under load; returns the number of jobs. A failed assertion: wrong bytes, or a lost job."""
+    dice = random.Random(5)
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    rows = np.asarray(view)
+    options: dict[str, Any] = {**PATIENT, "circuit_probe_s": 0.001, "max_bytes_in_flight": 1 << 30}
+    tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), min_free=0, **options)
+    free = list(range(ROWS))
+    content = np.random.default_rng(2).integers(-128, 128, (COUNT, ROW_BYTES), np.int8)
+    under_way: dict[int, tuple[bool, list[OffloadKey], list[int]]] = {}
+    jobs = killed = good = 0
+
+    def book() -> bool:
+        """Book what has ended. Whether nothing is under way."""
+        nonlocal good
+        tier.on_schedule_end()
+        for result in tier.get_finished():
+            is_load, keys, blocks = under_way.pop(result.job_id)  # KeyError: it was reported twice
+            assert set(result.successful_keys) <= set(keys)
+            if is_load:
+                for key, block in zip(keys, blocks, strict=True):
+                    if key in result.successful_keys:
+                        assert np.array_equal(rows[block], content[KEYS.index(key)]), "wrong bytes"
+            good += result.success
+            free.extend(blocks)
+        return not under_way
+
+    def submit(*, is_load: bool, count: int) -> None:
+        nonlocal jobs
+        keys = dice.sample(KEYS, count)
+        blocks = [free.pop() for _ in keys]
+        rows[blocks] = 0 if is_load else content[[KEYS.index(key) for key in keys]]
+        jobs += 1
+        under_way[jobs] = is_load, keys, blocks
+        (tier.submit_load if is_load else tier.submit_store)(JobMetadata(jobs, keys, np.array(blocks, np.int32)))
+
+    try:
+        while killed < kills:
+            if len(free) >= 32:
+                submit(is_load=dice.random() < 0.6, count=dice.randrange(1, 33))
+            tier.lookup(dice.choice(KEYS))
+            book()
+            if dice.random() < 0.1 and good > killed // 4 and tier._channel.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(dice.choice(tier._channel.pids), signal.SIGKILL)
+                    killed += 1
+        wait_for(book)
+        assert sorted(free) == list(range(ROWS)), "a slot is lost"
+
+        def moves_all(*, is_load: bool) -> bool:
+            before = good
+            submit(is_load=is_load, count=COUNT)
+            wait_for(book)
+            return good > before
+
+        wait_for(lambda: moves_all(is_load=False) and moves_all(is_load=True))
+    finally:
+        tier.shutdown()
+    return jobs
+
+
+def test_servers_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
+    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    record("S3", kills=20, jobs=kill_at_random(tmp_path, 20), missing=0, twice=0)
+
+
+@pytest.mark.full
+def test_many_servers_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
+    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    record("W3", kills=200, jobs=kill_at_random(tmp_path, 200), bad=0)
+
+
+def run_engine(code: str, root: Path, *, stderr: str = "") -> subprocess.Popen[bytes]:
+    """An engine of its own with a bench; its standard error is closed if ``stderr`` is "2>&-"."""
+    text = f"import os, sys, time\nfrom pathlib import Path\nfrom {__name__} import *\n{code}"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), *sys.path]))
+    command = ["sh", "-c", f'exec "$@" {stderr}', "sh", sys.executable, "-c", text, str(root)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+
+
+@pytest.mark.parametrize("is_hung", [False, True], ids=["idle", "hung"])
+def test_process_ends_with_the_engine_although_a_fork_holds_its_socket(tmp_path: Path, is_hung: bool) -> None:
+    code = f"""
+bench = Bench(Path(sys.argv[1]))
+assert bench.works()
+fork = os.fork()
+if not fork:
+    time.sleep(600)
+    os._exit(0)
+if {is_hung}:
+    bench.how.write_text("get hang")
+    bench.tier.submit_load(JobMetadata(99, KEYS, np.arange(COUNT, dtype=np.int32)))
+    wait_for(lambda: bench.tier._channel.poll() or not bench.how.exists())
+print(fork, *bench.pids, flush=True)
+time.sleep(600)
+"""
+    engine = run_engine(code, tmp_path / "kv")
+    assert engine.stdout is not None
+    fork, *pids = map(int, engine.stdout.readline().split())
+    try:
+        assert len(pids) == 1
+        engine.kill()
+        engine.wait()
+        assert not is_gone(fork)
+        wait_for(lambda: all(map(is_gone, pids)))
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        engine.stdout.close()
+
+
+@pytest.mark.parametrize("stderr", ["", "2>&-"], ids=["stderr", "no stderr"])
+def test_what_a_library_prints_comes_neither_into_standard_output_nor_into_the_region(
+    tmp_path: Path, stderr: str
+) -> None:
+    """Without standard error, the region's file would get descriptor 2, the lowest number that is free."""
+    code = """
+bench = Bench(Path(sys.argv[1]))
+assert bench.works()
+before = bench.rows[:COUNT].copy()
+bench.provoke("get", "print")
+assert bench.works()
+assert np.array_equal(bench.rows[:COUNT], before)
+bench.tier.shutdown()
+print("unchanged")
+"""
+    engine = run_engine(code, tmp_path / "kv", stderr=stderr)
+    output, _ = engine.communicate()
+    assert (engine.returncode, output) == (0, b"unchanged\n")
+
+
+def test_processes_do_not_see_the_keys(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.tiers.server.process.KEY_VARIABLES", {"KEYS"})
+    monkeypatch.setenv("KEYS", "CANARY")
+    monkeypatch.setenv("OTHER", "CANARY")
+    bench = make()
+    assert bench.works()
+    for pid in bench.pids:
+        seen = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert b"OTHER=CANARY" in seen
+        assert b"KEYS=CANARY" not in seen
+
+
+def test_signals_to_the_whole_service_are_the_engines(bench: Bench) -> None:
+    """Ctrl-C, and what systemd stops a service with: the engine has stores to finish."""
+    pids = bench.pids
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for pid in pids:
+            os.kill(pid, number)
+        assert bench.works()
+    assert bench.pids == pids
+
+
+def test_process_of_an_engine_with_many_open_files(make: Callable[..., Bench]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1200
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while held[-1] < 1024:
+            held.append(os.dup(held[0]))
+        assert make().works()
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_tier_that_ends_amid_hung_calls_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
+    first = Bench(tmp_path / "first")  # what is imported and cached once
+    first.tier.shutdown()
+    fds = open_fds()
+    bench = Bench(tmp_path / "kv", [Seats(1, 1, 1, 0), Seats(1, 0, 0, 1)])
+    assert bench.works()
+    pids = bench.pids
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # as if its system call did not return
+    bench.tier.shutdown_s = 0.4
+    bench.tier.submit_load(JobMetadata(99, KEYS, np.arange(COUNT, dtype=np.int32)))
+    bench.tier.shutdown()
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    assert [result.job_id for result in bench.tier.get_finished()] == [99]
+    del bench
+    assert {re.sub(r"\d+", "", name) for _, name in open_fds() - fds} <= {"/memfd:kvtiers-region (deleted)"}
