@@ -49,7 +49,7 @@ MODELS_MAX = 5  # whose blocks are described
 #: Options that other lines show.
 _SAID_OTHERWISE = {
     "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
-    "isolation", "task_bytes", "job_deadline_s", "lookup_deadline_s", "lookup_total_s", "seal_checksum",
+    "isolation", "job_deadline_s", "lookup_deadline_s", "lookup_total_s", "seal_checksum",
     "encrypt", "keys_file", "keys_env", "read_only", "ttl", "gc_high", "gc_low", "gc_every_s",
 }  # fmt: skip
 

@@ -23,7 +23,6 @@ from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import store_recipe
 from kvtiers.tiers.config.tier_options import FsspecTierConfig, NfsTierConfig, S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
-from kvtiers.tiers.isolation.store import ProcessIsolatedStore
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.testing.servers import S3Server, moto_server
@@ -147,7 +146,7 @@ def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], is
         job_deadline_s=60.0,
     )
     try:
-        assert isinstance(tier.store, ProcessIsolatedStore) == (isolation == "process")
+        assert bool(tier._channel.pids) == (isolation == "process")
         store_and_load(tier, region)
     finally:
         tier.shutdown()
@@ -235,7 +234,7 @@ def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.Monk
         "job_deadline_s": 600,
     }
     tier = SecondaryTierFactory.create_secondary_tier(
-        options | {"n_read_threads": 1, "n_write_threads": 1, "isolation": "process", "task_bytes": 1}, view, FakeSpec()
+        options | {"n_read_threads": 1, "n_write_threads": 1, "isolation": "process"}, view, FakeSpec()
     )
     assert isinstance(tier, StoreTierManager)
     tier.submit_store(JobMetadata(1, KEYS[:1], np.arange(1, dtype=np.int32)))

@@ -51,7 +51,7 @@ __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 
 logger = get_logger(__name__)
 
-RUN_MODULES = ("kvtiers.tiers.isolation.mover",)  # code that tiers ``run`` in workers; imported while they are idle
+
 BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
 ABANDON_S = 0.5
 #: Assumed for a store that a factory function makes, until the store exists.
@@ -62,9 +62,8 @@ REDELIVERIES_MAX = 8  # deliveries of one call, if workers die before they take 
 class ProcessIsolatedStore(Store):
     """A store layer. Any thread of the process that created it may call.
 
-    It has ``get_tail``, ``quarantine`` and ``folders`` if its store has them. It always has ``size_many``,
-    ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function in a
-    worker.
+    It has ``get_tail``, ``quarantine`` and ``folders`` if its store has them. It always has ``size_many``
+    and ``delete_many``, which cost one message for up to 256 keys.
 
     Args:
         recipe: how a worker creates the store.
@@ -102,8 +101,7 @@ class ProcessIsolatedStore(Store):
         self.deadline_s = deadline_s
         self._close_s = close_s
         self._region = MappedRegion(region) if region is not None else None
-        imports = RUN_MODULES if region is not None else ()
-        config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
+        config = {**recipe.encode(), "memory_bytes_max": memory_bytes_max}
         self.missing: StoreError | None = None
         self._pool = WorkerPool(config, region=self._region, n_workers=n_workers)
         try:
@@ -136,9 +134,8 @@ class ProcessIsolatedStore(Store):
         return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-        (failure,) = self._get([(key, parts)], key)
-        if failure is not None:
-            raise decode_error(failure)
+        segments, outside = self._locate(parts)
+        self._call(calls.get, (key, segments), key, taken=outside)
 
     def size(self, key: str) -> int | None:
         (size,) = self.size_many([key])
@@ -187,33 +184,6 @@ class ProcessIsolatedStore(Store):
 
     # ---- many at once ------------------------------------------------------------------------------------------------
 
-    @property
-    def maps_region(self) -> bool:
-        """Whether the workers have mapped the region; otherwise ``run`` has nothing to work on."""
-        return self._region is not None and self._region.fd >= 0
-
-    def run(
-        self,
-        function: Callable[[Any, memoryview, Any, memoryview], object],
-        argument: object,
-        raw: bytes = b"",
-        *,
-        puts_bytes: int = 0,  # noqa: ARG002 - for layers that keep accounts
-    ) -> Any:
-        """Call ``function(store, region, argument, raw)`` in a worker and return its result.
-
-        The worker finds the function by module and name. Argument and result are JSON values. ``deadline_s`` applies
-        to the whole call.
-
-        Raises:
-            StoreError: the function raised, or the worker died or was killed.
-        """
-        return self._call(function, argument, raw=raw)
-
-    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        """See ``SupportsGetMany``. If a message fails (at its deadline, for example), all of its keys fail."""
-        return self._many([key for key, _ in requests], lambda part: self._get(requests[part]))
-
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``Store``."""
         return self._many(keys, lambda part: self._call(calls.size_many, list(keys[part])))
@@ -243,12 +213,6 @@ class ProcessIsolatedStore(Store):
             return self._region.locate(parts)
         return [(-1, part.nbytes) for part in parts], [part.cast("B") for part in parts]
 
-    def _get(self, requests: Sequence[tuple[str, Sequence[memoryview]]], key: str = "") -> list[Any]:
-        located = [self._locate(parts) for _, parts in requests]
-        blobs = [(name, segments) for (name, _), (segments, _) in zip(requests, located, strict=True)]
-        failures: list[Any] = self._call(calls.get, blobs, key, taken=[outside for _, outside in located])
-        return failures
-
     def _many(self, keys: Sequence[str], ask: Callable[[slice], list[Any]]) -> list[Any]:
         """Answers of several messages, with a StoreError where a key failed."""
         self._pool.check_usable()
@@ -269,9 +233,8 @@ class ProcessIsolatedStore(Store):
         argument: object,
         key: str = "",
         *,
-        raw: bytes = b"",
         given: Sequence[memoryview] = (),
-        taken: Sequence[Sequence[memoryview]] = (),
+        taken: Sequence[memoryview] = (),
     ) -> Any:
         """Call a function in a worker; see ``WorkerProcess.call``.
 
@@ -285,7 +248,7 @@ class ProcessIsolatedStore(Store):
             worker = self._take_worker(key)
             is_usable = False
             try:
-                value = worker.call(function, argument, self._deadline_at(), raw=raw, given=given, taken=taken)
+                value = worker.call(function, argument, self._deadline_at(), given=given, taken=taken)
                 is_usable = True
                 return value
             except StoreError:

@@ -276,7 +276,7 @@ class _Worker:
 
     Args:
         config: ``module``, ``name`` and ``options`` of the store; ``scratch_fd``; ``region``: [descriptor, offset,
-            length] or null; ``imports``: modules that ``run`` will use; ``memory_bytes_max``: see ``limit_memory``.
+            length] or null; ``memory_bytes_max``: see ``limit_memory``.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -296,12 +296,9 @@ class _Worker:
     def prepare(self) -> Iterator[bool]:
         """Do work that the first batch would otherwise wait for, in small steps while there is no request.
 
-        Imports take 0.1 s, an S3 client 0.3 s. Page tables are filled in advance, which costs 0.2 % of the region's
+        An S3 client takes 0.3 s. Page tables are filled in advance, which costs 0.2 % of the region's
         size in memory. Otherwise a page fault per page halves the speed of the first pass over the region.
         """
-        for module in self._config["imports"]:
-            importlib.import_module(module)
-            yield True
         with suppress(Exception):  # the first request gets the error again, and reports it
             self._store.prepare()
         yield True
@@ -316,8 +313,7 @@ class _Worker:
     def open_early(self) -> None:
         """Create the store before the first request. If that fails, a request tries again and reports the error."""
         if self._config["memory_bytes_max"] is not None:
-            for module in self._config["imports"]:  # before the limit: numpy's threads need memory for each core
-                importlib.import_module(module)
+            importlib.import_module(self._config["module"])  # before the limit: libraries may need a lot
             limit_memory(self._config["memory_bytes_max"])
         try:
             self._open()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from kvtiers.tiers.isolation.mover import IsolatedMover, WorkerFunction, pack_pairs, unpack_pairs
 
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata, JobResult
@@ -24,7 +25,6 @@ from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.builtin import FileSystemTierManager, S3TierManager
 from kvtiers.tiers.config.tier_options import FsTierConfig, default_threads
 from kvtiers.tiers.errors import StoreUnavailableError
-from kvtiers.tiers.isolation.mover import IsolatedMover, WorkerFunction, pack_pairs, unpack_pairs
 from kvtiers.tiers.isolation.store import ProcessIsolatedStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.http_faults import HttpFaultServer

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kvtiers.tiers.tier.pool import Cancelled, DualQueueThreadPool, FinishedJob, Unfinished
 
 from kvtiers.tiers.errors import QueueFullError
 from kvtiers.tiers.tier import pool as pool_module
-from kvtiers.tiers.tier.pool import Cancelled, DualQueueThreadPool, FinishedJob, Unfinished
 from tests.promises import Record
 from tests.waiting import wait_for
 

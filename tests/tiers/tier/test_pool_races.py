@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from kvtiers.tiers.tier.pool import DualQueueThreadPool, Unfinished
 
 from kvtiers.tiers.tier import pool as pool_module
-from kvtiers.tiers.tier.pool import DualQueueThreadPool, Unfinished
 from tests.promises import Record
 from tests.tiers.tier.test_pool import Gate, let_go, wait_entered
 from tests.waiting import wait_for
