@@ -163,16 +163,15 @@ def _start(
         parallel_agnostic=config.parallel_agnostic,
         extra_fields=strict_fields(spec) | _protection_fields(config),
     )
-    region, why_here = _map_region(name, config, view)
-    where: dict[str, Any]
-    if region is not None:
-        where = {"make_backend": partial(_processes, config, region)}
-    else:
-        where = {"store": open_store(for_engine(config, f"tier {name}", why_here))}
-    StoreTierManager.__init__(tier, spec, view, tier_type, mapper=mapper, options=_tier_options(config), **where)
+    start = partial(
+        StoreTierManager.__init__, tier, spec, view, tier_type, mapper=mapper, options=_tier_options(config)
+    )
+    why_here = _start_processes(start, name, config, view)
+    if why_here:
+        start(store=open_store(for_engine(config, f"tier {name}", why_here)))
     try:
         if not tier.capabilities.shared:
-            check_needs_no_sharing(policy, in_processes=region is not None)
+            check_needs_no_sharing(policy, in_processes=not why_here)
         if policy is not None:
             tier.collect(_start_collector(tier_type, config, policy, mapper))
     except BaseException:
@@ -190,7 +189,7 @@ def _start(
         mapper.rank,
         config.n_read_threads,
         config.n_write_threads,
-        "this process" if region is None else "processes of its own",
+        "this process" if why_here else "processes of its own",
         ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
         mapper.block_tokens,
     )
@@ -224,27 +223,31 @@ def _shown_place(config: TierConfig) -> str:
     return f"{config.type} in {printable(getattr(config, 'root_dir', 'memory'))}"
 
 
-def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[MappedRegion | None, str]:
-    """The region for the tier's processes. None: its servers are threads of this process; and why.
+def _start_processes(start: Callable[..., None], name: str, config: TierConfig, view: memoryview) -> str:
+    """Start the tier with processes of its own. Returns why it is not started, and needs threads of this process.
 
     Raises:
-        ConfigError: ``isolation: process`` is set, but other processes cannot map the region.
+        ConfigError: ``isolation: process`` is set, but other processes cannot map the region, or none can be started.
     """
     from .isolation.mapped_file import open_mapped_file
 
     if config.isolation == "thread":
-        return None, "isolation: thread"
+        return "isolation: thread"
     try:
         fd, _ = open_mapped_file(view)
         os.close(fd)
     except (OSError, RegionError) as e:
-        if config.isolation == "process":
-            raise ConfigError(
-                f"other processes cannot map the region: {e}. To use threads instead, write thread", field="isolation"
-            ) from e
-        logger.info("tier %s: isolation: auto uses threads of this process: %s", name, e)
-        return None, f"isolation: {config.isolation}, and {e}"
-    return MappedRegion(view), ""
+        problem = f"other processes cannot map the region: {e}"
+    else:
+        try:
+            start(make_backend=partial(_processes, config, MappedRegion(view)))
+            return ""
+        except OSError as e:
+            problem = f"no process can be started: {e}"
+    if config.isolation == "process":
+        raise ConfigError(f"{problem}. To use threads instead, write thread", field="isolation")
+    logger.info("tier %s: isolation: auto uses threads of this process: %s", name, problem)
+    return f"isolation: {config.isolation}, and {problem}"
 
 
 def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows) -> ProcessBackend:

@@ -25,7 +25,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kvtiers.tiers.isolation.mover import IsolatedMover
 from rich.console import Console
 from rich.table import Table
 

@@ -118,7 +118,10 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def region() -> np.ndarray[Any, Any]:
-    return np.random.default_rng(1).integers(-128, 128, (ROWS, ROW_BYTES), np.int8)
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    rows: np.ndarray[Any, Any] = np.frombuffer(view, np.int8).reshape(ROWS, ROW_BYTES)
+    rows[:] = np.random.default_rng(1).integers(-128, 128, rows.shape, np.int8)
+    return rows
 
 
 def store_and_load(tier: StoreTierManager, region: np.ndarray[Any, Any]) -> None:
@@ -264,7 +267,7 @@ def test_where_no_process_can_be_started_auto_is_threads(
     monkeypatch.setattr(sys, "executable", "")
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
     options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0}
-    with pytest.raises(ConfigError, match="isolation: worker processes are unavailable"):
+    with pytest.raises(ConfigError, match="isolation: no process can be started"):
         SecondaryTierFactory.create_secondary_tier(options | {"isolation": "process"}, view, FakeSpec())
     tier = SecondaryTierFactory.create_secondary_tier(options, view, FakeSpec())
     assert "isolation: auto uses threads of this process" in caplog.text
