@@ -176,7 +176,7 @@ def _start(
         start(store=open_store(for_engine(config, f"tier {name}", why_here)))
     try:
         if not tier.capabilities.shared:
-            check_needs_no_sharing(policy, in_processes=region is not None)
+            check_needs_no_sharing(policy, in_processes=not why_here)
         if policy is not None:
             tier.collect(_start_collector(tier_type, config, policy, mapper))
     except BaseException:
@@ -194,7 +194,7 @@ def _start(
         mapper.rank,
         config.n_read_threads,
         config.n_write_threads,
-        "this process" if region is None else "processes of its own",
+        "this process" if why_here else "processes of its own",
         ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
         mapper.block_tokens,
     )

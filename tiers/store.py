@@ -183,18 +183,6 @@ def _outcome(call: Callable[[str], T], key: str) -> T | Exception:
         return e
 
 
-@runtime_checkable
-class SupportsGetMany(Protocol):
-    """A store that reads many blobs at a lower cost than by single ``get_into`` calls.
-
-    The store splits what its storage does not accept at once.
-    """
-
-    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        """For each request, in order, the error that ``get_into`` would raise; None means success."""
-        ...
-
-
 #: Callback that receives each piece of a blob: the piece's offset in the blob, and the piece.
 Look = Callable[[int, memoryview], None]
 

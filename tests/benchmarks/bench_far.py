@@ -32,7 +32,6 @@ from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.builtin import S3TierManager
-from kvtiers.tiers.isolation.mover import IsolatedMover
 from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server, nginx_stub
 from tests.benchmarks.bench_fs import KIB, MIB
 from tests.identity import FakeSpec, block_key

@@ -82,7 +82,6 @@ API: dict[str, Sequence[str]] = {
 }
 OPTIONAL_PROTOCOLS = (
     "SupportsTail",
-    "SupportsGetMany",
     "SupportsPieces",
     "SupportsQuarantine",
 )

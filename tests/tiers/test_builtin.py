@@ -23,7 +23,6 @@ from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import store_recipe
 from kvtiers.tiers.config.tier_options import FsspecTierConfig, NfsTierConfig, S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
-from kvtiers.tiers.isolation.store import ProcessIsolatedStore
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.testing.servers import S3Server, moto_server
@@ -119,7 +118,10 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def region() -> np.ndarray[Any, Any]:
-    return np.random.default_rng(1).integers(-128, 128, (ROWS, ROW_BYTES), np.int8)
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    rows: np.ndarray[Any, Any] = np.frombuffer(view, np.int8).reshape(ROWS, ROW_BYTES)
+    rows[:] = np.random.default_rng(1).integers(-128, 128, rows.shape, np.int8)
+    return rows
 
 
 def store_and_load(tier: StoreTierManager, region: np.ndarray[Any, Any]) -> None:
@@ -147,7 +149,7 @@ def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], is
         job_deadline_s=60.0,
     )
     try:
-        assert isinstance(tier.store, ProcessIsolatedStore) == (isolation == "process")
+        assert bool(tier._channel.pids) == (isolation == "process")
         store_and_load(tier, region)
     finally:
         tier.shutdown()
@@ -235,7 +237,7 @@ def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.Monk
         "job_deadline_s": 600,
     }
     tier = SecondaryTierFactory.create_secondary_tier(
-        options | {"n_read_threads": 1, "n_write_threads": 1, "isolation": "process", "task_bytes": 1}, view, FakeSpec()
+        options | {"n_read_threads": 1, "n_write_threads": 1, "isolation": "process"}, view, FakeSpec()
     )
     assert isinstance(tier, StoreTierManager)
     tier.submit_store(JobMetadata(1, KEYS[:1], np.arange(1, dtype=np.int32)))
@@ -265,7 +267,7 @@ def test_where_no_process_can_be_started_auto_is_threads(
     monkeypatch.setattr(sys, "executable", "")
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
     options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0}
-    with pytest.raises(ConfigError, match="isolation: worker processes are unavailable"):
+    with pytest.raises(ConfigError, match="isolation: no process can be started"):
         SecondaryTierFactory.create_secondary_tier(options | {"isolation": "process"}, view, FakeSpec())
     tier = SecondaryTierFactory.create_secondary_tier(options, view, FakeSpec())
     assert "isolation: auto uses threads of this process" in caplog.text

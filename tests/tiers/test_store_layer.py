@@ -14,7 +14,6 @@ from kvtiers.tiers.store import (
     Store,
     SupportsFolders,
     SupportsFreeBytes,
-    SupportsGetMany,
     SupportsQuarantine,
     SupportsTail,
     SupportsTotalBytes,
@@ -27,7 +26,6 @@ from kvtiers.tiers.testing.faults import FaultyStore
 
 #: Each protocol, and its methods.
 PROTOCOLS: dict[type, tuple[str, ...]] = {
-    SupportsGetMany: ("get_many_into",),
     SupportsTail: ("get_tail",),
     SupportsQuarantine: ("quarantine",),
     SupportsTouch: ("touch",),

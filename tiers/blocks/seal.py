@@ -148,7 +148,7 @@ class Seal:
         self._clock_ns = clock_ns
 
     def to_json(self) -> dict[str, Any]:
-        """The fields for a child process to create the same trailers: see ``isolation.mover``.
+        """The fields for a child process to create the same trailers: see ``tiers.server.process``.
 
         For a seal with keys they include the keys.
         """

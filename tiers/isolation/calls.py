@@ -6,7 +6,7 @@ parallel to them and has the list of ``encode_error`` where a key failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -26,24 +26,19 @@ def describe(store: Any, _region: memoryview, _argument: None, _raw: memoryview)
 def put(store: Any, region: memoryview, argument: Any, scratch: memoryview) -> bool | None:
     """Put a blob: ``[key, overwrite, segments]``."""
     key, overwrite, segments = argument
-    parts = [part.toreadonly() for part in _parts(segments, region, scratch)[0]]
+    parts = [part.toreadonly() for part in _parts(segments, region, scratch)]
     published: bool | None = store.put(key, parts, overwrite=overwrite)
     return published
 
 
-def get(store: Any, region: memoryview, argument: Any, scratch: memoryview) -> list[list[str] | None]:
-    """Read blobs, each ``[key, segments]``; returns an error or None for each."""
-    requests = []
-    for key, segments in argument:
-        parts, scratch = _parts(segments, region, scratch)
-        requests.append((key, parts))
-    if len(requests) > 1 and hasattr(store, "get_many_into"):
-        return [None if failure is None else encode_error(failure) for failure in store.get_many_into(requests)]
-    return [_outcome(store.get_into, *request) for request in requests]
+def get(store: Any, region: memoryview, argument: Any, scratch: memoryview) -> None:
+    """Read a blob: ``[key, segments]``."""
+    key, segments = argument
+    store.get_into(key, _parts(segments, region, scratch))
 
 
-def _parts(segments: Any, region: memoryview, scratch: memoryview) -> tuple[list[memoryview], memoryview]:
-    """The parts of a blob, and the rest of the scratch file's bytes."""
+def _parts(segments: Any, region: memoryview, scratch: memoryview) -> list[memoryview]:
+    """The parts of a blob."""
     parts = []
     for offset, length in segments:
         if offset >= 0:
@@ -52,7 +47,7 @@ def _parts(segments: Any, region: memoryview, scratch: memoryview) -> tuple[list
         else:
             parts.append(scratch[:length])
             scratch = scratch[length:]
-    return parts, scratch
+    return parts
 
 
 def get_tail(store: Any, _region: memoryview, argument: Any, _raw: memoryview) -> tuple[int, str] | None:
@@ -108,14 +103,6 @@ def next_page(store: Any, _region: memoryview, prefix: str, _raw: memoryview) ->
 
 def _page(listing: Iterable[Any], count: int) -> list[tuple[str, int, float]]:
     return [(info.key, info.size, info.mtime) for info in islice(listing, count)]
-
-
-def _outcome(call: Callable[..., object], *arguments: Any) -> list[str] | None:
-    try:
-        call(*arguments)
-    except Exception as e:  # noqa: BLE001 - a process's edge: the caller must get the error
-        return encode_error(e)
-    return None
 
 
 def _size(size: object) -> object:

@@ -163,17 +163,15 @@ class WorkerProcess:
         argument: object,
         deadline: float,
         *,
-        raw: bytes = b"",
         given: Sequence[memoryview] = (),
-        taken: Sequence[Sequence[memoryview]] = (),
+        taken: Sequence[memoryview] = (),
     ) -> Any:
         """Call ``function(store, region, argument, raw)`` in the worker.
 
         Args:
             given: parts outside the region that the function reads. They are sent in the scratch file, whose bytes the
                 function gets as ``raw``.
-            taken: for each of several blobs, parts outside the region that the function fills. Its result is then
-                parallel to the blobs; parts are only filled where it is None.
+            taken: parts outside the region that the function fills. They are only filled if it raises nothing.
 
         Raises:
             TimeoutError: ``deadline`` has passed.
@@ -192,21 +190,17 @@ class WorkerProcess:
         # An end that arrives now is noticed by the send, so that the request goes to another worker.
         if not self._frames.is_empty() or (self._arrived.poll(0) and self._sock.recv(1, socket.MSG_PEEK)):
             raise StrayBytesError("it sent bytes although no request was open")
-        scratch_bytes = parts_size(given) + sum(map(parts_size, taken))
+        scratch_bytes = parts_size(given) + parts_size(taken)
         if scratch_bytes:
             os.ftruncate(self._scratch_fd, scratch_bytes)
             transfer(os.pwritev, self._scratch_fd, given)
         tag = os.urandom(TAG_BYTES)
-        frame = pack_frame((function.__module__, function.__qualname__, argument, scratch_bytes), raw, tag=tag)
+        frame = pack_frame((function.__module__, function.__qualname__, argument, scratch_bytes), tag=tag)
         self._wait_until(deadline)
         self._sock.sendall(frame)
         (value, error), *_ = self._frames.receive(lambda: self._wait_until(deadline), tag=tag)
-        if error is None and scratch_bytes:
-            start = 0
-            for parts, failure in zip(taken, value if taken else (), strict=False):
-                if failure is None:
-                    transfer(os.preadv, self._scratch_fd, parts, start)
-                start += parts_size(parts)
+        if error is None and taken:
+            transfer(os.preadv, self._scratch_fd, taken)
         if scratch_bytes > SCRATCH_KEEP_BYTES:
             os.ftruncate(self._scratch_fd, 0)
         if error is not None:

@@ -51,6 +51,7 @@ __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 
 logger = get_logger(__name__)
 
+
 BATCH_COUNT_MAX = 256  # blobs in one message, so that frames stay small
 ABANDON_S = 0.5
 #: Assumed for a store that a factory function makes, until the store exists.
@@ -61,8 +62,8 @@ REDELIVERIES_MAX = 8  # deliveries of one call, if workers die before they take 
 class ProcessIsolatedStore(Store):
     """A store layer. Any thread of the process that created it may call.
 
-    It has ``get_tail``, ``quarantine`` and ``folders`` if its store has them. It always has ``size_many``,
-    ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys.
+    It has ``get_tail``, ``quarantine`` and ``folders`` if its store has them. It always has ``size_many``
+    and ``delete_many``, which cost one message for up to 256 keys.
 
     Args:
         recipe: how a worker creates the store.
@@ -133,9 +134,8 @@ class ProcessIsolatedStore(Store):
         return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-        (failure,) = self._get([(key, parts)], key)
-        if failure is not None:
-            raise decode_error(failure)
+        segments, outside = self._locate(parts)
+        self._call(calls.get, (key, segments), key, taken=outside)
 
     def size(self, key: str) -> int | None:
         (size,) = self.size_many([key])
@@ -184,10 +184,6 @@ class ProcessIsolatedStore(Store):
 
     # ---- many at once ------------------------------------------------------------------------------------------------
 
-    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        """See ``SupportsGetMany``. If a message fails (at its deadline, for example), all of its keys fail."""
-        return self._many([key for key, _ in requests], lambda part: self._get(requests[part]))
-
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``Store``."""
         return self._many(keys, lambda part: self._call(calls.size_many, list(keys[part])))
@@ -217,12 +213,6 @@ class ProcessIsolatedStore(Store):
             return self._region.locate(parts)
         return [(-1, part.nbytes) for part in parts], [part.cast("B") for part in parts]
 
-    def _get(self, requests: Sequence[tuple[str, Sequence[memoryview]]], key: str = "") -> list[Any]:
-        located = [self._locate(parts) for _, parts in requests]
-        blobs = [(name, segments) for (name, _), (segments, _) in zip(requests, located, strict=True)]
-        failures: list[Any] = self._call(calls.get, blobs, key, taken=[outside for _, outside in located])
-        return failures
-
     def _many(self, keys: Sequence[str], ask: Callable[[slice], list[Any]]) -> list[Any]:
         """Answers of several messages, with a StoreError where a key failed."""
         self._pool.check_usable()
@@ -244,7 +234,7 @@ class ProcessIsolatedStore(Store):
         key: str = "",
         *,
         given: Sequence[memoryview] = (),
-        taken: Sequence[Sequence[memoryview]] = (),
+        taken: Sequence[memoryview] = (),
     ) -> Any:
         """Call a function in a worker; see ``WorkerProcess.call``.
 

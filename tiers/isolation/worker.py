@@ -313,6 +313,7 @@ class _Worker:
     def open_early(self) -> None:
         """Create the store before the first request. If that fails, a request tries again and reports the error."""
         if self._config["memory_bytes_max"] is not None:
+            importlib.import_module(self._config["module"])  # before the limit: libraries may need a lot
             limit_memory(self._config["memory_bytes_max"])
         try:
             self._open()

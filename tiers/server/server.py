@@ -3,8 +3,9 @@
 It runs in a process of its own (``server.process``), or in threads of the engine's process where no other process can
 map the region. The frames are the same; see ``server.frames``.
 
-A part, which is some blocks of a job, is cut into pieces, and each thread takes the next piece. So the blocks of a part
-begin in order, and no thread idles while a piece waits. A part is reported when no thread can touch its slots any more.
+A part, which is some blocks of a job, is dealt into pieces, and each thread takes the next piece. So the first blocks
+of a part are moved first, and no thread idles while a piece waits. A part is reported when no thread can touch its
+slots any more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..blocks.seal import Seal
 from ..errors import KVTiersError, StoreError, StoreUnavailableError
 from ..plain_logs import get_logger
 from ..store import Store
-from ..tier.batches import Pair
+from ..tier.batches import Pair, deal
 from ..tier.block_mover import Batch, BlockMover, Rows
 from ..tier.concurrency import Concurrency
 from .frames import FOUND, RECEIVE_BYTES, FrameReader, encode_batch, encode_error, pack_frame, unpack_pairs
@@ -168,7 +169,8 @@ class Server:
                 (run, arguments) for run, arguments, count in seated for _ in range(count)
             )
         ]
-        self._num_movers = first  # that take tokens; changed under ``_learning``
+        self._num_movers = seats.loads_first + seats.stores_first  # that take tokens; changed under ``_learning``
+        self._num_loads_only = seats.loads_only
 
     def serve(self, ends: Sequence[int] = ()) -> None:
         """Serve until the other end of the socket is closed, or a descriptor in ``ends`` is readable."""
@@ -244,8 +246,8 @@ class Server:
         self, is_load: bool, number: int, deadline: float, pairs: list[Pair], to_replace: Sequence[int] = ()
     ) -> None:
         self._to_replace.update(pairs[place][0] for place in to_replace)
-        size = self._piece_blocks(len(pairs))
-        pieces = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        num_threads = self._num_movers + (self._num_loads_only if is_load else 0)
+        pieces = list(deal(pairs, self._piece_blocks(len(pairs), num_threads), num_threads))
         part = _Part(number, is_load, [key for key, _ in pairs], deadline, len(pieces))
         (self._loads if is_load else self._stores).extend((part, piece) for piece in pieces)
         for _ in pieces:
@@ -253,12 +255,12 @@ class Server:
             if is_load and self._has_loads_only:
                 self._load_tokens.put(True)
 
-    def _piece_blocks(self, count: int) -> int:
+    def _piece_blocks(self, count: int, num_threads: int) -> int:
         """Blocks per piece: one if a block mostly waits, else a thread's share of the part, but not little work."""
         if self._mover is not None and self._mover.store.capabilities.latency_bound:
             return 1
         row_bytes = self._rows.row_bytes
-        share = min(-(-count // (2 * self._num_movers)), PIECE_BYTES_MAX // row_bytes)
+        share = min(-(-count // (2 * num_threads)), PIECE_BYTES_MAX // row_bytes)
         return max(share, PIECE_BYTES_MIN // row_bytes, 1)
 
     def _drop_late(self) -> None:

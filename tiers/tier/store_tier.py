@@ -177,7 +177,7 @@ class StoreTierManager(SecondaryTierManager):
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
         self.mapper = mapper
-        self.store = store
+        self.store: Any = store
         self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
@@ -296,7 +296,8 @@ class StoreTierManager(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         self._channel.poll()
-        if self._circuit.take_probe():
+        is_late = self._note_silence()
+        if not is_late and self._circuit.take_probe():
             if self._health.doubts_reads:
                 self._probe_reads()
             else:
@@ -311,7 +312,7 @@ class StoreTierManager(SecondaryTierManager):
         if self._collector is not None:
             self._poll_collector(self._collector)
         counts = self._lookup.take_counts()
-        self._check_health(counts)
+        self._check_health(counts, is_late=is_late)
         self._counts.looked_up(counts)
 
     def _probe_reads(self) -> None:
@@ -350,20 +351,24 @@ class StoreTierManager(SecondaryTierManager):
         """Whether the tier is in use (closed), cut off (open), or being probed (half-open)."""
         return self._circuit.state
 
-    def _check_health(self, counts: LookupCounts) -> None:
-        circuit = self._circuit
+    def _note_silence(self) -> bool:
+        """Doubt a storage that does not answer, and cut it off if it is late for a job. Returns whether it is."""
         silent_s, late_s = self._channel.silent_s(), self._channel.take_late_s()
         # If the storage hangs, each request for a block that is cached as present would wait for a load's deadline.
         was_doubted, self._doubted = self._doubted, silent_s > DOUBT_SHARE * self._options.job_deadline_s
         if self._doubted and not was_doubted:
             self._lookup.doubt()
         if late_s:
-            if circuit.closed:
+            if self._circuit.closed:
                 self.metrics.inc("kvtiers_deadline_expired_total", self.name, "job")
-            circuit.trip(
+            self._circuit.trip(
                 f"a task has been running for {late_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
             )
-        elif self._health.looked_up(counts):
+        return late_s > 0
+
+    def _check_health(self, counts: LookupCounts, *, is_late: bool) -> None:
+        circuit = self._circuit
+        if not is_late and self._health.looked_up(counts):
             self._needs_extra_lookup = True
         self._channel.cut("" if circuit.closed else "circuit_open")
         if (opened := self._channel.take_opened()) is not None:

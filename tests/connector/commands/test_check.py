@@ -386,7 +386,8 @@ def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, mon
 
 def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Path) -> None:
     region = memoryview(bytearray(1 << 20)).cast("b", (1, 1 << 20))
-    tier = FileSystemTierManager(FakeSpec(), region, "fs", str(tmp_path / "kv"), min_free=0)
+    tier = FileSystemTierManager(FakeSpec(), region, "fs", str(tmp_path / "kv"), min_free=0, isolation="thread")
+    assert tier.store is not None
     tier.store.put(tier.mapper.relative_name(block_key(1)), [region])
     tier.shutdown()
     model = str(tier.mapper.get_run_config()["model_name"])

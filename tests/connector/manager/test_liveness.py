@@ -245,7 +245,7 @@ def test_shutdown_while_everything_hangs(rig: Rig, record: Record) -> None:
     rig.store(KEYS[16:48])
     rig.ask(KEYS[:8], ReqContext("load"))
     rig.ask(KEYS[:8], ReqContext("load"))
-    wait_for(lambda: all(tier._pool.longest_running_s() > 0 for tier in rig.tiers))
+    wait_for(lambda: all(store.struck for store in rig.stores))
     start_s = time.monotonic()
     rig.manager.shutdown()
     took_s = time.monotonic() - start_s

@@ -56,7 +56,7 @@ class Rig:
         self.store = SlowStore(self.clock, per_second)
         spec = FakeSpec()
         view = memoryview(bytearray(len(KEYS) * ROW_BYTES)).cast("b", (len(KEYS), ROW_BYTES))
-        lookup = LookupOptions(threads=1, deadline_s=0.2, total_s=total_s)
+        lookup = LookupOptions(probes_max=1, deadline_s=0.2, total_s=total_s)
         self.tier = StoreTierManager(
             spec,
             view,
@@ -95,7 +95,7 @@ class Rig:
                 assert None in self.ask()
                 self.manager.on_schedule_end()
                 self.store.go.release()
-                wait_for(lambda: not self.tier._lookup._replies.empty())
+                wait_for(lambda: (self.tier._channel.poll(), self.tier._channel._looked)[1])
                 steps_without_news += 1
         raise AssertionError("still undecided")
 

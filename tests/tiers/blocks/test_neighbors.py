@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
 from kvtiers.tiers.blocks.namespace import open_namespace
@@ -144,29 +145,33 @@ def test_a_storage_that_hangs_or_fails_holds_nobody_up_and_says_nothing(caplog: 
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("isolation", "limits"), [("thread", {}), ("process", {"max_bytes": "1GiB"})], ids=["unbounded", "bounded"]
-)
+@pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_tier_says_it_at_its_start(
-    isolation: str, limits: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    isolation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    view = memoryview(bytearray(8 * 4096)).cast("B", (8, 4096))
-    options = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": isolation, **limits}
+    view = SharedOffloadRegion.anonymous(8, 4096).create_kv_memoryview()
+    options = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": isolation}
+    heard = ""
 
-    def start(spec: FakeSpec) -> None:
+    def said() -> str:
+        """By the log, or by the tier's processes."""
+        nonlocal heard
+        heard += capfd.readouterr().err
+        return caplog.text if isolation == "thread" else heard
+
+    def start(spec: FakeSpec, awaited: str = "") -> None:
         with caplog.at_level(logging.INFO):
             tier = SecondaryTierFactory.create_secondary_tier(dict(options), view, spec)
             wait_for(lambda: not any(each.name.endswith("-nearest") for each in threading.enumerate()))
+            wait_for(lambda: awaited in said())
             tier.shutdown()
 
     start(FakeSpec())
-    assert "cold start" not in caplog.text
+    assert "cold start" not in said()
     (config,) = tmp_path.glob("*/config.json")
     os.utime(config, (BEGUN, BEGUN))
-    start(FakeSpec().changed(kv_cache_layout="HND"))
-    assert caplog.text.count("cold start: only kv_cache_layout differs from the namespace ") == 1
-    assert 'kv_cache_layout is "HND" here, "NHD" there' in caplog.text
-    assert ", begun 2023-" in caplog.text
-    caplog.clear()
+    start(FakeSpec().changed(kv_cache_layout="HND"), ", begun 2023-")
+    assert said().count("cold start: only kv_cache_layout differs from the namespace ") == 1
+    assert 'kv_cache_layout is "HND" here, "NHD" there' in said()
     start(FakeSpec())  # it is not new any more
-    assert "cold start" not in caplog.text
+    assert said().count("cold start") == 1

@@ -23,7 +23,7 @@ from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Seal
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.errors import ConfigError, SealError, SealReason
-from kvtiers.tiers.isolation.mover import seal_from_json
+from kvtiers.tiers.server.process import seal_from_json
 from tests.golden.make_golden import SEALED_FINGERPRINT, SEALED_KEY, SEALED_KEYS, SEALED_RANK, sealed_payload
 from tests.identity import block_key
 

@@ -604,10 +604,9 @@ def test_a_region_that_holds_nothing_is_named(size: int) -> None:
         parse_config({"region": {"size": size}})
 
 
-@pytest.mark.parametrize("name", ["task_bytes", "max_bytes_in_flight"])
-def test_sizes_that_stop_a_tier_are_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}: 0 is not accepted"):
-        parse_tier({**FS, name: 0})
+def test_sizes_that_stop_a_tier_are_named() -> None:
+    with pytest.raises(ConfigError, match="max_bytes_in_flight: 0 is not accepted"):
+        parse_tier({**FS, "max_bytes_in_flight": 0})
 
 
 def test_models_are_frozen() -> None:
@@ -639,7 +638,7 @@ PLACES = {
         {"max_bites": "3GiB"},
         {"max_bytes": "3 Gigs"},
         {"isolation": "nonsense"},
-        {"task_bytes": 1.5},
+        {"max_bytes_in_flight": 1.5},
         {"type": ["fs"]},
         {"module_path": ""},
     ],
@@ -690,10 +689,8 @@ SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
     "name": ("far", "name", "far"),
     "n_read_threads": (7, "n_read_threads", 7),
     "n_write_threads": (9, "n_write_threads", 9),
-    "task_bytes": ("1MiB", "task_bytes", 1 << 20),
     "jobs_max": (5, "jobs_max", 5),
     "max_bytes_in_flight": ("1GiB", "max_bytes_in_flight", 1 << 30),
-    "lookup_threads": (3, "lookup.threads", 3),
     "lookup_deadline_s": (0.7, "lookup.deadline_s", 0.7),
     "lookup_total_s": (7, "lookup.total_s", 7),
     "present_ttl_s": (3.0, "lookup.present_ttl_s", 3.0),
@@ -712,8 +709,8 @@ def test_every_shared_key_arrives(key: str) -> None:
     value, place, expected = SHARED_KEYS[key]
     tier = parse_tier({"type": "memory", key: value})
     assert isinstance(tier, TierConfig)
-    arrived: Any = _tier_options(tier, ROW_BYTES, in_workers=False)
-    default: Any = _tier_options(MemoryTierConfig(), ROW_BYTES, in_workers=False)
+    arrived: Any = _tier_options(tier)
+    default: Any = _tier_options(MemoryTierConfig())
     for part in place.split("."):
         arrived, default = getattr(arrived, part), getattr(default, part)
     assert arrived == expected
@@ -722,7 +719,7 @@ def test_every_shared_key_arrives(key: str) -> None:
 
 def test_no_shared_key_is_forgotten() -> None:
     # type chooses the model; the others have tests of their own
-    elsewhere = {"type", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env", "trace"}
+    elsewhere = {"type", "children", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env", "trace"}
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
 
 
@@ -749,47 +746,3 @@ def test_fs_keys_arrive(tmp_path: Path) -> None:
     assert (tmp_path / "kv" / "a" / "b").read_bytes() == b"x"
     with pytest.raises(ConfigError, match="n_read_threads"):
         FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path), n_read_threads=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "begin_s"), [({}, 5.0), ({"request_timeout": 15}, 3.0), ({"job_deadline_s": 60}, 50.0)]
-)
-def test_the_last_call_of_an_s3_batch_ends_before_its_worker_is_killed(options: dict[str, Any], begin_s: float) -> None:
-    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
-    assert isinstance(tier, TierConfig)
-    made = _tier_options(tier, ROW_BYTES, in_workers=True)
-    assert made.worker_begin_s == begin_s
-    assert (made.n_read_threads, made.n_write_threads, made.worker_threads) == (1, 1, 8)
-
-
-@pytest.mark.parametrize(
-    ("block_mib", "options", "task_mib"),
-    [(1, {}, 64), (4, {}, 64), (16, {}, 128), (16, {"n_read_threads": 12}, 192)],
-)
-def test_a_worker_of_s3_gets_a_block_for_each_thread(block_mib: int, options: dict[str, Any], task_mib: int) -> None:
-    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
-    assert isinstance(tier, TierConfig)
-    assert _tier_options(tier, block_mib << 20, in_workers=True).task_bytes == task_mib << 20
-    assert _tier_options(tier, block_mib << 20, in_workers=False).task_bytes == min(task_mib, 64) << 20
-
-
-@pytest.mark.parametrize(
-    ("block_mib", "options", "threads_max", "task_mib_max"),
-    [
-        (1, {}, 64, 128),
-        (16, {}, 16, 512),  # 256 MiB are under way
-        (64, {}, 8, 1024),  # but never fewer than there are at first
-        (1, {"n_threads_max": 20}, 20, 64),
-        (1, {"n_read_threads": 100}, 100, 200),
-    ],
-)
-def test_a_worker_of_s3_may_get_more(
-    block_mib: int, options: dict[str, Any], threads_max: int, task_mib_max: int
-) -> None:
-    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
-    assert isinstance(tier, TierConfig)
-    made = _tier_options(tier, block_mib << 20, in_workers=True)
-    assert made.worker_threads_max == threads_max
-    assert made.task_bytes_max == task_mib_max << 20
-    assert made.lookup.batch_keys_max == 256
-    assert _tier_options(tier, block_mib << 20, in_workers=False).worker_threads_max == 1

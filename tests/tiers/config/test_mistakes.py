@@ -191,8 +191,11 @@ def test_a_value_out_of_range_is_told_the_fields_range() -> None:
         "job_deadline_s: '2d' is not accepted; write a duration above 0s, up to 1d"
     )
     assert told_of(FS | {"ttl": "500ms"}) == "ttl: '500ms' is not accepted; write a duration from 1s to 36500d, or null"
-    assert told_of(FS | {"task_bytes": -1}) == "task_bytes: -1 is not accepted; write a size from 1 to 1024PiB"
-    assert told_of(FS | {"gc_low": 2}).startswith("gc_low: is no longer a key: the collector finds its marks")
+    assert (
+        told_of(FS | {"max_bytes_in_flight": -1})
+        == "max_bytes_in_flight: -1 is not accepted; write a size from 1 to 1024PiB"
+    )
+    assert told_of(FS | {"gc_low": 2}).startswith("gc_low: was removed: the collector finds its marks")
     assert told_of(S3 | {"retries": "x"}) == "retries: 'x' is not accepted; write a whole number from 0 to 20"
 
 

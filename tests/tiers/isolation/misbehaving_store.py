@@ -98,9 +98,6 @@ class OddStore(LocalStore):
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         return 5  # type: ignore[return-value]
 
-    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        raise StoreUnavailableError("connection refused")
-
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         yield KeyInfo(b"key", 0, 0.0)  # type: ignore[arg-type]
 
@@ -186,7 +183,7 @@ class PlainStore(Store):
 
     def size(self, key: str) -> int | None:
         self._act(key)
-        if key == "modules":  # as they are now: an idle worker imports more
+        if key == "modules":
             self._texts[key] = " ".join(sorted(sys.modules)).encode()
         return len(self._texts[key]) if key in self._texts else 4 if key == "slow" else None
 

@@ -40,7 +40,7 @@ from kvtiers.tiers.isolation.pool import WorkersUnavailableError
 from kvtiers.tiers.isolation.process import SCRATCH_KEEP_BYTES, MappedRegion, WorkerProcess
 from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
 from kvtiers.tiers.isolation.worker import FrameReader, StrayBytesError, decode_error, encode_error, pack_frame
-from kvtiers.tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine, SupportsTail
+from kvtiers.tiers.store import Capabilities, Store, SupportsQuarantine, SupportsTail
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.stores.memory import MemoryStore
@@ -315,24 +315,6 @@ print("unchanged" if bytes(mapping) == bytes(len(mapping)) else bytes(mapping[:2
     assert (done.returncode, done.stdout) == (0, b"unchanged\n")
 
 
-def test_get_many_into_the_region(make: Make, region: Region) -> None:
-    store = make()
-    assert isinstance(store, SupportsGetMany)
-    for i in range(4):
-        region.block(i)[:] = make_data(BLOCK_BYTES, seed=i)
-        store.put(f"f/{i}", [region.block(i), memoryview(b"t" * 4096)])
-    trailers = [bytearray(4096) for _ in range(5)]
-    keys = ["f/0", "f/1", "f/absent", "f/2", "f/3"]
-    outcomes = store.get_many_into(
-        [(key, [region.block(7 - i), memoryview(trailers[i])]) for i, key in enumerate(keys)]
-    )
-    assert [type(outcome) for outcome in outcomes] == [type(None)] * 2 + [BlobNotFoundError] + [type(None)] * 2
-    for i, seed in ((0, 0), (1, 1), (3, 2), (4, 3)):
-        assert region.block(7 - i) == make_data(BLOCK_BYTES, seed=seed)
-        assert trailers[i] == b"t" * 4096
-    assert trailers[2] == bytes(4096)
-
-
 # ---- recipes and what a store can do ---------------------------------------------------------------------------------
 
 
@@ -401,10 +383,7 @@ def test_odd_answers_cost_no_worker(make: Make) -> None:
     with pytest.raises(BlobNotFoundError, match="none") as caught:
         fetch(store, "bytes/key", 1)
     assert caught.value.key == "b'bytes/key'"
-    assert isinstance(store, SupportsGetMany)
     assert isinstance(store, SupportsTail)
-    outcomes = store.get_many_into([(key, [memoryview(bytearray(4))]) for key in ("f/a", "f/b")])
-    assert [type(outcome) for outcome in outcomes] == [StoreUnavailableError] * 2
     with pytest.raises(StoreError, match="TypeError"):
         store.get_tail("f/a", 1)
     with pytest.raises(StoreError, match="bytes is not JSON serializable"):
@@ -442,6 +421,7 @@ def test_every_call_has_the_deadline(make: Make, region: Region) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.put("a", [region.block(0)]),
         lambda: store.put("a", [memoryview(bytearray(BLOCK_BYTES))]),
+        lambda: store.get_into("a", [region.block(0)]),
         lambda: store.size("a"),
         lambda: store.delete("a"),
         lambda: getattr(store, "get_tail")("a", 1),  # noqa: B009 - an extra
@@ -452,13 +432,6 @@ def test_every_call_has_the_deadline(make: Make, region: Region) -> None:
             os.kill(pid, signal.SIGSTOP)
         with deadline(store, 1.0), pytest.raises(StoreTimeoutError):
             call()
-    wait_for_idle(store, 1)
-    os.kill(store.worker_pids[0], signal.SIGSTOP)
-    with deadline(store, 1.0):
-        (outcome, other) = store.get_many_into([("a", [region.block(0)]), ("b", [region.block(1)])])
-    assert isinstance(outcome, StoreTimeoutError)
-    assert isinstance(other, StoreTimeoutError)
-    assert other.key == "b"
     assert list_keys(store) == []
 
 

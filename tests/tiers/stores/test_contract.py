@@ -15,7 +15,7 @@ import pytest
 from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreError
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store, parts_size
 from kvtiers.tiers.stores.memory import MemoryStore
-from kvtiers.tiers.testing.contract import KEYS_COUNT_LARGE, LARGE_BYTES, StoreContract, run_in_threads
+from kvtiers.tiers.testing.contract import LARGE_BYTES, StoreContract, run_in_threads
 
 Parts = Sequence[memoryview]
 
@@ -38,9 +38,6 @@ class Sound(MemoryStore):
 
     def delete_many(self, keys: Sequence[str]) -> list[Any]:
         return self._each(self.delete, [(key,) for key in keys])
-
-    def get_many_into(self, requests: Sequence[tuple[str, Parts]]) -> list[Any]:
-        return self._each(self.get_into, requests)
 
     def touch(self, key: str) -> None:
         tail = self.get_tail(key, 1 << 30)
@@ -503,40 +500,12 @@ class DeletesAThousand(Sound):
         return super().delete_many(keys[:1000]) + [None] * len(keys[1000:])
 
 
-@breaks("test_get_many_into_of_more_keys_than_a_request_takes")
-class AnswersInTheOrderOfTheirEnds(Sound):
-    def get_many_into(self, requests: Sequence[tuple[str, Parts]]) -> list[Any]:
-        answers = super().get_many_into(requests)
-        return answers if len(requests) < KEYS_COUNT_LARGE else answers[::-1]
-
-
-@breaks("test_what_another_handle_changed_is_seen_at_once")
-class RemembersWhatManyRead(Sound):
-    def get_many_into(self, requests: Sequence[tuple[str, Parts]]) -> list[Any]:
-        seen: dict[str, list[bytes]] = self.__dict__.setdefault("seen", {})
-        fresh = super().get_many_into([(key, parts) for key, parts in requests if key not in seen])
-        for (key, parts), error in zip(requests, fresh, strict=False):
-            if error is None:
-                seen[key] = [bytes(part) for part in parts]
-        for key, parts in requests:
-            for part, data in zip(parts, seen.get(key, ()), strict=False):
-                part[: len(data)] = data[: part.nbytes]
-        return [None if key in seen else BlobNotFoundError("none", key=key) for key, _ in requests]
-
-
 @breaks("test_what_another_handle_changed_is_seen_at_once")
 class AnswersFromALastListing(Sound):
     def size_many(self, keys: Sequence[str]) -> list[Any]:
         if "listed" not in self.__dict__:
             self.listed = {info.key: info.size for info in MemoryStore.keys(self)}
         return [self.listed.get(key) for key in keys]
-
-
-@breaks("test_get_many_into_lets_go_of_the_parts")
-class KeepsItsBatch(Sound):
-    def get_many_into(self, requests: Sequence[tuple[str, Parts]]) -> list[Any]:
-        self.kept = requests
-        return super().get_many_into(requests)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tests.tiers.tier.test_store_tier import Bench as StoreBench
 from tests.waiting import PATIENT
 
 ROWS, ROW_BYTES = 8, 8192
-FEW_WORKERS = {"n_read_threads": 1, "n_write_threads": 1, "lookup_threads": 1}  # a process each
+FEW_WORKERS = {"n_read_threads": 1, "n_write_threads": 1}
 present = StoreBench.present
 KEYS = [block_key(n) for n in range(ROWS)]
 OTHERS = [block_key(100 + n) for n in range(ROWS)]

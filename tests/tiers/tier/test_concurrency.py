@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 
 import pytest
 
-from kvtiers.tiers.isolation import mover as isolated_mover
 from kvtiers.tiers.tier.concurrency import SETTLED_BATCHES, Concurrency
 
 BLOCKS = 128
@@ -111,25 +109,3 @@ def test_a_server_that_refuses_is_not_asked_for_more() -> None:
 
 def test_the_first_number_is_never_too_many() -> None:
     assert run(Concurrency(32, 8), far, 2) == [32, 32]
-
-
-def test_where_no_more_threads_can_be_started_those_there_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_mover, "_pools", {})
-    few = isolated_mover._thread_pool(2)
-    assert isolated_mover._thread_pool(1) is few
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if sum(each.name.startswith("ThreadPoolExecutor") for each in threading.enumerate()) >= 4:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        assert isolated_mover._thread_pool(64) is few
-    more = isolated_mover._thread_pool(3)
-    assert more is not few
-    assert isolated_mover._pools == {3: more}
-    with pytest.raises(RuntimeError):
-        few.submit(print)  # its threads have ended
-    more.shutdown()

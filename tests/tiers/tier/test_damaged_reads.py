@@ -16,7 +16,7 @@ from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.errors import StoreError, StoreFullError, StorePermissionError
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.memory import MemoryStore
-from kvtiers.tiers.tier.block_mover import BAD_READS_MAX, MoveTask
+from kvtiers.tiers.tier.block_mover import BAD_READS_MAX
 from kvtiers.tiers.tier.lookup import LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.clock import Clock
@@ -180,15 +180,6 @@ def test_tier_with_damaged_reads_is_used_again_once_a_probe_reads_a_good_block(
     assert bench.probe(tier) == "closed"
     assert bench.load(tier) == set(KEYS)
     assert len(errors_in(caplog)) == 1
-
-
-def test_probe_of_reads_that_no_thread_had_time_for_leaves_tier_cut_off(bench: Bench) -> None:
-    tier = bench.tier()
-    bench.store(tier)
-    bench.storage.flips_at = 0
-    bench.load(tier)
-    tier._health.probed(tier._mover.cancel(MoveTask(True, [(KEYS[0], 0)], 0.0, is_probe=True)))
-    assert bench.probe(tier) == "open"
 
 
 def test_probe_of_reads_works_without_permission_to_list(bench: Bench) -> None:

@@ -23,7 +23,7 @@ def test_a_block_rests_twice_as_long_each_time_until_it_was_read() -> None:
     assert rests[:4] == [FAILED_S_MIN * 2**n for n in range(4)]
     assert rests[-1] == REST_S_MAX
     tier.moved([Batch(succeeded=KEYS[:1])], "store")  # whether it can be read now is yet to be seen
-    assert tier.must_replace(KEYS[0])
+    assert tier.to_replace(KEYS[:2]) == KEYS[:1]
     tier.moved([Batch(succeeded=KEYS[:1])], "load")
     tier.moved([Batch(unreadable=KEYS[:1])], "load")
     assert tier.rest_s(KEYS[0]) == FAILED_S_MIN

@@ -20,6 +20,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.connector.vllm_config import vllm_config
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks import protected_seal
@@ -53,7 +54,8 @@ class Bench:
         self.keys_file = root / "keys"
         self.keys_file.touch(mode=0o600)
         self.keys_file.write_text(OLD)
-        self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
+        self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+        self.region = np.frombuffer(self.view, np.int8).reshape(ROWS, ROW_BYTES)
         self.tiers: list[FileSystemTierManager] = []
         self.job_id = 0
 
@@ -62,8 +64,8 @@ class Bench:
             self.keys_file.write_text("\n".join(keys))
             options["keys_file"] = str(self.keys_file)
         tier = FileSystemTierManager(
-            FakeSpec(), self.region.data, "fs", str(self.root), n_read_threads=1, n_write_threads=1, min_free=0,
-            **PATIENT | options,
+            FakeSpec(), self.view, "fs", str(self.root), n_read_threads=1, n_write_threads=1, min_free=0,
+            **{"isolation": "thread"} | PATIENT | options,
         )  # fmt: skip
         self.tiers.append(tier)
         return tier
@@ -399,9 +401,9 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
     parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}, keyed]})
     tier = bench.tier(isolation="process", max_bytes="64MiB")
     collector: Any = tier._collector
-    workers = tier.store._pool  # type: ignore[attr-defined]
     # A process that is still being started has its parent's environment.
-    wait_for(lambda: collector._process is not None and workers.workers and not workers._starting)
+    wait_for(lambda: collector._process is not None)
+    assert tier._channel.pids
     started: list[str] = []
     for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -879,12 +878,17 @@ class TestNamespace:
             (bytes((1 << 20) + 1), ConfigError, "1048577 bytes"),
         ],
     )
-    def test_what_is_no_config_json(self, bench: Bench, content: bytes, error: type[Exception], text: str) -> None:
+    def test_what_is_no_config_json(
+        self, bench: Bench, content: bytes, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         tier = bench.tier()
         write(tier.store, tier.mapper.relative_config_name, content)
+        puts: list[str] = []
+        store = bench.make_store()
+        monkeypatch.setattr(store, "put", lambda key, *_, **__: puts.append(key))
         with pytest.raises(error, match=text):
-            bench.tier()
-        assert read(tier.store, tier.mapper.relative_config_name) == content
+            bench.tier(store=store)
+        assert not puts
 
     @pytest.mark.parametrize("content", [b"", bytes(700)])
     def test_what_a_power_cut_left_is_written_anew(
@@ -948,57 +952,6 @@ class InStepStore(GatedStore):
             if self.rounds_left < 0:
                 raise StoreFullError("full")
         return super().put(key, parts, overwrite=overwrite)
-
-
-class BatchedStore(GatedStore):
-    """A store that reads many blobs with one call."""
-
-    calls = 0
-
-    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        self.calls += 1
-        outcomes: list[Exception | None] = []
-        for name, parts in requests:
-            try:
-                self.get_into(name, parts)
-                outcomes.append(None)
-            except StoreError as e:
-                outcomes.append(e)
-        return outcomes
-
-
-@ONE_BENCH
-class TestBatchedLoads:
-    """A store that offers ``get_many_into`` is read in batches, with the same outcome for each key."""
-
-    def test_good_bad_and_missing_in_one_batch(self, bench: Bench) -> None:
-        store = BatchedStore()
-        tier = bench.tier(store=store, task_bytes=ROWS * ROW_BYTES)
-        original = bench.fill(1)
-        bench.store(tier, KEYS[:8])
-        name = tier.mapper.relative_name(KEYS[3])
-        blob = bytearray(read(store, name))
-        blob[9] ^= 1
-        write(store, name, bytes(blob))
-        write(store, tier.mapper.relative_name(KEYS[4]), bytes(blob[:-1]))
-        bench.fill(2)
-        result = bench.load(tier, KEYS[:9])
-        assert store.calls == 1
-        assert set(result.successful_keys) == {KEYS[i] for i in (0, 1, 2, 5, 6, 7)}
-        removed = [key for event in tier.take_events() if event.removed for key in event.keys]
-        assert sorted(removed) == sorted(KEYS[i] for i in (3, 4, 8))
-        assert all((bench.region[i] == original[i]).all() for i in (0, 1, 2, 5, 6, 7))
-        assert store.size(name) == BLOB_BYTES
-
-    def test_a_storage_that_fails_is_a_fault_for_each_key(self, bench: Bench) -> None:
-        store = BatchedStore()
-        tier = bench.tier(store=store, circuit_failures=1)
-        bench.fill(1)
-        bench.store(tier, KEYS[:2])
-        store.error = StoreUnavailableError("reset")
-        assert not bench.load(tier, KEYS[:2]).success
-        assert tier.metrics.value("kvtiers_store_errors_total", "test", "load", "StoreUnavailableError") == 2
-        assert tier.circuit_state == "open"
 
 
 @ONE_BENCH
@@ -1406,7 +1359,8 @@ class TestLiveness:
             now[0] += 5
             bench.wait_until_closed(tier)
             if bench.present(tier, hidden[0]):
-                bench.load(tier, hidden)
+                for keys in (hidden[:3], hidden[3:6], hidden[6:]):
+                    bench.load(tier, keys)
         now[0] += 5
         bench.wait_until_closed(tier)
         store.unreadable = {tier.mapper.relative_name(hidden[0]): StoreUnavailableError}
@@ -1609,50 +1563,6 @@ def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
     area.close()
 
 
-class ManyAtOnce(MemoryStore):
-    """Answers a batch of loads as a whole: as a layer that refuses the call does."""
-
-    error: StoreError | None = None
-
-    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        if self.error is not None:
-            raise self.error
-        for request in requests:
-            self.get_into(*request)
-        return [None] * len(requests)
-
-
-def test_a_batch_of_loads_that_fails_as_a_whole_cuts_its_tier_off() -> None:
-    store = ManyAtOnce()
-    bench = Bench(lambda: store)
-    tier = bench.tier(circuit_failures=3)
-    assert bench.store(tier, KEYS[:4]).success
-    store.error = StoreUnavailableError("connection refused")
-    for _ in range(3):
-        assert bench.load(tier, KEYS[:4]) == JobResult(bench.job_id, False, (), transfer_time=ANY)
-    assert tier.circuit_state == "open"
-    assert tier.metrics.value("kvtiers_store_errors_total", "test", "load", "StoreUnavailableError") >= 6
-    tier.shutdown()
-
-
-def test_a_batch_that_fails_as_a_whole_holds_no_rows() -> None:
-    store = ManyAtOnce()
-    store.error = StoreUnavailableError("connection refused")
-    rows = bytearray(ROWS * ROW_BYTES)
-    view = memoryview(rows).cast("b", (ROWS, ROW_BYTES))
-    tier = StoreTierManager(FakeSpec(), view, "test", store=store, options=PATIENT)
-    del view
-    gc.disable()
-    try:
-        Bench(lambda: store).load(tier, KEYS[:4])
-        tier.primary_kv_view.release()
-        tier.shutdown()
-        store.error = None  # it was raised, and is known by no other
-        rows.extend(b"x")  # a BufferError where somebody still has a view
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("damage", [b"", b"short"])
 def test_a_bad_block_holds_no_rows(damage: bytes) -> None:
     """At every flipped bit the region could not be unmapped before the cyclic collector ran."""
@@ -1766,27 +1676,13 @@ class ErrorKeepingStore(MemoryStore):
         raise OSError(f"{len(parts)} parts")
 
 
-class BatchErrorKeepingStore(ErrorKeepingStore):
-    """The same for stores that load many blocks at once."""
-
-    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        outcomes: list[Exception | None] = []
-        for key, parts in requests:
-            try:
-                self.get_into(key, parts)
-            except StoreError as e:
-                outcomes.append(e)
-        return outcomes
-
-
 @ONE_BENCH
-@pytest.mark.parametrize("make", [ErrorKeepingStore, BatchErrorKeepingStore])
 @pytest.mark.parametrize("error", [StoreUnavailableError, BlobNotFoundError, BlobCorruptError])
 def test_load_whose_error_is_kept_by_store_and_by_log_handler_is_reported(
-    bench: Bench, make: type[ErrorKeepingStore], error: type[StoreError], caplog: pytest.LogCaptureFixture
+    bench: Bench, error: type[StoreError], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "kvtiers")  # this handler keeps records with their arguments
-    store = make()
+    store = ErrorKeepingStore()
     tier = bench.tier(store=store)
     bench.fill(1)
     assert bench.store(tier, KEYS[:2]).success
@@ -1866,9 +1762,7 @@ def test_namespace_that_cannot_be_opened_is_tried_as_seldom_as_probes(bench: Ben
     def tries_after_steps() -> int:
         for _ in range(50):
             tier.on_schedule_end()
-            for thread in threading.enumerate():
-                if thread.name == "kvtiers-test-namespace":
-                    thread.join()
+            wait_for(lambda: (tier._channel.poll(), not tier._channel._servers[0].owed)[1])
         return store.tries
 
     at_start = store.tries

@@ -25,9 +25,11 @@ from kvtiers.tiers.blocks.keyring import KeyRing
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, TRAILER_FIELDS_BYTES, Seal
-from kvtiers.tiers.isolation.mover import IsolatedMover
-from kvtiers.tiers.isolation.store import ProcessIsolatedStore
+from kvtiers.tiers.config.deployment import parse_tier
+from kvtiers.tiers.config.open_store import open_store
+from kvtiers.tiers.config.tier_options import TierConfig
 from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
@@ -47,7 +49,6 @@ IN_MEMORY = ("memory", "memory, encrypt: aes-gcm")
 KINDS = [
     *IN_MEMORY,
     *(f"{kind} {way}" for kind in ("fs", "nfs") for way in WAYS_OF_FILES),
-    "nfs in processes, copied",
     *(f"fsspec {way}" for way in WAYS_OF_FILES[:2]),
     "fsspec by memory://",
     *(f"s3 in threads, by {reader}" for reader in READERS),
@@ -68,7 +69,6 @@ class Rig:
         config: of the tiers.
         root: where they keep their blobs, if in files.
         server: or if in a bucket. If in neither, what they keep is reached by their stores.
-        maps_region: other processes can; else each block is copied to and from them.
     """
 
     def __init__(
@@ -76,33 +76,29 @@ class Rig:
         config: dict[str, object],
         root: Path | None = None,
         server: HttpFaultServer | None = None,
-        *,
-        maps_region: bool = True,
     ) -> None:
-        region = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES) if maps_region else None
-        self.view = region.create_kv_memoryview() if region else np.zeros((ROWS, ROW_BYTES), np.int8).data
+        self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
         self.rows = np.frombuffer(self.view, np.int8).reshape(ROWS, ROW_BYTES)
         self.stored = self.rows.copy()
         self._config = config
         self._root = root
         self._server = server
-        self._maps_region = maps_region
         self._tiers: list[StoreTierManager] = []
         self._jobs = 0
+        self._store: Store | None = None
 
     def tier(self, spec: FakeSpec | None = None) -> StoreTierManager:
         tier = SecondaryTierFactory.create_secondary_tier(self._config, self.view, spec or FakeSpec())
         assert isinstance(tier, StoreTierManager)
         in_processes = self._config["isolation"] == "process"
-        assert isinstance(tier.store, ProcessIsolatedStore) == in_processes
-        assert isinstance(tier._mover, IsolatedMover) == (in_processes and self._maps_region)
+        assert bool(tier._channel.pids) == (tier.store is None) == in_processes
         self._tiers.append(tier)
         return tier
 
     def store(self, tier: StoreTierManager, seed: int, keys: Sequence[OffloadKey] = KEYS) -> list[bytes]:
         """Store random bytes under the keys, whatever is there; returns the blobs."""
         for key in keys:
-            tier.store.delete(tier.mapper.relative_name(key))
+            self._store_of(tier).delete(tier.mapper.relative_name(key))
         self.stored = np.random.default_rng(seed).integers(-128, 128, self.rows.shape, np.int8)
         self.rows[:] = self.stored
         assert self._run(tier, tier.submit_store, keys) == set(range(ROWS))
@@ -127,7 +123,7 @@ class Rig:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(blob)
             else:
-                tier.store.put(name, [memoryview(blob)], overwrite=True)
+                self._store_of(tier).put(name, [memoryview(blob)], overwrite=True)
 
     def refuses(self, tier: StoreTierManager, bad: dict[int, bytes]) -> None:
         """Plant bad blobs: a load has to look at each and refuse it, and to load all others."""
@@ -149,7 +145,7 @@ class Rig:
 
     def in_memory(self) -> Rig:
         """Tiers of the same blobs in memory, which make what is only planted at a fraction of the cost."""
-        kept = ("encrypt", "keys_env", "n_read_threads", "n_write_threads", "lookup_threads", "job_deadline_s")
+        kept = ("encrypt", "keys_env", "n_read_threads", "n_write_threads", "job_deadline_s")
         config = {name: value for name, value in self._config.items() if name in kept}
         return Rig(config | {"type": "memory", "isolation": "thread"})
 
@@ -161,11 +157,23 @@ class Rig:
     def close(self) -> None:
         for tier in self._tiers:
             tier.shutdown()
+        if self._store is not None:
+            self._store.close()
 
     def _read(self, tier: StoreTierManager, name: str) -> bytes:
         data = bytearray(BLOB_BYTES)
-        tier.store.get_into(name, [memoryview(data)])
+        self._store_of(tier).get_into(name, [memoryview(data)])
         return bytes(data)
+
+    def _store_of(self, tier: StoreTierManager) -> Store:
+        """The tier's own store, or one on the same storage if the tier's processes have theirs."""
+        if tier.store is not None:
+            return tier.store
+        if self._store is None:
+            config = parse_tier(self._config)
+            assert isinstance(config, TierConfig)
+            self._store = open_store(config)
+        return self._store
 
     def _run(
         self, tier: StoreTierManager, submit: Callable[[JobMetadata], None], keys: Sequence[OffloadKey]
@@ -196,7 +204,6 @@ def rig(
         "isolation": "process" if way.startswith("in processes") else "thread",
         "n_read_threads": 1,
         "n_write_threads": 1,
-        "lookup_threads": 1,
         "job_deadline_s": 120.0,  # a busy machine is no fault of the storage
     }
     if way == "piece by piece":
@@ -214,7 +221,7 @@ def rig(
             config["url"] = f"memory:/{root}" if by_memory else f"file://{root}"
         elif kind != "memory":
             config |= {"root_dir": str(root), "min_free": 0}
-        made = Rig(config, None if by_memory else root, maps_region=not way.endswith("copied"))
+        made = Rig(config, None if by_memory else root)
         yield made
         made.close()
         return

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from ...errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from ...errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError
 from ...store import (
     KeepsFiles,
     Store,
     SupportsAges,
     SupportsFolders,
     SupportsFreeBytes,
-    SupportsGetMany,
     SupportsPieces,
     SupportsQuarantine,
     SupportsTail,
@@ -256,64 +254,6 @@ class ExtraRules(StorePlace):
             self.plant(store, key, b"1")
         assert store.delete_many(keys) == [None] * KEYS_COUNT_LARGE
         assert list_keys(store) == ["f/00", "f/00000"]
-
-    def test_get_many_into(self, store: Store) -> None:
-        if not isinstance(store, SupportsGetMany):
-            pytest.skip("no SupportsGetMany")
-        first, second = make_data(5000), make_data(4097, seed=1)
-        self.plant(store, "f/a", first)
-        self.plant(store, "b", second)
-        targets = [
-            GuardedParts(4096, 904),
-            GuardedParts(1),
-            GuardedParts(4097),
-            GuardedParts(8),
-            GuardedParts(1),
-        ]
-        keys = ["f/a", "absent", "b", "f/a", "a//b"]
-        requests: Sequence[tuple[str, Sequence[memoryview]]] = [
-            (key, target.parts) for key, target in zip(keys, targets, strict=True)
-        ]
-        answers = store.get_many_into(requests)
-        assert answers[0] is None
-        assert targets[0].joined() == first
-        assert isinstance(answers[1], BlobNotFoundError)
-        assert answers[2] is None
-        assert targets[2].joined() == second
-        assert isinstance(answers[3], BlobCorruptError)
-        assert isinstance(answers[4], InvalidKeyError)
-        for target in targets:
-            target.assert_only_parts_touched()
-        assert store.get_many_into([]) == []
-
-    def test_get_many_into_of_more_keys_than_a_request_takes(self, store: Store) -> None:
-        if not isinstance(store, SupportsGetMany):
-            pytest.skip("no SupportsGetMany")
-        blobs = {f"f/{i}": make_data(8, seed=i) for i in range(20)}
-        for key, data in blobs.items():
-            self.plant(store, key, data)
-        asked = [f"f/{i % 23}" for i in range(KEYS_COUNT_LARGE)]  # 20, 21 and 22 are absent
-        buffers = [bytearray(8) for _ in asked]
-        answers = store.get_many_into([(key, [memoryview(buffer)]) for key, buffer in zip(asked, buffers, strict=True)])
-        assert len(answers) == len(asked)
-        for key, buffer, answer in zip(asked, buffers, answers, strict=True):
-            if key in blobs:
-                assert answer is None
-                assert buffer == blobs[key]
-            else:
-                assert isinstance(answer, BlobNotFoundError)
-
-    def test_get_many_into_lets_go_of_the_parts(self, store: Store) -> None:
-        if not isinstance(store, SupportsGetMany):
-            pytest.skip("no SupportsGetMany")
-        self.plant(store, "f/a", make_data(8192))
-        target = GuardedParts(4096, 4096)
-        answers = store.get_many_into([("f/a", target.lend()), ("absent", target.lend()), ("f/a", target.lend()[:1])])
-        assert [isinstance(answer, StoreError) for answer in answers] == [False, True, True]
-        assert target.joined() == make_data(8192)
-        del answers
-        gc.collect()  # frees errors whose frames refer to the parts
-        target.assert_not_held()
 
 
 def _assert_in_order(pieces: Sequence[tuple[int, int]], part_ends: Sequence[int]) -> None:

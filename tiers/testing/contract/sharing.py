@@ -19,7 +19,6 @@ from ...store import (
     Store,
     SupportsFolders,
     SupportsFreeBytes,
-    SupportsGetMany,
     SupportsTail,
 )
 from ..faults import run_in_child, start_child, wait_child
@@ -72,11 +71,6 @@ class SharingRules(StorePlace):
             if isinstance(store, SupportsTail):
                 found.append(store.get_tail(key, 4))
             found += store.size_many([key])
-            if isinstance(store, SupportsGetMany):
-                buffer = bytearray(size)
-                (error,) = store.get_many_into([(key, [memoryview(buffer)])])
-                assert error is None or isinstance(error, BlobNotFoundError)
-                found.append(bytes(buffer) if error is None else None)
             return found
 
         def seen(data: bytes | None) -> list[object]:
@@ -85,8 +79,6 @@ class SharingRules(StorePlace):
             if isinstance(store, SupportsTail):
                 found.append(None if data is None else (size, data[-4:]))
             found.append(size)
-            if isinstance(store, SupportsGetMany):
-                found.append(data)
             return found
 
         absent = seen(None)
@@ -232,8 +224,6 @@ class SharingRules(StorePlace):
         calls.append(lambda: list(store.keys()))
         calls.append(lambda: store.size_many(["a"]))
         calls.append(lambda: store.delete_many(["a"]))
-        if isinstance(store, SupportsGetMany):
-            calls.append(lambda: store.get_many_into([("a", [memoryview(bytearray(1))])]))
         if isinstance(store, KeepsFiles):
             calls.append(lambda: store.sweep(0.0))
         if isinstance(store, SupportsFolders):
