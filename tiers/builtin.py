@@ -237,16 +237,16 @@ def _start_processes(start: Callable[..., None], name: str, config: TierConfig, 
         fd, _ = open_mapped_file(view)
         os.close(fd)
     except (OSError, RegionError) as e:
-        problem = f"other processes cannot map the region: {e}"
+        problem, log = f"other processes cannot map the region: {e}", logger.info
     else:
         try:
             start(make_backend=partial(_processes, config, MappedRegion(view)))
             return ""
         except OSError as e:
-            problem = f"no process can be started: {e}"
+            problem, log = f"no process can be started: {e}", logger.warning
     if config.isolation == "process":
         raise ConfigError(f"{problem}. To use threads instead, write thread", field="isolation")
-    logger.info("tier %s: isolation: auto uses threads of this process: %s", name, problem)
+    log("tier %s: isolation: auto uses threads of this process: %s", name, problem)
     return f"isolation: {config.isolation}, and {problem}"
 
 
