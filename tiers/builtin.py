@@ -171,7 +171,7 @@ def _start(
             start(make_backend=partial(_processes, config, region))
         except (OSError, RuntimeError) as e:  # no process can be started, or none lives
             region.close()
-            region, why_here = None, _why_threads(name, config, f"worker processes are unavailable: {e}")
+            region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
     if region is None:
         start(store=open_store(for_engine(config, f"tier {name}", why_here)))
     try:
@@ -242,11 +242,11 @@ def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[Mapped
         fd, _ = open_mapped_file(view)
         os.close(fd)
     except (OSError, RegionError) as e:
-        return None, _why_threads(name, config, f"other processes cannot map the region: {e}")
+        return None, _why_threads(name, config, f"other processes cannot map the region: {e}", logger.info)
     return MappedRegion(view), ""
 
 
-def _why_threads(name: str, config: TierConfig, why: str) -> str:
+def _why_threads(name: str, config: TierConfig, why: str, log: Callable[..., None]) -> str:
     """Why the tier's servers are threads of this process, although ``isolation`` is not thread.
 
     Raises:
@@ -257,7 +257,7 @@ def _why_threads(name: str, config: TierConfig, why: str) -> str:
             f"{why}. The interpreter is {sys.executable!r}. To use threads instead, write thread",
             field="isolation",
         )
-    logger.warning("tier %s: isolation: auto uses threads of this process: %s", name, why)
+    log("tier %s: isolation: auto uses threads of this process: %s", name, why)
     return f"isolation: {config.isolation}, and {why}"
 
 

@@ -104,7 +104,7 @@ class Setup:
     def tier(self, root: Path) -> FileSystemTierManager:
         return FileSystemTierManager(
             FakeSpec(), self.view, "fs", str(root), self.threads, self.threads, isolation=self.isolation,
-            job_deadline_s=600, task_bytes=TASK_BYTES, min_free=0, max_bytes_in_flight=1 << 40,
+            job_deadline_s=600, min_free=0, max_bytes_in_flight=1 << 40,
         )  # fmt: skip
 
     def job(self, part: slice = slice(None)) -> JobMetadata:

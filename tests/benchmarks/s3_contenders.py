@@ -109,8 +109,6 @@ class TierContender(Contender):
         options = TierOptions(
             n_read_threads=threads,
             n_write_threads=threads,
-            worker_threads=THREADS // 2,
-            task_bytes=max(64 << 20, THREADS // 2 * region.block_bytes),
             job_deadline_s=3600,
             max_bytes_in_flight=1 << 40,
         )

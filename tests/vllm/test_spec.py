@@ -173,7 +173,7 @@ def test_a_slow_tier_is_closed_in_the_time_that_is_left(
     monkeypatch.setattr(spec_module, "SHUTDOWN_S", 200.0)
     engine.manager.shutdown()
     assert given_s == [pytest.approx(200 * (1 - VLLM_DRAIN_SHARE) * SHUTDOWN_SHARE * DRAIN_SHARE)]
-    assert tier._mover.cut == "shutdown"
+    assert tier._channel._cut == "shutdown"
 
 
 def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:

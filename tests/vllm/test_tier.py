@@ -302,7 +302,7 @@ def test_a_tier_that_ends_in_time_by_itself_is_given_its_limit(
     engine.tier._ending_s = 70.0
     engine.tier.shutdown()
     assert given_s == [pytest.approx(70 * SHUTDOWN_SHARE * DRAIN_SHARE)]
-    assert engine.tier.tier._mover.cut == "shutdown"
+    assert engine.tier.tier._channel._cut == "shutdown"
 
 
 def hang_until_cut(tier: StoreTierManager, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -313,8 +313,8 @@ def hang_until_cut(tier: StoreTierManager, monkeypatch: pytest.MonkeyPatch) -> l
         given_s.append(timeout_s)
         return False
 
-    monkeypatch.setattr(tier.store, "put", lambda *_, **__: wait_for(lambda: tier._mover.cut == "shutdown"))
-    monkeypatch.setattr(tier._pool, "wait_idle", wait_idle)
+    monkeypatch.setattr(tier.store, "put", lambda *_, **__: wait_for(lambda: tier._channel._cut == "shutdown"))
+    monkeypatch.setattr(tier._channel, "wait_idle", wait_idle)
     return given_s
 
 

@@ -177,7 +177,7 @@ class StoreTierManager(SecondaryTierManager):
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
         self.mapper = mapper
-        self.store: Any = store
+        self.store: Any = store  # None: the tier's processes have theirs
         self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options

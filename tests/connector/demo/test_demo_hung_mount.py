@@ -90,7 +90,7 @@ def nfs_config(mount: FuseMount, region_bytes: int | None, deadlines: dict[str, 
     assert tier["isolation"] == "process"
     del tier["max_bytes"]
     tier |= {"root_dir": str(mount.path / "kv"), "min_free": 0, **deadlines}
-    tier |= {"task_bytes": 32 << 10, "n_read_threads": 1, "n_write_threads": 1}
+    tier |= {"n_read_threads": 1, "n_write_threads": 1}
     if region_bytes is not None:
         config["region"]["size"] = region_bytes
     return config

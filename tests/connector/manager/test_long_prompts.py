@@ -20,7 +20,6 @@ from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.clock import Clock
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
-from tests.waiting import wait_for
 
 ROW_BYTES = 4096
 KEYS = [block_key(number) for number in range(16_000)]
@@ -95,7 +94,8 @@ class Rig:
                 assert None in self.ask()
                 self.manager.on_schedule_end()
                 self.store.go.release()
-                wait_for(lambda: (self.tier._channel.poll(), self.tier._channel._looked)[1])
+                while not self.tier._channel._looked:
+                    self.tier._channel.wait(0.05)
                 steps_without_news += 1
         raise AssertionError("still undecided")
 

@@ -168,7 +168,7 @@ class Rig:
     def _store_of(self, tier: StoreTierManager) -> Store:
         """The tier's own store, or one on the same storage if the tier's processes have theirs."""
         if tier.store is not None:
-            return tier.store
+            self._store = tier.store
         if self._store is None:
             config = parse_tier(self._config)
             assert isinstance(config, TierConfig)
