@@ -684,8 +684,9 @@ class Machine(RuleBasedStateMachine):
     def submit_one(self, count: int, is_load: bool, cost: int) -> None:
         self.next_job += 1
         keys = [block_key(1000 * self.next_job + n) for n in range(count)]
-        total = sum(each for each, _ in self.jobs.values())
-        is_full = not is_load and (len(self.jobs) >= JOBS_MAX or (total and total + cost > COST_MAX))
+        costs = [each for each, blocks in self.jobs.values() if blocks]  # a job without blocks ends at once
+        total = sum(costs)
+        is_full = not is_load and (len(costs) >= JOBS_MAX or (total and total + cost > COST_MAX))
         try:
             self.channel.submit(self.next_job, [(key, 0) for key in keys], is_load=is_load, cost=cost)
         except QueueFullError:
@@ -818,7 +819,7 @@ class Machine(RuleBasedStateMachine):
             if server in self.fresh:
                 self.heard_at[server] = now
             if server in self.faulty:  # one without work is looked at once a second
-                assert server.kills or now - self.looked_at[server] < LOOK_S
+                assert server.kills or now - self.looked_at.get(server, float("-inf")) < LOOK_S, vars(server)
             elif server.kills:
                 assert now - self.made_at[server] > DEADLINE_S
             elif server.asked:
@@ -910,7 +911,9 @@ def test_every_job_has_one_result_whatever_its_servers_do(record: Record) -> Non
 
 @pytest.mark.full
 def test_every_job_has_one_result_whatever_its_servers_do_for_long() -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=1000, stateful_step_count=60))
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=300, stateful_step_count=60, phases=[Phase.generate])
+    )
 
 
 def test_wait_idle_gives_up_and_waits_for_what_comes(bench: Bench) -> None:
