@@ -260,7 +260,7 @@ class Server:
         if self._mover is not None and self._mover.store.capabilities.latency_bound:
             return 1
         row_bytes = self._rows.row_bytes
-        share = min(-(-count // (2 * num_threads)), PIECE_BYTES_MAX // row_bytes)
+        share = min(-(-count // num_threads), PIECE_BYTES_MAX // row_bytes)
         return max(share, PIECE_BYTES_MIN // row_bytes, 1)
 
     def _drop_late(self) -> None:
