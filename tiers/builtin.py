@@ -154,8 +154,6 @@ def _start(
     if policy is not None:
         policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
         _check_room(name, policy)
-    if policy is not None and isinstance(config, FsTierConfig):
-        _check_reserve(name, config)
     mapper = FileMapper.from_offloading_spec(
         getattr(config, "root_dir", ""),
         spec,
@@ -178,6 +176,8 @@ def _start(
         if not tier.capabilities.shared:
             check_needs_no_sharing(policy, in_processes=not why_here)
         if policy is not None:
+            if isinstance(config, FsTierConfig):
+                _check_reserve(name, config)
             tier.collect(_start_collector(tier_type, config, policy, mapper))
     except BaseException:
         tier.shutdown()

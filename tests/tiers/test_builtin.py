@@ -158,7 +158,7 @@ def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], is
 def test_nfs_is_isolated_by_default() -> None:
     tier = parse_tier({"type": "nfs", "root_dir": "/x"})
     assert isinstance(tier, NfsTierConfig)
-    assert tier.isolation == "process"
+    assert tier.isolation == "auto"
 
 
 def test_local_files_in_processes(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:

@@ -21,17 +21,18 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import islice
 
 from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
-from ..store import KeepsFiles, Store
+from ..store import KeepsFiles, Store, SupportsTouch
 from .clock import ClockReading, boot_id, held_s, since_boot
 from .lease import Lease
 from .policy import CapacityPolicy, Marks
 from .records import RecordKeys
 from .room import Room
 from .usage import Usage, publish_usage, read_usage
-from .walker import CollectReport, Walker, Wanted
+from .walker import PAGE_KEYS, CollectReport, Walker, Wanted
 from .written import Writer, WrittenBytes
 
 logger = get_logger(__name__)
@@ -39,7 +40,7 @@ logger = get_logger(__name__)
 NO_TIMES = (
     "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
 )
-IDLE_S = 60.0  # after so long without a put, no collector is needed
+IDLE_S = 10.0  # after so long without a put, no collector is needed
 KEYS_PER_S = 1000  # passed while nothing is missing: one request a second, or 1 % of a core for files
 STEP_S = 1.0  # of walking while something is missing; uses are recorded and the lease is renewed in between
 RATE_HALF_S = 60.0  # the known rate of puts is its last peak, and half of it after so long
@@ -47,6 +48,7 @@ RATE_HALF_S = 60.0  # the known rate of puts is its last peak, and half of it af
 #: small share is closer to least recently used, and passes more keys for each block that is removed.
 NEAR_SHARES, FAR_SHARES = (1 / 32, 1 / 2), (1 / 8, 1 / 2)
 WHOLE_SHARES = (1 / 128, 1 / 128)  # of a root so small that the ages of all its blocks are known
+REST_S_MIN = 1.0  # after passes that removed nothing; longer after each further one
 LOOKS = 2  # passes that may remove nothing because they learn ages
 BEATS_S_MIN = 3.0  # a collector that has published nothing for so long, and for three polls, may be dead
 
@@ -370,7 +372,7 @@ class Collector:
             elif is_fast:
                 self._fruitless += 1
             if self._fruitless > LOOKS:  # all blocks are young, or cannot be removed
-                rest_s = self._policy.poll_s * 2.0 ** min(30, self._fruitless - LOOKS)
+                rest_s = max(self._policy.grace_s, REST_S_MIN) * 2.0 ** min(30, self._fruitless - LOOKS - 1)
                 self._rest_until = self._monotonic() + min(self._policy.every_s, rest_s)
         still_missing = self._excess_bytes()[0] > 0 and self._monotonic() >= self._rest_until
         self.is_urgent = still_missing or (lists_first and not is_end)
@@ -484,6 +486,8 @@ class Collector:
         """Read the storage's clock from the lease. Stop working if another collector has taken the lease over."""
         was_held = self.lease.is_held
         now = self.lease.storage_time()
+        if now is None and not was_held and self._policy.ttl_s is not None:
+            now = self._time_of_a_touch()
         if now == 0.0:
             raise StoreConfigError(NO_TIMES)
         self._offset_s = None if now is None else now - self._monotonic()
@@ -495,6 +499,22 @@ class Collector:
             reading = ClockReading(now, boot_id(), self._since_boot())
             self._reading = reading.after(self._reading, host=self._clock(), ttl_s=ttl_s, gap_s_max=gap_s_max)
             self._tell_step(self._reading, held_s(self._reading, ttl_s))
+
+    def _time_of_a_touch(self) -> float | None:
+        """The storage's clock where there is no space for a lease: from a block, which then counts as just used."""
+        if not isinstance(self._store, SupportsTouch):
+            return None
+        blocks = (info for info in self._store.keys() if self._walker.is_block(info.key))  # noqa: SIM118 - not a dict
+        newest = max(islice(blocks, PAGE_KEYS), key=lambda info: info.mtime, default=None)
+        if newest is None:
+            return None
+        key = newest.key
+        try:
+            self._store.touch(key)
+        except StoreError as e:
+            logger.debug("the storage's time is not known: %s", e)
+            return None
+        return next((info.mtime for info in self._store.keys(key) if info.key == key), None)
 
     def _ttl_s(self, report: CollectReport) -> float:
         """The age at which blocks are removed now: infinite while ages are unknown."""

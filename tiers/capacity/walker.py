@@ -195,7 +195,7 @@ class Walker:
         self._grace_s = grace_s
         self._on_removed = on_removed
         self._monotonic = monotonic
-        self._is_block = store.is_block if isinstance(store, NamesBlocks) else is_block
+        self.is_block = store.is_block if isinstance(store, NamesBlocks) else is_block
         self._sums_young = isinstance(store, SupportsTouch | NamesBlocks)
         self._listing: Iterator[KeyInfo] = iter(())
         self._sample = Sample(self._monotonic)
@@ -276,7 +276,7 @@ class Walker:
         grace_s = self._grace_s if now is not None else 0.0 if reference_s else float("inf")
         doomed: dict[str, list[KeyInfo]] = {"ttl": [], "capacity": []}
         count = doomed_bytes = 0
-        sums_young, is_block, sample, stuck = self._sums_young, self._is_block, self._sample, self._stuck
+        sums_young, is_block, sample, stuck = self._sums_young, self.is_block, self._sample, self._stuck
         for info in self._listing:
             count += 1
             key, size, mtime = info

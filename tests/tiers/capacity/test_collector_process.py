@@ -767,9 +767,9 @@ def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root
         ({"ttl": True}, "ttl: true is not a duration"),
         ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write 10GiB"),
         ({"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
-        ({"gc_low": 0.5}, "gc_low: is no longer a key: the collector finds its marks below max_bytes by itself"),
-        ({"gc_high": 0.9}, "gc_high: is no longer a key"),
-        ({"gc_every_s": 60}, "gc_every_s: is no longer a key"),
+        ({"gc_low": 0.5}, "gc_low: was removed: the collector finds its marks below max_bytes by itself"),
+        ({"gc_high": 0.9}, "gc_high: was removed"),
+        ({"gc_every_s": 60}, "gc_every_s: was removed"),
     ],
 )
 def test_mistakes_name_their_field(options: dict[str, Any], message: str) -> None:
