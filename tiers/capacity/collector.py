@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 NO_TIMES = (
     "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
 )
-IDLE_S = 10.0  # after so long without a put, no collector is needed
+IDLE_S = 10.0  # after so long, and four polls, without a put, no collector is needed
 KEYS_PER_S = 1000  # passed while nothing is missing: one request a second, or 1 % of a core for files
 STEP_S = 1.0  # of walking while something is missing; uses are recorded and the lease is renewed in between
 RATE_HALF_S = 60.0  # the known rate of puts is its last peak, and half of it after so long
@@ -98,6 +98,7 @@ class Collector:
         )
         self._writer = Writer(store, poll_s=policy.poll_s, writer_s=policy.writer_s, keys=keys, clock=since_boot)
         self._written = WrittenBytes(store, writer_s=policy.writer_s, keys=keys, clock=monotonic)
+        self._idle_s = max(IDLE_S, 4 * policy.poll_s)
         self._walker = Walker(store, grace_s=policy.grace_s, on_removed=on_removed, monotonic=monotonic)
         self._room = Room(store, policy, monotonic)
         self._shares = FAR_SHARES if store.capabilities.latency_bound else NEAR_SHARES
@@ -232,7 +233,7 @@ class Collector:
 
     def _is_needed(self) -> bool:
         now = self._monotonic()
-        is_active = bool(self.full) or now - self._active_at <= IDLE_S
+        is_active = bool(self.full) or now - self._active_at <= self._idle_s
         looks = self._policy.ttl_s is not None and now >= self._looks_at
         if not is_active and not looks:
             return False
@@ -318,7 +319,7 @@ class Collector:
             self._publish(self._owner)
         report.bytes, report.blobs = self._used(), self._blobs
         is_idle = not self.full and not self.is_urgent and self._walker.current is None
-        if is_idle and began - self._active_at > IDLE_S:
+        if is_idle and began - self._active_at > self._idle_s:
             self.release()
         return report
 
