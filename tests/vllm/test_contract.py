@@ -333,7 +333,7 @@ def imported() -> set[str]:
         f"{node.module}:{alias.name}"
         for tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "vllm"
         for alias in node.names
     }
 
