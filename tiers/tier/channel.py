@@ -336,6 +336,8 @@ class Channel:
 
     def poll(self) -> None:
         """Send what waits, read what has come, and replace servers that hang or have ended. Does not wait."""
+        if os.getpid() != self._pid:
+            return  # in a fork: what has come is the parent's
         self._take_started()
         now = self._clock()
         for server in self._servers:
@@ -364,6 +366,8 @@ class Channel:
         until = time.monotonic() + timeout_s
         self.poll()
         while self._jobs:
+            if os.getpid() != self._pid:
+                return False
             if (left_s := until - time.monotonic()) <= 0:
                 return False
             self.wait(left_s)
@@ -425,7 +429,7 @@ class Channel:
                 server.stores += blocks
 
     def _write(self, server: _Server, content: list[object], raw: bytes = b"") -> None:
-        if server.handle is not None and not server.ending:
+        if server.handle is not None and not server.ending and os.getpid() == self._pid:
             server.out += pack_frame(server.handle.tag, content, raw)
             self._flush(server)
 

@@ -614,13 +614,16 @@ def test_start_that_fails_in_the_constructor_ends_the_others() -> None:
     backend.release()
 
 
-def test_a_fork_ends_no_server(bench: Bench) -> None:
+def test_a_fork_ends_no_server_and_takes_no_answer(bench: Bench) -> None:
     def use() -> None:
-        assert not bench.channel.shutdown(0.0)
+        bench.channel.poll()
+        assert bench.channel.take_finished() == []
+        assert not bench.channel.wait_idle(60.0)
+        assert not bench.channel.shutdown(60.0)
 
-    assert run_in_child(use) == 0
     bench.submit(1)
     bench.made[0].answer_all()
+    assert run_in_child(use) == 0
     assert counts(bench.finished()[1]) == {"moved": 1}
     assert not any(server.closes for server in bench.made)
 
