@@ -20,7 +20,7 @@ from ..base import JobMetadata, JobResult, OffloadingEvent, ReqContext, Secondar
 from ..blocks.file_mapper import FileMapper, strict_fields
 from ..blocks.keys import OffloadKey, make_offload_key
 from ..blocks.seal import TRAILER_BYTES, Checksum, Seal
-from ..errors import QueueFullError, StoreTimeoutError
+from ..errors import QueueFullError, StoreTimeoutError, StoreUnavailableError
 from ..metrics import Metrics
 from ..plain_logs import get_logger
 from ..server.server import Seats, Work
@@ -239,7 +239,7 @@ class StoreTierManager(SecondaryTierManager):
 
         Raises:
             ConfigError, StoreError: a permanent error.
-            ChildProcessError: no server lives long enough to serve.
+            ChildProcessError: the server ended by itself before it could serve.
         """
         try:
             self._channel.open()
@@ -250,7 +250,7 @@ class StoreTierManager(SecondaryTierManager):
                     text = f"it did not answer within {self._options.job_deadline_s:g} s"
                     opened = Opened(None, StoreTimeoutError(text))
                     break
-            if opened.error is not None and not self._channel.has_heard:
+            if isinstance(opened.error, StoreUnavailableError) and not self._channel.has_heard:
                 raise ChildProcessError(str(opened.error))
             if opened.error is not None and not getattr(opened.error, "retryable", False):
                 raise opened.error

@@ -717,7 +717,7 @@ def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.Monkey
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(tier.shutdown)
         try:
-            wait_for(lambda: tier._channel._cut)
+            wait_for(lambda: tier._channel._servers[0].handle._server._cut)  # type: ignore[union-attr]
         finally:
             slow.gate.set()
         ending.result(120)
