@@ -52,6 +52,9 @@ _TOUCH_BYTES: Final = 64 << 20  # takes a millisecond or two, for which a reques
 class ServerProcess:
     """A server's process, seen from the engine. No method but ``start`` blocks.
 
+    It is reaped by a thread that ends with it, because that may wait in the kernel: 1.6 s were measured with a process
+    that was killed in a hung call, 7 s on a busy machine.
+
     Attributes:
         sock: the engine's end of the connection.
         tag: of the connection's frames.
@@ -61,6 +64,8 @@ class ServerProcess:
         self.process = process
         self.sock = sock
         self.tag = tag
+        self._ending = threading.Lock()  # held to kill the group and to reap, so that no other group is killed
+        self._is_reaping = False
 
     @classmethod
     def start(
@@ -124,26 +129,42 @@ class ServerProcess:
 
     def kill(self) -> bool:
         """Kill the process and all processes that it has started. Returns True: it can be killed."""
-        kill_group(self.process)
+        if self._ending.acquire(blocking=False):  # else it has ended, and is being reaped
+            try:
+                kill_group(self.process)
+            finally:
+                self._ending.release()
+        self._begin_reaping()
         return True
 
     def has_ended(self) -> bool:
-        """Whether the process has ended and is reaped. What it had started is killed before."""
-        if self.process.returncode is None:
-            try:
-                if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    return False
-            except ChildProcessError:  # somebody else has reaped it
-                pass
-            kill_group(self.process)
-            self.process.wait()
-        return True
+        """Whether the process has ended and is reaped, after ``kill`` or ``close``."""
+        self._begin_reaping()
+        return self.process.returncode is not None
 
     def close(self) -> None:
         """Hang up, even if a fork of this process holds the socket; the server then ends."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
+        self._begin_reaping()
+
+    def _begin_reaping(self) -> None:
+        if self._is_reaping:
+            return
+        try:
+            threading.Thread(target=self._reap, name="kvtiers-reap", daemon=True).start()
+            self._is_reaping = True
+        except RuntimeError as e:  # no thread can be started now; ``has_ended`` tries again
+            logger.debug("process %d is not reaped yet: %s", self.process.pid, e)
+
+    def _reap(self) -> None:
+        """Wait for the process's end, kill what it has started, and reap it."""
+        with suppress(ChildProcessError):  # somebody else has reaped it
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        with self._ending:
+            kill_group(self.process)
+            self.process.wait()
 
 
 class ProcessBackend:

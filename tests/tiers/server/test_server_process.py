@@ -8,8 +8,10 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from kvtiers.tiers.base import JobMetadata, JobResult
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.isolation.process import MappedRegion, StoreRecipe
-from kvtiers.tiers.server.process import ProcessBackend
+from kvtiers.tiers.server.process import ProcessBackend, ServerProcess
 from kvtiers.tiers.server.server import Seats
 from kvtiers.tiers.tier import channel
 from kvtiers.tiers.tier.lookup import LookupOptions
@@ -424,6 +426,30 @@ def test_process_of_an_engine_with_many_open_files(make: Callable[..., Bench]) -
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_process_that_takes_long_to_be_reaped_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may take seconds for it, and the scheduler's thread asks whether the process has ended."""
+    process = subprocess.Popen(["sleep", "600"], process_group=0)
+    may_reap, really_wait = threading.Event(), process.wait
+
+    def wait() -> int:
+        assert may_reap.wait(120)
+        return really_wait()
+
+    monkeypatch.setattr(process, "wait", wait)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        server = ServerProcess(process, ours, bytes(16))
+        assert not server.has_ended()
+        assert server.kill()
+        wait_for(lambda: is_gone(process.pid))
+        assert not server.has_ended()
+        server.kill()
+        server.close()
+        assert not server.has_ended()
+        may_reap.set()
+        wait_for(server.has_ended)
 
 
 def test_tier_that_ends_amid_hung_calls_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
