@@ -52,7 +52,7 @@ class Seats:
 
     Attributes:
         lookups: take lookups only.
-        loads_only: take loads only, so that a load need not wait until a store ends.
+        loads_only: take loads only, and only those that come while all others are busy with stores.
         loads_first, stores_first: take blocks of the other kind when there are none of their own.
         most: there may be so many of the last two kinds, while blocks mostly wait (see ``tier.concurrency``).
     """
@@ -146,10 +146,10 @@ class Server:
         self._said: list[str] = []
         self._loads: deque[_Piece] = deque()
         self._stores: deque[_Piece] = deque()
-        # One token a piece. A seat for loads only takes pieces without taking tokens, so some find no piece left.
+        # One token a piece. A seat for loads only takes pieces without taking their tokens, so some find no piece left.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._load_tokens: SimpleQueue[bool] = SimpleQueue()
-        self._has_loads_only = seats.loads_only > 0
+        self._storing: set[int] = set()  # threads that take or move stores
         self._turns: SimpleQueue[tuple[int, list[OffloadKey]] | None] = SimpleQueue()
         loads, stores = self._loads, self._stores
         first = seats.loads_first + seats.stores_first
@@ -246,13 +246,15 @@ class Server:
         self, is_load: bool, number: int, deadline: float, pairs: list[Pair], to_replace: Sequence[int] = ()
     ) -> None:
         self._to_replace.update(pairs[place][0] for place in to_replace)
-        num_threads = self._num_movers + (self._num_loads_only if is_load else 0)
+        # Otherwise the threads of this process would only take its GIL from each other: a third of the loads' speed.
+        helped = self._num_loads_only if is_load and len(self._storing) >= self._num_movers else 0
+        num_threads = self._num_movers + helped
         pieces = list(deal(pairs, self._piece_blocks(len(pairs), num_threads), num_threads))
         part = _Part(number, is_load, [key for key, _ in pairs], deadline, len(pieces))
         (self._loads if is_load else self._stores).extend((part, piece) for piece in pieces)
         for _ in pieces:
             self._tokens.put(True)
-            if is_load and self._has_loads_only:
+            if helped:
                 self._load_tokens.put(True)
 
     def _piece_blocks(self, count: int, num_threads: int) -> int:
@@ -276,13 +278,18 @@ class Server:
     # ---- threads -----------------------------------------------------------------------------------------------------
 
     def _move_pieces(self, tokens: SimpleQueue[bool], queues: Sequence[deque[_Piece]]) -> None:
+        me = threading.get_ident()
         while tokens.get():
             for queue in queues:
+                if queue is self._stores:
+                    self._storing.add(me)
                 try:
                     part, pairs = queue.popleft()
                 except IndexError:
+                    self._storing.discard(me)
                     continue
                 self._end_piece(part, self._moved(part, pairs))
+                self._storing.discard(me)
                 if self._concurrency is not None:
                     self._learn(self._concurrency, part, len(pairs))
                 break

@@ -50,7 +50,7 @@ LATE_FACTOR: Final = 2.0  # no part may take longer than this many deadlines, wh
 PAUSE_S: Final = (0.05, 30.0)  # before a server is started again: at first, and at most
 LIVED_S: Final = 10.0  # a server that lived longer is started again without a longer pause
 END_S: Final = 1.5  # for a server without work to end
-LOOK_S: Final = 1.0  # between looks at servers without work, which may have died
+CHECK_S: Final = 0.01  # between checks of deadlines, at most: a step of the scheduler polls several times
 
 
 class Handle(Protocol):
@@ -140,12 +140,12 @@ class _Server:
     handle: Handle | None = None
     reader: FrameReader | None = None
     out: bytearray = field(default_factory=bytearray)
+    is_full: bool = False  # its socket, when it was last written to
     owed: dict[int, _Request] = field(default_factory=dict)  # by number, the oldest first
     loads: int = 0  # blocks under way
     stores: int = 0
     looks: int = 0
     heard_at: float = -math.inf
-    looked_at: float = -math.inf
     started_at: float = -math.inf
     pause_s: float = PAUSE_S[0]
     start_at: float | None = None  # when to start it again; None: it runs, ends or is being started
@@ -193,6 +193,10 @@ class Channel:
         self._looked: list[tuple[int, Sequence[bool | None], float]] = []
         self._opened: Opened | None = None
         self._late_s = 0.0
+        self._silent_s = 0.0
+        self._check_at = -math.inf
+        self._sockets = select.poll()
+        self._by_fd: dict[int, _Server] = {}
         self._started: SimpleQueue[tuple[_Server, Handle | Exception]] = SimpleQueue()
         self._closing = False
         self.has_heard = False
@@ -327,38 +331,48 @@ class Channel:
         late_s, self._late_s = self._late_s, 0.0
         return late_s
 
+    @property
     def silent_s(self) -> float:
-        """For how long a server that has work has been silent: the longest of all servers; 0 if none has work."""
-        now = self._clock()
-        return max(self._silence(server, now) for server in self._servers)
+        """For how long a server that has work had been silent at the last poll: the longest of all; 0: none has work."""
+        return self._silent_s
 
     # ---- frames ------------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Send what waits, read what has come, and replace servers that hang or have ended. Does not wait."""
+        """Send what waits, read what has come, and replace servers that hang or have ended. Does not wait.
+
+        Called several times in each step of the scheduler, so without news it is one system call.
+        """
         if os.getpid() != self._pid:
             return  # in a fork: what has come is the parent's
+        now = self._clock()
+        for fd, events in self._sockets.poll(0):
+            server = self._by_fd[fd]
+            if events & select.POLLOUT:
+                self._flush(server)
+            if events & ~select.POLLOUT:
+                self._receive(server, now)
+        if now >= self._check_at:
+            self._check()
+
+    def _check(self) -> None:
         self._take_started()
         now = self._clock()
         for server in self._servers:
             if server.ending:
                 self._reap(server)
             elif server.handle is not None:
-                if server.out:
-                    self._flush(server)
-                if server.owed or now - server.looked_at >= LOOK_S:
-                    self._receive(server, now)
-                    self._end_if_late(server, self._clock())
+                self._end_if_late(server, now)
             elif server.start_at is not None and now >= server.start_at and not self._closing:
                 self._start_again(server)
+        self._silent_s = max(self._silence(server, now) for server in self._servers)
+        is_settled = all(server.handle is not None and not server.ending for server in self._servers)
+        self._check_at = now + min(CHECK_S, self._deadline_s / 100) if is_settled else -math.inf
 
     def wait(self, timeout_s: float) -> None:
         """``poll``, after waiting until something comes or time is over."""
-        poll = select.poll()
-        for server in self._servers:
-            if server.handle is not None and not server.ending:
-                poll.register(server.handle.sock, select.POLLIN | (select.POLLOUT if server.out else 0))
-        poll.poll(1000 * min(timeout_s, 0.05))
+        self._sockets.poll(1000 * min(timeout_s, 0.05))
+        self._check_at = -math.inf
         self.poll()
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -388,6 +402,7 @@ class Channel:
         self._take_started()
         for server in self._servers:
             if server.handle is not None and (not server.owed or server.handle.kill()):
+                self._stop_listening(server)
                 server.handle.close()
                 server.ending = "shutdown"
         until = time.monotonic() + END_S
@@ -435,29 +450,29 @@ class Channel:
 
     def _flush(self, server: _Server) -> None:
         assert server.handle is not None
+        sock = server.handle.sock
         try:
             while server.out:
-                del server.out[: server.handle.sock.send(server.out)]
+                del server.out[: sock.send(server.out)]
         except BlockingIOError:
             pass
         except OSError:
             server.out.clear()  # it has died, which the next read shows
+        if bool(server.out) != server.is_full:
+            server.is_full = not server.is_full
+            self._sockets.register(sock, select.POLLIN | (select.POLLOUT if server.is_full else 0))
 
     def _receive(self, server: _Server, now: float) -> None:
         assert server.handle is not None
         assert server.reader is not None
-        server.looked_at = now
         try:
-            while True:
-                received = server.handle.sock.recv(RECEIVE_BYTES)
-                if not received:
-                    raise EOFError("its process ended")
-                server.heard_at = now
-                self.has_heard = True
-                for content, raw in server.reader.feed(received):
-                    self._hear(server, content, raw)
-                if len(received) < RECEIVE_BYTES:
-                    return
+            received = server.handle.sock.recv(RECEIVE_BYTES)
+            if not received:
+                raise EOFError("its process ended")
+            server.heard_at = now
+            self.has_heard = True
+            for content, raw in server.reader.feed(received):
+                self._hear(server, content, raw)
         except BlockingIOError:
             pass
         except Exception as e:  # noqa: BLE001 - a process's edge: whatever it sends, only its own work may fail
@@ -545,6 +560,7 @@ class Channel:
         if not server.handle.kill():
             return
         self.kills += 1
+        self._stop_listening(server)
         server.ending = ("late: " if late else "") + why
         server.out.clear()
         self._reap(server)
@@ -590,8 +606,18 @@ class Channel:
         server.reader = FrameReader(handle.tag)
         server.started_at = server.heard_at = self._clock()
         server.start_at = None
+        server.is_full = False
+        self._by_fd[handle.sock.fileno()] = server
+        self._sockets.register(handle.sock, select.POLLIN)
         if self._cut:
             self._write(server, ["cut", self._cut])
+
+    def _stop_listening(self, server: _Server) -> None:
+        """Before its socket is closed: another file may get the number of its descriptor."""
+        assert server.handle is not None
+        if self._by_fd.pop(server.handle.sock.fileno(), None) is not None:
+            self._sockets.unregister(server.handle.sock)
+        self._check_at = -math.inf
 
     def _start_again(self, server: _Server) -> None:
         """Start a server in a thread that ends with it: it reads the interpreter from its disk, which may hang."""

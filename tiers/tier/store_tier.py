@@ -353,7 +353,7 @@ class StoreTierManager(SecondaryTierManager):
 
     def _note_silence(self) -> bool:
         """Doubt a storage that does not answer, and cut it off if it is late for a job. Returns whether it is."""
-        silent_s, late_s = self._channel.silent_s(), self._channel.take_late_s()
+        silent_s, late_s = self._channel.silent_s, self._channel.take_late_s()
         # If the storage hangs, each request for a block that is cached as present would wait for a load's deadline.
         was_doubted, self._doubted = self._doubted, silent_s > DOUBT_SHARE * self._options.job_deadline_s
         if self._doubted and not was_doubted:
@@ -417,7 +417,7 @@ class StoreTierManager(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait until all jobs have ended. Give up when a task has run past ``job_deadline_s``: it may never end."""
         while not self._channel.wait_idle(timeout_s=0.5):
-            if self._channel.silent_s() > self._options.job_deadline_s:
+            if self._channel.silent_s > self._options.job_deadline_s:
                 in_flight = self._channel.jobs_in_flight
                 logger.warning("tier %s: I/O is stuck; not waiting for %d jobs", self.name, in_flight)
                 break
