@@ -1,8 +1,8 @@
 """KV-cache tiers for LLM servers: local files, NFS, S3 and any fsspec URL behind one verified block format.
 
 This package exports the names that users of tiers and authors of stores need. Each name is imported on first use, so
-that a process that needs one module, such as a worker of ``kvtiers.tiers.isolation``, does not load all of them. To
-read the code, start at ``kvtiers.tiers.store``. The names for a vLLM configuration are in ``kvtiers.vllm``.
+that a process that needs one module, such as a process of a tier, does not load all of them. To read the code, start at
+``kvtiers.tiers.store``. The names for a vLLM configuration are in ``kvtiers.vllm``.
 """
 
 from __future__ import annotations

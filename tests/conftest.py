@@ -22,7 +22,6 @@ with contextlib.suppress(ImportError):  # what runs on a GPU has no hypothesis
 #: Files that take 15 s or more of CPU or of waiting, on two idle cores: begun last, they would leave a core idle.
 LONGEST = (
     "tiers/stores/s3/test_s3_hostile.py",
-    "tiers/isolation/test_isolate.py",
     "soak/test_soak.py",
     "tiers/tier/test_wrong_bytes.py",
     "connector/demo/test_demo.py",

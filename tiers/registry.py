@@ -13,12 +13,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+# Looks at the package while it is loaded, not when a process starts: a model is loaded in between, for minutes.
+from . import loaded_code  # noqa: F401
 from .base import SecondaryTierManager
 from .config.deployment import ENTRY_POINT_GROUP, as_store_tier, known_types
 from .errors import ConfigError, printable
-
-# Looks at the package while it is loaded, not when a worker starts: a model is loaded in between, for minutes.
-from .isolation import loaded_code  # noqa: F401
 
 #: Tier type -> (module, class).
 _BUILT_IN: Mapping[str, tuple[str, str]] = {

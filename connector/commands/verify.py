@@ -19,7 +19,7 @@ import typer
 from ...tiers.builtin import key_ids
 from ...tiers.config.open_store import tool_recipe
 from ...tiers.errors import ConfigError, public_url
-from ...tiers.isolation.process import StoreRecipe
+from ...tiers.recipe import StoreRecipe
 from ...tiers.store import SupportsQuarantine
 from ...tiers.tools.ownership import check_is_ours
 from ...tiers.tools.seal_kinds import unknown_keys

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from ...tiers.config.deployment import DeploymentConfig, parse_config
 from ...tiers.errors import ConfigError, KVTiersError
-from ...tiers.isolation.worker import own_output
+from ...tiers.processes import own_output
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from ..region.region_header import row_stride
 from ..spec import TieringOffloadingSpec

@@ -27,8 +27,7 @@ from ...tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from ...tiers.isolation.process import StoreRecipe
-from ...tiers.isolation.worker import find_object
+from ...tiers.recipe import StoreRecipe, find_object
 from ...tiers.store import KeyInfo, Store, read_blob
 from ...tiers.store_layer import Layer
 from .format import LAYER_FILE, MANIFEST_BYTES_MAX, MANIFEST_NAME, PART_ENDING, unseal

@@ -16,7 +16,7 @@ from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.capacity.written import Writer
 from ...tiers.config.open_store import for_engine, open_tool_store, tool_recipe
 from ...tiers.config.tier_options import BoundedTierConfig
-from ...tiers.isolation.process import StoreRecipe
+from ...tiers.recipe import StoreRecipe
 
 USE_NOTED_S = 3600.0
 GRACE_S = 60.0  # younger chunks are not removed: their layers may still be in transfer, or a load may be about to begin

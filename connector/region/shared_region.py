@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...tiers.errors import ConfigError, RegionError
 from ...tiers.plain_logs import get_logger
-from ...tiers.stores.files.posix import occupy_standard_streams
+from ...tiers.processes import occupy_standard_streams
 from .region_file import (
     allocate_anonymous,
     join_named,

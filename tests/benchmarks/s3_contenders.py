@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,18 +23,24 @@ import numpy as np
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
+from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
+from kvtiers.tiers.recipe import StoreRecipe
+from kvtiers.tiers.server.mapped_file import MappedRegion
+from kvtiers.tiers.server.process import ProcessBackend
+from kvtiers.tiers.server.server import Seats
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.fsspec import FsspecStore
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server
+from kvtiers.tiers.tier.lookup import LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
 
 THREADS = 8
 CEILING = "http"
+LOOK_S = 0.0005  # between looks for answers
 HEADS_AT_ONCE = 128  # a prompt's blocks; a real server may answer them with a LIST, where the folder is not too full
 
 
@@ -88,32 +95,35 @@ class TierContender(Contender):
     """A StoreTierManager over a store.
 
     Args:
-        isolated: as the built-in tier runs it, in worker processes with THREADS threads together.
+        in_processes: as the built-in tier runs it, in two processes with THREADS threads that move blocks each way.
     """
 
     def __init__(
-        self, name: str, recipe: tuple[type[Store], dict[str, Any]], region: Region, *, isolated: bool
+        self, name: str, recipe: tuple[type[Store], dict[str, Any]], region: Region, *, in_processes: bool
     ) -> None:
         self.name = name
         self._region = region
         store_class, arguments = recipe
-        # Both kinds of pool threads help each other out, so half of each are THREADS together.
-        threads = 1 if isolated else THREADS // 2
-        self._store: Store
-        if isolated:
-            recipe_ = StoreRecipe.of(store_class, **arguments)
-            self._store = ProcessIsolatedStore(recipe_, region=region.view, n_workers=3, deadline_s=3600)
-        else:
-            self._store = store_class(**arguments)
+        self._store = store_class(**arguments)
         spec = FakeSpec()
         options = TierOptions(
-            n_read_threads=threads,
-            n_write_threads=threads,
+            # Both kinds of threads help each other out, so half of each are THREADS together.
+            n_read_threads=THREADS // 2,
+            n_write_threads=THREADS // 2,
             job_deadline_s=3600,
             max_bytes_in_flight=1 << 40,
+            lookup=LookupOptions(deadline_s=60.0, total_s=120.0),
         )
         self._mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
-        self._tier = StoreTierManager(spec, region.view, name, store=self._store, mapper=self._mapper, options=options)
+        make_tier = partial(StoreTierManager, spec, region.view, name, mapper=self._mapper, options=options)
+        if in_processes:
+            recipe_, mapped = StoreRecipe.of(store_class, **arguments), MappedRegion(region.view)
+            seats = [Seats(1, 0, THREADS // 2, 0), Seats(1, 0, 0, THREADS // 2)]
+            self._tier = make_tier(
+                make_backend=lambda work, rows: ProcessBackend(recipe_, mapped, rows.row_bytes, work, seats, None)
+            )
+        else:
+            self._tier = make_tier(store=self._store)
         self._job_id = 0
 
     def put(self, round_: int) -> None:
@@ -123,20 +133,23 @@ class TierContender(Contender):
         self._run(self._tier.submit_load, round_)
 
     def heads(self, count: int) -> None:
-        names = [self._name(0, index % self._region.count) for index in range(count)]
-        size_many = getattr(self._store, "size_many", None)
-        with ThreadPoolExecutor(THREADS) as pool:
-            if size_many is None:
-                sizes = list(pool.map(self._store.size, names))
+        for start in range(0, count, HEADS_AT_ONCE):
+            places = [place % self._region.count for place in range(start, min(start + HEADS_AT_ONCE, count))]
+            if self._tier.store is None:
+                assert all(self._look_up([block_key(place) for place in places]))
             else:  # as a tier's lookups come
-                batches = [names[start : start + HEADS_AT_ONCE] for start in range(0, count, HEADS_AT_ONCE)]
-                sizes = [size for batch in batches for size in size_many(batch)]
-        assert len(sizes) == count
-        assert all(isinstance(size, int) for size in sizes)
+                sizes = self._tier.store.size_many([self._name(0, place) for place in places])
+                assert all(isinstance(size, int) for size in sizes)
+
+    def _look_up(self, keys: list[OffloadKey]) -> list[bool | None]:
+        self._tier._lookup.forget(keys)
+        while None in (found := [self._tier.lookup(key) for key in keys]):
+            self._tier.on_schedule_end()
+            time.sleep(LOOK_S)
+        return found
 
     def cpu_s(self) -> float:
-        workers = self._store.worker_pids if isinstance(self._store, ProcessIsolatedStore) else []
-        return super().cpu_s() + sum(map(_cpu_s, workers))
+        return super().cpu_s() + sum(map(_cpu_s, self._tier._channel.pids))
 
     def remove(self, round_: int) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -144,6 +157,7 @@ class TierContender(Contender):
 
     def close(self) -> None:
         self._tier.shutdown()
+        self._store.close()
 
     def _name(self, round_: int, index: int) -> str:
         return self._mapper.relative_name(block_key(round_ * self._region.count + index))
@@ -447,7 +461,7 @@ def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
     if name == "s3fs":
         access = {"key": reached.access_key, "secret": reached.secret_key, "endpoint_url": reached.endpoint_url}
         where = {"url": f"s3://{STUB_BUCKET}/{name}", "storage_options": access}
-        return TierContender(name, (FsspecStore, where), region, isolated=False)
+        return TierContender(name, (FsspecStore, where), region, in_processes=False)
     client: Any = name.partition(",")[0]
     options = S3Options(
         bucket=STUB_BUCKET,
@@ -457,4 +471,4 @@ def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
         request_timeout_s=60,
         max_connections=THREADS,
     )
-    return TierContender(name, (S3Store, {"options": options}), region, isolated=name == "obstore")
+    return TierContender(name, (S3Store, {"options": options}), region, in_processes=name == "obstore")

@@ -30,7 +30,7 @@ from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
-from tests.tiers.isolation.misbehaving_store import HeldStore
+from tests.tiers.server.hostile_store import HeldStore
 from tests.waiting import wait_for
 
 ROWS, ROW_BYTES = 8, 8192
@@ -300,7 +300,7 @@ def test_engine_process_does_not_load_obstore_and_keeps_its_environment(
             boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
             options["s3"] = {"bucket": "bucket", "endpoint_url": endpoint, "max_bytes": "1GiB"}
         config = {"type": kind, "lookup_deadline_s": 60.0, "job_deadline_s": 60.0, **options[kind]}
-        program = [sys.executable, "-m", "tests.tiers.isolation.hostile_engine"]
+        program = [sys.executable, "-m", "tests.tiers.server.hostile_engine"]
         engine = stack.enter_context(
             subprocess.Popen(
                 [*program, json.dumps({"tier": config, "row_bytes": ROW_BYTES, "maps": True})],
@@ -310,7 +310,7 @@ def test_engine_process_does_not_load_obstore_and_keeps_its_environment(
                 cwd=Path(__file__).parents[2],
             )
         )
-        said, _ = engine.communicate("store\nload\nfind\ntouch\nseen\n", timeout=300)
+        said, _ = engine.communicate("store\nload\nlookup\ntouch\nseen\n", timeout=300)
         started, stored, loaded, found, _, (seen, _) = map(json.loads, said.splitlines())
     assert (started, stored[0], loaded[0], found[0]) == ("started", True, True, [True] * 4)
     modules, changes = seen

@@ -18,10 +18,10 @@ from typing import Any
 from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
 from ..blocks.keys import OffloadKey
-from ..isolation.loaded_code import OWN_CODE
-from ..isolation.process import StoreRecipe, environment_without, kill_group, python_command, reap_group
-from ..isolation.worker import own_log_level
+from ..loaded_code import OWN_CODE
 from ..plain_logs import get_logger
+from ..processes import environment_without, kill_group, own_log_level, python_command, reap_group
+from ..recipe import StoreRecipe
 from .policy import CapacityPolicy
 from .records import RecordKeys
 

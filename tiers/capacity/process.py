@@ -33,15 +33,9 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from ..errors import StoreError
-from ..isolation.worker import (
-    die_with_parent,
-    end_if_forked,
-    limit_memory,
-    log_to_stderr,
-    make_store,
-    own_output,
-)
 from ..plain_logs import get_logger
+from ..processes import die_with_parent, end_if_forked, limit_memory, log_to_stderr, own_output
+from ..recipe import make_store
 from ..store import Store, SupportsTouch
 from .collector import Collector
 from .policy import CapacityPolicy

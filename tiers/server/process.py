@@ -30,13 +30,22 @@ from typing import Any, Final
 from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
 from ..blocks.seal import Checksum, Seal
-from ..isolation.loaded_code import OWN_CODE
-from ..isolation.process import MappedRegion, StoreRecipe, environment_without, kill_group, python_command
-from ..isolation.worker import limit_memory, log_to_stderr, make_store, own_log_level
+from ..loaded_code import OWN_CODE
 from ..plain_logs import get_logger
-from ..stores.files.posix import STDERR, occupy_standard_streams
+from ..processes import (
+    STDERR,
+    environment_without,
+    kill_group,
+    limit_memory,
+    log_to_stderr,
+    occupy_standard_streams,
+    own_log_level,
+    python_command,
+)
+from ..recipe import StoreRecipe, make_store
 from ..tier.block_mover import Rows
 from .frames import TAG_BYTES
+from .mapped_file import MappedRegion
 from .server import Seats, Server, Work
 
 logger = get_logger(__name__)

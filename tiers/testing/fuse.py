@@ -45,7 +45,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ..isolation.process import python_command
+from ..processes import python_command
 
 START_S_MAX = 120.0  # on a busy machine
 ANSWER_S_MAX = 60.0

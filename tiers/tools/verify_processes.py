@@ -20,8 +20,8 @@ from typing import Any
 from ..blocks.keyring import KEY_VARIABLES
 from ..daemon_pool import DaemonPool
 from ..errors import StoreError, StoreUnavailableError
-from ..isolation.process import StoreRecipe, environment_without, kill_group, python_command
-from ..isolation.worker import end_if_forked, make_store, own_output
+from ..processes import end_if_forked, environment_without, kill_group, own_output, python_command
+from ..recipe import StoreRecipe, make_store
 from .verify import ALL, Subset, UnitResult, Verifier, decode_result
 
 KILLED_S_MAX = 5.0  # for threads to see that their workers were killed

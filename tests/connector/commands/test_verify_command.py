@@ -29,7 +29,7 @@ from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.seal import CHECK_AT, Seal
 from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.errors import SealReason, StorePermissionError, StoreUnavailableError
-from kvtiers.tiers.isolation.process import StoreRecipe
+from kvtiers.tiers.recipe import StoreRecipe
 from kvtiers.tiers.store import Capabilities, KeyInfo
 from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files.local import LocalStore

@@ -29,8 +29,9 @@ from kvtiers.tiers.capacity.process import _note_uses
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.config.deployment import parse_config, parse_tier
 from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
-from kvtiers.tiers.isolation.process import StoreRecipe, python_command
 from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.processes import python_command
+from kvtiers.tiers.recipe import StoreRecipe
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import SupportsTouch
 from kvtiers.tiers.stores.files.local import LocalStore

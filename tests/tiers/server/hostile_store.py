@@ -1,14 +1,17 @@
-"""A store whose library misbehaves when a file beside its root says so; for servers in processes of their own."""
+"""Stores that misbehave when a file beside their root says so; for servers in processes of their own."""
 
 from __future__ import annotations
 
 import builtins
 import ctypes
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.local import LocalStore
 
 HOARD_BYTES = 1 << 20
@@ -57,6 +60,8 @@ class HostileStore(LocalStore):
             self.hoard = [bytearray(HOARD_BYTES)]
             while True:
                 self.hoard.append(bytearray(HOARD_BYTES))
+        elif what == "program":
+            self._note(subprocess.Popen(["/bin/sleep", "600"]).pid)
         elif what == "print":
             print("printed", flush=True)
             os.write(1, b"written")
@@ -80,3 +85,33 @@ class HostileStore(LocalStore):
         if pid:
             with open(f"{self.root_dir}.forks", "a", encoding="ascii") as file:
                 print(pid, file=file)
+
+
+class HeldStore(LocalStore):
+    """Puts wait as long as there is a file beside the root, ``<root_dir>.hold``."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        while os.path.exists(f"{self.root_dir}.hold"):
+            time.sleep(0.01)
+        return super().put(key, parts, overwrite=overwrite)
+
+
+def make_memory(options: Mapping[str, Any]) -> Store:
+    """A store of a custom tier that two processes do not share."""
+    from kvtiers.tiers.stores.memory import MemoryStore  # imports numpy, which servers with other stores need not
+
+    return MemoryStore()
+
+
+def make_local(options: Mapping[str, Any]) -> Store:
+    """Make the store of a custom tier, or fail in the way that the file ``how`` beside the root says."""
+    root = options["root"]
+    while os.path.exists(how := f"{root}.how"):
+        with open(how, encoding="ascii") as file:
+            what = file.read()
+        if what == "exit":
+            os._exit(0)
+        if what != "hang":
+            raise getattr(builtins, what)("as told")
+        time.sleep(0.01)
+    return LocalStore(root)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,131 +21,19 @@ import psutil
 import pytest
 
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
-from kvtiers.tiers.base import JobMetadata, JobResult
+from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.builtin import FileSystemTierManager
-from kvtiers.tiers.isolation.process import MappedRegion, StoreRecipe
-from kvtiers.tiers.server.process import ProcessBackend, ServerProcess
+from kvtiers.tiers.server.process import ServerProcess
 from kvtiers.tiers.server.server import Seats
+from kvtiers.tiers.testing.faults import fork
 from kvtiers.tiers.tier import channel
-from kvtiers.tiers.tier.lookup import LookupOptions
-from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
-from tests.identity import FakeSpec, block_key
+from tests.identity import FakeSpec
 from tests.leaks import open_fds
 from tests.processes import is_gone
 from tests.promises import Record
-from tests.tiers.server.hostile_store import HostileStore
+from tests.tiers.server.process_bench import COUNT, DEADLINE_S, KEYS, ROW_BYTES, ROWS, SEATS, Bench
 from tests.waiting import PATIENT, wait_for
-
-ROW_BYTES, ROWS = 64 << 10, 128
-COUNT = 64  # blocks of a job: several pieces, see tiers.server.server
-KEYS = [block_key(n) for n in range(COUNT)]
-DEADLINE_S = 1.0  # of calls that hang
-SEATS = [Seats(1, 1, 2, 2)]
-
-
-class Bench:
-    """A tier on a region that other processes can map. Blocks lie in its first half, and are loaded into the other."""
-
-    def __init__(self, root: Path, seats: Sequence[Seats] = SEATS, memory_bytes_max: int | None = None) -> None:
-        self.root = root
-        self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
-        self.rows = np.asarray(self.view)
-        self.rows[:] = np.random.default_rng(1).integers(-128, 128, self.rows.shape, np.int8)
-        self.job_id = 0
-        region = MappedRegion(self.view)
-        recipe = StoreRecipe.of(HostileStore, root_dir=root)
-        self.tier = StoreTierManager(
-            FakeSpec(),
-            self.view,
-            "test",
-            options=TierOptions(
-                job_deadline_s=120.0,
-                circuit_probe_s=0.01,
-                shutdown_s=20.0,
-                lookup=LookupOptions(deadline_s=60.0, total_s=120.0, absent_ttl_s=0.0),
-            ),
-            make_backend=lambda work, rows: ProcessBackend(
-                recipe, region, rows.row_bytes, work, seats, memory_bytes_max
-            ),
-        )
-
-    @property
-    def pids(self) -> list[int]:
-        return self.tier._channel.pids
-
-    @property
-    def kills(self) -> int:
-        return self.tier._channel.kills
-
-    def has_lost(self, pid: int) -> bool:
-        """Whether a server has ended and is reaped."""
-        self.tier._channel.poll()
-        return not psutil.pid_exists(pid)
-
-    @property
-    def how(self) -> Path:
-        return Path(f"{self.root}.how")
-
-    def run(self, op: str) -> JobResult:
-        """Store all blocks, or load them."""
-        self.job_id += 1
-        blocks = np.arange(COUNT, dtype=np.int32) + (COUNT if op == "get" else 0)
-        if op == "get":
-            self.rows[COUNT:] = 0
-        submit = self.tier.submit_load if op == "get" else self.tier.submit_store
-        submit(JobMetadata(self.job_id, KEYS, blocks))
-        results: list[JobResult] = []
-
-        def has_ended() -> bool:
-            self.tier.on_schedule_end()
-            results.extend(self.tier.get_finished())
-            return bool(results)
-
-        wait_for(has_ended)
-        (result,) = results
-        assert result.job_id == self.job_id
-        if op == "get":
-            for key in result.successful_keys:
-                place = KEYS.index(key)
-                assert np.array_equal(self.rows[COUNT + place], self.rows[place])
-        return result
-
-    def find(self) -> bool:
-        """Look all keys up. Whether all of them are there."""
-        self.tier._lookup.forget(KEYS)
-
-        def answers() -> list[bool | None]:
-            self.tier.on_schedule_end()
-            found = [self.tier.lookup(key) for key in KEYS]
-            return [] if None in found else found
-
-        return all(wait_for(answers))
-
-    def works(self) -> bool:
-        """Whether everything does."""
-        return self.run("put").success and self.run("get").success and self.find()
-
-    def provoke(self, method: str, what: str, deadline_s: float = 120.0) -> None:
-        """Have the store do it."""
-        self.how.write_text(f"{method} {what}")
-        channel = self.tier._channel
-        channel._deadline_s = deadline_s
-        try:
-            while self.how.exists():  # a busy machine may not begin a block in time
-                self.find() if method == "size" else self.run(method)
-                if method == "put":
-                    self.remove_some()
-        finally:
-            channel._deadline_s = 120.0
-
-    def remove_some(self) -> None:
-        for key in KEYS[::2]:
-            (self.root / self.tier.mapper.relative_name(key)).unlink(missing_ok=True)
-
-    def forks(self) -> list[int]:
-        path = Path(f"{self.root}.forks")
-        return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
 
 @pytest.fixture
@@ -234,6 +122,19 @@ def test_child_of_a_killed_process_cannot_write_into_the_region(bench: Bench, wh
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_hung", [False, True], ids=["ends", "is killed"])
+def test_program_that_a_library_started_ends_with_its_process(bench: Bench, is_hung: bool) -> None:
+    bench.provoke("get", "program")
+    (program,) = bench.forks()
+    assert bench.works()
+    assert not is_gone(program)
+    if is_hung:
+        bench.provoke("get", "hang", DEADLINE_S)
+    else:
+        bench.tier.shutdown()
+    wait_for(lambda: is_gone(program))
 
 
 @pytest.mark.parametrize("method", ["put", "get", "size"])
@@ -333,7 +234,7 @@ def test_many_servers_killed_at_random(tmp_path: Path, monkeypatch: pytest.Monke
 
 def run_engine(code: str, root: Path, *, stderr: str = "") -> subprocess.Popen[bytes]:
     """An engine of its own with a bench; its standard error is closed if ``stderr`` is "2>&-"."""
-    text = f"import os, sys, time\nfrom pathlib import Path\nfrom {__name__} import *\n{code}"
+    text = f"import os, sys, time\nfrom pathlib import Path\nfrom {Bench.__module__} import *\n{code}"
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), *sys.path]))
     command = ["sh", "-c", f'exec "$@" {stderr}', "sh", sys.executable, "-c", text, str(root)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
@@ -367,6 +268,26 @@ time.sleep(600)
     finally:
         os.kill(fork, signal.SIGKILL)
         engine.stdout.close()
+
+
+def test_fork_of_the_engine_does_not_keep_a_process_that_is_told_to_end(bench: Bench) -> None:
+    """It holds the engine's end of the socket, too."""
+    read_end, write_end = os.pipe()
+    child = fork()
+    if not child:
+        bench.tier.shutdown()  # of what is its parent's
+        os.read(read_end, 1)
+        os._exit(0)
+    try:
+        assert bench.works()
+        pids = bench.pids
+        bench.tier.shutdown()
+        wait_for(lambda: all(map(is_gone, pids)))
+    finally:
+        os.write(write_end, b"x")
+        os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)
 
 
 @pytest.mark.parametrize("stderr", ["", "2>&-"], ids=["stderr", "no stderr"])

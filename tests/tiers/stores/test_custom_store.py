@@ -212,7 +212,7 @@ def test_its_bound_its_keys_and_every_command(
 
 def test_memory_behind_processes_is_refused() -> None:
     """Each process would have its own."""
-    tier = {"type": "store", "module_path": "tests.tiers.isolation.misbehaving_store:make_memory"}
+    tier = {"type": "store", "module_path": "tests.tiers.server.hostile_store:make_memory"}
     with pytest.raises(ConfigError, match=r"^isolation: needs other processes, .*; write thread$"):
         Engine(tier | {"isolation": "process"})
     with pytest.raises(ConfigError, match=r"^max_bytes: needs other processes, .*; leave it out$"):

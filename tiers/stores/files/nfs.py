@@ -15,8 +15,8 @@ How NFS (v3 and v4) differs from a local file system, and how this store handles
 - Hosts' clocks differ, so the age of another host's private file is computed with the server's clock.
 - Reads and writes go through the page cache: with O_DIRECT the kernel may fill a buffer after its process has ended.
 
-If the server hangs, every call here hangs, and a thread in such a call cannot be stopped. Use this store through
-``tiers.isolation.store``.
+If the server hangs, every call here hangs, and a thread in such a call cannot be stopped. Use this store in a process
+that can be killed, as tiers do (``tiers.server.process``).
 """
 
 from __future__ import annotations

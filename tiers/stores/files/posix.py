@@ -51,8 +51,6 @@ OPEN_LISTING = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 OPEN_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 OPEN_STAT = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
-STDERR = 2  # C libraries print to this descriptor, no matter which file it refers to
-
 ERRORS: Mapping[int, type[StoreError]] = {
     errno.ENOENT: BlobNotFoundError,
     errno.ENOTDIR: BlobCorruptError,  # a file, or (stepwise) a symbolic link, where a folder should be
@@ -141,17 +139,6 @@ def openat2_works(dir_fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def occupy_standard_streams() -> None:
-    """Open /dev/null on each closed descriptor from 0 to 2, for this process and its child processes.
-
-    Otherwise the next opened file, or the descriptor copy that ``mmap`` keeps, would get such a number, and text that
-    libraries print to stderr would overwrite that file.
-    """
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
-        os.set_inheritable(fd, True)
-    os.close(fd)
 
 
 def close_reader(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Files that fail: FuseMount itself, and the file stores on it, in threads and in processes.
+"""Files that fail: FuseMount itself, the file stores on it, and tiers whose processes hang in it.
 
 The outcome of every fault is success or a StoreError, never wrong bytes that the store could know of, never a name for
 half a blob, and the store works as soon as the fault is gone. Flipped bits and lost writes a store cannot know of: the
@@ -9,36 +9,33 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
+from kvtiers.tiers.base import JobResult
 from kvtiers.tiers.errors import (
     BlobNotFoundError,
     StoreError,
     StoreFullError,
     StorePermissionError,
-    StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.isolation.calls import size_many
-from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
+from kvtiers.tiers.server.server import Seats
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.fuse import OPERATIONS, FuseFault, FuseMount, why_no_fuse
-from tests.processes import deadline
+from kvtiers.tiers.tier import channel
+from tests.tiers.server.process_bench import DEADLINE_S, SEATS, Bench
 from tests.tiers.stores.files.root_folder import FolderContract
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 
-WAIT_S_MAX = 120.0
 OLD, NEW = make_data(70_000, seed=1), make_data(70_000, seed=2)
 
 
@@ -56,11 +53,7 @@ def make_nfs(root: Path) -> Store:
     return NfsStore(root)
 
 
-def make_isolated(root: Path) -> ProcessIsolatedStore:
-    return ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=root), n_workers=1, deadline_s=WAIT_S_MAX)
-
-
-@pytest.fixture(params=[make_local, make_nfs, make_isolated])
+@pytest.fixture(params=[make_local, make_nfs])
 def store(request: pytest.FixtureRequest, mount: FuseMount) -> Iterator[Store]:
     """Each store on the mount, with one blob."""
     make: Callable[[Path], Store] = request.param
@@ -234,70 +227,71 @@ def test_what_no_store_can_see(mount: FuseMount, store: Store) -> None:
 
 # ---- hangs -----------------------------------------------------------------------------------------------------------
 
-HUNG_CALLS: dict[str, Callable[[Store], object]] = {
-    "put": lambda store: store.put("f/new", as_parts(NEW)),
-    "overwrite": lambda store: store.put("f/old", as_parts(OLD), overwrite=True),
-    "get": lambda store: fetch(store, "f/old", len(OLD)),
-    "size": lambda store: store.size("f/old"),
-    "delete": lambda store: store.delete("f/absent"),
-    "keys": list_keys,
-}
+
+@pytest.fixture
+def make(mount: FuseMount, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    """Makes tiers on the mount, whose dead servers are started again soon; their blocks are stored."""
+    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    made: list[Bench] = []
+
+    def make(seats: Sequence[Seats] = SEATS) -> Bench:
+        made.append(Bench(mount.path / "root", seats, store_class=NfsStore))
+        assert made[-1].works()
+        return made[-1]
+
+    yield make
+    mount.plan = []
+    for bench in made:
+        bench.tier.shutdown()
 
 
-@pytest.mark.parametrize("name", HUNG_CALLS)
-def test_a_hung_mount_is_a_timeout(mount: FuseMount, name: str) -> None:
-    store = make_isolated(mount.path / "root")
-    store.put("f/old", as_parts(OLD))
+@pytest.mark.parametrize("op", ["put", "get"])
+def test_job_on_a_hung_mount_ends_when_its_process_is_reaped(
+    mount: FuseMount, make: Callable[..., Bench], op: str
+) -> None:
+    bench = make()
+    (victim,) = bench.pids
     with mount.stopped():
-        with deadline(store, 1.5), pytest.raises(StoreTimeoutError):
-            HUNG_CALLS[name](store)
-        assert store.stuck_calls == 0
-    assert fetch(store, "f/old", len(OLD)) == OLD  # from a worker that began on a hung mount
-    HUNG_CALLS[name](store)
-    store.close()
+        assert not bench.run(op, DEADLINE_S).success
+        assert not psutil.pid_exists(victim)
+    wait_for(bench.works)  # by a process that began on a hung mount
 
 
-def test_close_on_a_hung_mount(mount: FuseMount) -> None:
-    store = ProcessIsolatedStore(
-        StoreRecipe.of(NfsStore, root_dir=mount.path / "root"), n_workers=2, deadline_s=600.0, close_s=1.0
-    )
-    store.put("f/old", as_parts(OLD))
-    # A worker whose request the mount has taken when it is stopped cannot be killed: both must have opened the store.
-    workers = [store._pool.take(WAIT_S_MAX) for _ in range(2)]
-    for worker in workers:
-        worker.call(size_many, ["f/old"], time.monotonic() + WAIT_S_MAX)
-        store._pool.give_back(worker)
-    with mount.stopped(), ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(store.size, "f/old") for _ in range(2)]
-        wait_for(lambda: not store._pool.idle, within_s=WAIT_S_MAX)
-        store.close()
-        for call in calls:
-            with pytest.raises(StoreError):
-                call.result(WAIT_S_MAX)
-    assert store.stuck_calls == 0
+def test_close_on_a_hung_mount(mount: FuseMount, make: Callable[..., Bench]) -> None:
+    bench = make([Seats(1, 1, 1, 0), Seats(1, 0, 0, 1)])
+    pids = bench.pids
+    bench.tier.shutdown_s = 0.4
+    with mount.stopped():
+        bench.submit("get")
+        job_id = bench.job_id
+        bench.submit("put")
+        bench.tier.shutdown()
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    results = bench.finished()
+    assert sorted(result.job_id for result in results) == [job_id, job_id + 1]
+    assert not any(result.success for result in results)
 
 
-def test_a_call_that_cannot_be_killed_keeps_its_caller(mount: FuseMount) -> None:
-    """State D: no error, and no free slot, before nothing can touch it; but it is seen."""
-    store = make_isolated(mount.path / "root")
-    store.put("f/old", as_parts(OLD))
-    target = bytearray(len(OLD))
+def test_job_whose_process_cannot_be_killed_is_not_reported_before_it_ends(
+    mount: FuseMount, make: Callable[..., Bench]
+) -> None:
+    """State D: no result, and no free slot, before nothing can touch it."""
+    bench = make()
     mount.plan = [FuseFault("read", hang=True)]
-    ended = threading.Event()
+    bench.tier._channel._deadline_s = DEADLINE_S
+    bench.submit("get")
+    results: list[JobResult] = []
 
-    def get() -> None:
-        try:
-            store.get_into("f/old", [memoryview(target)])
-        finally:
-            ended.set()
+    def poll() -> bool:
+        results.extend(bench.finished())
+        return bool(results)
 
-    with ThreadPoolExecutor(1) as pool, deadline(store, 1.5):
-        call = pool.submit(get)
-        wait_for(lambda: store.stuck_calls == 1, within_s=WAIT_S_MAX)
-        assert not ended.is_set()
-        mount.plan = []
-        with pytest.raises(StoreTimeoutError):
-            call.result(WAIT_S_MAX)
-    assert store.stuck_calls == 0
-    assert fetch(store, "f/old", len(OLD)) == OLD
-    store.close()
+    wait_for(lambda: poll() or bench.kills)
+    for _ in range(200):
+        poll()
+    assert results == []
+    mount.plan = []
+    wait_for(poll)
+    assert [(result.job_id, result.success) for result in results] == [(bench.job_id, False)]
+    bench.tier._channel._deadline_s = 120.0
+    wait_for(bench.works)

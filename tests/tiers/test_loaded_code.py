@@ -1,27 +1,28 @@
-"""LoadedCode: an engine whose package is replaced on disk starts no workers of other code."""
+"""LoadedCode: an engine whose package is replaced on disk starts no processes of other code."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvtiers.tiers import loaded_code
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.errors import StoreUnavailableError
-from kvtiers.tiers.isolation import loaded_code
-from kvtiers.tiers.isolation import pool as worker_pool
-from kvtiers.tiers.isolation.loaded_code import LOOK_EVERY_S, LoadedCode
-from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
+from kvtiers.tiers.loaded_code import LOOK_EVERY_S, LoadedCode
+from kvtiers.tiers.recipe import StoreRecipe
 from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.tier import channel
 from tests.identity import FakeSpec
-from tests.processes import kill_workers
+from tests.tiers.server.process_bench import Bench
 from tests.waiting import wait_for
 
 MESSAGE = "kvtiers was replaced on disk while this engine runs: restart it"
@@ -42,8 +43,8 @@ class Package:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     package = Package(tmp_path / "package")
-    monkeypatch.setattr(worker_pool, "OWN_CODE", package.code)
-    monkeypatch.setattr("kvtiers.tiers.capacity.link.OWN_CODE", package.code)
+    for place in ("server.process", "capacity.link"):
+        monkeypatch.setattr(f"kvtiers.tiers.{place}.OWN_CODE", package.code)
     return package
 
 
@@ -86,26 +87,31 @@ def test_what_cannot_be_read_is_no_other_code(package: Package, monkeypatch: pyt
 
 
 def test_it_is_looked_at_when_the_registry_is_imported() -> None:
-    """Not when the first worker is started: a model is loaded in between, for minutes."""
-    program = "import sys, kvtiers.tiers.registry; sys.exit('kvtiers.tiers.isolation.loaded_code' not in sys.modules)"
+    """Not when the first process is started: a model is loaded in between, for minutes."""
+    program = "import sys, kvtiers.tiers.registry; sys.exit('kvtiers.tiers.loaded_code' not in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_killed_worker_is_not_replaced_by_one_of_other_code(package: Package, tmp_path: Path) -> None:
-    recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path / "root")
-    store = ProcessIsolatedStore(recipe, n_workers=1, deadline_s=120.0)
+def test_killed_process_is_not_replaced_by_one_of_other_code(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    bench = Bench(tmp_path / "kv")
     try:
-        store.put("a", [memoryview(b"1")])
+        assert bench.works()
         (package.folder / "a.py").write_text("a = 2\n")
-        assert store.size("a") == 1  # the one that lives has the code of before
-        kill_workers(store)
-        with pytest.raises(StoreUnavailableError, match=MESSAGE):
-            store.size("a")
+        assert bench.works()  # the one that lives has the code of before
+        (pid,) = bench.pids
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: bench.has_lost(pid))
+        wait_for(lambda: bench.has_lost(pid) and package.code._told)  # the next start was refused
+        assert bench.pids == []
+        assert not bench.run("get").success
         (package.folder / "a.py").write_text("a = 1\n")
         package.now = LOOK_EVERY_S
-        assert store.size("a") == 1
+        wait_for(bench.works)
     finally:
-        store.close()
+        bench.tier.shutdown()
 
 
 def test_no_collector_of_other_code_is_started(package: Package, tmp_path: Path) -> None:
@@ -121,5 +127,5 @@ def test_no_collector_of_other_code_is_started(package: Package, tmp_path: Path)
 
 
 def test_the_own_package_is_what_was_loaded() -> None:
-    assert Path(loaded_code.__file__).parent.parent == Path(loaded_code.OWN_CODE._package)
+    assert Path(loaded_code.__file__).parent == Path(loaded_code.OWN_CODE._package)
     loaded_code.OWN_CODE.check()

@@ -1,7 +1,8 @@
 """LoadedCode: checks that the package on disk is still the one that this process runs.
 
-Worker processes are fresh interpreters and import the package from disk. If it was upgraded in place, the engine would
-talk to workers of another release. Their messages have no version, because both ends belong to the same package.
+A tier's processes are fresh interpreters and import the package from disk. If it was upgraded in place, the engine
+would talk to processes of another release. Their messages have no version, because both ends belong to the same
+package.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..plain_logs import get_logger
+from .plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-LOOK_EVERY_S = 5.0  # after a mismatch; with few workers left, every call tries to start more
+LOOK_EVERY_S = 5.0  # after a mismatch
 
 
 class LoadedCode:
@@ -48,7 +49,7 @@ class LoadedCode:
         text = "kvtiers was replaced on disk while this engine runs: restart it"
         if not self._told:
             self._told = True
-            logger.error("%s; until then no worker process is started, and a tier without workers is cut off", text)
+            logger.error("%s; until then no process is started, and a tier without processes is cut off", text)
         raise RuntimeError(text)
 
     def _digest(self) -> bytes:
@@ -75,4 +76,4 @@ def _raise_unless_gone(e: OSError) -> None:
         raise e
 
 
-OWN_CODE = LoadedCode(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+OWN_CODE = LoadedCode(os.path.dirname(os.path.abspath(__file__)))

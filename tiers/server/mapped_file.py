@@ -1,4 +1,4 @@
-"""Opens the file behind a memory region that other code (vLLM, a test) mapped, so that other processes can map it.
+"""MappedRegion: the file behind a memory region that other code (vLLM, a test) mapped, for processes to map it, too.
 
 ``/proc/self/maps`` shows the device and inode of a mapping's file. The file is opened, in this order, through a
 descriptor that this process already has (a memfd, or a file whose name was removed), by its name, or through
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import RegionError
+from ..processes import occupy_standard_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +30,39 @@ class _Mapping:
     path: str
 
 
-def address_of(part: memoryview) -> int | None:
-    """Address of a part's first byte. None: the part is empty or read-only, so Python cannot tell its address."""
-    if part.readonly or not part.nbytes:
-        return None
-    return ctypes.addressof(ctypes.c_char.from_buffer(part))
+class MappedRegion:
+    """A region's place in the file behind it.
 
+    Args:
+        view: the region, C-contiguous, of any shape.
 
-def open_mapped_file(region: memoryview) -> tuple[int, int]:
-    """Open the file behind a region.
-
-    Returns:
-        A descriptor, which the caller must close, and the offset of the first byte in the file.
+    Attributes:
+        fd: descriptor of the file, owned by this object; -1: closed.
+        offset, length: of the region in the file, in bytes.
 
     Raises:
         RegionError: the region is not a writable mapping of a single file, or the file cannot be opened.
+        OSError: raised by the kernel.
     """
-    address, length = address_of(region), region.nbytes
-    if address is None:
+
+    def __init__(self, view: memoryview) -> None:
+        occupy_standard_streams()
+        self.length = view.nbytes
+        self.fd, self.offset = _open_mapped_file(view.cast("B"))
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _open_mapped_file(region: memoryview) -> tuple[int, int]:
+    """Open the file behind a region: a descriptor, and the offset of the region's first byte in the file."""
+    length = region.nbytes
+    if region.readonly or not length:  # Python cannot tell its address
         raise RegionError("the region is empty or read-only")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
     mappings = [m for m in _mappings() if m.start < address + length and m.end > address]
     if not mappings or mappings[0].start > address or mappings[-1].end < address + length:
         raise RegionError("/proc/self/maps does not show the region")
