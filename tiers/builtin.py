@@ -14,6 +14,7 @@ from typing import Any
 
 from .blocks.file_mapper import FileMapper, strict_fields
 from .blocks.keyring import load_keys, show_key_id
+from .blocks.rows import Rows
 from .blocks.seal import TRAILER_BYTES, Checksum, Seal
 from .capacity.policy import CapacityPolicy
 from .capacity.records import RecordKeys
@@ -33,14 +34,14 @@ from .config.tier_options import (
 from .errors import ConfigError, RegionError, printable, public_url
 from .plain_logs import get_logger
 from .recipe import StoreRecipe
+from .server.frames import Seats, Work
 from .server.mapped_file import MappedRegion
 from .server.process import ProcessBackend
-from .server.server import Seats, Work
-from .store import SupportsTouch
+from .server.threads import ThreadBackend
+from .store import Store, SupportsTouch
 from .stores.files.mounts import missing_mount
-from .tier.block_mover import Rows
 from .tier.lookup import LookupOptions
-from .tier.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, TierOptions
+from .tier.store_tier import CollectorEnd, StoreTierManager, TierOptions
 from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
@@ -48,6 +49,7 @@ logger = get_logger(__name__)
 BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
 CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
+LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
 AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a network storage
 
 
@@ -172,7 +174,7 @@ def _start(
             region.close()
             region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
     if region is None:
-        start(store=open_store(for_engine(config, f"tier {name}", why_here)))
+        start(make_backend=partial(_threads, config, open_store(for_engine(config, f"tier {name}", why_here))))
     try:
         if not tier.capabilities.shared:
             check_needs_no_sharing(policy, in_processes=not why_here)
@@ -269,7 +271,7 @@ def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows)
     if isinstance(config, NetworkTierConfig):
         most = min(config.n_threads_max, AT_ONCE_BYTES_MAX // rows.row_bytes)
     if not writers:
-        seats = [Seats(2, LOAD_ONLY_THREADS, config.n_read_threads, config.n_write_threads, most)]
+        seats = [_all_seats(config, most)]
     else:
         seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0, most)] * readers + [Seats(1, 0, 0, writes, most)] * writers
     return ProcessBackend(
@@ -280,6 +282,16 @@ def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows)
         seats,
         _worker_bytes_max(config, max(reads, writes, most) + 1, rows.row_bytes),
     )
+
+
+def _threads(config: TierConfig, store: Store, work: Work, rows: Rows) -> ThreadBackend:
+    """What starts the tier's server in threads of this process."""
+    return ThreadBackend(store, rows, work, _all_seats(config))
+
+
+def _all_seats(config: TierConfig, most: int = 0) -> Seats:
+    """The threads of a tier's only server."""
+    return Seats(2, LOAD_ONLY_THREADS, config.n_read_threads, config.n_write_threads, most)
 
 
 def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int | None:
@@ -390,8 +402,6 @@ def _tier_options(config: TierConfig) -> TierOptions:
     return TierOptions(
         name=config.name,
         trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
-        n_read_threads=config.n_read_threads,
-        n_write_threads=config.n_write_threads,
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],

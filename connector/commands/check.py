@@ -158,9 +158,9 @@ def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[li
 
 def _block_sizes(tier: TierConfig) -> dict[str, int]:
     """The models with blocks in a storage that lists its folders, and the size of one block of each."""
-    from ...tiers.blocks.neighbors import namespaces_in
     from ...tiers.capacity.walker import is_block
     from ...tiers.store import SupportsFolders
+    from ...tiers.tools.neighbors import namespaces_in
 
     sizes: dict[str, int] = {}
     try:

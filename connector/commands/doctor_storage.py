@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ...tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
 from ...tiers.builtin import key_ids
 from ...tiers.capacity.walker import is_block
 from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from ...tiers.errors import StoreConfigError, StoreError, printable
 from ...tiers.store import Store, SupportsTail
 from ...tiers.stores.files.mounts import file_system_type
+from ...tiers.tools.neighbors import Namespace, differing_fields, namespaces_in, shown_values
 from ...tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 from .findings import Finding, Level, of_error
 

@@ -16,7 +16,6 @@ import typer
 from rich.table import Table
 
 from ...tiers.blocks.file_mapper import BlockName
-from ...tiers.blocks.neighbors import namespaces_in
 from ...tiers.builtin import key_ids, record_keys
 from ...tiers.capacity.collector import Collector
 from ...tiers.capacity.policy import CapacityPolicy
@@ -34,6 +33,7 @@ from ...tiers.tools.namespaces import (
     differences_in_words,
     namespace_names,
 )
+from ...tiers.tools.neighbors import namespaces_in
 from ...tiers.tools.ownership import check_is_ours
 from ...tiers.tools.seal_kinds import Sample, count_misses, sample_seals
 from .options import AsJson, Config, DryRun, TierName

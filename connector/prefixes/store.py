@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from ...tiers.blocks.batches import BAD_READS_MAX
 from ...tiers.config.tier_options import BoundedTierConfig
 from ...tiers.errors import (
     BlobCorruptError,
@@ -44,7 +45,6 @@ from ...tiers.errors import (
     StoreFullError,
 )
 from ...tiers.plain_logs import get_logger
-from ...tiers.tier.block_mover import BAD_READS_MAX
 from .files import FILES_AT_ONCE, files_for
 from .format import (
     CHUNK_BLOCKS_MAX,

@@ -42,6 +42,7 @@ from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.soak.ledger import settled_heap
+from tests.tiers.server.in_threads import in_threads
 
 ROW_BYTES = 4096
 SIZES = ((1, 127), (1, 2_048), (1, 8_192), (32, 2_048))  # requests, keys of each
@@ -99,7 +100,7 @@ def paced_tier(per_second: float, view: memoryview) -> Iterator[SecondaryTierMan
     """A tier on storage of that speed."""
     spec = FakeSpec()
     mapper = FileMapper.from_offloading_spec("", spec)
-    tier = StoreTierManager(spec, view, "paced", store=PacedStore(per_second), mapper=mapper)
+    tier = StoreTierManager(spec, view, "paced", make_backend=in_threads(PacedStore(per_second)), mapper=mapper)
     try:
         yield tier
     finally:

@@ -26,9 +26,9 @@ from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.recipe import StoreRecipe
+from kvtiers.tiers.server.frames import Seats
 from kvtiers.tiers.server.mapped_file import MappedRegion
 from kvtiers.tiers.server.process import ProcessBackend
-from kvtiers.tiers.server.server import Seats
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.fsspec import FsspecStore
 from kvtiers.tiers.stores.s3.options import S3Options
@@ -37,6 +37,7 @@ from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server
 from kvtiers.tiers.tier.lookup import LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
+from tests.tiers.server.in_threads import in_threads
 
 THREADS = 8
 CEILING = "http"
@@ -107,9 +108,6 @@ class TierContender(Contender):
         self._store = store_class(**arguments)
         spec = FakeSpec()
         options = TierOptions(
-            # Both kinds of threads help each other out, so half of each are THREADS together.
-            n_read_threads=THREADS // 2,
-            n_write_threads=THREADS // 2,
             job_deadline_s=3600,
             max_bytes_in_flight=1 << 40,
             lookup=LookupOptions(deadline_s=60.0, total_s=120.0),
@@ -123,7 +121,9 @@ class TierContender(Contender):
                 make_backend=lambda work, rows: ProcessBackend(recipe_, mapped, rows.row_bytes, work, seats, None)
             )
         else:
-            self._tier = make_tier(store=self._store)
+            # Both kinds of threads help each other out, so half of each are THREADS together.
+            half = THREADS // 2
+            self._tier = make_tier(make_backend=in_threads(self._store, n_read_threads=half, n_write_threads=half))
         self._job_id = 0
 
     def put(self, round_: int) -> None:

@@ -47,6 +47,7 @@ from tests.identity import FakeSpec
 from tests.soak.chaos import LayerPlace
 from tests.soak.engine import SoakEngine
 from tests.soak.ledger import Ledger
+from tests.tiers.server.in_threads import in_threads
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "dashboard.md"
@@ -170,7 +171,7 @@ class Replica:
                 self.spec,
                 view,
                 "shared",
-                store=shared.open_store(),
+                make_backend=in_threads(shared.open_store()),
                 mapper=FileMapper.from_offloading_spec("", self.spec),
                 options=TierOptions(
                     job_deadline_s=2, circuit_probe_s=1, lookup=LookupOptions(present_ttl_s=2, absent_ttl_s=0.5)

@@ -33,6 +33,7 @@ from tests.soak.engine import RecordedTier, SoakEngine
 from tests.soak.ledger import Ledger, Pulse, settled_heap
 from tests.soak.report import SoakReport
 from tests.soak.s3_server import BUCKET
+from tests.tiers.server.in_threads import in_threads
 
 ROW_BYTES = 64 << 10
 NUM_SLOTS = 96
@@ -309,7 +310,9 @@ def _make_tier(place: Place, spec: FakeSpec, view: memoryview) -> SecondaryTierM
             job_deadline_s=JOB_DEADLINE_S, circuit_probe_s=0.5, lookup=LookupOptions(present_ttl_s=2, absent_ttl_s=0.2)
         )
         mapper = FileMapper.from_offloading_spec(str(place.root), spec)
-        return StoreTierManager(spec, view, "fs", store=place.open_store(), mapper=mapper, options=tier_options)
+        return StoreTierManager(
+            spec, view, "fs", make_backend=in_threads(place.open_store()), mapper=mapper, options=tier_options
+        )
     config: dict[str, object] = {
         "type": place.name,
         "n_read_threads": 2,

@@ -31,6 +31,7 @@ from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.tier.store_tier import DRAIN_SHARE, StoreTierManager
 from tests.clock import Clock
+from tests.tiers.server.in_threads import in_threads
 from tests.vllm.engines import (
     FULL,
     VllmConfig,
@@ -501,7 +502,7 @@ class TheirTier(StoreTierManager):
     """Somebody else's, which states a deadline that is none."""
 
     def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:
-        super().__init__(spec, view, tier_type, store=MemoryStore())
+        super().__init__(spec, view, tier_type, make_backend=in_threads(MemoryStore()))
         self.job_deadline_s = "soon"  # type: ignore[assignment]
 
 

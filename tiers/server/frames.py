@@ -1,4 +1,4 @@
-"""The messages between the two halves of a tier, which are frames on a stream socket.
+"""What the two halves of a tier share: what a server is told when it starts, and the frames on its stream socket.
 
 A frame is two lengths (big-endian u32), the connection's tag, a JSON list, raw bytes, and the tag again::
 
@@ -25,15 +25,16 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from .. import errors
+from ..blocks.batches import Batch, Pair
+from ..blocks.file_mapper import FileMapper
 from ..blocks.keys import OffloadKey
+from ..blocks.seal import Seal
 from ..errors import ConfigError, KVTiersError, StoreError
-from ..tier.batches import Pair
-from ..tier.block_mover import Batch
 
 FRAME_BYTES_MAX: Final = 1 << 28  # a larger length does not come from kvtiers
 TAG_BYTES: Final = 16
@@ -46,6 +47,42 @@ _COUNT: Final = struct.Struct("=I")
 _FIELDS: Final = tuple(each.name for each in fields(Batch))
 _KEY_FIELDS: Final = frozenset({"succeeded", "found", "gone", "unreadable", "bad", "suspects"})
 _COUNTERS: Final = frozenset({"outcomes", "errors", "verify_failures"})
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """The threads of a server, by what each of them takes.
+
+    Attributes:
+        lookups: take lookups only.
+        loads_only: take loads only, and only those that come while all others are busy with stores.
+        loads_first, stores_first: take blocks of the other kind when there are none of their own.
+        most: there may be so many of the last two kinds, while blocks mostly wait (see ``server.concurrency``).
+    """
+
+    lookups: int = 1
+    loads_only: int = 0
+    loads_first: int = 0
+    stores_first: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a server's tier is, in both halves.
+
+    Attributes:
+        tier: its name, for logs.
+        read_only: write nothing, not even the namespace's fields.
+    """
+
+    tier: str
+    mapper: FileMapper
+    seal: Seal
+    read_only: bool = False
+
+
+# ---- frames ----------------------------------------------------------------------------------------------------------
 
 
 class StrayBytesError(EOFError):

@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
+from ..blocks.rows import Rows
 from ..blocks.seal import Checksum, Seal
 from ..loaded_code import OWN_CODE
 from ..plain_logs import get_logger
@@ -43,10 +44,9 @@ from ..processes import (
     python_command,
 )
 from ..recipe import StoreRecipe, make_store
-from ..tier.block_mover import Rows
-from .frames import TAG_BYTES
+from .frames import TAG_BYTES, Seats, Work
 from .mapped_file import MappedRegion
-from .server import Seats, Server, Work
+from .server import Server
 
 logger = get_logger(__name__)
 
@@ -185,6 +185,8 @@ class ProcessBackend:
         memory_bytes_max: memory that a process may allocate beyond what it has at its start; None: no limit. A process
             that exceeds the limit dies.
     """
+
+    store: Final = None  # each process has its own
 
     def __init__(
         self,

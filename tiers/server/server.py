@@ -23,18 +23,27 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Final
 
-from ..blocks.file_mapper import FileMapper
+from ..blocks.batches import Batch, Pair, deal
 from ..blocks.keys import OffloadKey
-from ..blocks.namespace import open_namespace
-from ..blocks.neighbors import tell_nearest
-from ..blocks.seal import Seal
+from ..blocks.rows import Rows
 from ..errors import KVTiersError, StoreError, StoreUnavailableError
 from ..plain_logs import get_logger
 from ..store import Store
-from ..tier.batches import Pair, deal
-from ..tier.block_mover import Batch, BlockMover, Rows
-from ..tier.concurrency import Concurrency
-from .frames import FOUND, RECEIVE_BYTES, FrameReader, encode_batch, encode_error, pack_frame, unpack_pairs
+from ..tools.neighbors import tell_nearest
+from .block_mover import BlockMover
+from .concurrency import Concurrency
+from .frames import (
+    FOUND,
+    RECEIVE_BYTES,
+    FrameReader,
+    Seats,
+    Work,
+    encode_batch,
+    encode_error,
+    pack_frame,
+    unpack_pairs,
+)
+from .namespace import open_namespace
 
 logger = get_logger(__name__)
 
@@ -44,39 +53,6 @@ ALIVE_EVERY_S: Final = 1.0
 LEARN_EVERY_S: Final = 0.3
 LATE_LOOK_S: Final = 0.25  # between looks for late blocks, while blocks wait
 SAMPLE_BLOCKS: Final = 3  # read by a probe; more than one, because some stored blocks may really be bad
-
-
-@dataclass(frozen=True, slots=True)
-class Seats:
-    """The threads of a server, by what each of them takes.
-
-    Attributes:
-        lookups: take lookups only.
-        loads_only: take loads only, and only those that come while all others are busy with stores.
-        loads_first, stores_first: take blocks of the other kind when there are none of their own.
-        most: there may be so many of the last two kinds, while blocks mostly wait (see ``tier.concurrency``).
-    """
-
-    lookups: int = 1
-    loads_only: int = 0
-    loads_first: int = 0
-    stores_first: int = 0
-    most: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a server's tier is, in both halves.
-
-    Attributes:
-        tier: its name, for logs.
-        read_only: write nothing, not even the namespace's fields.
-    """
-
-    tier: str
-    mapper: FileMapper
-    seal: Seal
-    read_only: bool = False
 
 
 @dataclass(slots=True, eq=False)

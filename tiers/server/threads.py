@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ..blocks.rows import Rows
 from ..store import Store
-from ..tier.block_mover import Rows
-from .frames import TAG_BYTES
-from .server import Seats, Server, Work
+from .frames import TAG_BYTES, Seats, Work
+from .server import Server
 
 
 class ServerThreads:
@@ -59,7 +59,7 @@ class ThreadBackend:
         self, store: Store, rows: Rows, work: Work, seats: Seats, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seats: Sequence[Seats] = (seats,)
-        self._store = store
+        self.store = store
         self._rows = rows
         self._work = work
         self._clock = clock
@@ -69,9 +69,9 @@ class ThreadBackend:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         tag = os.urandom(TAG_BYTES)
-        server = Server(theirs, tag, lambda: self._store, self._rows, self._work, seats, clock=self._clock)
+        server = Server(theirs, tag, lambda: self.store, self._rows, self._work, seats, clock=self._clock)
         return ServerThreads(server, ours, theirs, tag)
 
     def close(self) -> None:
         """Close the store."""
-        self._store.close()
+        self.store.close()

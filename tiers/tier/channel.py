@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
+from ..blocks.batches import Batch, Pair, deal, side_by_side
 from ..blocks.keys import OffloadKey
 from ..errors import ConfigError, QueueFullError, StoreError, StoreTimeoutError, StoreUnavailableError
 from ..plain_logs import get_logger
@@ -30,15 +31,13 @@ from ..server.frames import (
     FOUND,
     RECEIVE_BYTES,
     FrameReader,
+    Seats,
     decode_batch,
     decode_error,
     pack_frame,
     pack_pairs,
 )
-from ..server.server import Seats
-from ..store import Capabilities
-from .batches import Pair, deal, side_by_side
-from .block_mover import Batch
+from ..store import Capabilities, Store
 
 logger = get_logger(__name__)
 
@@ -77,6 +76,10 @@ class Backend(Protocol):
     """
 
     seats: Sequence[Seats]
+
+    @property
+    def store(self) -> Store | None:
+        """The store that servers in this process use. None: the servers are processes."""
 
     def start(self, seats: Seats) -> Handle:
         """Start a server. May block. Raises OSError, RuntimeError or KVTiersError."""

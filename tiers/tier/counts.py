@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ..blocks.batches import Batch
 from ..errors import SealReason
 from ..metrics import Metrics
 from ..plain_logs import get_logger
-from .block_mover import Batch
 from .circuit import Kind
 from .lookup import LookupCounts
 

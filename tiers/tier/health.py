@@ -14,8 +14,8 @@ import socket
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from ..blocks.batches import BAD_READS_MAX, Batch
 from ..blocks.keys import OffloadKey
-from .block_mover import BAD_READS_MAX, Batch
 from .circuit import Circuit, Kind
 from .lookup import FAILED_S_MIN, LookupCounts
 

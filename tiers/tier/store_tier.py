@@ -17,17 +17,17 @@ from itertools import islice
 from typing import Any, Protocol
 
 from ..base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from ..blocks.batches import Batch
 from ..blocks.file_mapper import FileMapper, strict_fields
 from ..blocks.keys import OffloadKey, make_offload_key
+from ..blocks.rows import Rows
 from ..blocks.seal import TRAILER_BYTES, Checksum, Seal
 from ..errors import QueueFullError, StoreTimeoutError, StoreUnavailableError
 from ..metrics import Metrics
 from ..plain_logs import get_logger
-from ..server.server import Seats, Work
-from ..server.threads import ThreadBackend
-from ..store import Capabilities, Store
+from ..server.frames import Work
+from ..store import Capabilities
 from ..tracing import JobTrace
-from .block_mover import Batch, Rows
 from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
 from .counts import TierCounts
@@ -43,7 +43,6 @@ DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 DOUBTFUL_ASKED_MAX = 256  # removed blocks of which the storage is asked at once; each is asked in every step
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
 PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
-LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
 WARNINGS_MAX = 64  # different warnings of servers that are logged once each; a trailer may name any key
 SAY_EVERY_S = 60.0
 #: Assumed of a store that could not be created yet.
@@ -56,8 +55,6 @@ class TierOptions:
 
     Attributes:
         name: label in metrics and logs; None: the tier's type.
-        n_read_threads, n_write_threads: number of threads that prefer loads, and of threads that prefer stores, for a
-            server in this process.
         jobs_max, max_bytes_in_flight: a store job beyond these limits fails at once (D4).
         checksum: for new blocks.
         make_seal: called with the arguments of ``Seal``; may return a Seal that authenticates or encrypts.
@@ -72,8 +69,6 @@ class TierOptions:
     """
 
     name: str | None = None
-    n_read_threads: int = 2
-    n_write_threads: int = 2
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64
@@ -139,13 +134,13 @@ class StoreTierManager(SecondaryTierManager):
     namespace is opened when the storage is back.
 
     Args:
-        store: keeps the blobs, and is used by threads of this process; closed at shutdown. None: ``make_backend``.
+        make_backend: returns what starts the tier's servers; closed at shutdown.
         mapper: names the blocks and carries the namespace's identity. By default the identity includes the spec's
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
-        make_backend: returns what starts the tier's servers.
 
     Attributes:
+        store: the store, if servers in threads of this process use it; None: processes have theirs.
         missing: why the storage did not answer at the start; None: it did.
 
     Raises:
@@ -159,11 +154,10 @@ class StoreTierManager(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         *,
-        store: Store | None = None,
+        make_backend: Callable[[Work, Rows], Backend],
         mapper: FileMapper | None = None,
         options: TierOptions | None = None,
         collector: CollectorEnd | None = None,
-        make_backend: Callable[[Work, Rows], Backend] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -177,7 +171,6 @@ class StoreTierManager(SecondaryTierManager):
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
         self.mapper = mapper
-        self.store: Any = store  # None: the tier's processes have theirs
         self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
@@ -185,14 +178,8 @@ class StoreTierManager(SecondaryTierManager):
         self._warned: set[str] = set()
         self._say_at = float("-inf")  # when the next text of a server may be logged
         seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
-        work = Work(self.name, mapper, seal, options.read_only)
-        backend: Backend
-        if make_backend is None:
-            assert store is not None
-            seats = Seats(2, LOAD_ONLY_THREADS, options.n_read_threads, options.n_write_threads)
-            backend = ThreadBackend(store, self._rows, work, seats, clock)
-        else:
-            backend = make_backend(work, self._rows)
+        backend = make_backend(Work(self.name, mapper, seal, options.read_only), self._rows)
+        self.store: Any = backend.store
         self._channel = Channel(
             backend,
             tier=self.name,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ..blocks.file_mapper import CONFIG_FILE_NAME, NAMESPACE
-from ..blocks.neighbors import Namespace, differing_fields, shown_values
 from ..errors import StoreError
 from ..store import KeyInfo, Store, SupportsFolders
 from .block_reader import read_identity
 from .inventory import Share, list_blocks
+from .neighbors import Namespace, differing_fields, shown_values
 
 FIELDS_SHOWN_MAX = 3
 DELETE_BATCH_KEYS = 512

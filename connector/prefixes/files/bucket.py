@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from ....tiers.errors import BlobNotFoundError
-from ....tiers.tier.concurrency import Concurrency
+from ....tiers.server.concurrency import Concurrency
 from ..format import LAYER_FILE
 from .base import Files
 from .side_by_side import SideBySide, result_of

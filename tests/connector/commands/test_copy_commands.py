@@ -16,12 +16,12 @@ import typer
 from kvtiers.connector.commands.copy import _read_names
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keyring import KeyRing
-from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.capacity.usage import Usage, publish_usage
 from kvtiers.tiers.capacity.written import Writer, used_bytes
 from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore

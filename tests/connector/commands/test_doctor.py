@@ -23,7 +23,6 @@ from kvtiers.connector.commands.findings import Finding
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.region.region_file import region_path
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
-from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.capacity.usage import Usage, publish_usage
 from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
@@ -42,6 +41,7 @@ from kvtiers.tiers.store import Capabilities, KeyInfo
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import S3Server, moto_server
+from kvtiers.tiers.tools import neighbors
 from tests.connector.commands.test_storage_commands import ok, result_of, run
 from tests.connector.commands.test_verify_command import put_blocks
 from tests.identity import FakeSpec

@@ -10,7 +10,7 @@ import boto3
 import pytest
 
 from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.blocks.namespace import open_namespace
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.publish import PrivateNames
 from kvtiers.tiers.stores.s3.store import S3Store

@@ -17,9 +17,9 @@ from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.output import human_age, human_bytes
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.blocks.file_mapper import FileMapper, parse_block_name
-from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.capacity.lease import Lease
 from kvtiers.tiers.errors import StorePermissionError
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.publish import PrivateNames

@@ -25,11 +25,11 @@ import xxhash
 from kvtiers.connector.commands import verify
 from kvtiers.connector.commands.places import Place
 from kvtiers.tiers.blocks.file_mapper import BlockName, FileMapper, parse_block_name
-from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.seal import CHECK_AT, Seal
 from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.errors import SealReason, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.recipe import StoreRecipe
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import Capabilities, KeyInfo
 from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files.local import LocalStore

@@ -12,8 +12,8 @@ import pytest
 
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keyring import KeyRing, key_id, show_key_id
-from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.blocks.protected_seal import GcmSeal
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.stores.files.local import LocalStore
 from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
 from tests.identity import FakeSpec, block_key

@@ -28,6 +28,7 @@ from tests.identity import FakeSpec
 from tests.promises import Record
 from tests.soak.engine import RecordedTier, SoakEngine
 from tests.soak.ledger import Ledger
+from tests.tiers.server.in_threads import in_threads
 
 NUM_SLOTS, NUM_BLOCKS, ROW_BYTES = 48, 256, 4096
 SHARE = 0.05
@@ -77,7 +78,9 @@ def test_no_slot_leaks(tmp_path: Path, operations: int, record: Record) -> None:
     )
     mapper = FileMapper.from_offloading_spec("", spec)
     tiers = [
-        RecordedTier(StoreTierManager(spec, view, name, store=store, mapper=mapper, options=options), ledger)
+        RecordedTier(
+            StoreTierManager(spec, view, name, make_backend=in_threads(store), mapper=mapper, options=options), ledger
+        )
         for name, store in zip(("files", "memory"), stores, strict=True)
     ]
     primary = CPUPrimaryTier(NUM_SLOTS, metrics=spec.metrics)

@@ -29,6 +29,7 @@ from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tests.soak.ledger import CallTimes, settled_heap
+from tests.tiers.server.in_threads import in_threads
 from tests.waiting import wait_for
 
 ROW_BYTES = 4096
@@ -52,7 +53,7 @@ class Rig:
         options = TierOptions(job_deadline_s=JOB_DEADLINE_S, circuit_probe_s=0.2)
         self.tiers = [
             StoreTierManager(
-                self.spec, view, name, store=store, options=options,
+                self.spec, view, name, make_backend=in_threads(store), options=options,
                 mapper=FileMapper.from_offloading_spec("", self.spec),
             )
             for name, store in zip(("files", "memory"), self.stores, strict=True)

@@ -20,6 +20,7 @@ from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.clock import Clock
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
+from tests.tiers.server.in_threads import in_threads
 
 ROW_BYTES = 4096
 KEYS = [block_key(number) for number in range(16_000)]
@@ -60,7 +61,7 @@ class Rig:
             spec,
             view,
             "slow",
-            store=self.store,
+            make_backend=in_threads(self.store, clock=self.clock),
             mapper=FileMapper.from_offloading_spec("", spec),
             options=TierOptions(lookup=lookup, job_deadline_s=1e6),
             clock=self.clock,

@@ -17,7 +17,6 @@ import pytest
 
 from kvtiers.connector.prefixes.place import place_of_prefixes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.blocks.namespace import open_namespace
 from kvtiers.tiers.capacity.collector import IDLE_S, Collector
 from kvtiers.tiers.capacity.lease import LEASE_PREFIX
 from kvtiers.tiers.capacity.policy import CapacityPolicy
@@ -27,6 +26,7 @@ from kvtiers.tiers.capacity.walker import CollectReport, is_block
 from kvtiers.tiers.capacity.written import Writer, used_bytes
 from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo, Store
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore

@@ -11,9 +11,9 @@ import psutil
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata, JobResult
 from kvtiers.tiers.recipe import StoreRecipe
+from kvtiers.tiers.server.frames import Seats
 from kvtiers.tiers.server.mapped_file import MappedRegion
 from kvtiers.tiers.server.process import ProcessBackend
-from kvtiers.tiers.server.server import Seats
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.tier.lookup import LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtiers.tiers import errors
+from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import (
     BlobCorruptError,
@@ -35,7 +36,6 @@ from kvtiers.tiers.server.frames import (
     pack_pairs,
     unpack_pairs,
 )
-from kvtiers.tiers.tier.block_mover import Batch
 from tests.identity import block_key
 
 TAG = bytes(range(TAG_BYTES))

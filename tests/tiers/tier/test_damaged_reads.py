@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.batches import BAD_READS_MAX
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.errors import StoreError, StoreFullError, StorePermissionError
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.memory import MemoryStore
-from kvtiers.tiers.tier.block_mover import BAD_READS_MAX
 from kvtiers.tiers.tier.lookup import LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.clock import Clock
 from tests.identity import FakeSpec, block_key
+from tests.tiers.server.in_threads import THREADS, in_threads
 
 ROWS, ROW_BYTES = 16, 4096
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
@@ -85,13 +86,13 @@ class Bench:
         self.tiers: list[StoreTierManager] = []
         self.jobs = 0
 
-    def tier(self, **options: Any) -> StoreTierManager:
+    def tier(self, threads: int = THREADS, **options: Any) -> StoreTierManager:
         lookup = LookupOptions(deadline_s=20, absent_ttl_s=0)
         made = StoreTierManager(
             FakeSpec(),
             self.rows.data,
             "test",
-            store=self.storage,
+            make_backend=in_threads(self.storage, n_read_threads=threads, n_write_threads=threads, clock=self.clock),
             options=TierOptions(**{"lookup": lookup, "circuit_probe_s": PROBE_S, **options}),
             clock=self.clock,
         )
@@ -241,7 +242,7 @@ def test_damaged_trailers_found_by_stores_cut_tier_off(bench: Bench, caplog: pyt
 
 def test_storage_without_room_loses_no_more_than_a_few_blocks_to_damaged_reads(bench: Bench) -> None:
     """Where blocks cannot be replaced, a bad block is moved aside first. Damaged reads must not do so to all blocks."""
-    tier = bench.tier(n_read_threads=1, n_write_threads=1)
+    tier = bench.tier(threads=1)
     bench.store(tier)
     name = tier.mapper.relative_name(KEYS[0])
     before = bench.storage.blobs()

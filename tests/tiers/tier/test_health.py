@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.tier import health
-from kvtiers.tiers.tier.block_mover import Batch
 from kvtiers.tiers.tier.circuit import Circuit
 from kvtiers.tiers.tier.health import REST_S_MAX, TierHealth
 from kvtiers.tiers.tier.lookup import FAILED_S_MIN

@@ -33,9 +33,9 @@ from kvtiers.tiers.capacity.records import RecordKeys, put_record
 from kvtiers.tiers.capacity.usage import USAGE, Usage, read_usage
 from kvtiers.tiers.config.deployment import parse_config, parse_tier
 from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.server import block_mover
 from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.tier import block_mover
 from tests.identity import FakeSpec, block_key
 from tests.waiting import PATIENT, wait_for
 

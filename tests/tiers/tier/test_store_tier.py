@@ -34,13 +34,13 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.server import server
+from kvtiers.tiers.server import block_mover, server
 from kvtiers.tiers.store import Capabilities, Store
 from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
-from kvtiers.tiers.tier import block_mover, channel, health, store_tier
+from kvtiers.tiers.tier import channel, health, store_tier
 from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.health import REST_S_MAX
 from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupOptions
@@ -49,6 +49,7 @@ from kvtiers.tiers.tracing import JobTrace
 from tests.clock import Clock
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
+from tests.tiers.server.in_threads import THREADS, in_threads
 from tests.waiting import wait_for
 
 ROWS, ROW_BYTES = 32, 8192
@@ -72,12 +73,13 @@ class Bench:
     ) -> StoreTierManager:
         server.PIECE_BYTES_MIN = server.PIECE_BYTES_MAX = task_bytes  # type: ignore[misc]
         spec = spec or FakeSpec()
+        threads = {name: options.pop(name) for name in ("n_read_threads", "n_write_threads") if name in options}
         lookup = LookupOptions(deadline_s=20, absent_ttl_s=0)  # tests wait for answers; deadlines have their own test
         made = StoreTierManager(
             spec,
             self.region.data,
             "test",
-            store=store or self.make_store(),
+            make_backend=in_threads(store or self.make_store(), clock=self.clock, **threads),
             options=TierOptions(**{"lookup": lookup, "shutdown_s": 20.0, **options}),
             clock=self.clock,
         )
@@ -767,7 +769,7 @@ def test_a_readonly_or_flat_view_is_refused() -> None:
     mapper = FileMapper.from_offloading_spec("", spec)
     for view in (memoryview(bytes(8192)).cast("b", (2, 4096)), memoryview(bytearray(8192))):
         with pytest.raises(ConfigError, match="primary_kv_view"):
-            StoreTierManager(spec, view, "test", store=MemoryStore(), mapper=mapper)
+            StoreTierManager(spec, view, "test", make_backend=in_threads(MemoryStore()), mapper=mapper)
 
 
 class GatedStore(Store):
@@ -848,7 +850,7 @@ def test_a_tier_without_a_mapper_of_its_own_takes_no_other_revisions_blocks(benc
 
     def tier(revision: str) -> StoreTierManager:
         spec = FakeSpec().changed("model", revision=revision)
-        bench.tiers.append(StoreTierManager(spec, bench.region.data, "theirs", store=store))
+        bench.tiers.append(StoreTierManager(spec, bench.region.data, "theirs", make_backend=in_threads(store)))
         return bench.tiers[-1]
 
     store = MemoryStore()
@@ -999,7 +1001,7 @@ class TestLiveness:
         bench.store(tier, KEYS[:4])
         gated.hold()
         tier.submit_store(stores := bench.job(KEYS[4:]))
-        wait_for(lambda: gated.entered == TierOptions().n_read_threads + TierOptions().n_write_threads)
+        wait_for(lambda: gated.entered == 2 * THREADS)
         held, gated.gate = gated.gate, threading.Event()
         gated.gate.set()
         tier.submit_load(load := bench.job(KEYS[:4], [0, 1, 2, 3]))
@@ -1555,7 +1557,9 @@ def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
     bench.region = np.frombuffer(area, np.int8).reshape(ROWS, ROW_BYTES)
     spec = FakeSpec()
     mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
-    tier = StoreTierManager(spec, view, "test", store=bench.make_store(), mapper=mapper, options=PATIENT)
+    tier = StoreTierManager(
+        spec, view, "test", make_backend=in_threads(bench.make_store()), mapper=mapper, options=PATIENT
+    )
     assert bench.store(tier, KEYS[:2]).success
     tier.shutdown()
     del bench.region
@@ -1569,7 +1573,7 @@ def test_a_bad_block_holds_no_rows(damage: bytes) -> None:
     store = MemoryStore()
     rows = bytearray(ROWS * ROW_BYTES)
     view = memoryview(rows).cast("b", (ROWS, ROW_BYTES))
-    tier = StoreTierManager(FakeSpec(), view, "test", store=store, options=PATIENT)
+    tier = StoreTierManager(FakeSpec(), view, "test", make_backend=in_threads(store), options=PATIENT)
     del view
     bench = Bench(lambda: store)
     assert bench.store(tier, KEYS[:1]).success

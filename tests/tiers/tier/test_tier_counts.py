@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import make_offload_key
 from kvtiers.tiers.metrics import Metrics
-from kvtiers.tiers.tier.block_mover import Batch
 from kvtiers.tiers.tier.counts import SAY_EVERY_S, TierCounts
 from tests.clock import Clock
 

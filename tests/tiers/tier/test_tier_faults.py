@@ -18,6 +18,7 @@ from kvtiers.tiers.testing.faults import SyscallFaults
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
+from tests.tiers.server.in_threads import in_threads
 
 ROWS, ROW_BYTES = 4, 4096
 KEYS = [block_key(n) for n in range(ROWS)]
@@ -34,7 +35,9 @@ class Tier:
         spec = FakeSpec()
         self.mapper = FileMapper.from_offloading_spec("", spec)
         options = TierOptions(circuit_failures=1_000_000, job_deadline_s=600.0)
-        self.manager = StoreTierManager(spec, self.rows.data, "test", store=store, mapper=self.mapper, options=options)
+        self.manager = StoreTierManager(
+            spec, self.rows.data, "test", make_backend=in_threads(store), mapper=self.mapper, options=options
+        )
         self._jobs = 0
 
     def load(self) -> set[int]:

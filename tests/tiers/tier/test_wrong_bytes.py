@@ -24,17 +24,18 @@ from kvtiers.tiers.blocks.file_mapper import block_name
 from kvtiers.tiers.blocks.keyring import KeyRing
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.protected_seal import GcmSeal
+from kvtiers.tiers.blocks.rows import Rows
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, TRAILER_FIELDS_BYTES, Seal
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import open_store
 from kvtiers.tiers.config.tier_options import TierConfig
 from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.server import block_mover
+from kvtiers.tiers.server.block_mover import BlockMover
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
-from kvtiers.tiers.tier import block_mover
-from kvtiers.tiers.tier.block_mover import BlockMover, Rows
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import CONFIG, FakeSpec, block_key
 from tests.promises import Record

@@ -46,6 +46,7 @@ from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
+from tests.tiers.server.in_threads import in_threads
 from tests.tiers.stores.files.root_folder import use_private_names
 
 OLD = make_data(5000, seed=1)
@@ -320,7 +321,7 @@ def test_a_bad_block_is_healed_where_there_are_no_inodes(small: Path) -> None:
     with LocalStoreOn(small) as store:
         region = np.random.default_rng(1).integers(-128, 128, (2, 4096), np.int8)
         good = region.copy()
-        tier = StoreTierManager(FakeSpec(), region.data, "test", store=store)
+        tier = StoreTierManager(FakeSpec(), region.data, "test", make_backend=in_threads(store))
         keys = [block_key(n) for n in range(2)]
         assert run(tier, tier.submit_store, keys).success
         fill(store, b"", "ENOSPC")

@@ -48,6 +48,7 @@ from kvtiers.tiers.testing.tiny_s3 import Answer, Request
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import CLIENTS, READERS, asks_once, choose, use_credentials
+from tests.tiers.server.in_threads import in_threads
 from tests.waiting import PATIENT, in_time, wait_for
 
 DATA = make_data(300_000)  # more than one piece of a streamed body
@@ -1081,7 +1082,9 @@ class Tier:
         spec = FakeSpec()
         self.mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
         options = TierOptions(job_deadline_s=PATIENT["job_deadline_s"])
-        self.manager = StoreTierManager(spec, self.region.data, "s3", store=store, mapper=self.mapper, options=options)
+        self.manager = StoreTierManager(
+            spec, self.region.data, "s3", make_backend=in_threads(store), mapper=self.mapper, options=options
+        )
         self.jobs = 0
         self.manager.submit_store(self.job())
         self.manager.drain_jobs()

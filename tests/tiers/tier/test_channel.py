@@ -12,18 +12,17 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import QueueFullError, StoreThrottledError, StoreTimeoutError, StoreUnavailableError
-from kvtiers.tiers.server.frames import encode_error, pack_frame
-from kvtiers.tiers.server.server import Seats
+from kvtiers.tiers.server.frames import Seats, encode_error, pack_frame
 from kvtiers.tiers.testing.faults import run_in_child
 from kvtiers.tiers.tier import channel as channel_module
-from kvtiers.tiers.tier.block_mover import Batch
 from kvtiers.tiers.tier.channel import CHECK_S, PAUSE_S, Channel, FinishedJob
 from tests.clock import Clock
 from tests.identity import block_key
 from tests.promises import Record
-from tests.tiers.server.fake_servers import TIER, FakeBackend, FakeServer, settle
+from tests.tiers.tier.fake_servers import TIER, FakeBackend, FakeServer, settle
 from tests.waiting import wait_for
 
 DEADLINE_S = 10.0

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
-from kvtiers.tiers.blocks import neighbors
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
-from kvtiers.tiers.blocks.namespace import open_namespace
-from kvtiers.tiers.blocks.neighbors import tell_nearest
 from kvtiers.tiers.errors import StoreUnavailableError
 from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.tools import neighbors
+from kvtiers.tiers.tools.neighbors import tell_nearest
 from tests.identity import FakeSpec
 from tests.waiting import wait_for
 

@@ -6,23 +6,20 @@ is encryption: a block is encrypted into its thread's buffer.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from typing import Any
 
+from ..blocks.batches import BAD_READS_MAX, Batch, Pair
 from ..blocks.file_mapper import block_name
 from ..blocks.keys import OffloadKey
-from ..blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
+from ..blocks.rows import Rows
+from ..blocks.seal import TRAILER_BYTES, Seal
 from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
-    ConfigError,
     SealError,
     SealReason,
     StoreConfigError,
@@ -33,49 +30,16 @@ from ..errors import (
 )
 from ..plain_logs import get_logger
 from ..store import Store, SupportsPieces, SupportsTail, put_aside
-from .batches import Pair
 
 logger = get_logger(__name__)
 
 #: Blocks of this size or more are checksummed piece by piece while they move. Speed relative to plain preadv on one
 #: core and ext4, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
-#: This many different bad blocks, without a good block between them, are blamed on this host's reads. Storage rots in
-#: single blocks, and two in a row are still likely near a bad sector. Bad memory or a bad network damages every block.
-BAD_READS_MAX = 3
 SAY_EVERY_S = 60.0
 WARNINGS_MAX = 64  # different warnings that are logged once each; a trailer may name any key
 LENT_LOOK_S = 0.01  # between looks at slots that a store still uses
 _SINGLE_BLOCK_ERRORS = (StoreUnavailableError, StorePermissionError)  # errors that may concern only one block
-
-
-@dataclass(slots=True)
-class Batch:
-    """The result of a task. A pool thread fills it, and the scheduler's thread books it."""
-
-    succeeded: list[OffloadKey] = field(default_factory=list)
-    found: list[OffloadKey] = field(default_factory=list)  # stores: keys in ``succeeded`` that were already stored
-    gone: list[OffloadKey] = field(default_factory=list)  # loads: absent, or not the block it should be
-    unreadable: list[OffloadKey] = field(default_factory=list)  # loads: failed, perhaps only this block
-    bad: list[OffloadKey] = field(
-        default_factory=list
-    )  # loads: blocks in ``gone`` that are bad, so the next store must overwrite them
-    suspects: list[OffloadKey] = field(default_factory=list)  # bad blocks that may have been read wrongly
-    bytes_moved: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    verify_failures: Counter[str] = field(default_factory=Counter)
-    healed: int = 0
-    quarantined: int = 0
-    perhaps_stored: int = 0  # failed blocks that may be stored: a retryable error may be a lost acknowledgement
-    fault: str = ""  # the last error that tells something about the storage's health
-    full: str = ""  # the last error of a storage without room
-
-    def add(self, other: Batch) -> None:
-        """Add the results of another batch to this one."""
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            setattr(self, each.name, theirs or mine if isinstance(mine, str) else mine + theirs)
 
 
 class BlockMover:
@@ -383,48 +347,6 @@ class BlockMover:
                 self._note("lookup", size)
             found.append(None if isinstance(size, Exception) else size == expected)
         return found
-
-
-class Rows:
-    """The region's rows as flat memoryviews. (Python's memoryview cannot take ``view[b]`` of a 2-D view.)"""
-
-    def __init__(self, view: memoryview) -> None:
-        if view.ndim != 2 or not view.c_contiguous or view.readonly:
-            raise ConfigError(
-                "must be a writable, C-contiguous view of shape (num_chunks, row_bytes)",
-                field="primary_kv_view",
-            )
-        assert view.shape is not None
-        self.num_rows = view.shape[0]
-        self.row_bytes = view.shape[1] * view.itemsize
-        if self.row_bytes % PAYLOAD_MULTIPLE_BYTES or not self.row_bytes:
-            raise ConfigError(
-                f"rows of {self.row_bytes} bytes; must be a multiple of {PAYLOAD_MULTIPLE_BYTES}",
-                field="primary_kv_view",
-            )
-        self._flat = view.cast("B")
-        self._whole = ctypes.c_ubyte * self._flat.nbytes
-
-    def __getitem__(self, block: int) -> memoryview:
-        start = block * self.row_bytes
-        return self._flat[start : start + self.row_bytes]
-
-    def lend(self) -> Any:
-        """The region as an object that lives as long as anything refers to a view made of it."""
-        return self._whole.from_buffer(self._flat)
-
-    def release(self) -> None:
-        """Release the region, so that it can be unmapped. Call it only when no thread can use a row any more."""
-        self._flat.release()
-
-    def check_ids(self, block_ids: Any) -> list[int]:
-        # tolist, because converting 512 numpy integers one by one takes the scheduler's thread 50 µs.
-        is_integers = getattr(getattr(block_ids, "dtype", None), "kind", "") in ("i", "u")
-        blocks = block_ids.tolist() if is_integers else list(map(int, block_ids))
-        if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_rows):
-            bad = next(block for block in blocks if not 0 <= block < self.num_rows)
-            raise ValueError(f"block id {bad} is outside the region's 0..{self.num_rows - 1}")
-        return blocks
 
 
 class LentRows:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.server.frames import TAG_BYTES, FrameReader, encode_batch, pack_frame, unpack_pairs
-from kvtiers.tiers.server.server import Seats
-from kvtiers.tiers.tier.block_mover import Batch
+from kvtiers.tiers.server.frames import TAG_BYTES, FrameReader, Seats, encode_batch, pack_frame, unpack_pairs
 from kvtiers.tiers.tier.channel import Channel
 
 TIER = "test"
@@ -123,6 +122,8 @@ class FakeBackend:
         start_error: raised by starts.
         may_start: starts wait for it.
     """
+
+    store = None
 
     def __init__(self, seats: Sequence[Seats], send_bytes: int | None = None) -> None:
         self.seats = seats

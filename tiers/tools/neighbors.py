@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..blocks.file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, NAMESPACE, FileMapper, namespace_of
+from ..blocks.namespace import CONFIG_BYTES_MAX, parse_json
 from ..errors import StoreError
 from ..plain_logs import get_logger
 from ..store import Store, SupportsFolders, read_blob
-from .file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, NAMESPACE, FileMapper, namespace_of
-from .namespace import CONFIG_BYTES_MAX, parse_json
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
-from kvtiers.tiers.blocks.namespace import open_namespace
+from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.stores.memory import MemoryStore
 from tests.identity import FakeSpec
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtiers.tiers.tier.concurrency import SETTLED_BATCHES, Concurrency
+from kvtiers.tiers.server.concurrency import SETTLED_BATCHES, Concurrency
 
 BLOCKS = 128
 Storage = Callable[[int], float]  # threads -> blocks a second
