@@ -32,9 +32,9 @@ from .config.tier_options import (
     TierConfig,
 )
 from .errors import ConfigError, RegionError, printable, public_url
+from .frames import Seats, Work
 from .plain_logs import get_logger
 from .recipe import StoreRecipe
-from .server.frames import Seats, Work
 from .server.mapped_file import MappedRegion
 from .server.process import ProcessBackend
 from .server.threads import ThreadBackend

@@ -22,7 +22,7 @@ from ...tiers.config.tier_options import (
 from ...tiers.errors import ConfigError, StoreConfigError, public_url
 from ...tiers.registry import SecondaryTierFactory
 from ...tiers.store import Store
-from ...tiers.stores.files.posix import store_error
+from ...tiers.stores.os_errors import store_error
 from ..prefixes.chunks import ChunkStore
 from ..prefixes.limits import PrefixLimits
 from ..prefixes.place import place_at, place_of_prefixes

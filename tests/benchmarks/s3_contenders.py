@@ -25,8 +25,8 @@ from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
+from kvtiers.tiers.frames import Seats
 from kvtiers.tiers.recipe import StoreRecipe
-from kvtiers.tiers.server.frames import Seats
 from kvtiers.tiers.server.mapped_file import MappedRegion
 from kvtiers.tiers.server.process import ProcessBackend
 from kvtiers.tiers.store import Store

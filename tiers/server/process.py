@@ -31,6 +31,7 @@ from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
 from ..blocks.rows import Rows
 from ..blocks.seal import Checksum, Seal
+from ..frames import TAG_BYTES, Seats, Work
 from ..loaded_code import OWN_CODE
 from ..plain_logs import get_logger
 from ..processes import (
@@ -44,7 +45,6 @@ from ..processes import (
     python_command,
 )
 from ..recipe import StoreRecipe, make_store
-from .frames import TAG_BYTES, Seats, Work
 from .mapped_file import MappedRegion
 from .server import Server
 

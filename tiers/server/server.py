@@ -1,7 +1,7 @@
 """Server: does a tier's I/O. One loop reads frames, and a few threads move blocks and look keys up.
 
 It runs in a process of its own (``server.process``), or in threads of the engine's process where no other process can
-map the region. The frames are the same; see ``server.frames``.
+map the region. The frames are the same; see ``tiers.frames``.
 
 A part, which is some blocks of a job, is dealt into pieces, and each thread takes the next piece. So the first blocks
 of a part are moved first, and no thread idles while a piece waits. A part is reported when no thread can touch its
@@ -27,12 +27,7 @@ from ..blocks.batches import Batch, Pair, deal
 from ..blocks.keys import OffloadKey
 from ..blocks.rows import Rows
 from ..errors import KVTiersError, StoreError, StoreUnavailableError
-from ..plain_logs import get_logger
-from ..store import Store
-from ..tools.neighbors import tell_nearest
-from .block_mover import BlockMover
-from .concurrency import Concurrency
-from .frames import (
+from ..frames import (
     FOUND,
     RECEIVE_BYTES,
     FrameReader,
@@ -43,6 +38,11 @@ from .frames import (
     pack_frame,
     unpack_pairs,
 )
+from ..plain_logs import get_logger
+from ..store import Store
+from ..tools.neighbors import tell_nearest
+from .block_mover import BlockMover
+from .concurrency import Concurrency
 from .namespace import open_namespace
 
 logger = get_logger(__name__)

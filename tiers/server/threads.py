@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..blocks.rows import Rows
+from ..frames import TAG_BYTES, Seats, Work
 from ..store import Store
-from .frames import TAG_BYTES, Seats, Work
 from .server import Server
 
 

@@ -39,7 +39,6 @@ from ..errors import (
 from ..plain_logs import get_logger
 from ..store import Capabilities, KeyInfo, Store, check_key, parts_size
 from .chatty_loggers import cap_chatty_loggers
-from .files.posix import is_absent
 from .fsspec_driver import (
     ATOMIC_PUT,
     EXCLUSIVE_CREATE,
@@ -55,6 +54,7 @@ from .fsspec_driver import (
     size_of,
     translate,
 )
+from .os_errors import is_absent
 
 logger = get_logger(__name__)
 

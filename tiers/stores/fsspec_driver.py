@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..plain_logs import get_logger
 from .chatty_loggers import cap_loggers_of
-from .files.posix import store_error
+from .os_errors import store_error
 from .s3.errors import Place, RequestRefusedError, server_error
 
 logger = get_logger(__name__)

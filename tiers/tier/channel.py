@@ -1,6 +1,6 @@
 """Channel: the engine's end of the connections to a tier's servers. It has no thread and no lock, and does no I/O.
 
-Jobs and lookups are frames (``tiers.server.frames``), and a server answers each of them once. A job is cut into parts,
+Jobs and lookups are frames (``tiers.frames``), and a server answers each of them once. A job is cut into parts,
 and a part goes to the server that has the least work. Everything is read and written by ``poll``, without blocking.
 
 A server that is silent for a job's deadline although it has work, or that has not ended a part after twice that, is
@@ -26,8 +26,7 @@ from typing import Any, Final, Protocol
 from ..blocks.batches import Batch, Pair, deal, side_by_side
 from ..blocks.keys import OffloadKey
 from ..errors import ConfigError, QueueFullError, StoreError, StoreTimeoutError, StoreUnavailableError
-from ..plain_logs import get_logger
-from ..server.frames import (
+from ..frames import (
     FOUND,
     RECEIVE_BYTES,
     FrameReader,
@@ -37,6 +36,7 @@ from ..server.frames import (
     pack_frame,
     pack_pairs,
 )
+from ..plain_logs import get_logger
 from ..store import Capabilities, Store
 
 logger = get_logger(__name__)

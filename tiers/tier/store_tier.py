@@ -23,9 +23,9 @@ from ..blocks.keys import OffloadKey, make_offload_key
 from ..blocks.rows import Rows
 from ..blocks.seal import TRAILER_BYTES, Checksum, Seal
 from ..errors import QueueFullError, StoreTimeoutError, StoreUnavailableError
+from ..frames import Work
 from ..metrics import Metrics
 from ..plain_logs import get_logger
-from ..server.frames import Work
 from ..store import Capabilities
 from ..tracing import JobTrace
 from .channel import Backend, Channel, FinishedJob, Opened

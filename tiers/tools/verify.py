@@ -17,12 +17,12 @@ from ..blocks.file_mapper import BlockName, parse_block_name
 from ..blocks.seal import TRAILER_BYTES
 from ..errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
 from ..store import KeyInfo, Store, put_aside
-from ..stores.files.listing import DAMAGED_MAX
 from .block_reader import NO_IDENTITY, BlockReader
 from .inventory import Share, list_blocks
 from .seal_kinds import seal_kind
 
 UNIT_DIGITS = 2
+DAMAGED_FOLDERS_MAX = 16  # that cannot be listed; more mean that the device or its connection is gone
 BAD_KEYS_MAX = 10_000  # listed by name in a result; further bad blocks are only counted
 NETWORK_THREADS = 8  # threads of a worker, if reads mostly wait for a network
 BATCH_BLOCKS = 64  # given to the threads at once, so that a listing need not fit in memory
@@ -133,7 +133,7 @@ class Verifier:
                 result.errors += 1  # another user's folder; the other folders are still checked
             except StoreUnavailableError:
                 self._damaged_folders += 1
-                if self._damaged_folders > DAMAGED_MAX:  # the device is gone, not just a folder damaged
+                if self._damaged_folders > DAMAGED_FOLDERS_MAX:
                     raise
                 result.errors += 1
 

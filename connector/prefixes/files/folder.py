@@ -25,9 +25,9 @@ from ....tiers.stores.files.posix import (
     close_reader,
     regular_size,
     remove_blob,
-    store_error,
 )
 from ....tiers.stores.files.publish import NO_HARD_LINKS, OPEN_PRIVATE
+from ....tiers.stores.os_errors import store_error
 from ....tiers.stores.vectored_io import read_all, write_all
 from ..format import LAYER_FILE
 from .base import Files

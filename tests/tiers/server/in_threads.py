@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtiers.tiers.blocks.rows import Rows
-from kvtiers.tiers.server.frames import Seats, Work
+from kvtiers.tiers.frames import Seats, Work
 from kvtiers.tiers.server.threads import ThreadBackend
 from kvtiers.tiers.store import Store
 

@@ -10,8 +10,8 @@ import psutil
 
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata, JobResult
+from kvtiers.tiers.frames import Seats
 from kvtiers.tiers.recipe import StoreRecipe
-from kvtiers.tiers.server.frames import Seats
 from kvtiers.tiers.server.mapped_file import MappedRegion
 from kvtiers.tiers.server.process import ProcessBackend
 from kvtiers.tiers.store import Store

@@ -24,7 +24,7 @@ from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.builtin import FileSystemTierManager
-from kvtiers.tiers.server.frames import Seats
+from kvtiers.tiers.frames import Seats
 from kvtiers.tiers.server.process import ServerProcess
 from kvtiers.tiers.testing.faults import fork
 from kvtiers.tiers.tier import channel

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.server.frames import TAG_BYTES, FrameReader, Seats, encode_batch, pack_frame, unpack_pairs
+from kvtiers.tiers.frames import TAG_BYTES, FrameReader, Seats, encode_batch, pack_frame, unpack_pairs
 from kvtiers.tiers.tier.channel import Channel
 
 TIER = "test"

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import QueueFullError, StoreThrottledError, StoreTimeoutError, StoreUnavailableError
-from kvtiers.tiers.server.frames import Seats, encode_error, pack_frame
+from kvtiers.tiers.frames import Seats, encode_error, pack_frame
 from kvtiers.tiers.testing.faults import run_in_child
 from kvtiers.tiers.tier import channel as channel_module
 from kvtiers.tiers.tier.channel import CHECK_S, PAUSE_S, Channel, FinishedJob

@@ -17,8 +17,9 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 
+from ..os_errors import is_absent
 from .listing import Failures
-from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
+from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader
 from .publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME
 
 #: The store's own folders, and the names of its files there.

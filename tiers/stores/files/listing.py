@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from ...errors import InvalidKeyError
 from ...store import KEY_PART_LENGTH_MAX, KeyInfo, check_key
+from ..os_errors import is_absent
 from .mounts import is_mount_point
-from .posix import OPEN_LISTING, RootFolder, close_reader, is_absent
+from .posix import OPEN_LISTING, RootFolder, close_reader
 
 T = TypeVar("T")
 

@@ -28,17 +28,16 @@ from ...errors import (
 )
 from ...plain_logs import get_logger
 from ...store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
+from ..os_errors import ABSENT, store_error
 from ..vectored_io import write_all
 from .cleanup import hidden_names, own_bytes, remove_blobs, sweep_quarantine, touch_blob
 from .listing import folder_names, walk
 from .posix import (
-    ABSENT,
     RootFolder,
     blob_size,
     read_blob,
     read_tail,
     remove_blob,
-    store_error,
 )
 from .publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
 

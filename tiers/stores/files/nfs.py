@@ -27,8 +27,9 @@ from typing import Any, TypeVar
 
 from ...errors import BlobNotFoundError, StoreUnavailableError
 from ...store import Capabilities, Look
+from ..os_errors import ABSENT
 from .local import LocalStore
-from .posix import ABSENT, RootFolder
+from .posix import RootFolder
 from .publish import storage_time
 
 T = TypeVar("T")

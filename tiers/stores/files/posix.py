@@ -1,4 +1,4 @@
-"""System calls shared by the stores on a file system: a confined root folder, reading blobs, and errno -> StoreError.
+"""System calls shared by the stores on a file system: a confined root folder, and reading blobs.
 
 Everything below a root is opened from the root's own descriptor, without following symbolic links. So other users who
 may write inside the root (a tenant, another pod) cannot make this process read or write anywhere else.
@@ -15,7 +15,7 @@ O_NONBLOCK, because opening a FIFO would otherwise wait for its writer. Writing 
 ``posix``, ``vectored_io``, ``publish``, ``listing`` and ``cleanup`` make all system calls of these stores through the
 module-level names ``os`` and ``openat2``. ``tiers.testing.faults.SyscallFaults`` replaces these names to make the n-th
 call fail. Functions here raise OSError unless their docstring says otherwise; the store translates it with
-``store_error``.
+``os_errors.store_error``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,9 @@ import functools
 import os
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from ...errors import (
-    BlobCorruptError,
-    BlobNotFoundError,
-    InvalidKeyError,
-    StoreConfigError,
-    StoreError,
-    StoreFullError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from ...errors import BlobCorruptError
 from ...store import Look, parts_size
 from ..vectored_io import read_all, transfer
 
@@ -50,41 +41,6 @@ OPEN_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 OPEN_LISTING = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 OPEN_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 OPEN_STAT = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-
-ERRORS: Mapping[int, type[StoreError]] = {
-    errno.ENOENT: BlobNotFoundError,
-    errno.ENOTDIR: BlobCorruptError,  # a file, or (stepwise) a symbolic link, where a folder should be
-    errno.ELOOP: BlobCorruptError,  # a symbolic link
-    errno.EISDIR: BlobCorruptError,
-    errno.ENXIO: BlobCorruptError,  # a socket
-    errno.ENODEV: BlobCorruptError,  # a device without a driver
-    errno.ENAMETOOLONG: InvalidKeyError,  # a file system with a limit below check_key's
-    errno.ENOSPC: StoreFullError,
-    errno.EDQUOT: StoreFullError,
-    errno.EFBIG: StoreConfigError,  # RLIMIT_FSIZE, or the file system's limit: removing blocks does not help
-    errno.EMLINK: StoreConfigError,  # a folder's limit of subfolders: removing blocks does not help
-    errno.EACCES: StorePermissionError,
-    errno.EPERM: StorePermissionError,
-    errno.EROFS: StorePermissionError,
-    errno.EXDEV: StoreConfigError,  # another file system is mounted below the root
-    errno.EOPNOTSUPP: StoreConfigError,  # a file system without hard links
-    errno.ENOSYS: StoreConfigError,
-}
-"""errno -> error class. Any other errno (EIO, ESTALE, EMFILE, ENOMEM, …) may be temporary: StoreUnavailableError."""
-
-#: Error numbers of a file that does not exist: its name is absent, or a folder on its path is a file or a link.
-ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-
-
-def store_error(e: OSError, key: str) -> StoreError:
-    """Translate an OSError of an operation on ``key`` into a StoreError."""
-    kind = ERRORS.get(e.errno or 0, StoreUnavailableError)
-    return kind(f"{e.strerror or e} ({errno.errorcode.get(e.errno or 0, 'no errno')})", key=key)
-
-
-def is_absent(e: OSError) -> bool:
-    """Whether the error means that the file does not exist (``ABSENT``)."""
-    return e.errno in ABSENT
 
 
 # ---- a confined root folder ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from kvtiers.tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.server.frames import Seats
+from kvtiers.tiers.frames import Seats
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore

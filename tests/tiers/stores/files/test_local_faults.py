@@ -40,7 +40,7 @@ from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files import mounts, posix, publish
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
-from kvtiers.tiers.stores.files.posix import ERRORS
+from kvtiers.tiers.stores.os_errors import ERRORS
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
 from kvtiers.tiers.tier.store_tier import StoreTierManager

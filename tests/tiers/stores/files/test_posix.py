@@ -1,8 +1,7 @@
-"""``posix``, ``vectored_io`` and the reserve of ``publish``: errnos, opening below a root, parts, free space."""
+"""``posix``, ``vectored_io`` and the reserve of ``publish``: opening below a root, parts, free space."""
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,41 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtiers.tiers.errors import StoreError, StoreFullError, StoreUnavailableError
+from kvtiers.tiers.errors import StoreFullError
 from kvtiers.tiers.stores.files.posix import (
-    ERRORS,
     OPEN_FOLDER,
     OPEN_READ,
     RootFolder,
     open_stepwise,
     openat2,
     openat2_works,
-    store_error,
 )
 from kvtiers.tiers.stores.files.publish import FreeSpace
 from kvtiers.tiers.stores.vectored_io import IOV_COUNT_MAX, transfer
 from tests.leaks import open_fds
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_every_errno_has_one_error() -> None:
-    for code, name in errno.errorcode.items():
-        error = store_error(OSError(code, os.strerror(code)), "f/a")
-        assert type(error) is ERRORS.get(code, StoreUnavailableError)
-        assert error.key == "f/a"
-        assert name in str(error) or errno.errorcode[code] in str(error)
-
-
-def test_what_may_pass_is_retryable_and_the_rest_is_not() -> None:
-    for code in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN):
-        assert store_error(OSError(code, ""), "").retryable
-    assert not any(kind.retryable for kind in ERRORS.values())
-
-
-def test_an_error_without_errno() -> None:
-    assert isinstance(store_error(OSError("odd"), "a"), StoreError)
-
 
 # ---- opening below a folder ------------------------------------------------------------------------------------------
 

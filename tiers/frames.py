@@ -29,12 +29,12 @@ from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
-from .. import errors
-from ..blocks.batches import Batch, Pair
-from ..blocks.file_mapper import FileMapper
-from ..blocks.keys import OffloadKey
-from ..blocks.seal import Seal
-from ..errors import ConfigError, KVTiersError, StoreError
+from . import errors
+from .blocks.batches import Batch, Pair
+from .blocks.file_mapper import FileMapper
+from .blocks.keys import OffloadKey
+from .blocks.seal import Seal
+from .errors import ConfigError, KVTiersError, StoreError
 
 FRAME_BYTES_MAX: Final = 1 << 28  # a larger length does not come from kvtiers
 TAG_BYTES: Final = 16

@@ -23,7 +23,7 @@ from kvtiers.tiers.errors import (
     StoreThrottledError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.server.frames import (
+from kvtiers.tiers.frames import (
     FRAME_BYTES_MAX,
     TAG_BYTES,
     FrameReader,
