@@ -71,6 +71,16 @@ class Bench:
         self.clock.advance(seconds)
         settle(self.channel)
 
+    def replace_with_start_that_hangs(self) -> None:
+        """Have the first server die; the start of the next one waits for ``backend.may_start``."""
+        starts = self.backend.starts
+        self.backend.may_start.clear()
+        self.made[0].die()
+        for seconds in (PAUSE_S[1], 0.0):
+            self.channel.poll()
+            self.clock.advance(seconds)
+        wait_for(lambda: self.backend.starts == starts + 1)
+
     def finished(self) -> dict[int, FinishedJob]:
         self.settle()
         jobs = self.channel.take_finished()
@@ -420,10 +430,7 @@ def test_start_that_fails_is_tried_again(make: Callable[..., Bench]) -> None:
 
 
 def test_start_that_hangs_holds_nothing_up(bench: Bench) -> None:
-    bench.backend.may_start.clear()
-    bench.made[0].die()
-    bench.channel.poll()
-    bench.clock.advance(PAUSE_S[1])
+    bench.replace_with_start_that_hangs()
     for _ in range(20):
         bench.channel.poll()
         bench.clock.advance(PAUSE_S[1])
@@ -582,12 +589,7 @@ def test_shutdown_keeps_jobs_of_what_may_still_touch_slots(bench: Bench, monkeyp
 
 
 def test_server_whose_start_ends_after_the_shutdown_is_ended(bench: Bench) -> None:
-    bench.backend.may_start.clear()
-    bench.made[0].die()
-    bench.channel.poll()
-    bench.clock.advance(PAUSE_S[1])
-    bench.channel.poll()
-    wait_for(lambda: bench.backend.starts == 3)
+    bench.replace_with_start_that_hangs()
     assert bench.channel.shutdown(0.0)
     bench.backend.may_start.set()
     wait_for(lambda: len(bench.made) == 3)
