@@ -698,11 +698,11 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     wait_for(lambda: gated.entered == 2)
     tier.shutdown()
     assert not gated.closed  # threads are in it
-    early = list(tier.get_finished())
-    assert jobs[0].job_id not in {result.job_id for result in early}
+    results = list(tier.get_finished())
+    assert jobs[0].job_id not in {result.job_id for result in results}
     gated.gate.set()
-    late = wait_for(lambda: list(tier.get_finished()))
-    results = early + late
+    while len(results) < len(jobs):
+        results += wait_for(lambda: list(tier.get_finished()))
     assert sorted(result.job_id for result in results) == [job.job_id for job in jobs]
     assert not any(result.success for result in results)
     tier.submit_store(bench.job(KEYS[:1]))
