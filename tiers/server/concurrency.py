@@ -8,7 +8,6 @@ gets more while it mostly waits and more threads raise the throughput, and fewer
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Final
 
@@ -16,7 +15,6 @@ GAIN_MIN: Final = 1.15  # doubled threads are kept if the throughput grows by at
 BUSY_MAX: Final = 0.5  # CPU share of one core; a busier worker gets no more threads
 WAITS_S_MAX: Final = 0.5  # if a block takes longer, enough others share its link
 SLOW_S: Final = 1.0  # if a block takes longer, too many others share its link
-TRIAL_BLOCKS: Final = 4  # blocks per thread in a batch while the number of threads is being tried
 SETTLED_BATCHES: Final = 50  # batches after a failed increase before the next attempt
 
 
@@ -34,19 +32,11 @@ class Concurrency:
         self._most = max(first, most)
         self._before_step: tuple[int, float] | None = None  # threads and blocks/s before an increase on trial
         self._settled = 0  # batches left until the next increase is tried
-        self._has_learned = False
-        self._is_slow = False  # in the last batch, a block took longer than SLOW_S
 
     @property
     def threads(self) -> int:
         """Number of threads for the next batch."""
         return self._threads
-
-    @property
-    def batch_blocks_max(self) -> float:
-        """Maximum size of the next batch: a few blocks per thread until a suitable number of threads is known."""
-        is_known = self._has_learned and self._before_step is None and not self._is_slow
-        return math.inf if is_known else TRIAL_BLOCKS * self._threads
 
     def learn(self, threads: int, blocks: int, seconds: float, cpu_s: float, *, failed: bool = False) -> None:
         """Adapt the number of threads to the result of a batch.
@@ -62,14 +52,11 @@ class Concurrency:
         with self._lock:
             if threads != self._threads or not blocks or seconds <= 0:
                 return  # the number has changed since this batch began, or the batch says nothing
-            self._has_learned = True
             block_s = seconds * at_once / blocks
             if block_s > SLOW_S:
                 if at_once > 1:  # a single block did not share its link with other blocks of ours
                     self._set(max(1, threads // 2))
-                    self._is_slow = True
                 return
-            self._is_slow = False
             if at_once == threads and not failed:
                 self._climb(blocks / seconds, waits=cpu_s < BUSY_MAX * seconds and block_s < WAITS_S_MAX)
 

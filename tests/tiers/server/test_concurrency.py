@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -36,16 +35,6 @@ def run(concurrency: Concurrency, storage: Storage, batches: int, busy: float = 
 
 def test_far_storage_gets_all_the_threads_there_may_be() -> None:
     assert run(Concurrency(8, 50), far, 5) == [8, 16, 32, 50, 50]
-
-
-def test_batches_are_small_while_it_is_tried_out_how_many_threads_pay() -> None:
-    """So that the first job of a tier is enough to know."""
-    concurrency = Concurrency(8, 32)
-    seen = []
-    for _ in range(4):
-        seen.append(concurrency.batch_blocks_max)
-        run(concurrency, far, 1)
-    assert seen == [4 * 8, 4 * 16, 4 * 32, math.inf]
 
 
 def test_a_busy_worker_gets_no_more() -> None:
@@ -83,9 +72,9 @@ def test_a_lone_block_that_is_slow_says_nothing() -> None:
     concurrency = Concurrency(8, 64)
     run(concurrency, far, 6)
     concurrency.learn(64, 1, 3.0, 0.0)
-    assert (concurrency.threads, concurrency.batch_blocks_max) == (64, math.inf)
-    concurrency.learn(64, 2, 3.0, 0.0)  # they may have shared a link; one step down, and small batches to see
-    assert (concurrency.threads, concurrency.batch_blocks_max) == (32, 4 * 32)
+    assert concurrency.threads == 64
+    concurrency.learn(64, 2, 3.0, 0.0)  # they may have shared a link; one step down
+    assert concurrency.threads == 32
     run(concurrency, far, 1)
     assert concurrency.threads == 64
 
