@@ -385,7 +385,8 @@ class S3TierConfig(NetworkTierConfig):
     )
     retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Retries after 5xx, 429 or a connection reset.")
     client: Literal["obstore", "boto3"] = Field(
-        "obstore", description="obstore: fast, in Rust. boto3: where policy allows only AWS's own client."
+        "obstore",
+        description="obstore: fast, in Rust. boto3: where policy allows only AWS's own client; always through a proxy.",
     )
 
     embedded: bool = Field(False, description="Only for kvtiers demo: start an S3 server for this tier.")

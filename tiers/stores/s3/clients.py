@@ -155,21 +155,20 @@ class ProcessClients:
     def _make(self) -> Clients:
         session = S3Session(self._options)
         control = S3Control(session)
-        data: DataPlane
-        if self._options.client == "boto3":
-            data = Boto3Client(session, clock=self._clock)
-            return Clients(session, control, data)
-        # Imported only where it is used: never in an engine's own process, whose environment it changes for a moment.
-        from .obstore_client import ObstoreClient, usable
+        return Clients(session, control, self._make_data(session))
 
-        if usable():
-            data = ObstoreClient(session, clock=self._clock)
-        else:
+    def _make_data(self, session: S3Session) -> DataPlane:
+        if self._options.client == "obstore" and session.proxy is None:
+            # Imported only where it is used: never in an engine's own process, whose environment it changes for a
+            # moment.
+            from .obstore_client import ObstoreClient, usable
+
+            if usable():
+                return ObstoreClient(session, clock=self._clock)
             logger.warning(
                 "bucket %s: obstore cannot be used in a forked process; using boto3 instead", self._options.bucket
             )
-            data = Boto3Client(session, clock=self._clock)
-        return Clients(session, control, data)
+        return Boto3Client(session, clock=self._clock)
 
 
 def _close(made: Future[Clients]) -> None:

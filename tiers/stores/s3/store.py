@@ -259,7 +259,7 @@ class S3Store(Store):
         raise error
 
     def try_out(self, *, read_only: bool) -> None:
-        """Run ``check``, then a put, a get, a large get and a delete, so that each client transfers bytes once.
+        """Run ``check``, then a put, a get and a delete, so that each client transfers bytes once.
 
         The clients differ in how they read certificates and in how they send checksums.
 
