@@ -47,7 +47,8 @@ logger = get_logger(__name__)
 BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
 CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
-AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a network storage
+AT_ONCE_BYTES_MAX = 128 << 20  # in flight in a worker for a network storage: on a slow link no more would end in time
+ENGINE_REQUESTS_MAX = 8  # of each kind in the engine's own process, whose GIL more threads would take from the engine
 
 
 class FileSystemTierManager(StoreTierManager):
@@ -184,6 +185,7 @@ def _start(
         raise
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
+    threads = _tier_options(config) if why_here else config
     logger.info(
         "tier %s: %s: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
         "A stored block has %s tokens: shorter prompts are not stored",
@@ -192,8 +194,8 @@ def _start(
         _shown_place(config),
         mapper.base_path.rpartition("/")[2],
         mapper.rank,
-        config.n_read_threads,
-        config.n_write_threads,
+        threads.n_read_threads,
+        threads.n_write_threads,
         "this process" if why_here else "processes of its own",
         ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
         mapper.block_tokens,
@@ -266,22 +268,22 @@ def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows)
     make_store, store_options = store_recipe(config)
     readers = max(1, config.children // 2)
     writers = config.children - readers
-    reads = -(-config.n_read_threads // readers)
-    writes = -(-config.n_write_threads // max(1, writers))
-    most = 0
+    most = config.n_read_threads + config.n_write_threads
     if isinstance(config, NetworkTierConfig):
-        most = min(config.n_threads_max, AT_ONCE_BYTES_MAX // rows.row_bytes)
+        most = max(1, AT_ONCE_BYTES_MAX // rows.row_bytes)
+    reads = min(most, -(-config.n_read_threads // readers))
+    writes = min(most, -(-config.n_write_threads // max(1, writers)))
     if not writers:
-        seats = [Seats(2, LOAD_ONLY_THREADS, config.n_read_threads, config.n_write_threads, most)]
+        seats = [Seats(2, LOAD_ONLY_THREADS, reads, writes)]
     else:
-        seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0, most)] * readers + [Seats(1, 0, 0, writes, most)] * writers
+        seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0)] * readers + [Seats(1, 0, 0, writes)] * writers
     return ProcessBackend(
         StoreRecipe.of(make_store, **store_options),
         region,
         rows.row_bytes,
         work,
         seats,
-        _worker_bytes_max(config, max(reads, writes, most) + 1, rows.row_bytes),
+        _worker_bytes_max(config, max(reads, writes) + 1, rows.row_bytes),
     )
 
 
@@ -390,11 +392,12 @@ def _start_collector(
 
 
 def _tier_options(config: TierConfig) -> TierOptions:
+    most = ENGINE_REQUESTS_MAX if isinstance(config, NetworkTierConfig) else sys.maxsize
     return TierOptions(
         name=config.name,
         trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
-        n_read_threads=config.n_read_threads,
-        n_write_threads=config.n_write_threads,
+        n_read_threads=min(most, config.n_read_threads),
+        n_write_threads=min(most, config.n_write_threads),
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],
