@@ -19,16 +19,6 @@ from kvtiers.tiers.testing.servers import S3Server
 from tests.waiting import wait_for
 
 CLIENTS: tuple[Client, ...] = ("obstore", "boto3")
-#: How an object is read; "direct" is obstore's client with the way of large objects for all.
-READERS = (*CLIENTS, "direct")
-
-
-def choose(reader: str, monkeypatch: pytest.MonkeyPatch) -> Client:
-    """Have objects be read that way: the client to configure."""
-    if reader != "direct":
-        return "boto3" if reader == "boto3" else "obstore"
-    monkeypatch.setattr("kvtiers.tiers.stores.s3.obstore_client.DIRECT_BYTES_MIN", 1)
-    return "obstore"
 
 
 def use_credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server | None = None) -> None:

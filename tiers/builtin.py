@@ -50,7 +50,8 @@ BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
 CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
 LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
-AT_ONCE_BYTES_MAX = 256 << 20  # in flight per direction, in a worker for a network storage
+AT_ONCE_BYTES_MAX = 128 << 20  # in flight in a worker for a network storage: on a slow link no more would end in time
+ENGINE_REQUESTS_MAX = 8  # of each kind in the engine's own process, whose GIL more threads would take from the engine
 
 
 class FileSystemTierManager(StoreTierManager):
@@ -187,6 +188,7 @@ def _start(
         raise
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
+    most = _threads_max(config) if why_here else sys.maxsize
     logger.info(
         "tier %s: %s: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
         "A stored block has %s tokens: shorter prompts are not stored",
@@ -195,8 +197,8 @@ def _start(
         _shown_place(config),
         mapper.base_path.rpartition("/")[2],
         mapper.rank,
-        config.n_read_threads,
-        config.n_write_threads,
+        min(most, config.n_read_threads),
+        min(most, config.n_write_threads),
         "this process" if why_here else "processes of its own",
         ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
         mapper.block_tokens,
@@ -265,33 +267,35 @@ def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows)
     make_store, store_options = store_recipe(config)
     readers = max(1, config.children // 2)
     writers = config.children - readers
-    reads = -(-config.n_read_threads // readers)
-    writes = -(-config.n_write_threads // max(1, writers))
-    most = 0
+    most = config.n_read_threads + config.n_write_threads
     if isinstance(config, NetworkTierConfig):
-        most = min(config.n_threads_max, AT_ONCE_BYTES_MAX // rows.row_bytes)
+        most = max(1, AT_ONCE_BYTES_MAX // rows.row_bytes)
+    reads = min(most, -(-config.n_read_threads // readers))
+    writes = min(most, -(-config.n_write_threads // max(1, writers)))
     if not writers:
-        seats = [_all_seats(config, most)]
+        seats = [Seats(2, LOAD_ONLY_THREADS, reads, writes)]
     else:
-        seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0, most)] * readers + [Seats(1, 0, 0, writes, most)] * writers
+        seats = [Seats(1, LOAD_ONLY_THREADS, reads, 0)] * readers + [Seats(1, 0, 0, writes)] * writers
     return ProcessBackend(
         StoreRecipe.of(make_store, **store_options),
         region,
         rows.row_bytes,
         work,
         seats,
-        _worker_bytes_max(config, max(reads, writes, most) + 1, rows.row_bytes),
+        _worker_bytes_max(config, max(reads, writes) + 1, rows.row_bytes),
     )
 
 
 def _threads(config: TierConfig, store: Store, work: Work, rows: Rows) -> ThreadBackend:
     """What starts the tier's server in threads of this process."""
-    return ThreadBackend(store, rows, work, _all_seats(config))
+    most = _threads_max(config)
+    seats = Seats(2, LOAD_ONLY_THREADS, min(most, config.n_read_threads), min(most, config.n_write_threads))
+    return ThreadBackend(store, rows, work, seats)
 
 
-def _all_seats(config: TierConfig, most: int = 0) -> Seats:
-    """The threads of a tier's only server."""
-    return Seats(2, LOAD_ONLY_THREADS, config.n_read_threads, config.n_write_threads, most)
+def _threads_max(config: TierConfig) -> int:
+    """How many threads of each kind a server in threads of this process may have."""
+    return ENGINE_REQUESTS_MAX if isinstance(config, NetworkTierConfig) else sys.maxsize
 
 
 def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int | None:

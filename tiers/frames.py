@@ -57,14 +57,12 @@ class Seats:
         lookups: take lookups only.
         loads_only: take loads only, and only those that come while all others are busy with stores.
         loads_first, stores_first: take blocks of the other kind when there are none of their own.
-        most: there may be so many of the last two kinds, while blocks mostly wait (see ``server.concurrency``).
     """
 
     lookups: int = 1
     loads_only: int = 0
     loads_first: int = 0
     stores_first: int = 0
-    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)

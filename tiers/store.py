@@ -167,6 +167,13 @@ class Store(ABC):
         """
         return [_outcome(self.delete, key) for key in keys]
 
+    def folders(self) -> list[str]:
+        """The distinct first components of all keys that have several components.
+
+        By default all keys are listed.
+        """
+        return list({key.partition("/")[0]: None for key, _, _ in self.keys() if "/" in key})
+
     def prepare(self) -> None:  # noqa: B027 - most stores have nothing to prepare
         """Do one-time work now, such as creating a client, without a request to the storage. By default nothing.
 
@@ -290,33 +297,11 @@ class NamesBlocks(Protocol):
 
 
 @runtime_checkable
-class SupportsFolders(Protocol):
-    """A store that can list the first components of its keys without listing all keys."""
-
-    def folders(self) -> list[str]:
-        """The distinct first components of all keys that have several components.
-
-        Raises:
-            StoreError: the folders cannot be listed.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsFreeBytes(Protocol):
-    """A store whose storage reports its free space."""
-
-    def free_bytes(self) -> int | None:
-        """Bytes available to the current user; None: the storage does not report them."""
-        ...
-
-
-@runtime_checkable
-class SupportsTotalBytes(Protocol):
+class SupportsSpace(Protocol):
     """A store whose storage reports its size."""
 
-    def total_bytes(self) -> int | None:
-        """Size of the storage in bytes, used or not; None: the storage does not report it."""
+    def space(self) -> tuple[int, int] | None:
+        """Bytes available to the current user, and the storage's size in bytes, used or not; None: not reported."""
         ...
 
 

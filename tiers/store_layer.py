@@ -13,7 +13,7 @@ T = TypeVar("T")
 #: Methods of the optional protocols that call the storage.
 CALLING_METHODS: Final = (
     *("size_many", "delete_many", "get_tail", "quarantine", "touch", "sweep", "leftovers"),
-    *("hidden_names", "free_bytes", "total_bytes", "folders", "used_at"),
+    *("hidden_names", "space", "folders", "used_at"),
 )
 #: Methods that make no storage call; layers pass them on unchanged.
 PASSED_METHODS: Final = ("is_block", "prepare")

@@ -157,16 +157,13 @@ def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[li
 
 
 def _block_sizes(tier: TierConfig) -> dict[str, int]:
-    """The models with blocks in a storage that lists its folders, and the size of one block of each."""
+    """The models with blocks in a storage, and the size of one block of each."""
     from ...tiers.capacity.walker import is_block
-    from ...tiers.store import SupportsFolders
     from ...tiers.tools.neighbors import namespaces_in
 
     sizes: dict[str, int] = {}
     try:
         with closing(open_tool_store(tier, read_only=True)) as store:
-            if not isinstance(store, SupportsFolders):
-                return {}
             for namespace in namespaces_in(store)[0]:
                 block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
                 if block is not None and len(sizes) < MODELS_MAX:

@@ -19,7 +19,7 @@ from ...tiers.config.open_store import open_store, open_tool_store
 from ...tiers.config.places import place_of
 from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
 from ...tiers.errors import ConfigError, StoreError
-from ...tiers.store import Store, SupportsFreeBytes
+from ...tiers.store import Store, SupportsSpace
 from ...tiers.stores.memory import MemoryStore
 from ...tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
 from .options import AsJson, Config, size_option
@@ -250,9 +250,9 @@ def _look_into_target(place: Place) -> tuple[Store, int | None]:
         store = open_tool_store(config, read_only=True)
     try:
         rooms = []
-        if isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsFreeBytes):
-            free = store.free_bytes()
-            rooms += [] if free is None else [free - config.min_free]
+        if isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsSpace):
+            space = store.space()
+            rooms += [] if space is None else [space[0] - config.min_free]
         if (room := _room_below_bound(config, store)) is not None:
             rooms.append(room)
         return store, max(0, min(rooms)) if rooms else None

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.bench_far [--answer-after-s 0.03] [--connection-mb-s 90] [--json FILE]
 
 nginx on loopback waits before each answer and limits what a connection reads (its echo module does the waiting). Blocks
-are loaded and stored by a tier that keeps to 8 requests under way for each of its two workers (``n_threads_max: 8``)
+are loaded and stored by a tier that keeps to 8 requests under way for each of its two workers (``n_read_threads: 8``)
 and by one as it is by default, and the same from a server that is near, to see what that loses there. The most that
 could be had is the connections' rate times their number, as long as processors last.
 
@@ -36,10 +36,10 @@ from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server, nginx_stub
 from tests.benchmarks.bench_fs import KIB, MIB
 from tests.identity import FakeSpec, block_key
 
-JOBS = 6  # loads of one tier: the first ones find out how many requests pay
+JOBS = 6  # loads of one tier
 SIZES = {256 * KIB: 512, MIB: 256, 4 * MIB: 96, 16 * MIB: 32}  # block bytes -> blocks
 KEYS = (256, 512, 1024, 2048, 4096)
-FIXED: dict[str, Any] = {"n_threads_max": 8}
+FIXED: dict[str, Any] = {"n_read_threads": 8, "n_write_threads": 8}
 TIERS: dict[str, dict[str, Any]] = {"8 at once": FIXED, "default": {}}
 
 

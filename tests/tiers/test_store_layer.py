@@ -12,11 +12,9 @@ from kvtiers.tiers.store import (
     KeepsFiles,
     NamesBlocks,
     Store,
-    SupportsFolders,
-    SupportsFreeBytes,
     SupportsQuarantine,
+    SupportsSpace,
     SupportsTail,
-    SupportsTotalBytes,
     SupportsTouch,
 )
 from kvtiers.tiers.store_layer import Layer
@@ -30,9 +28,7 @@ PROTOCOLS: dict[type, tuple[str, ...]] = {
     SupportsQuarantine: ("quarantine",),
     SupportsTouch: ("touch",),
     KeepsFiles: ("sweep", "leftovers", "hidden_names"),
-    SupportsFreeBytes: ("free_bytes",),
-    SupportsTotalBytes: ("total_bytes",),
-    SupportsFolders: ("folders",),
+    SupportsSpace: ("space",),
     NamesBlocks: ("is_block",),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..plain_logs import get_logger
-from ..store import Store, SupportsFreeBytes, SupportsTotalBytes
+from ..store import Store, SupportsSpace
 from .policy import FREE_MARGIN_SHARE, CapacityPolicy
 
 logger = get_logger(__name__)
@@ -61,7 +61,8 @@ class Room:
         """
         if not (self._policy.min_free_bytes or self._was_refused or self._target) or self._gives_up():
             return 0
-        free = self._store.free_bytes() if isinstance(self._store, SupportsFreeBytes) else None
+        space = self._space()
+        free = None if space is None else space[0]
         if self._target and self._removed >= self._target and not self._ends_round(put, free or 0):
             return 0
         missing = 0
@@ -103,11 +104,14 @@ class Room:
     def _gives_up(self) -> bool:
         """Whether even an empty root would not make room: the reserve is not less than the file system."""
         if self._is_hopeless is None:
-            total = self._store.total_bytes() if isinstance(self._store, SupportsTotalBytes) else None
-            self._is_hopeless = total is not None and 0 < total <= self._policy.min_free_bytes
+            space = self._space()
+            self._is_hopeless = space is not None and space[1] <= self._policy.min_free_bytes
             if self._is_hopeless:
                 logger.warning(
                     "min_free = %d is not less than the size of the file system, %d bytes: nothing is stored, and no "
-                    "block is removed to make room; lower min_free", self._policy.min_free_bytes, total,
+                    "block is removed to make room; lower min_free", self._policy.min_free_bytes, space and space[1],
                 )  # fmt: skip
         return self._is_hopeless
+
+    def _space(self) -> tuple[int, int] | None:
+        return self._store.space() if isinstance(self._store, SupportsSpace) else None

@@ -312,10 +312,11 @@ class MemoryTierConfig(TierConfig):
 class NetworkTierConfig(BoundedTierConfig):
     """Options of every tier that mostly waits for a network, and therefore uses many threads and long batches."""
 
-    n_read_threads: Threads = Field(8, description="Concurrent load requests at the start.")
-    n_write_threads: Threads = Field(8, description="Concurrent store requests at the start.")
-    n_threads_max: Threads = Field(
-        64, description="Maximum of concurrent requests of each kind, used when latency is high and more requests help."
+    n_read_threads: Threads = Field(
+        32, description="Concurrent load requests, 8 in the engine's own process. Fewer if blocks are large."
+    )
+    n_write_threads: Threads = Field(
+        32, description="Concurrent store requests, 8 in the engine's own process. Fewer if blocks are large."
     )
     worker_memory: Annotated[int, SizeIn(64 << 20)] = Field(
         512 << 20,
@@ -326,13 +327,6 @@ class NetworkTierConfig(BoundedTierConfig):
 
     def contradictions(self) -> Iterator[tuple[str, str, str]]:
         yield from super().contradictions()
-        at_start = max(self.n_read_threads, self.n_write_threads)
-        if self.n_threads_max < at_start:
-            yield (
-                "n_threads_max",
-                f"{self.n_threads_max} is less than n_read_threads or n_write_threads, and has no effect",
-                f"write at least {at_start}, or fewer threads",
-            )
 
 
 def _reject_bucket_url(value: object) -> object:
@@ -385,7 +379,8 @@ class S3TierConfig(NetworkTierConfig):
     )
     retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Retries after 5xx, 429 or a connection reset.")
     client: Literal["obstore", "boto3"] = Field(
-        "obstore", description="obstore: fast, in Rust. boto3: where policy allows only AWS's own client."
+        "obstore",
+        description="obstore: fast, in Rust. boto3: where policy allows only AWS's own client; always through a proxy.",
     )
 
     embedded: bool = Field(False, description="Only for kvtiers demo: start an S3 server for this tier.")
@@ -402,7 +397,7 @@ class S3TierConfig(NetworkTierConfig):
             **own,
             request_timeout_s=self.request_timeout,
             connect_timeout_s=self.connect_timeout,
-            max_connections=min(1024, self.n_read_threads + self.n_write_threads + self.n_threads_max + 64),
+            max_connections=min(1024, self.n_read_threads + self.n_write_threads + 64),
         )
 
     def check(self) -> None:

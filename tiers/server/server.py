@@ -42,7 +42,6 @@ from ..plain_logs import get_logger
 from ..store import Store
 from ..tools.neighbors import tell_nearest
 from .block_mover import BlockMover
-from .concurrency import Concurrency
 from .namespace import open_namespace
 
 logger = get_logger(__name__)
@@ -50,7 +49,6 @@ logger = get_logger(__name__)
 PIECE_BYTES_MIN: Final = 1 << 20  # a smaller piece is not worth waking another thread
 PIECE_BYTES_MAX: Final = 8 << 20  # so that blocks are spread evenly, and the engine hears of progress
 ALIVE_EVERY_S: Final = 1.0
-LEARN_EVERY_S: Final = 0.3
 LATE_LOOK_S: Final = 0.25  # between looks for late blocks, while blocks wait
 SAMPLE_BLOCKS: Final = 3  # read by a probe; more than one, because some stored blocks may really be bad
 
@@ -64,17 +62,6 @@ class _Part:
     left: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     batch: Batch = field(default_factory=Batch)
-
-
-@dataclass(slots=True)
-class _Window:
-    """What was moved since ``began_at``, to learn how many threads pay."""
-
-    began_at: float = field(default_factory=time.monotonic)
-    cpu_s: float = field(default_factory=time.process_time)
-    blocks: int = 0
-    failed: bool = False
-    idled: bool = False
 
 
 _Piece = tuple[_Part, Sequence[Pair]]
@@ -128,11 +115,6 @@ class Server:
         self._storing: set[int] = set()  # threads that take or move stores
         self._turns: SimpleQueue[tuple[int, list[OffloadKey]] | None] = SimpleQueue()
         loads, stores = self._loads, self._stores
-        first = seats.loads_first + seats.stores_first
-        self._concurrency = Concurrency(first, seats.most) if seats.most > first else None
-        self._extra = (self._tokens, (loads, stores) if seats.loads_first else (stores, loads))
-        self._learning = threading.Lock()
-        self._window = _Window()
         seated: list[tuple[Callable[..., None], tuple[Any, ...], int]] = [
             (self._answer_lookups, (), seats.lookups),
             (self._move_pieces, (self._load_tokens, (loads,)), seats.loads_only),
@@ -145,7 +127,7 @@ class Server:
                 (run, arguments) for run, arguments, count in seated for _ in range(count)
             )
         ]
-        self._num_movers = seats.loads_first + seats.stores_first  # that take tokens; changed under ``_learning``
+        self._num_movers = seats.loads_first + seats.stores_first  # that take tokens
         self._num_loads_only = seats.loads_only
 
     def serve(self, ends: Sequence[int] = ()) -> None:
@@ -266,37 +248,7 @@ class Server:
                     continue
                 self._end_piece(part, self._moved(part, pairs))
                 self._storing.discard(me)
-                if self._concurrency is not None:
-                    self._learn(self._concurrency, part, len(pairs))
                 break
-
-    def _learn(self, concurrency: Concurrency, part: _Part, blocks: int) -> None:
-        """Add threads while blocks mostly wait and more threads pay, and remove some when a block takes seconds."""
-        with self._learning:
-            window = self._window
-            window.blocks += blocks
-            window.failed |= part.batch.outcomes["failed"] > 0
-            window.idled |= not (self._loads or self._stores)
-            seconds = time.monotonic() - window.began_at
-            if seconds < LEARN_EVERY_S:
-                return
-            self._window = _Window()
-            if window.idled:  # says nothing of what the threads could do
-                return
-            cpu_s = time.process_time() - window.cpu_s
-            concurrency.learn(self._num_movers, window.blocks, seconds, cpu_s, failed=window.failed)
-            for _ in range(concurrency.threads, self._num_movers):
-                self._tokens.put(False)
-            for number in range(self._num_movers, concurrency.threads):
-                name = f"kvtiers-{self._work.tier}-extra{number}"
-                thread = threading.Thread(target=self._move_pieces, args=self._extra, name=name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # no thread can be started
-                    return
-                self._threads.append(thread)
-                self._num_movers = number + 1
-            self._num_movers = concurrency.threads
 
     def _moved(self, part: _Part, pairs: Sequence[Pair]) -> Batch:
         rest: list[Pair] = []

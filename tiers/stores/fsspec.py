@@ -237,7 +237,7 @@ class FsspecStore(Store):
         return size, bytes(tail)
 
     def folders(self) -> list[str]:
-        """See ``SupportsFolders``."""
+        """See ``Store``."""
         place = self._current("")
         try:
             entries = self._run("", lambda: self._call("ls", place.root, detail=True))

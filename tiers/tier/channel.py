@@ -336,7 +336,7 @@ class Channel:
 
     @property
     def silent_s(self) -> float:
-        """For how long a server that has work had been silent at the last poll: the longest of all; 0: none has work."""
+        """For how long a server with work had been silent at the last poll: the longest of all; 0: none has work."""
         return self._silent_s
 
     # ---- frames ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from itertools import islice
 
 from ..blocks.file_mapper import CONFIG_FILE_NAME, NAMESPACE
 from ..errors import StoreError
-from ..store import KeyInfo, Store, SupportsFolders
+from ..store import KeyInfo, Store
 from .block_reader import read_identity
 from .inventory import Share, list_blocks
 from .neighbors import Namespace, differing_fields, shown_values
@@ -48,7 +48,7 @@ def namespace_names(store: Store) -> list[str]:
     Raises:
         StoreError: the storage cannot be listed.
     """
-    return sorted({found[1] for folder in _folders(store) if (found := _FOLDER.fullmatch(folder))})
+    return sorted({found[1] for folder in store.folders() if (found := _FOLDER.fullmatch(folder))})
 
 
 def rank_folders(store: Store) -> list[str]:
@@ -57,13 +57,7 @@ def rank_folders(store: Store) -> list[str]:
     Raises:
         StoreError: the storage cannot be listed.
     """
-    return sorted({folder for folder in _folders(store) if (found := _FOLDER.fullmatch(folder)) and found[2]})
-
-
-def _folders(store: Store) -> Iterable[str]:
-    if isinstance(store, SupportsFolders):
-        return store.folders()
-    return (info.key.partition("/")[0] for info in store.keys() if "/" in info.key)  # noqa: SIM118 - not a dict
+    return sorted({folder for folder in store.folders() if (found := _FOLDER.fullmatch(folder)) and found[2]})
 
 
 def is_of_model(store: Store, namespace: str, model: str) -> bool:

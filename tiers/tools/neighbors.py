@@ -19,12 +19,11 @@ from ..blocks.file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, NAMESPACE,
 from ..blocks.namespace import CONFIG_BYTES_MAX, parse_json
 from ..errors import StoreError
 from ..plain_logs import get_logger
-from ..store import Store, SupportsFolders, read_blob
+from ..store import Store, read_blob
 
 logger = get_logger(__name__)
 
 NAMESPACES_MAX = 100  # namespaces to read
-LISTED_MAX = 2000  # keys to list: the search must not list a bucket of millions
 SEARCH_S_MAX = 10.0  # for the search at an engine's start
 SHOWN_FIELDS_MAX = 5  # in one log line
 SHOWN_CHARS_MAX = 40  # of a value
@@ -79,10 +78,10 @@ def namespaces_in(
     Raises:
         StoreError: the namespaces' names cannot be listed.
     """
-    names, is_cut = _names_in(store)
-    wanted = itertools.takewhile(lambda _: goes_on(), (name for name in names if name.startswith(beginning)))
+    names = (name for name in store.folders() if re.fullmatch(NAMESPACE, name) and name.startswith(beginning))
+    wanted = itertools.takewhile(lambda _: goes_on(), names)
     namespaces = list(itertools.islice(_read(store, wanted), NAMESPACES_MAX + 1))
-    return namespaces[:NAMESPACES_MAX], is_cut or len(namespaces) > NAMESPACES_MAX
+    return namespaces[:NAMESPACES_MAX], len(namespaces) > NAMESPACES_MAX
 
 
 def differing_fields(namespaces: Sequence[Namespace]) -> list[str]:
@@ -99,10 +98,9 @@ def shown_values(namespaces: Iterable[Namespace], field: str) -> list[str]:
 def tell_nearest(store: Store, mapper: FileMapper, tier: str) -> None:
     """Start a thread that logs which namespace of the same model is nearest to an engine's new one. Returns at once.
 
-    Nothing is logged if there is no other namespace, or if the storage hangs, fails or cannot list folders.
+    Nothing is logged if there is no other namespace, or if the storage hangs or fails.
     """
-    if isinstance(store, SupportsFolders):  # otherwise all blobs would have to be listed
-        threading.Thread(target=_tell, args=(store, mapper, tier), name=f"kvtiers-{tier}-nearest", daemon=True).start()
+    threading.Thread(target=_tell, args=(store, mapper, tier), name=f"kvtiers-{tier}-nearest", daemon=True).start()
 
 
 def _tell(store: Store, mapper: FileMapper, tier: str) -> None:
@@ -148,14 +146,6 @@ def _nearest(store: Store, own: Namespace) -> tuple[Namespace, str] | None:
 def _shown(namespace: Namespace, field: str) -> str:
     value = namespace.value(field)
     return value if len(value) <= SHOWN_CHARS_MAX else f"{value[: SHOWN_CHARS_MAX - 1]}…"
-
-
-def _names_in(store: Store) -> tuple[list[str], bool]:
-    if isinstance(store, SupportsFolders):  # a bucket lists by name: one namespace's blocks would hide the next one
-        return [name for name in store.folders() if re.fullmatch(NAMESPACE, name)], False
-    listed = [info.key for info in itertools.islice(store.keys(), LISTED_MAX)]
-    names = [folder for folder, _, name in (key.partition("/") for key in listed) if name == CONFIG_FILE_NAME]
-    return names, len(listed) == LISTED_MAX
 
 
 def _read(store: Store, names: Iterable[str]) -> Iterator[Namespace]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -11,7 +10,6 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from ....tiers.errors import BlobNotFoundError
-from ....tiers.server.concurrency import Concurrency
 from ..format import LAYER_FILE
 from .base import Files
 from .side_by_side import SideBySide, result_of
@@ -24,14 +22,13 @@ class BucketFiles(Files):
     """Files as objects in a bucket. Layers are read and written in parallel, by threads that the first call starts.
 
     Args:
-        threads: number of threads that read at first.
-        threads_max: largest number of threads.
+        threads: number of threads that read.
     """
 
-    def __init__(self, store: S3Store, threads: int, threads_max: int) -> None:
+    def __init__(self, store: S3Store, threads: int) -> None:
         self._store = store
-        self._reading = Concurrency(threads, threads_max)
-        self._side_by_side = SideBySide(max(threads, threads_max), "kvtiers-prefix-s3")
+        self._threads = threads
+        self._side_by_side = SideBySide(threads, "kvtiers-prefix-s3")
 
     def write(self, path: str, data: bytes) -> None:
         self._store.put(path, [memoryview(data)], overwrite=True)
@@ -63,35 +60,26 @@ class BucketFiles(Files):
 
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
         biggest = max((size for _, size in files.values()), default=0)
-        threads = self._reading.threads
-        started, cpu_s = time.monotonic(), 0.0
         to_begin = iter(files.items())
-        ahead: deque[tuple[str, memoryview, memoryview, Future[float]]] = deque()
+        ahead: deque[tuple[str, memoryview, memoryview, Future[None]]] = deque()
 
         def begin(buffer: memoryview) -> None:
             for name, (path, size) in islice(to_begin, 1):
-                read = self._side_by_side.submit(self._read_into, path, buffer[:size])
+                read = self._side_by_side.submit(self._store.get_into, path, [buffer[:size]])
                 ahead.append((name, buffer, buffer[:size], read))
 
         with self._side_by_side.files_at_once(biggest) as at_once:
-            for _ in range(min(threads, len(files), at_once)):
+            for _ in range(min(self._threads, len(files), at_once)):
                 begin(memoryview(bytearray(biggest)))
             try:
                 while ahead:
                     name, buffer, data, read = ahead.popleft()
-                    cpu_s += result_of(read)
+                    result_of(read)
                     yield name, data
                     begin(buffer)
-                self._reading.learn(threads, len(files), time.monotonic() - started, cpu_s)
             finally:
                 for *_, read in ahead:
                     read.cancel()
-
-    def _read_into(self, path: str, data: memoryview) -> float:
-        """Read an object into ``data``. Returns the CPU seconds that this took."""
-        started = time.thread_time()
-        self._store.get_into(path, [data])
-        return time.thread_time() - started
 
     def exists(self, path: str) -> bool:
         return self._store.size(path) is not None

@@ -188,8 +188,8 @@ class FolderFiles(Files):
             close_reader(dir_fd)
 
     def _check_room(self, root: RootFolder, size: int, path: str) -> None:
-        free = root.free_bytes() if self._min_free_bytes else None  # None: not limited, or not reported
-        if free is not None and free - size < self._min_free_bytes:
+        space = root.space() if self._min_free_bytes else None  # None: not limited, or not reported
+        if space is not None and space[0] - size < self._min_free_bytes:
             text = f"{size} bytes would leave less than min_free = {self._min_free_bytes} bytes free"
             raise StoreFullError(text, key=path)
 

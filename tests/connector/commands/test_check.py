@@ -334,14 +334,12 @@ def test_the_verdict_comes_last(
 
 
 def test_contradicting_options_are_told_with_what_to_write(tmp_path: Path) -> None:
-    s3 = {"type": "s3", "bucket": "kvb", "n_threads_max": 4, "request_timeout": "20s", "connect_timeout": "30s"}
+    s3 = {"type": "s3", "bucket": "kvb", "request_timeout": "20s", "connect_timeout": "30s"}
     tiers = deployment(fs(tmp_path) | {"ttl": "1m"}, s3).tiers
     told = [[": ".join(one) for one in tier.contradictions()] for tier in tiers]  # type: ignore[union-attr]
     assert told == [
         [],
         [
-            "n_threads_max: 4 is less than n_read_threads or n_write_threads, and has no effect: write at least 8, or "
-            "fewer threads",
             "connect_timeout: 30s is more than request_timeout = 20s, which ends the operation first: write at most "
             "20s, or raise request_timeout",
             "request_timeout: 20s is more than job_deadline_s = 15s, which ends the operation first: write at most "

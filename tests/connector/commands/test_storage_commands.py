@@ -197,7 +197,7 @@ def test_gc_without_limits_says_so(root: Path) -> None:
 def test_gc_with_min_free_alone_makes_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ok("gc", write_config(root, "min_free: 1MiB"))
     assert len(list(root.rglob("*.bin"))) == 10
-    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: (1 << 20) - SIZE)
+    monkeypatch.setattr(LocalStore, "space", lambda self: ((1 << 20) - SIZE, 1 << 30))
     assert "removed by capacity" in ok("gc", write_config(root, "min_free: 1MiB"))
     assert 0 < len(list(root.rglob("*.bin"))) < 10
 

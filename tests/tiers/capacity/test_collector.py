@@ -507,11 +507,8 @@ class SnapshotStore(LocalStore):
     held = 0.0
     keeps = 0.0
 
-    def free_bytes(self) -> int:
-        return int((100 - self.held) * SIZE) - SIZE * len(blocks(self))
-
-    def total_bytes(self) -> int:
-        return 100 * SIZE
+    def space(self) -> tuple[int, int]:
+        return int((100 - self.held) * SIZE) - SIZE * len(blocks(self)), 100 * SIZE
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         self.held += self.keeps * len(keys)
@@ -526,7 +523,7 @@ def test_min_free_alone_removes_the_oldest_and_no_more_than_needed(tmp_path: Pat
     for _ in range(10):
         collector.poll()
     # The reserve, a twentieth of it as a margin, and one block.
-    assert 20 * SIZE < store.free_bytes() <= 23 * SIZE
+    assert 20 * SIZE < store.space()[0] <= 23 * SIZE
     assert blocks(store) == {name(n) for n in range(len(blocks(store)))}
 
 

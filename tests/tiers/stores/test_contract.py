@@ -59,9 +59,9 @@ class Sound(MemoryStore):
     def hidden_names(self) -> list[str]:
         return []
 
-    def free_bytes(self) -> int:
+    def space(self) -> tuple[int, int]:
         self._raise_if_closed("")
-        return 1 << 30
+        return 1 << 30, 1 << 40
 
     def prepare(self) -> None:
         pass
@@ -472,9 +472,9 @@ class SweepsTheNewQuarantine(Sound):
         return super().sweep(0.0)
 
 
-@breaks("test_free_bytes")
+@breaks("test_space")
 class DoesNotKnowWhatIsFree(Sound):
-    def free_bytes(self) -> int:
+    def space(self) -> tuple[int, int]:
         return None  # type: ignore[return-value]
 
 

@@ -39,7 +39,7 @@ from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import CONFIG, FakeSpec, block_key
 from tests.promises import Record
-from tests.s3_clients import READERS, choose, use_credentials
+from tests.s3_clients import CLIENTS, use_credentials
 
 ROWS, ROW_BYTES, PAGE_BYTES = 32, 8192, 4096
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
@@ -52,7 +52,7 @@ KINDS = [
     *(f"{kind} {way}" for kind in ("fs", "nfs") for way in WAYS_OF_FILES),
     *(f"fsspec {way}" for way in WAYS_OF_FILES[:2]),
     "fsspec by memory://",
-    *(f"s3 in threads, by {reader}" for reader in READERS),
+    *(f"s3 in threads, by {reader}" for reader in CLIENTS),
     "s3 piece by piece",
     "s3 in processes",
 ]
@@ -228,7 +228,7 @@ def rig(
         return
     use_credentials(monkeypatch)
     with HttpFaultServer() as server:
-        client = choose(way.rpartition(" ")[2], monkeypatch) if ", by " in way else "obstore"
+        client = way.rpartition(" ")[2] if ", by " in way else "obstore"
         config |= {"bucket": "bucket", "endpoint_url": server.endpoint_url, "client": client, "request_timeout": 60.0}
         made = Rig(config, server=server)
         yield made

@@ -27,14 +27,11 @@ BEGUN = 1_700_000_000.0
 
 
 class FolderMemory(MemoryStore):
-    """A memory store that lists its folders, as files and buckets do."""
+    """A memory store whose blobs are old, and which notes what is read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read: list[str] = []
-
-    def folders(self) -> list[str]:
-        return sorted({info.key.partition("/")[0] for info in super().keys("")})
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         return (KeyInfo(info.key, info.size, BEGUN) for info in super().keys(prefix))

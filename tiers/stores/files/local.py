@@ -218,7 +218,7 @@ class LocalStore(Store):
             raise store_error(e, "") from e
 
     def folders(self) -> list[str]:
-        """See ``SupportsFolders``."""
+        """See ``Store``."""
         self._after_miss(self._use_root(None))
         root = self._use_root(None)
         try:
@@ -226,17 +226,10 @@ class LocalStore(Store):
         except OSError as e:
             raise store_error(e, "") from e
 
-    def free_bytes(self) -> int | None:
-        """See ``SupportsFreeBytes``."""
+    def space(self) -> tuple[int, int] | None:
+        """See ``SupportsSpace``."""
         try:
-            return self._use_root(None).free_bytes()
-        except OSError as e:
-            raise store_error(e, "") from e
-
-    def total_bytes(self) -> int | None:
-        """See ``SupportsTotalBytes``."""
-        try:
-            return self._use_root(None).total_bytes()
+            return self._use_root(None).space()
         except OSError as e:
             raise store_error(e, "") from e
 

@@ -199,15 +199,10 @@ class RootFolder:
                 if os.fstat(fd).st_uid == 0:
                     os.fchown(fd, *self._owner)
 
-    def free_bytes(self) -> int | None:
-        """Free bytes of the file system that this user may use; None: it does not report its size (FUSE may not)."""
+    def space(self) -> tuple[int, int] | None:
+        """Free bytes that this user may use and size of the file system; None: it reports no size (FUSE may not)."""
         status = os.fstatvfs(self.fd)
-        return status.f_bavail * status.f_frsize if status.f_blocks or status.f_bavail else None
-
-    def total_bytes(self) -> int | None:
-        """Size of the file system; None: it does not report its size."""
-        status = os.fstatvfs(self.fd)
-        return status.f_blocks * status.f_frsize or None
+        return (status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize) if status.f_blocks else None
 
     def has_only_bytes(self) -> bool:
         """Whether the file system has free space, but all of its inodes are used up. False: not, or unknown."""

@@ -252,9 +252,8 @@ class FreeSpace:
             now = self._clock()
             if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
                 # Bytes being written may be counted twice, as reserved and as written; this errs on the safe side.
-                free = root.free_bytes()
                 # A file system that does not report its size (all zeros) is not full: it refuses blocks by itself.
-                free = sys.maxsize if free is None else free
+                free, _ = root.space() or (sys.maxsize, 0)
                 self._room_bytes = free - self._min_free_bytes - self._in_flight_bytes
                 self._asked_at = now
             if self._room_bytes < size:

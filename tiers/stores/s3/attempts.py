@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from queue import Empty
 from typing import Final, TypeVar
 
 from ...errors import StoreClosedError, StoreConfigError, StoreError, StoreTimeoutError
@@ -108,8 +109,11 @@ class Attempts:
         self._process.close()
 
     def _attempt(self, action: Callable[[Clients], T], process: ProcessClients, latest_start: float) -> T:
-        if not process.slots.acquire(timeout=max(0.0, latest_start - self._clock())):
-            raise StoreTimeoutError(f"none of the {self._options.max_connections} connections became free in time")
+        try:
+            process.slots.get(timeout=max(0.0, latest_start - self._clock()))
+        except Empty:
+            text = f"none of the {self._options.max_connections} connections became free in time"
+            raise StoreTimeoutError(text) from None
         try:
             return action(process.get(latest_start))
         except BaseException as e:
@@ -118,7 +122,7 @@ class Attempts:
                 raise
             raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
         finally:
-            process.slots.release()
+            process.slots.put(None)
 
     def _renew(self, process: ProcessClients) -> None:
         """Replace the clients, so that they read the credential chain again: its secrets may have been renewed."""

@@ -1,10 +1,8 @@
-"""ObstoreClient: S3's data plane on obstore (Rust's object_store). Holds the GIL only for one copy of each get.
+"""ObstoreClient: S3's data plane on obstore (Rust's object_store), with ``DirectReader`` for whole objects.
 
 What obstore 0.12 can and cannot do, as measured and as its source says:
 
 - A put takes the parts where they are in memory; nothing is joined or copied. Its checksums are crc64nvme and sha256.
-- A get returns new bytes objects. We copy them into the slot, in pieces of 256 KiB that hold the GIL for 10-20 µs.
-  ``DirectReader`` reads large objects instead. The server's checksums are not verified; our seal is.
 - ``timeout`` limits a whole request, from connecting to the last byte of the body, however slowly bytes arrive.
 - Errors are a few classes and a text. We parse the text only if the class is not enough, and then only for the HTTP
   status and S3's ``<Code>``.
@@ -21,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -51,14 +48,12 @@ from ...errors import (
     StoreUnavailableError,
 )
 from ...store import Look
-from ..vectored_io import look_at
 from .direct import DirectReader
 from .errors import (
     NO_S3,
     connection_error,
     deadline_error,
     missing_header,
-    proxy_error,
     server_error,
     tls_error,
     without_absence,
@@ -66,9 +61,6 @@ from .errors import (
 from .options import IDLE_S_MAX
 from .put_form import PutForm
 from .session import S3Session
-
-CHUNK_BYTES: Final = 256 << 10
-DIRECT_BYTES_MIN: Final = 256 << 10
 
 _IMPORTED_BY_PID: Final = os.getpid()
 
@@ -86,7 +78,6 @@ _NOT_PARTIAL = "Received non-partial response when range requested"
 _MISSING = re.compile(r"\b([A-Z][A-Za-z-]+) Header missing from response")
 _CONNECTION_TEXT = "HTTP error: "
 _TLS_TEXT = "InvalidCertificate"
-_TUNNEL = re.compile(r"ProxyAuthRequired|TunnelUnsuccessful")  # hyper-util's; it does not tell the status
 # object_store's own words; the text after them may quote the server.
 _WORDS = re.compile(r"Generic S3 error: ([A-Za-z -]{1,80})\b")
 
@@ -105,7 +96,7 @@ def usable() -> bool:
 
 
 class ObstoreClient:
-    """Data plane on obstore; each method makes one attempt. Any thread may call.
+    """Data plane on obstore, without a proxy; each method makes one attempt. Any thread may call.
 
     Keys are the objects' whole names. Methods raise only StoreError. Only ``_signed`` changes: it is made on first use.
     """
@@ -118,7 +109,7 @@ class ObstoreClient:
         checksum = session.options.checksum
         self._checked = self._plain if checksum == "none" else self._make(checksum, signed=False)
         storage_class = session.options.storage_class
-        self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
+        self._direct = DirectReader(session, clock=clock)
         self._attributes = {"Storage-Class": storage_class} if storage_class else {}
 
     def put(
@@ -152,24 +143,7 @@ class ObstoreClient:
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
         """See ``DataPlane``."""
-        if self._direct is not None and size >= DIRECT_BYTES_MIN:
-            self._direct.get_into(key, parts, size, look)
-            return
-        started = self._clock()
-        try:
-            result = obstore.get(self._plain, key)
-            announced = self._size_of(result.meta)
-            if announced != size:
-                raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
-            filled = 0
-            for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
-                filled = _scatter(chunk, parts, filled)
-        except (BaseError, OSError, ValueError) as e:
-            raise self._translate(e, started) from None
-        if filled != size:
-            raise connection_error(self._session.place)
-        if look is not None:
-            look_at(look, 0, parts)
+        self._direct.get_into(key, parts, size, look)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """See ``DataPlane``."""
@@ -192,8 +166,7 @@ class ObstoreClient:
 
     def close(self) -> None:
         """Close the direct reader's connections. obstore closes its own when it is garbage-collected."""
-        if self._direct is not None:
-            self._direct.close()
+        self._direct.close()
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -214,9 +187,7 @@ class ObstoreClient:
             "pool_idle_timeout": timedelta(seconds=IDLE_S_MAX),
             "user_agent": "kvtiers",
         }
-        if session.proxy is not None:
-            client["proxy_url"] = session.proxy
-        elif getproxies():  # reqwest would use these unless it is given a proxy_url
+        if getproxies():  # they do not apply to this endpoint, but reqwest would use them unless given a proxy_url
             client["proxy_url"] = session.endpoint_url
             client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" covers names, not addresses
         if scheme == "https":
@@ -288,29 +259,9 @@ class ObstoreClient:
         if _CONNECTION_TEXT not in text:
             said = _WORDS.match(text)
             return StoreUnavailableError(NO_S3.format(place.endpoint_url) + (f" (obstore: {said[1]})" if said else ""))
-        if self._session.proxy is not None and (tunnel := _TUNNEL.search(str(error))):
-            is_login = tunnel[0] == "ProxyAuthRequired"
-            return proxy_error(HTTPStatus.PROXY_AUTHENTICATION_REQUIRED if is_login else None, place)
         if _TLS_TEXT in str(error):
             return tls_error(str(error), place)
         return connection_error(place)
-
-
-def _scatter(chunk: bytes, parts: Sequence[memoryview], filled: int) -> int:
-    """Copy ``chunk`` into the parts, after their first ``filled`` bytes. Returns the new ``filled``."""
-    source = memoryview(chunk)
-    start = filled
-    for part in parts:
-        if not source:
-            break
-        if start >= len(part):
-            start -= len(part)
-            continue
-        count = min(len(part) - start, len(source))
-        part[start : start + count] = source[:count]
-        source = source[count:]
-        start = 0
-    return filled + len(chunk)
 
 
 _environment_lock = threading.Lock()  # guards the changes that this module makes to the C library's environment

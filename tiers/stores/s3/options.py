@@ -78,7 +78,7 @@ class S3Options:
             (AWS: 8) 1/n of this time; boto3 gives each address all of it.
         retries: further attempts after a 5xx, a 429 or a broken connection.
         max_connections: concurrent requests; further requests wait.
-        client: ``obstore`` (Rust), or ``boto3`` where only AWS's own client is permitted.
+        client: ``obstore`` (Rust), or ``boto3`` where only AWS's own client is permitted. A proxy always gets boto3.
 
     Raises:
         ConfigError: a value is invalid. The error names the field.

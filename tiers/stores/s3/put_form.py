@@ -93,6 +93,8 @@ class PutWays:
         self._detours = {form: Detour(clock) for form in self._forms[1:]}  # to this form from the ones before
         self._unconditional = Detour(clock)
         self._in_vain_until = float("-inf")
+        self._was_refused = False
+        self._straight = {create: self._all_ways(create=create) for create in (False, True)}
 
     @property
     def first_form(self) -> PutForm:
@@ -105,10 +107,15 @@ class PutWays:
         Args:
             create: the put must not replace a blob.
         """
+        if not self._was_refused:
+            return self._straight[create]
+        ways = self._all_ways(create=create)
+        return ways[:1] if self.are_all_refused else ways
+
+    def _all_ways(self, *, create: bool) -> list[PutWay]:
         forms = self._forms[self._forms.index(self.first_form) :]
         conditions = [False] if not create or self._unconditional.is_taken else [True, False]
-        ways = [PutWay(condition, form) for condition in conditions for form in forms]
-        return ways[:1] if self.are_all_refused else ways
+        return [PutWay(condition, form) for condition in conditions for form in forms]
 
     @property
     def are_all_refused(self) -> bool:
@@ -117,6 +124,7 @@ class PutWays:
 
     def all_refused(self) -> None:
         """Note that the server refused all ways."""
+        self._was_refused = True
         self._in_vain_until = self._clock() + REMEMBERED_S
 
     def accepted(self, way: PutWay, refusals: Mapping[PutWay, StoreError]) -> tuple[bool, bool]:
@@ -125,6 +133,9 @@ class PutWays:
         Returns:
             Whether this way's form, and whether its lack of If-None-Match, are now used for good.
         """
+        if not (refusals or self._was_refused):  # nothing to remember: each put of most servers
+            return False, False
+        self._was_refused = True
         self._in_vain_until = float("-inf")
         form_refusals = [error for refused, error in refusals.items() if refused.create == way.create]
         for form in self._forms[self._forms.index(way.form) + 1 :]:

@@ -259,7 +259,7 @@ class S3Store(Store):
         raise error
 
     def try_out(self, *, read_only: bool) -> None:
-        """Run ``check``, then a put, a get, a large get and a delete, so that each client transfers bytes once.
+        """Run ``check``, then a put, a get and a delete, so that each client transfers bytes once.
 
         The clients differ in how they read certificates and in how they send checksums.
 
@@ -388,7 +388,7 @@ class S3Store(Store):
         return True
 
     def _note_accepted(self, way: PutWay, refusals: Mapping[PutWay, StoreError]) -> None:
-        before = self._ways.first_form
+        before = self._ways.first_form if refusals else way.form
         form_changed, condition_dropped = self._ways.accepted(way, refusals)
         if form_changed:
             logger.warning("%r: %s", self, describe_refusal(before, way.form, self.options.checksum))

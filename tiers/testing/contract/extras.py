@@ -13,10 +13,9 @@ from ...store import (
     KeepsFiles,
     Store,
     SupportsAges,
-    SupportsFolders,
-    SupportsFreeBytes,
     SupportsPieces,
     SupportsQuarantine,
+    SupportsSpace,
     SupportsTail,
     SupportsTouch,
 )
@@ -199,20 +198,17 @@ class ExtraRules(StorePlace):
         assert [self.peek(store, key) for key in ("f/planted", "f/put")] == [b"5", b"1234"]
 
     def test_folders(self, store: Store) -> None:
-        if not isinstance(store, SupportsFolders):
-            pytest.skip("no SupportsFolders")
         assert store.folders() == []
         for key in ("f/a", "f/b", "g/h/c", "d"):
             store.put(key, as_parts(b"1"))
         self.plant(store, "planted/e", b"2")
         assert sorted(store.folders()) == ["f", "g", "planted"]
 
-    def test_free_bytes(self, store: Store) -> None:
-        if not isinstance(store, SupportsFreeBytes):
-            pytest.skip("no SupportsFreeBytes")
-        free = store.free_bytes()
-        assert isinstance(free, int)
-        assert free > 0
+    def test_space(self, store: Store) -> None:
+        if not isinstance(store, SupportsSpace):
+            pytest.skip("no SupportsSpace")
+        assert (space := store.space()) is not None
+        assert 0 < space[0] <= space[1]
 
     def test_prepare(self, store: Store) -> None:
         for _ in range(2):

@@ -17,8 +17,7 @@ from ...errors import BlobNotFoundError, StoreClosedError
 from ...store import (
     KeepsFiles,
     Store,
-    SupportsFolders,
-    SupportsFreeBytes,
+    SupportsSpace,
     SupportsTail,
 )
 from ..faults import run_in_child, start_child, wait_child
@@ -226,10 +225,9 @@ class SharingRules(StorePlace):
         calls.append(lambda: store.delete_many(["a"]))
         if isinstance(store, KeepsFiles):
             calls.append(lambda: store.sweep(0.0))
-        if isinstance(store, SupportsFolders):
-            calls.append(store.folders)
-        if isinstance(store, SupportsFreeBytes):
-            calls.append(store.free_bytes)
+        calls.append(store.folders)
+        if isinstance(store, SupportsSpace):
+            calls.append(store.space)
         for call in calls:
             with pytest.raises(StoreClosedError):
                 call()

@@ -150,7 +150,7 @@ class Disk:
 
     def fstatvfs(self, fd: int) -> os.statvfs_result:
         self.asked += 1
-        return os.statvfs_result((4096, 4096, 0, 0, self.free_bytes // 4096, 0, 0, 0, 0, 255))
+        return os.statvfs_result((4096, 4096, 1 << 40, 0, self.free_bytes // 4096, 0, 0, 0, 0, 255))
 
 
 def test_reserve_asks_seldom_when_there_is_plenty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ from kvtiers.tiers.testing.contract import as_parts, fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.tiny_s3 import Answer, Request
 from tests.certificate import make_certificate
-from tests.s3_clients import CLIENTS, READERS, asks_once, be_patient, choose
+from tests.s3_clients import CLIENTS, asks_once, be_patient
 from tests.waiting import in_time, wait_for
 
 SECRET = "CanarySecretWJalrXUtnFEMIK7MDENG"
@@ -85,9 +85,8 @@ def _credentials(boto_models_once: None, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(params=CLIENTS)
-def options(server: HttpFaultServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Options:
-    client = choose(request.param, monkeypatch)
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
+def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
     return replace(options, request_timeout_s=120.0)
 
 
@@ -351,7 +350,6 @@ def answers_for_a_while(folder: Path) -> Path:
     return make_program(folder, f"#!{sys.executable}\nprint('{json.dumps(answer)}')\n")
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
 def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S3Options, tmp_path: Path) -> None:
     """The region's slots, whose memory an engine must be able to release."""
     script = answers_for_a_while(tmp_path)
@@ -371,7 +369,6 @@ def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S
     store.close()
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
 def test_refresh_of_credentials_that_hangs_holds_nobody(
     options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,7 +681,6 @@ def test_ca_bundle_and_verify(
 
 
 @pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
-@pytest.mark.parametrize("options", READERS, indirect=True)
 def test_reading_by_https(options: S3Options, https: HttpFaultServer, certificate: Path) -> None:
     https.put_object("bucket", "f/a", DATA)
     options = replace(options, endpoint_url=https.endpoint_url)
@@ -747,7 +743,6 @@ def test_name_with_a_dot_at_its_end_is_the_certificates(
         reader.close()
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
 def test_ca_bundle_may_have_comments(
     options: S3Options, https: HttpFaultServer, certificate: Path, tmp_path: Path
 ) -> None:
@@ -1081,7 +1076,6 @@ def test_virtual_addressing_of_an_address_is_refused(
         store.size("a")
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
 @pytest.mark.parametrize("path", ["", "/", "/s3", "/s3/", "/a~b/.c/..d/e-f_g"])
 def test_path_of_an_endpoint(options: S3Options, server: HttpFaultServer, path: str) -> None:
     store = S3Store(replace(options, endpoint_url=f"{server.endpoint_url}{path}"))

@@ -47,7 +47,7 @@ from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.tiny_s3 import Answer, Request
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import CLIENTS, READERS, asks_once, choose, use_credentials
+from tests.s3_clients import CLIENTS, asks_once, use_credentials
 from tests.tiers.server.in_threads import in_threads
 from tests.waiting import PATIENT, in_time, wait_for
 
@@ -81,17 +81,11 @@ def _credentials(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(params=CLIENTS)
-def store(
-    server: HttpFaultServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[S3Store]:
-    client = choose(request.param, monkeypatch)
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, request_timeout_s=60.0)
+def store(server: HttpFaultServer, request: pytest.FixtureRequest) -> Iterator[S3Store]:
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, request_timeout_s=60.0)
     store = S3Store(options, sleep=lambda _: None, rng=lambda: 0.0)
     yield store
     store.close()
-
-
-by_all_readers = pytest.mark.parametrize("store", READERS, indirect=True)
 
 
 def hurried(store: S3Store) -> S3Store:
@@ -109,7 +103,6 @@ def stored(store: S3Store, server: HttpFaultServer) -> S3Store:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
-@by_all_readers
 def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer) -> None:
     for fault, error in ERRORS:
         server.inject(fault)
@@ -180,7 +173,6 @@ def test_code_that_is_none_is_not_repeated(stored: S3Store, server: HttpFaultSer
     assert str(outcome).endswith("something else answers there (HTTP 500) (key 'f/a')")
 
 
-@by_all_readers
 def test_a_call_that_fails_holds_no_memory_of_its_caller(stored: S3Store, server: HttpFaultServer) -> None:
     """Until the cyclic collector ran, whoever made the region could not unmap it."""
     stored.prepare()
@@ -287,7 +279,6 @@ def test_listing_that_is_cut_off_without_a_token_is_an_error(
             listing()
 
 
-@by_all_readers
 def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer) -> None:
     for fault in (
         Fault.SLOW_DOWN,
@@ -308,7 +299,6 @@ def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer) -> N
         assert stored.size(f"f/{fault}") == len(DATA)
 
 
-@by_all_readers
 def test_refused_connection(store: S3Store, server: HttpFaultServer) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -321,7 +311,6 @@ def test_refused_connection(store: S3Store, server: HttpFaultServer) -> None:
         refused.close()
 
 
-@by_all_readers
 @pytest.mark.parametrize("fault", [Fault.STALL, Fault.SLOW_LORIS])
 def test_get_from_a_server_that_hangs(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
     """The trickling one sends a byte every 20 ms, far within any socket timeout, for most of an hour."""
@@ -421,7 +410,6 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, names: str, started: int = 0
     monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
 
 
-@pytest.mark.parametrize("store", ["boto3", "direct"], indirect=True)
 def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,7 +481,6 @@ def test_boto3_uses_no_connection_that_was_idle_for_long(
 # -- bodies ---------------------------------------------------------------------------------------------------------
 
 
-@by_all_readers
 def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.LONGER)
     target = GuardedParts(len(DATA))
@@ -508,7 +495,6 @@ def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer) 
     assert target.joined() == DATA
 
 
-@by_all_readers
 def test_body_that_never_ends_well(stored: S3Store, server: HttpFaultServer) -> None:
     for fault in (Fault.RESET_INSIDE, Fault.TRUNCATED, Fault.NO_LENGTH):
         server.inject(fault)
@@ -521,7 +507,6 @@ def test_body_that_never_ends_well(stored: S3Store, server: HttpFaultServer) -> 
         assert target.joined() == DATA, fault
 
 
-@by_all_readers
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.FLIPPED_WITH_CHECKSUM])
 def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultServer, fault: Fault) -> None:
     """The clients take it for good, with a checksum beside it or not: that is why blocks are sealed."""
@@ -603,7 +588,6 @@ def test_region_beside_an_error_is_no_redirect(stored: S3Store, server: HttpFaul
         stored.size("f/a")
 
 
-@by_all_readers
 def test_page_that_is_no_object_is_no_fault_of_the_object(stored: S3Store, server: HttpFaultServer) -> None:
     """Status 200, of a login page or a sick proxy: what is taken for a corrupt block is deleted."""
     server.inject(Fault.HTML_WITH_200)
@@ -621,7 +605,6 @@ def test_page_that_is_no_object_is_no_fault_of_the_object(stored: S3Store, serve
     target.assert_only_parts_touched()
 
 
-@by_all_readers
 @pytest.mark.parametrize("fault", [Fault.REDIRECT, Fault.NO_LENGTH])
 def test_answer_that_no_client_can_use_is_asked_for_once(
     stored: S3Store, server: HttpFaultServer, fault: Fault
@@ -686,7 +669,6 @@ def test_put_sends_its_body_at_once(store: S3Store, server: HttpFaultServer) -> 
 # -- credentials that come back -------------------------------------------------------------------------------------
 
 
-@by_all_readers
 def test_renewed_credentials_are_found(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1196,7 +1178,6 @@ def leave_out(server: HttpFaultServer, header: str, *methods: str) -> None:
     server.change_headers = change
 
 
-@by_all_readers
 def test_header_that_is_missing_is_named_and_asked_for_once(stored: S3Store, server: HttpFaultServer) -> None:
     leave_out(server, "Content-Length", "GET", "HEAD")
     calls: dict[str, Callable[[], object]] = {

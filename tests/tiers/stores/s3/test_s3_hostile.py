@@ -72,7 +72,6 @@ def engine(url: str, client: str, row_bytes: int, isolation: str, maps: bool) ->
         "isolation": isolation,
         "n_read_threads": 2,
         "n_write_threads": 2,
-        "n_threads_max": 2,
         "worker_memory": "64MiB",
         "request_timeout": 1.0,
         "retries": 1,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
 from kvtiers.tiers.stores.s3.options import Client, S3Options
 from kvtiers.tiers.stores.s3.proxies import proxy_of
 from kvtiers.tiers.stores.s3.store import S3Store
@@ -106,7 +105,7 @@ def test_all_requests_go_one_way(
         monkeypatch.setenv("http_proxy", proxy.endpoint_url)
         monkeypatch.setenv("no_proxy", no_proxy.format(host=host, port=server.port))
         store = S3Store(S3Options(bucket="bucket", endpoint_url=endpoint_url, client=client, request_timeout_s=120.0))
-        data = make_data(DIRECT_BYTES_MIN)
+        data = make_data(300_000)
         store.check()
         store.put("f/a", as_parts(data))
         assert fetch(store, "f/a", len(data)) == data

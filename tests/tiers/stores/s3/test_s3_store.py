@@ -26,7 +26,7 @@ from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_
 from kvtiers.tiers.testing.faults import fork
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
-from tests.s3_clients import CLIENTS, choose, use_credentials
+from tests.s3_clients import CLIENTS, use_credentials
 
 _bucket_numbers = count()
 
@@ -102,18 +102,6 @@ class TestObstoreS3Store(S3Contract):
     test_size_many_of_more_keys_than_a_request_takes = pytest.mark.full(
         StoreContract.test_size_many_of_more_keys_than_a_request_takes
     )
-
-
-@pytest.mark.full  # test_s3_direct.py and test_s3_faults.py read this way in every run
-class TestDirectS3Store(S3Contract):
-    """Objects of any size received straight into the slot."""
-
-    @pytest.fixture(autouse=True)
-    def _all_direct(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        choose("direct", monkeypatch)
-
-    def make_store(self) -> S3Store:
-        return S3Store(self.options)
 
 
 class TestBoto3S3Store(StoreContract):

@@ -12,16 +12,15 @@ import pytest
 from kvtiers.connector.commands import check
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.errors import StoreConfigError, StoreError, StoreTimeoutError
-from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.s3.store import S3Store
-from kvtiers.tiers.stores.s3.trial import TRIAL_FOLDER
+from kvtiers.tiers.stores.s3.trial import TRIAL_BYTES, TRIAL_FOLDER
 from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import as_parts, fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from tests.certificate import make_certificate
-from tests.s3_clients import CLIENTS, READERS, choose
+from tests.s3_clients import CLIENTS
 from tests.tiers.stores.s3.test_s3_config import _credentials as _credentials  # an autouse fixture
 from tests.tiers.stores.s3.test_s3_config import serve_by_tls
 
@@ -35,9 +34,8 @@ def server() -> Iterator[HttpFaultServer]:
 
 
 @pytest.fixture(params=CLIENTS)
-def options(server: HttpFaultServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Options:
-    client = choose(request.param, monkeypatch)
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
+def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
     return replace(options, request_timeout_s=120.0)
 
 
@@ -48,8 +46,7 @@ def of_trial(server: HttpFaultServer, *methods: str) -> list[tuple[str, int]]:
 def test_each_client_moves_bytes(options: S3Options, server: HttpFaultServer) -> None:
     store = S3Store(options)
     store.try_out(read_only=False)
-    small, large = ("PUT", 4096), ("PUT", DIRECT_BYTES_MIN)
-    assert of_trial(server) == [small, ("GET", 0), ("DELETE", 0), large, ("GET", 0), ("DELETE", 0)]
+    assert of_trial(server) == [("PUT", TRIAL_BYTES), ("GET", 0), ("DELETE", 0)]
     assert list(store.keys()) == []
     store.close()
 
@@ -57,7 +54,7 @@ def test_each_client_moves_bytes(options: S3Options, server: HttpFaultServer) ->
 def test_nothing_is_written_where_nothing_may_be(options: S3Options, server: HttpFaultServer) -> None:
     store = S3Store(options)
     store.try_out(read_only=True)
-    assert of_trial(server) == [("GET", 0), ("GET", 0)]
+    assert of_trial(server) == [("GET", 0)]
     server.inject(Fault.ACCESS_DENIED, path_contains=TRIAL_FOLDER)
     with pytest.raises(StoreError, match="AccessDenied"):
         store.try_out(read_only=True)
@@ -83,21 +80,6 @@ def test_step_that_fails_is_named_and_nothing_stays(
     store.close()
 
 
-def test_large_get_is_tried_by_its_own_client(
-    options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as one that does not trust the server."""
-
-    def fail(*_: object) -> None:
-        raise StoreConfigError("endpoint: the certificate is not trusted")
-
-    monkeypatch.setattr("kvtiers.tiers.stores.s3.direct.DirectReader.get_into", fail)
-    store = S3Store(replace(options, client="obstore"))
-    with pytest.raises(StoreConfigError, match="is not trusted.*, in the trial's large get"):
-        store.try_out(read_only=False)
-    store.close()
-
-
 def test_bytes_that_changed_are_told(options: S3Options, server: HttpFaultServer) -> None:
     server.inject(Fault.FLIPPED)
     store = S3Store(options)
@@ -111,7 +93,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
 @pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "option", "profile"])
 def test_every_client_trusts_what_the_others_trust(
     options: S3Options, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
@@ -133,7 +114,6 @@ def test_every_client_trusts_what_the_others_trust(
         store.close()
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
 def test_certificate_that_is_not_trusted_is_told_by_every_client(options: S3Options, certificate: Path) -> None:
     with serve_by_tls(certificate) as https:
         https.put_object("bucket", "a", DATA)

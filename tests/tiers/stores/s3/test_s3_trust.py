@@ -20,7 +20,7 @@ from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from tests.certificate import Style, make_certificate
-from tests.s3_clients import CLIENTS, READERS, choose, use_credentials
+from tests.s3_clients import CLIENTS, use_credentials
 
 DATA = make_data(3000)
 
@@ -28,7 +28,7 @@ DATA = make_data(3000)
 @pytest.fixture
 def options(boto_models_once: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Options:
     use_credentials(monkeypatch)
-    client = choose(getattr(request, "param", "obstore"), monkeypatch)
+    client: Client = getattr(request, "param", "obstore")
     return S3Options(bucket="bucket", client=client, request_timeout_s=60.0, retries=0)
 
 
@@ -65,7 +65,7 @@ def forwarding_proxy(port: int) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
+@pytest.mark.parametrize("options", CLIENTS, indirect=True)
 @pytest.mark.parametrize("style", ["old", "strict", "intermediate"])
 @pytest.mark.parametrize("source", ["ca_bundle", "AWS_CA_BUNDLE", "SSL_CERT_FILE"])
 def test_private_authority_is_trusted_by_all_clients(
@@ -85,7 +85,7 @@ def test_private_authority_is_trusted_by_all_clients(
         store.close()
 
 
-@pytest.mark.parametrize("options", READERS, indirect=True)
+@pytest.mark.parametrize("options", CLIENTS, indirect=True)
 def test_self_signed_certificate_that_obstore_refuses_is_named(
     options: S3Options, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
