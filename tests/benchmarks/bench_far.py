@@ -3,7 +3,7 @@
     python -m tests.benchmarks.bench_far [--answer-after-s 0.03] [--connection-mb-s 90] [--json FILE]
 
 nginx on loopback waits before each answer and limits what a connection reads (its echo module does the waiting). Blocks
-are loaded and stored by a tier that keeps to 8 requests under way for each of its two workers (``n_threads_max: 8``)
+are loaded and stored by a tier that keeps to 8 requests under way for each of its two workers (``N_THREADS_MAX`` = 8)
 and by one as it is by default, and the same from a server that is near, to see what that loses there. The most that
 could be had is the connections' rate times their number, as long as processors last.
 
@@ -29,9 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.builtin import S3TierManager
+from kvtiers.tiers.config.tier_options import N_THREADS_MAX
 from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server, nginx_stub
 from tests.benchmarks.bench_fs import KIB, MIB
 from tests.identity import FakeSpec, block_key
@@ -39,8 +41,7 @@ from tests.identity import FakeSpec, block_key
 JOBS = 6  # loads of one tier: the first ones find out how many requests pay
 SIZES = {256 * KIB: 512, MIB: 256, 4 * MIB: 96, 16 * MIB: 32}  # block bytes -> blocks
 KEYS = (256, 512, 1024, 2048, 4096)
-FIXED: dict[str, Any] = {"n_threads_max": 8}
-TIERS: dict[str, dict[str, Any]] = {"8 at once": FIXED, "default": {}}
+TIERS = {"8 at once": 8, "default": N_THREADS_MAX}
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,11 @@ def moves(server: str, url: str) -> Iterator[Moves]:
         rows[:] = np.random.default_rng(1).integers(-128, 128, rows.shape, np.int8)
         keys = [block_key(number) for number in range(count)]
         megabytes = count * block_bytes / 1e6
-        for name, options in TIERS.items():
-            with tier_on(url, view, f"{name[0]}-{block_bytes}", **options) as tier:
+        for name, threads_max in TIERS.items():
+            with (
+                mock.patch.object(builtin, "N_THREADS_MAX", threads_max),
+                tier_on(url, view, f"{name[0]}-{block_bytes}") as tier,
+            ):
                 store_s = run(tier, tier.submit_store, keys)
                 loads = [megabytes / run(tier, tier.submit_load, keys) for _ in range(JOBS)]
                 at_once = sum(server.seats.loads_first for server in tier._channel._servers)

@@ -30,6 +30,7 @@ from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
+from tests.tier_limits import tier_limits
 from tests.tiers.server.hostile_store import HeldStore
 from tests.waiting import wait_for
 
@@ -330,14 +331,15 @@ def test_tier_whose_store_cannot_be_made_starts_cut_off_and_comes_back(
     options = {"root": str(tmp_path / "root")}
     config = {"type": "store", "module_path": f"{HeldStore.__module__}:make_local", "options": options}
     # On a busy machine a worker takes seconds to start.
-    limits = {"job_deadline_s": 2.0 if how == "hang" else 60.0, "lookup_deadline_s": 60.0, "circuit_probe_s": 0.1}
+    limits = {"job_deadline_s": 2.0 if how == "hang" else 60.0, "lookup_deadline_s": 60.0}
     caplog.set_level("INFO", "kvtiers")
     create = partial(SecondaryTierFactory.create_secondary_tier, {**config, **limits}, view, FakeSpec())
     if how == "ConnectionError":  # as before: an error that says what is wrong refuses the start
         with pytest.raises(StoreConfigError, match="ConnectionError: as told"):
             create()
         return
-    tier: Any = create()
+    with tier_limits(circuit_probe_s=0.1):
+        tier: Any = create()
     try:
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert warning.startswith("tier store: circuit open: it starts without its storage: ")
@@ -372,8 +374,9 @@ def test_namespace_of_tier_with_limit_that_starts_without_its_storage_is_opened_
     file.write_text("SystemExit")
     options = {"root": str(tmp_path / "root")}
     config = {"type": "store", "module_path": f"{HeldStore.__module__}:make_local", "options": options}
-    limits = {"max_bytes": "1GB", "lookup_deadline_s": 60.0, "circuit_probe_s": 0.1}
-    tier: Any = SecondaryTierFactory.create_secondary_tier({**config, **limits}, view, FakeSpec())
+    limits = {"max_bytes": "1GB", "lookup_deadline_s": 60.0}
+    with tier_limits(circuit_probe_s=0.1):
+        tier: Any = SecondaryTierFactory.create_secondary_tier({**config, **limits}, view, FakeSpec())
     try:
         file.unlink()
 

@@ -46,6 +46,24 @@ _REMOVED = {
     "gc_every_s": "the collector lists a little at a time, at a pace of its own. Leave it out",
     "task_bytes": "jobs are divided by what their blocks cost. Leave it out",
     "lookup_threads": "each process of a tier answers lookups on a thread of its own. Leave it out",
+    "seal_checksum": "new blocks carry xxh3_64, and blocks with xxh3_128 are still read. Leave it out",
+    "trace": "a process that exports OpenTelemetry spans has them of every tier. Leave it out",
+    **dict.fromkeys(
+        (
+            "jobs_max",
+            "max_bytes_in_flight",
+            "lookup_total_s",
+            "present_ttl_s",
+            "absent_ttl_s",
+            "lookup_cache_keys",
+            "circuit_failures",
+            "circuit_probe_s",
+            "shutdown_s",
+            "n_threads_max",
+            "worker_memory",
+        ),
+        "one value fits every deployment, and is a constant now. Leave it out",
+    ),
 }
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"

@@ -34,9 +34,7 @@ def files_for(place: BoundedTierConfig) -> Files:
     """
     if isinstance(place, S3TierConfig):
         store: Any = open_store(for_engine(place, "prefixes", "they have no worker processes"))
-        return BucketFiles(
-            store, max(place.n_read_threads, place.n_write_threads), min(THREADS_MAX, place.n_threads_max)
-        )
+        return BucketFiles(store, max(place.n_read_threads, place.n_write_threads), THREADS_MAX)
     if isinstance(place, FsspecTierConfig):
         return FsspecFiles(place.url, place.storage_options)
     assert isinstance(place, FsTierConfig | NfsTierConfig)

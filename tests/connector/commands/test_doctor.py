@@ -683,7 +683,7 @@ def test_the_command(tmp_path: Path) -> None:
         ],
         [{"type": "s3", "bucket": "kvb", "embedded": True, "request_timeout": "20s"}],
         [{"type": "fsspec", "url": "nosuch://x/y"}, {"type": "Tier", "module_path": "no_such_module"}],
-        [{"type": "store", "module_path": "no_such_module"}, {"type": "memory", "lookup_total_s": "1ms"}],
+        [{"type": "store", "module_path": "no_such_module"}, {"type": "memory"}],
     ],
     ids=lambda tiers: ",".join(tier["type"] for tier in tiers),
 )

@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from tests.identity import FakeSpec, block_key
+from tests.tier_limits import tier_limits
 
 BLOCKS = 4
 NEVER_S = 240.0  # far beyond any deadline of the tier's
@@ -35,7 +38,9 @@ def main() -> None:
     row_bytes = config["row_bytes"]
     flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if config["maps"] else mmap.MAP_PRIVATE)
     rows: Any = np.frombuffer(mmap.mmap(-1, BLOCKS * row_bytes, flags), np.uint8).reshape(BLOCKS, row_bytes)
-    tier: Any = SecondaryTierFactory.create_secondary_tier(config["tier"], memoryview(rows), FakeSpec())
+    builtin.WORKER_BYTES = 64 << 20
+    with tier_limits(circuit_probe_s=0.1), mock.patch.object(builtin, "N_THREADS_MAX", 2):
+        tier: Any = SecondaryTierFactory.create_secondary_tier(config["tier"], memoryview(rows), FakeSpec())
     keys = [block_key(i) for i in range(BLOCKS)]
     jobs = iter(range(1, 1_000_000))
 

@@ -25,7 +25,7 @@ from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 
 ENGINE_BYTES_MAX = 400 << 20  # an engine in order takes 120 MiB
-WORKER_BYTES_MAX = 500 << 20  # 64 MiB of worker_memory, what a worker starts with, and obstore's threads
+WORKER_BYTES_MAX = 500 << 20  # 64 MiB that it may allocate, what a worker starts with, and obstore's threads
 JOB_DEADLINE_S = 8.0
 IN_TIME_S = 2 * JOB_DEADLINE_S + 120  # on a busy machine; without a deadline there is no end
 KINDS = ("load", "store", "lookup")
@@ -72,12 +72,9 @@ def engine(url: str, client: str, row_bytes: int, isolation: str, maps: bool) ->
         "isolation": isolation,
         "n_read_threads": 2,
         "n_write_threads": 2,
-        "n_threads_max": 2,
-        "worker_memory": "64MiB",
         "request_timeout": 1.0,
         "retries": 1,
         "job_deadline_s": JOB_DEADLINE_S,
-        "circuit_probe_s": 0.1,
     }
     config = json.dumps({"tier": tier, "row_bytes": row_bytes, "maps": maps})
     command = [sys.executable, "-m", "tests.tiers.server.hostile_engine", config]
