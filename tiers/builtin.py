@@ -19,7 +19,7 @@ from .blocks.seal import TRAILER_BYTES, Seal
 from .capacity.policy import CapacityPolicy
 from .capacity.records import RecordKeys
 from .config.deployment import parse_tier
-from .config.open_store import for_engine, open_store, store_recipe, tool_recipe
+from .config.open_store import for_engine, store_recipe, tool_recipe
 from .config.tier_options import (
     N_THREADS_MAX,
     BoundedTierConfig,
@@ -178,7 +178,8 @@ def _start(
             region.close()
             region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
     if region is None:
-        start(make_backend=partial(_threads, config, open_store(for_engine(config, f"tier {name}", why_here))))
+        make_store, arguments = for_engine(store_recipe(config), f"tier {name}", why_here)
+        start(make_backend=partial(_threads, config, make_store(**arguments)))
     try:
         if not tier.capabilities.shared:
             check_needs_no_sharing(policy, in_processes=not why_here)

@@ -323,7 +323,7 @@ def _make_tier(place: Place, spec: FakeSpec, view: memoryview) -> SecondaryTierM
         "lookup_deadline_s": 0.2,
     }
     if isinstance(place, S3Place):
-        config |= {"bucket": BUCKET, "endpoint_url": place.server.endpoint_url, "request_timeout": JOB_DEADLINE_S}
+        config |= {"bucket": BUCKET, "endpoint_url": place.server.endpoint_url}
     else:
         assert isinstance(place, FusePlace | FolderPlace)
         config |= {"root_dir": str(place.root), "min_free": 0}

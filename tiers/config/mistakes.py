@@ -64,6 +64,15 @@ _REMOVED = {
         ),
         "one value fits every deployment, and is a constant now. Leave it out",
     ),
+    "request_timeout": "it is two thirds of job_deadline_s. Leave it out, or change job_deadline_s",
+    "client": "boto3 is used by itself wherever obstore cannot be. Leave it out",
+    "checksum": "crc64nvme is sent, and payloads are signed where a server refuses it. Leave it out",
+    "sse_kms_key_id": "write sse: with the key's ARN or id, which means aws:kms",
+    "addressing_style": "the bucket is part of the host on AWS and where endpoint_url has it before its host, else of "
+    "the path. Leave it out, or write endpoint_url: https://BUCKET.HOST for virtual",
+    "role_arn": "write the role into a profile of ~/.aws/config (role_arn, source_profile), and profile: its name",
+    "verify": "certificates are always verified; write the server's certificate authority into ca_bundle",
+    "embedded": "only the demo has such a server; it starts it for endpoint_url: https://kvtiers-demo.invalid",
 }
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"

@@ -25,7 +25,7 @@ from pydantic import (
 from ..blocks.keyring import KEY_BYTES, KEY_VARIABLES
 from ..capacity.policy import CapacityPolicy
 from ..errors import HIDDEN, ConfigError, public_url
-from ..stores.s3.options import TIMEOUT_S_MAX, S3Options
+from ..stores.s3.options import S3Options
 from .values import (
     AbsolutePath,
     DurationIn,
@@ -39,6 +39,8 @@ from .values import (
 from .variables import AS_WRITTEN, escape, expand
 
 MAX_BYTES_MIN = 1 << 20
+REQUEST_SHARE = 2 / 3  # of job_deadline_s, for one request to S3 with its retries: the job's other work takes time, too
+CONNECTIONS_MAX = 1024  # of a client to S3; each takes a descriptor
 N_THREADS_MAX = 64  # concurrent requests of a kind to a network's storage, where latency is high and more requests help
 MIN_FREE = (
     "Free space the tier leaves on the file system. When it is reached, stores are dropped until the collector has "
@@ -60,7 +62,6 @@ def _reject_key(value: object) -> object:
 
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
-RequestSeconds = Annotated[float, DurationIn(0, TIMEOUT_S_MAX, above=True)]
 
 
 def default_threads() -> int:
@@ -299,43 +300,30 @@ class S3TierConfig(NetworkTierConfig):
         description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
         "the region, else thread. With thread, the client is always boto3.",
     )
-    job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, to leave time for retries.")
+    job_deadline_s: Seconds = Field(
+        15.0, description="As for every tier. A request, with its retries, may take two thirds of it."
+    )
     lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
     bucket: Annotated[str, BeforeValidator(_reject_bucket_url)] = Field(
         json_schema_extra={"x-accepted": "a bucket's name"},
-        description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3.",
+        description="Bucket; must exist.",
     )
     prefix: str = Field("", description="Folder inside the bucket.")
-    endpoint_url: str | None = Field(None, description="Endpoint of an S3 other than AWS, such as https://minio:9000.")
-    region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
-    addressing_style: Literal["auto", "path", "virtual"] = Field(
-        "auto", description="path: endpoint/bucket/key. virtual: bucket.endpoint/key. auto: virtual on AWS, else path."
+    endpoint_url: str | None = Field(
+        None,
+        description="Endpoint of an S3 other than AWS, such as https://minio:9000. For a server that wants buckets in "
+        "the host name (Alibaba OSS, Tencent COS), write the bucket before the host: https://BUCKET.HOST.",
     )
+    region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
     profile: str | None = Field(None, description="Profile in ~/.aws/config.")
-    role_arn: str | None = Field(None, description="Role to assume.")
     ca_bundle: AbsolutePath | None = Field(
         None, description="PEM file of CA certificates to trust besides the system's. Default: AWS_CA_BUNDLE."
     )
-    verify: bool = Field(True, description="Verify the server's certificate.")
     allow_insecure: bool = Field(False, description="Allow http:// endpoints on other hosts.")
-    sse: Literal["AES256", "aws:kms"] | None = Field(None, description="Server-side encryption of new blocks.")
-    sse_kms_key_id: str | None = Field(None, description="KMS key for sse: aws:kms.")
+    sse: Annotated[str, Field(json_schema_extra={"x-accepted": "AES256, aws:kms, or a KMS key's ARN or id"})] | None = (
+        Field(None, description="Server-side encryption of new blocks: AES256, aws:kms, or the KMS key for aws:kms.")
+    )
     storage_class: str | None = Field(None, description="Storage class of new blocks, such as STANDARD_IA.")
-    checksum: Literal["crc64nvme", "crc32c", "sha256", "none"] = Field(
-        "crc64nvme",
-        description="Checksum that the server verifies. If an S3 clone rejects it, the client falls back once. none: "
-        "the payload's SHA-256 is signed instead, which doubles the CPU time of a put.",
-    )
-    request_timeout: RequestSeconds = Field(10.0, description="Seconds for an operation, including its retries.")
-    connect_timeout: RequestSeconds = Field(
-        2.0, description="Seconds to connect. obstore divides them among the host's addresses."
-    )
-    retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Retries after 5xx, 429 or a connection reset.")
-    client: Literal["obstore", "boto3"] = Field(
-        "obstore", description="obstore: fast, in Rust. boto3: where policy allows only AWS's own client."
-    )
-
-    embedded: bool = Field(False, description="Only for kvtiers demo: start an S3 server for this tier.")
 
     def store_options(self) -> S3Options:
         """The options of the store.
@@ -343,13 +331,11 @@ class S3TierConfig(NetworkTierConfig):
         Raises:
             ConfigError: a value is invalid.
         """
-        names = (option.name for option in fields(S3Options))
-        own = {name: getattr(self, name) for name in names if name in S3TierConfig.model_fields}
+        own = {option.name: getattr(self, option.name) for option in fields(S3Options) if hasattr(self, option.name)}
         return S3Options(
             **own,
-            request_timeout_s=self.request_timeout,
-            connect_timeout_s=self.connect_timeout,
-            max_connections=min(1024, self.n_read_threads + self.n_write_threads + N_THREADS_MAX + 64),
+            request_timeout_s=REQUEST_SHARE * self.job_deadline_s,
+            max_connections=min(CONNECTIONS_MAX, self.n_read_threads + self.n_write_threads + N_THREADS_MAX + 64),
         )
 
     def check(self) -> None:

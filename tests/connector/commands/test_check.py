@@ -195,7 +195,6 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
             ".keys_env: environment variable NOT_SET is not set",
         ),
         ({"type": "memory", "encrypt": "aes-gcm", "keys_env": "NO_KEYS"}, ".keys_env: key 1 is not accepted"),
-        ({"type": "s3", "bucket": "kvb", "embedded": True}, ".embedded: only kvtiers demo has such a server"),
         ({"type": "fsspec", "url": "nosuch://x/y"}, ".url: nosuch://: fsspec has no such driver"),
         ({"type": "fsspec", "url": "simplecache::abfs://x/y"}, ".url: abfs://: the driver is not installed: pip inst"),
         ({"type": "Tier", "module_path": "no_such_module"}, ".module_path: tier 'Tier' cannot be imported"),

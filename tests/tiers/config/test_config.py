@@ -219,14 +219,6 @@ S3 = {"type": "s3", "bucket": "bucket"}
             "tiers[1].n_threads: is not a known key; did you mean n_read_threads?",
         ),
         (
-            {"region": REGION, "tiers": [S3 | {"request_timeout": 7200}]},
-            "tiers[0].request_timeout: 7200 is not accepted",
-        ),
-        (
-            {"region": REGION, "tiers": [S3 | {"connect_timeout": 7200}]},
-            "tiers[0].connect_timeout: 7200 is not accepted",
-        ),
-        (
             {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
             "'a' is the name of 2 tiers; names must differ",
         ),
@@ -715,6 +707,16 @@ def test_no_shared_key_is_forgotten() -> None:
     # type chooses the model; the others have tests of their own
     elsewhere = {"type", "children", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env"}
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
+
+
+def test_tiers_have_few_options() -> None:
+    """An option is there only if a user knows a reason to set it."""
+    counts = {tier_type: len(model.model_fields) for tier_type, model in TIER_MODELS.items()}
+    names = {name for model in TIER_MODELS.values() for name in model.model_fields}
+    print(len(names), "options in all;", counts)
+    assert len(names) <= 34
+    assert counts["s3"] <= 24
+    assert counts["fs"] <= 18
 
 
 def test_parallel_agnostic_key() -> None:

@@ -202,7 +202,7 @@ def test_a_value_out_of_range_is_told_the_fields_range() -> None:
         == "max_bytes: -1 is not accepted; write a size from 1 to 1024PiB, or null"
     )
     assert told_of(FS | {"gc_low": 2}).startswith("gc_low: was removed: the collector finds its marks")
-    assert told_of(S3 | {"retries": "x"}) == "retries: 'x' is not accepted; write a whole number from 0 to 20"
+    assert told_of(S3 | {"children": "x"}) == "children: 'x' is not accepted; write a whole number from 1 to 64"
 
 
 @given(st.integers(0, 1 << 60))
@@ -469,7 +469,7 @@ GOOD: list[dict[str, Any]] = [
         "identity": {"ignore": ["VLLM_X"]},
         "tiers": [
             FS | {"name": "near", "max_bytes": "10GiB", "ttl": "7d", "read_only": False, "encrypt": "none"},
-            S3 | {"region": "us-east-1", "request_timeout": "5s", "retries": 2, "verify": True, "checksum": "sha256"},
+            S3 | {"region": "us-east-1", "job_deadline_s": "5s", "allow_insecure": True, "sse": "AES256"},
         ],
     },
     {

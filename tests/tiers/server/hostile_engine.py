@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
@@ -30,8 +31,12 @@ NEVER_S = 240.0  # far beyond any deadline of the tier's
 
 
 def main() -> None:
-    """Serve standard input until it ends. The argument is JSON: ``tier``, ``row_bytes`` and ``maps``."""
+    """Serve standard input until it ends. The argument is JSON: ``tier``, ``s3``, ``row_bytes`` and ``maps``."""
     config = json.loads(sys.argv[1])
+    if "s3" in config:
+        from tests.s3_clients import set_s3_options  # here, because it imports boto3
+
+        set_s3_options(pytest.MonkeyPatch(), **config["s3"])
     changes: list[str] = []  # of the C library's environment, which other threads may be reading
     for name in ("putenv", "unsetenv"):
         setattr(os, name, lambda *arguments, name=name: changes.append(f"{name} {arguments[0]!r}"))

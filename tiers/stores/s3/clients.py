@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ...errors import StoreError, StoreTimeoutError
+from ...errors import StoreConfigError, StoreError, StoreTimeoutError
 from ...plain_logs import get_logger
 from ...store import Look
 from ..watchdog import begin
@@ -119,7 +119,7 @@ class ProcessClients:
         try:
             error = made.exception(wait_s)
         except TimeoutError:
-            if not BotoConfig(self._options.profile).may_ask_others(self._options.role_arn):
+            if not BotoConfig(self._options.profile).may_ask_others():
                 raise StoreTimeoutError(
                     f"the S3 clients were not made within {wait_s:.3g} s; is this machine busy?"
                 ) from None
@@ -156,18 +156,20 @@ class ProcessClients:
         session = S3Session(self._options)
         control = S3Control(session)
         data: DataPlane
-        if self._options.client == "boto3":
+        bucket = self._options.bucket
+        # AWS reserves the suffix for directory buckets, which have endpoints of their own.
+        if self._options.client == "boto3" or bucket.endswith("--x-s3"):
             data = Boto3Client(session, clock=self._clock)
             return Clients(session, control, data)
         # Imported only where it is used: never in an engine's own process, whose environment it changes for a moment.
         from .obstore_client import ObstoreClient, usable
 
-        if usable():
+        try:
+            if not usable():
+                raise StoreConfigError("obstore cannot be used in a forked process")
             data = ObstoreClient(session, clock=self._clock)
-        else:
-            logger.warning(
-                "bucket %s: obstore cannot be used in a forked process; using boto3 instead", self._options.bucket
-            )
+        except StoreConfigError as e:
+            logger.warning("bucket %s: %s; using boto3 instead", bucket, e)
             data = Boto3Client(session, clock=self._clock)
         return Clients(session, control, data)
 
