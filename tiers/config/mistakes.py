@@ -50,17 +50,9 @@ _REMOVED = {
     "trace": "a process that exports OpenTelemetry spans has them of every tier. Leave it out",
     **dict.fromkeys(
         (
-            "jobs_max",
-            "max_bytes_in_flight",
-            "lookup_total_s",
-            "present_ttl_s",
-            "absent_ttl_s",
-            "lookup_cache_keys",
-            "circuit_failures",
-            "circuit_probe_s",
-            "shutdown_s",
-            "n_threads_max",
-            "worker_memory",
+            "jobs_max", "max_bytes_in_flight", "lookup_total_s", "present_ttl_s", "absent_ttl_s", "lookup_cache_keys",
+            "circuit_failures", "circuit_probe_s", "shutdown_s", "n_threads_max", "worker_memory", "connect_timeout",
+            "retries",
         ),
         "one value fits every deployment, and is a constant now. Leave it out",
     ),
@@ -73,7 +65,7 @@ _REMOVED = {
     "role_arn": "write the role into a profile of ~/.aws/config (role_arn, source_profile), and profile: its name",
     "verify": "certificates are always verified; write the server's certificate authority into ca_bundle",
     "embedded": "only the demo has such a server; it starts it for endpoint_url: https://kvtiers-demo.invalid",
-}
+}  # fmt: skip
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"
