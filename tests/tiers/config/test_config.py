@@ -678,8 +678,6 @@ def test_json_schema_takes_the_texts_that_are_read(text: str) -> None:
 #: Every key that all tiers share, with a value that is not its default, and where it must arrive.
 SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
     "name": ("far", "name", "far"),
-    "n_read_threads": (7, "n_read_threads", 7),
-    "n_write_threads": (9, "n_write_threads", 9),
     "lookup_deadline_s": (0.7, "lookup.deadline_s", 0.7),
     "job_deadline_s": (33.0, "job_deadline_s", 33.0),
 }
@@ -706,6 +704,7 @@ def test_request_waits_for_lookups_at_least_as_long_as_storage_may_be_silent() -
 def test_no_shared_key_is_forgotten() -> None:
     # type chooses the model; the others have tests of their own
     elsewhere = {"type", "children", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env"}
+    elsewhere |= {"n_read_threads", "n_write_threads"}
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
 
 
