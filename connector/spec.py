@@ -165,11 +165,12 @@ class TieringOffloadingSpec(OffloadingSpec):
                 tiers.append(SecondaryTierFactory.create_secondary_tier(dict(tier), view, self))
             # Only from our own tiers' options: in a foreign tier's options these keys may mean anything.
             own = [tier for tier in self.deployment.tiers if isinstance(tier, TierConfig)]
+            # The largest limit of any tier: its config says that a hit in that tier is worth the wait.
+            lookup_deadline_s = max([tier.lookup_deadline_s for tier in own] or [LOOKUP_DEADLINE_S])
             options = TieringOptions(
                 promotion_wait_s=region.promotion_wait_s,
-                # The largest limit of any tier: its config says that a hit in that tier is worth the wait.
-                lookup_deadline_s=max([tier.lookup_deadline_s for tier in own] or [LOOKUP_DEADLINE_S]),
-                lookup_total_s=max([tier.lookup_total_s for tier in own] or [LOOKUP_TOTAL_S]),
+                lookup_deadline_s=lookup_deadline_s,
+                lookup_total_s=max(LOOKUP_TOTAL_S, lookup_deadline_s),
                 load_deadline_s=max(map(load_deadline_s, tiers), default=LOAD_DEADLINE_S),
             )
             return TieringOffloadingManager(primary, tiers, options)

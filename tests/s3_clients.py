@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import botocore.httpsession
 import botocore.session
 import pytest
 
+from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import StoreTimeoutError
 from kvtiers.tiers.stores.s3.options import Client
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
@@ -19,6 +21,12 @@ from kvtiers.tiers.testing.servers import S3Server
 from tests.waiting import wait_for
 
 CLIENTS: tuple[Client, ...] = ("obstore", "boto3")
+
+
+def set_s3_options(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Change options that an s3 tier's configuration does not have."""
+    make = S3TierConfig.store_options
+    monkeypatch.setattr(S3TierConfig, "store_options", lambda config: replace(make(config), **changes))
 
 
 def use_credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server | None = None) -> None:

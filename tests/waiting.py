@@ -14,7 +14,7 @@ T = TypeVar("T")
 #: which gives way to all others, gets a hundredth of a core, and takes a minute to start.
 HANG_S = 600.0
 #: Options of a tier in tests that are not about deadlines. A busy machine misses the defaults (0.2 s for a lookup).
-PATIENT = {"lookup_deadline_s": 60.0, "lookup_total_s": 120.0, "job_deadline_s": 120.0}
+PATIENT = {"lookup_deadline_s": 60.0, "job_deadline_s": 120.0}
 
 
 def wait_for(get: Callable[[], T], *, within_s: float = HANG_S) -> T:

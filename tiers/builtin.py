@@ -15,11 +15,11 @@ from typing import Any
 from .blocks.file_mapper import FileMapper, strict_fields
 from .blocks.keyring import load_keys, show_key_id
 from .blocks.rows import Rows
-from .blocks.seal import TRAILER_BYTES, Checksum, Seal
+from .blocks.seal import TRAILER_BYTES, Seal
 from .capacity.policy import CapacityPolicy
 from .capacity.records import RecordKeys
 from .config.deployment import parse_tier
-from .config.open_store import for_engine, open_store, store_recipe, tool_recipe
+from .config.open_store import for_engine, store_recipe, tool_recipe
 from .config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
@@ -40,7 +40,7 @@ from .server.process import ProcessBackend
 from .server.threads import ThreadBackend
 from .store import Store, SupportsTouch
 from .stores.files.mounts import missing_mount
-from .tier.lookup import LookupOptions
+from .tier.lookup import TOTAL_S, LookupOptions
 from .tier.store_tier import CollectorEnd, StoreTierManager, TierOptions
 from .tracing import make_job_tracer
 
@@ -48,6 +48,9 @@ logger = get_logger(__name__)
 
 BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
 CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
+#: A worker for a network storage may allocate so much more than it starts with, its blocks and its cores. A server's
+#: response may be endless: the worker that reads such a response is killed and replaced.
+WORKER_BYTES = 512 << 20
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
 LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
 AT_ONCE_BYTES_MAX = 128 << 20  # in flight in a worker for a network storage: on a slow link no more would end in time
@@ -175,7 +178,8 @@ def _start(
             region.close()
             region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
     if region is None:
-        start(make_backend=partial(_threads, config, open_store(for_engine(config, f"tier {name}", why_here))))
+        make_store, arguments = for_engine(store_recipe(config), f"tier {name}", why_here)
+        start(make_backend=partial(_threads, config, make_store(**arguments)))
     try:
         if not tier.capabilities.shared:
             check_needs_no_sharing(policy, in_processes=not why_here)
@@ -305,7 +309,7 @@ def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int |
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
     copies += config.encrypt == "aes-gcm"  # a block is encrypted into its thread's buffer
     cores = os.cpu_count() or 1
-    return config.worker_memory + cores * CORE_BYTES + copies * threads * row_bytes
+    return WORKER_BYTES + cores * CORE_BYTES + copies * threads * row_bytes
 
 
 def _check_room(name: str, policy: CapacityPolicy) -> None:
@@ -405,21 +409,13 @@ def _start_collector(
 def _tier_options(config: TierConfig) -> TierOptions:
     return TierOptions(
         name=config.name,
-        trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
-        jobs_max=config.jobs_max,
-        max_bytes_in_flight=config.max_bytes_in_flight,
-        checksum=Checksum[config.seal_checksum.upper()],
+        trace_job=make_job_tracer(config.name or config.type),
         make_seal=make_seal(config),
         read_only=isinstance(config, BoundedTierConfig) and config.read_only,
         job_deadline_s=config.job_deadline_s,
-        circuit_failures=config.circuit_failures,
-        circuit_probe_s=config.circuit_probe_s,
-        shutdown_s=config.shutdown_s,
         lookup=LookupOptions(
             deadline_s=config.lookup_deadline_s,
-            total_s=config.lookup_total_s,
-            present_ttl_s=config.present_ttl_s,
+            total_s=max(TOTAL_S, config.lookup_deadline_s),
             absent_ttl_s=config.absent_ttl_s,
-            keys_max=config.lookup_cache_keys,
         ),
     )

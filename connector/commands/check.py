@@ -49,8 +49,7 @@ MODELS_MAX = 5  # whose blocks are described
 #: Options that other lines show.
 _SAID_OTHERWISE = {
     "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
-    "isolation", "job_deadline_s", "lookup_deadline_s", "lookup_total_s", "seal_checksum",
-    "encrypt", "keys_file", "keys_env", "read_only", "ttl",
+    "isolation", "job_deadline_s", "lookup_deadline_s", "encrypt", "keys_file", "keys_env", "read_only", "ttl",
 }  # fmt: skip
 
 
@@ -263,12 +262,11 @@ def _tier_in_words(
         f"processes, isolation {tier.isolation}"
     )
     yield (
-        f"  gives up on a job after {show_duration(tier.job_deadline_s)}, on unanswered lookups after "
-        f"{show_duration(tier.lookup_deadline_s)}, and on all lookups of a request after "
-        f"{show_duration(tier.lookup_total_s)}"
+        f"  gives up on a job after {show_duration(tier.job_deadline_s)}, and on unanswered lookups after "
+        f"{show_duration(tier.lookup_deadline_s)}"
     )
     keys = f", keys from {tier.keys_file or f'the variable {tier.keys_env}'}" if tier.encrypt != "none" else ""
-    yield f"  protects blocks with checksum {tier.seal_checksum}, encrypt {tier.encrypt}{keys}"
+    yield f"  protects blocks with a checksum, encrypt {tier.encrypt}{keys}"
     is_bounded = isinstance(tier, BoundedTierConfig)
     if isinstance(tier, BoundedTierConfig):
         yield f"  {_bound_in_words(tier)}"

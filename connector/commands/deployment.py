@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ...tiers.config.deployment import load_named
-from ...tiers.errors import ConfigError
 from ...tiers.registry import SecondaryTierFactory
 from .options import YamlFile
 from .output import answer
@@ -59,12 +58,7 @@ def vllm_config(
     from ..vllm_config import vllm_config as make
     from ..vllm_config import why_not_shared
 
-    for index, tier in enumerate(load_named(config, SecondaryTierFactory.tier_types()).tiers):
-        if getattr(tier, "embedded", False):
-            raise ConfigError(
-                "starts a server that only kvtiers demo has; give an endpoint_url instead",
-                field=f"tiers[{index}].embedded",
-            )
+    load_named(config, SecondaryTierFactory.tier_types())
     ways = make(config)
     if way is not None and way not in ways:
         if way == "shared_storage":

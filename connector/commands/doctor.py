@@ -261,7 +261,7 @@ def _tier(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding
         yield from examine_store(where, tier, store)
         if isinstance(tier, S3TierConfig) and not tier.read_only:
             refused = getattr(store, "checksum_refused", False)
-            yield _checksum(where, tier, refused=refused)
+            yield _checksum(where, refused=refused)
         yield from examine_namespaces(where, store)
         yield from examine_seals(where, tier, store)
     if isinstance(tier, (FsTierConfig, NfsTierConfig)):
@@ -283,21 +283,19 @@ def _bucket(where: str, tier: S3TierConfig, store: Store) -> Iterator[Finding]:
             "problem", where, "versioning", "the bucket keeps deleted blocks, so max_bytes and ttl free no space",
             "use a bucket without versioning, or expire noncurrent versions: kvtiers gc --lifecycle",
         )  # fmt: skip
-    if not tier.verify:
-        yield Finding(
-            "problem", where, "TLS", "certificates are not checked", "set verify: true, and ca_bundle if needed"
-        )
     if tier.allow_insecure:
         yield Finding(
             "problem", where, "TLS", "http is allowed, which sends blocks and signatures in clear text", "use https"
         )
 
 
-def _checksum(where: str, tier: S3TierConfig, *, refused: bool) -> Finding:
+def _checksum(where: str, *, refused: bool) -> Finding:
+    from ...tiers.stores.s3.put_form import CHECKSUM  # here, because it imports the S3 clients
+
     if refused:
         return Finding(
             "note", where, "checksums",
-            f"the server rejects {tier.checksum} or unsigned payloads; payloads are signed instead",
-            "update the server, or set checksum: none to save one rejected request at each start",
+            f"the server rejects {CHECKSUM} or unsigned payloads; payloads are signed instead",
+            "update the server, to save one rejected request at each start",
         )  # fmt: skip
-    return Finding("ok", where, "checksums", f"the server accepts {tier.checksum}")
+    return Finding("ok", where, "checksums", f"the server accepts {CHECKSUM}")

@@ -52,7 +52,6 @@ from ...tiers.stores.files.mounts import (
     unmounted_point,
 )
 from ...tiers.stores.fsspec_driver import LOCAL, OptionsError, check_drivers, misspelt_options
-from ...tiers.tracing import make_job_tracer
 from ..region.region_file import free_bytes, running_regions
 from .output import human_bytes
 
@@ -135,10 +134,6 @@ def tier_findings(where: str, tier: TierConfig | ExternalTierConfig, *, touch_mo
         yield from _refusals(where, lambda: SecondaryTierFactory.find_class(tier.type, tier.module_path))
         return
     yield from keys(where, tier)
-    if tier.trace:
-        yield from _refusals(where, lambda: make_job_tracer(tier.type))
-    for field, message, fix in tier.contradictions():
-        yield Finding("warning", where, field, message, fix)
     yield from _placeholders(where, tier)
     if isinstance(tier, S3TierConfig):
         yield from _refusals(where, lambda: _try_bucket(tier), tier)

@@ -188,8 +188,6 @@ def watched_tiers(deployment: DeploymentConfig) -> list[WatchedTier]:
     for tier in deployment.tiers:
         if not isinstance(tier, TierConfig) or isinstance(tier, MemoryTierConfig):
             continue
-        if isinstance(tier, S3TierConfig) and tier.embedded:
-            continue
         watched.append(WatchedTier(tier.name or tier.type, tier))
     return watched
 

@@ -110,8 +110,6 @@ def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfi
     if tier.encrypt != "none":
         raise ConfigError("prefix files are plain safetensors, which a key cannot protect", field="encrypt")
     if isinstance(tier, S3TierConfig):
-        if tier.embedded:
-            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
         return tier.model_copy(update={"prefix": "/".join(filter(None, (tier.prefix.strip("/"), PREFIXES_FOLDER)))})
     # A local folder is accessed as such, also one that is given as a URL: fsspec's driver would follow links in it.
     if isinstance(tier, FsspecTierConfig):

@@ -42,6 +42,7 @@ from kvtiers.tiers.blocks.seal import TRAILER_BYTES
 from kvtiers.tiers.builtin import FileSystemTierManager
 from kvtiers.tiers.config.tier_options import default_threads
 from tests.identity import FakeSpec, block_key
+from tests.tier_limits import tier_limits
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
@@ -102,10 +103,11 @@ class Setup:
         self.job_id = 0
 
     def tier(self, root: Path) -> FileSystemTierManager:
-        return FileSystemTierManager(
-            FakeSpec(), self.view, "fs", str(root), self.threads, self.threads, isolation=self.isolation,
-            job_deadline_s=600, min_free=0, max_bytes_in_flight=1 << 40,
-        )  # fmt: skip
+        with tier_limits(max_bytes_in_flight=1 << 40):
+            return FileSystemTierManager(
+                FakeSpec(), self.view, "fs", str(root), self.threads, self.threads, isolation=self.isolation,
+                job_deadline_s=600, min_free=0,
+            )  # fmt: skip
 
     def job(self, part: slice = slice(None)) -> JobMetadata:
         self.job_id += 1

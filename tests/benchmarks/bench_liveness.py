@@ -43,6 +43,7 @@ from kvtiers.tiers.testing.fuse import FuseMount, why_no_fuse
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.soak.ledger import CallTimes, settled_heap
+from tests.tier_limits import tier_limits
 
 KIB, MIB = 1 << 10, 1 << 20
 HUNG_RATIO_GOAL, CALL_GOAL_MS = 0.95, 20.0
@@ -190,9 +191,12 @@ def measure_hung(kind: str, where: Path, hang_s: float, turn_s: float) -> HungRo
 
         def healthy(name: str) -> Callable[[FakeSpec, memoryview], SecondaryTierManager]:
             root = str(folder / name)
-            return lambda spec, view: FileSystemTierManager(
-                spec, view, "fs", root, 2, 2, name="healthy", min_free=0, present_ttl_s=3600.0
-            )
+
+            def make(spec: FakeSpec, view: memoryview) -> SecondaryTierManager:
+                with tier_limits(lookup={"present_ttl_s": 3600.0}):
+                    return FileSystemTierManager(spec, view, "fs", root, 2, 2, name="healthy", min_free=0)
+
+            return make
 
         def hung(spec: FakeSpec, view: memoryview) -> SecondaryTierManager:
             root = str(mount.path / "blocks")
@@ -248,10 +252,11 @@ class Jobs:
 
     def __init__(self, root: Path, isolation: str, view: memoryview, threads: int) -> None:
         assert view.shape is not None
-        self.tier = NfsTierManager(
-            FakeSpec(), view, "nfs", root_dir=str(root), isolation=isolation, min_free=0, job_deadline_s=600.0,
-            n_read_threads=threads, n_write_threads=threads, max_bytes_in_flight=1 << 40,
-        )  # fmt: skip
+        with tier_limits(max_bytes_in_flight=1 << 40):
+            self.tier = NfsTierManager(
+                FakeSpec(), view, "nfs", root_dir=str(root), isolation=isolation, min_free=0, job_deadline_s=600.0,
+                n_read_threads=threads, n_write_threads=threads,
+            )  # fmt: skip
         self._slots = np.arange(view.shape[0], dtype=np.int32)
         self._keys = [block_key(number) for number in range(len(self._slots))]
         self._bytes = view.nbytes

@@ -376,7 +376,7 @@ def moved(document: dict[str, Any], folder: Path, s3: S3Server) -> dict[str, Any
             tier["min_free"] = 1
             Path(tier["root_dir"]).mkdir(parents=True, exist_ok=True)
         if tier["type"] == "s3":
-            tier |= {"endpoint_url": s3.endpoint_url, "addressing_style": "path"}
+            tier["endpoint_url"] = s3.endpoint_url
             tier.pop("ca_bundle", None)
             s3.client().create_bucket(Bucket=tier["bucket"])
     return document

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -33,11 +34,14 @@ from tests.soak.engine import RecordedTier, SoakEngine
 from tests.soak.ledger import Ledger, Pulse, settled_heap
 from tests.soak.report import SoakReport
 from tests.soak.s3_server import BUCKET
+from tests.tier_limits import tier_limits
 from tests.tiers.server.in_threads import in_threads
 
 ROW_BYTES = 64 << 10
 NUM_SLOTS = 96
 NUM_BLOCKS = 512
+#: Short: what is believed is asked again, and blocks are removed all the time.
+TTLS: dict[str, Any] = {"present_ttl_s": 2.0, "absent_ttl_s": 0.2}
 JOB_DEADLINE_S = 2.0
 WARM_UP_SHARE = 0.25  # of the run, before memory counts
 RSS_GROWTH_BYTES_MAX = 64 << 20
@@ -306,9 +310,7 @@ def _describe(place: Place) -> str:
 
 def _make_tier(place: Place, spec: FakeSpec, view: memoryview) -> SecondaryTierManager:
     if isinstance(place, LayerPlace):
-        tier_options = TierOptions(
-            job_deadline_s=JOB_DEADLINE_S, circuit_probe_s=0.5, lookup=LookupOptions(present_ttl_s=2, absent_ttl_s=0.2)
-        )
+        tier_options = TierOptions(job_deadline_s=JOB_DEADLINE_S, circuit_probe_s=0.5, lookup=LookupOptions(**TTLS))
         mapper = FileMapper.from_offloading_spec(str(place.root), spec)
         return StoreTierManager(
             spec, view, "fs", make_backend=in_threads(place.open_store()), mapper=mapper, options=tier_options
@@ -318,14 +320,12 @@ def _make_tier(place: Place, spec: FakeSpec, view: memoryview) -> SecondaryTierM
         "n_read_threads": 2,
         "n_write_threads": 2,
         "job_deadline_s": JOB_DEADLINE_S,
-        "circuit_probe_s": 0.5,
-        "present_ttl_s": 2.0,  # short: what is believed is asked again, and blocks are removed all the time
-        "absent_ttl_s": 0.2,
         "lookup_deadline_s": 0.2,
     }
     if isinstance(place, S3Place):
-        config |= {"bucket": BUCKET, "endpoint_url": place.server.endpoint_url, "request_timeout": JOB_DEADLINE_S}
+        config |= {"bucket": BUCKET, "endpoint_url": place.server.endpoint_url}
     else:
         assert isinstance(place, FusePlace | FolderPlace)
         config |= {"root_dir": str(place.root), "min_free": 0}
-    return SecondaryTierFactory.create_secondary_tier(config, view, spec)
+    with tier_limits(circuit_probe_s=0.5, lookup=TTLS):
+        return SecondaryTierFactory.create_secondary_tier(config, view, spec)

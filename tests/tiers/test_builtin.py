@@ -29,7 +29,8 @@ from kvtiers.tiers.testing.servers import S3Server, moto_server
 from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import use_credentials
+from tests.s3_clients import set_s3_options, use_credentials
+from tests.tier_limits import tier_limits
 from tests.tiers.server.hostile_store import HeldStore
 from tests.waiting import wait_for
 
@@ -42,19 +43,12 @@ S3_KEYS: dict[str, tuple[Any, str]] = {
     "prefix": ("a/b", "prefix"),
     "endpoint_url": ("https://minio:9000", "endpoint_url"),
     "region": ("eu-west-1", "region"),
-    "addressing_style": ("path", "addressing_style"),
     "profile": ("kv", "profile"),
-    "role_arn": ("arn:aws:iam::123456789012:role/kv", "role_arn"),
     "ca_bundle": ("/etc/ca.pem", "ca_bundle"),
-    "verify": (False, "verify"),
     "allow_insecure": (True, "allow_insecure"),
     "sse": ("AES256", "sse"),
     "storage_class": ("STANDARD_IA", "storage_class"),
-    "checksum": ("none", "checksum"),
-    "request_timeout": (33.0, "request_timeout_s"),
-    "connect_timeout": (3.0, "connect_timeout_s"),
-    "retries": (1, "retries"),
-    "client": ("boto3", "client"),
+    "job_deadline_s": (33.0, "request_timeout_s"),
     "n_read_threads": (64, "max_connections"),
 }
 
@@ -67,18 +61,20 @@ def test_every_s3_key_reaches_the_store(key: str) -> None:
     assert isinstance(changed, S3TierConfig)
     arrived = getattr(changed.store_options(), field)
     assert arrived != getattr(plain.store_options(), field)
-    if key != "n_read_threads":
+    if key == "job_deadline_s":
+        assert arrived == 22.0
+    elif key != "n_read_threads":
         assert arrived == value
 
 
 def test_kms_key_reaches_the_store() -> None:
-    tier = parse_tier({"type": "s3", "bucket": "kv-tests", "sse": "aws:kms", "sse_kms_key_id": "alias/kv"})
+    tier = parse_tier({"type": "s3", "bucket": "kv-tests", "sse": "alias/kv"})
     assert isinstance(tier, S3TierConfig)
-    assert tier.store_options().sse_kms_key_id == "alias/kv"
+    assert (tier.store_options().encryption, tier.store_options().kms_key) == ("aws:kms", "alias/kv")
 
 
 def test_no_option_of_the_s3_store_is_left_out() -> None:
-    told = {field for _, field in S3_KEYS.values()} | {"sse_kms_key_id"}
+    told = {field for _, field in S3_KEYS.values()} | {"retries", "client"}
     assert told == set(S3Options.__dataclass_fields__)
 
 
@@ -89,9 +85,8 @@ def test_no_option_of_the_s3_store_is_left_out() -> None:
         ({"bucket": "x"}, "bucket"),
         ({"bucket": "kv-tests", "endpoint_url": "http://10.0.0.1:9000"}, "endpoint_url"),
         ({"bucket": "kv-tests", "endpoint_url": "https://user:secret@host"}, "endpoint_url"),
-        ({"bucket": "kv-tests", "sse_kms_key_id": "k"}, "sse_kms_key_id"),
+        ({"bucket": "kv-tests", "sse": "aes-256"}, "sse"),
         ({"bucket": "kv-tests", "prefix": "/a"}, "prefix"),
-        ({"bucket": "kv-tests", "client": "curl"}, "client"),
         ({"bucket": "kv-tests", "access_key": "AKIA"}, "access_key"),
     ],
 )
@@ -185,8 +180,11 @@ def test_a_bound_has_room_for_blocks(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("client", ["obstore", "boto3"])
-def test_s3_tier(s3: dict[str, Any], region: np.ndarray[Any, Any], client: str) -> None:
-    tier = S3TierManager(FakeSpec(), region.data, "s3", **s3, prefix=client, client=client)
+def test_s3_tier(
+    s3: dict[str, Any], region: np.ndarray[Any, Any], client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_s3_options(monkeypatch, client=client)
+    tier = S3TierManager(FakeSpec(), region.data, "s3", **s3, prefix=client)
     try:
         store_and_load(tier, region)
     finally:
@@ -200,14 +198,9 @@ def test_a_wrong_bucket_stops_the_engine_with_one_line(s3: dict[str, Any], regio
 
 
 def test_an_endpoint_that_does_not_answer_does_not(s3: dict[str, Any], region: np.ndarray[Any, Any]) -> None:
-    config = s3 | {"endpoint_url": "http://127.0.0.1:9", "request_timeout": 0.5, "retries": 0}
+    config = s3 | {"endpoint_url": "http://127.0.0.1:9"}
     tier = S3TierManager(FakeSpec(), region.data, "s3", **config)
     tier.shutdown()
-
-
-def test_an_embedded_server_is_the_demos(region: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(ConfigError, match="embedded"):
-        S3TierManager(FakeSpec(), region.data, "s3", bucket="kv-tests", embedded=True)
 
 
 def test_fsspec_tier(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
@@ -330,14 +323,15 @@ def test_tier_whose_store_cannot_be_made_starts_cut_off_and_comes_back(
     options = {"root": str(tmp_path / "root")}
     config = {"type": "store", "module_path": f"{HeldStore.__module__}:make_local", "options": options}
     # On a busy machine a worker takes seconds to start.
-    limits = {"job_deadline_s": 2.0 if how == "hang" else 60.0, "lookup_deadline_s": 60.0, "circuit_probe_s": 0.1}
+    limits = {"job_deadline_s": 2.0 if how == "hang" else 60.0, "lookup_deadline_s": 60.0}
     caplog.set_level("INFO", "kvtiers")
     create = partial(SecondaryTierFactory.create_secondary_tier, {**config, **limits}, view, FakeSpec())
     if how == "ConnectionError":  # as before: an error that says what is wrong refuses the start
         with pytest.raises(StoreConfigError, match="ConnectionError: as told"):
             create()
         return
-    tier: Any = create()
+    with tier_limits(circuit_probe_s=0.1):
+        tier: Any = create()
     try:
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert warning.startswith("tier store: circuit open: it starts without its storage: ")
@@ -372,8 +366,9 @@ def test_namespace_of_tier_with_limit_that_starts_without_its_storage_is_opened_
     file.write_text("SystemExit")
     options = {"root": str(tmp_path / "root")}
     config = {"type": "store", "module_path": f"{HeldStore.__module__}:make_local", "options": options}
-    limits = {"max_bytes": "1GB", "lookup_deadline_s": 60.0, "circuit_probe_s": 0.1}
-    tier: Any = SecondaryTierFactory.create_secondary_tier({**config, **limits}, view, FakeSpec())
+    limits = {"max_bytes": "1GB", "lookup_deadline_s": 60.0}
+    with tier_limits(circuit_probe_s=0.1):
+        tier: Any = SecondaryTierFactory.create_secondary_tier({**config, **limits}, view, FakeSpec())
     try:
         file.unlink()
 

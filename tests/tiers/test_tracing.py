@@ -17,7 +17,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.builtin import FileSystemTierManager
-from kvtiers.tiers.errors import ConfigError
 from tests.identity import FakeSpec, block_key
 
 ROW_BYTES = 4096
@@ -40,7 +39,7 @@ def make_tier(root: Path, **options: Any) -> FileSystemTierManager:
 
 @pytest.fixture
 def tier(tmp_path: Path, spans: InMemorySpanExporter) -> Iterator[FileSystemTierManager]:
-    made = make_tier(tmp_path / "kv", trace=True)
+    made = make_tier(tmp_path / "kv")
     yield made
     made.shutdown()
 
@@ -75,7 +74,7 @@ def test_each_job_is_a_span(tier: FileSystemTierManager, spans: InMemorySpanExpo
 
 
 def test_a_job_that_is_refused_is_a_span_too(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    tier = make_tier(tmp_path / "kv", trace=True)
+    tier = make_tier(tmp_path / "kv")
     tier._circuit.trip("a test")
     run(tier, JobMetadata(1, KEYS, np.array([0, 1, 2], np.int32)), is_load=True)
     tier.shutdown()
@@ -86,14 +85,7 @@ def test_a_job_that_is_refused_is_a_span_too(tmp_path: Path, spans: InMemorySpan
     assert refused.status.description == "failed"
 
 
-def test_by_default_there_are_none(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    tier = make_tier(tmp_path / "kv")
-    run(tier, JobMetadata(1, KEYS, np.array([0, 1, 2], np.int32)), is_load=False)
-    tier.shutdown()
-    assert spans.get_finished_spans() == ()
-
-
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_without_the_library_has_no_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -102,5 +94,7 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"trace: .*\.\[otel\]"):
-        make_tier(tmp_path / "kv", trace=True)
+    tier = make_tier(tmp_path / "kv")
+    run(tier, JobMetadata(1, KEYS, np.array([0, 1, 2], np.int32)), is_load=False)
+    tier.shutdown()
+    assert tier.metrics.value("kvtiers_jobs_total", "disk", "store", "ok") == 1

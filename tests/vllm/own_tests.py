@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.tiering.fs import manager
 
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.tier import KVTiersTier
+from tests.tier_limits import tier_limits
 from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
 
 
@@ -44,10 +45,13 @@ class InItsPlace(KVTiersTier):
             "n_write_threads": n_write_threads,
             "min_free": 0,
             "parallel_agnostic": True,  # as vLLM's own always
-            "absent_ttl_s": 60.0,  # longer than the tests' helper waits for a question that needs no asking
         }
         offloading_spec.extra_config = {}  # their spec is a mock, whose every attribute is true
-        with handing_over(VllmConfig(), kv_cache_config(*(FULL for _ in offloading_spec.config.groups))):
+        with (
+            handing_over(VllmConfig(), kv_cache_config(*(FULL for _ in offloading_spec.config.groups))),
+            # Longer than the tests' helper waits for a question that needs no asking.
+            tier_limits(lookup={"absent_ttl_s": 60.0}),
+        ):
             super().__init__(
                 offloading_spec,
                 primary_kv_view,

@@ -373,7 +373,7 @@ def test_a_buckets_tier_is_its_place_and_is_looked_at_when_the_engine_starts(
 ) -> None:
     use_credentials(monkeypatch)
     with HttpFaultServer() as server:
-        tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url, "request_timeout": 120.0}
+        tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url, "job_deadline_s": 180.0}
         rig, reader = rigs(extra={"tier": tier}), rigs(extra={"tier": tier})
         store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
         request = prompt(TOKENS)
@@ -382,7 +382,7 @@ def test_a_buckets_tier_is_its_place_and_is_looked_at_when_the_engine_starts(
         assert torch.equal(reader.kv[LAYERS[1]][[2, 4, 6, 8]], rig.kv[LAYERS[1]][[3, 7, 1, 9]])
         with pytest.raises(StoreConfigError, match="^bucket: elsewhere does not exist"):
             rigs(extra={"tier": {**tier, "bucket": "elsewhere"}})
-    late = rigs(extra={"tier": {**tier, "request_timeout": 1.0}})  # the server is down
+    late = rigs(extra={"tier": {**tier, "job_deadline_s": 1.5}})  # the server is down
     assert "SharedStorageConnector starts without its storage: endpoint: " in caplog.text
     assert late.matched(prompt(TOKENS)) == (0, False)
 

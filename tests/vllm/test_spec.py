@@ -161,9 +161,10 @@ def test_a_slow_tier_is_closed_in_the_time_that_is_left(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told nothing, it gave waiting stores more time than there was, and was left behind with its threads at work."""
-    fs = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread", "shutdown_s": 60}
+    fs = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread"}
     engine = engines(tiers=[fs])
     (tier,) = (guarded.tier for guarded in engine.manager.tiering._tiers)
+    tier.shutdown_s = 60.0
     given_s = hang_until_cut(tier, monkeypatch)
     context, some = request("store"), keys(2)
     engine.manager.on_new_request(context)

@@ -293,8 +293,9 @@ def test_a_tier_that_ends_in_time_by_itself_is_given_its_limit(
 ) -> None:
     """It gives stores most of it to land. Drained before, it had too little left to end anything."""
     options = on_folder(tmp_path)
-    options["tier"] |= {"isolation": "thread", "shutdown_s": 60}
+    options["tier"] |= {"isolation": "thread"}
     engine = engines("hung", options)
+    engine.tier.tier.shutdown_s = 60.0
     given_s = hang_until_cut(engine.tier.tier, monkeypatch)
     context = request("stores")
     engine.manager.on_new_request(context)

@@ -75,21 +75,17 @@ DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
 }
 
 
-_HASHERS: dict[int, Callable[[], Any]] = {Checksum.XXH3_64: xxhash.xxh3_64, Checksum.XXH3_128: xxhash.xxh3_128}
-
-
 class RunningChecksum:
-    """A payload's checksum, computed piece by piece (see ``tiers.store.SupportsPieces``).
+    """A payload's xxh3_64, which new blocks carry, computed piece by piece (see ``tiers.store.SupportsPieces``).
 
     Args:
         payload_length: bytes of the payload; the bytes after it are ignored.
     """
 
-    def __init__(self, algorithm: Checksum, payload_length: int) -> None:
-        self._algorithm = algorithm
+    def __init__(self, payload_length: int) -> None:
         self._payload_length = payload_length
         self._seen = 0
-        self._hasher = _HASHERS[algorithm]()
+        self._hasher = xxhash.xxh3_64()
 
     def look(self, offset: int, piece: memoryview) -> None:
         """Add the next piece. Offset 0 starts over."""
@@ -103,7 +99,7 @@ class RunningChecksum:
 
     def digest(self, algorithm: int, payload: memoryview) -> bytes:
         """The field's 16 bytes. If the algorithm differs or not all pieces were seen, computed from ``payload``."""
-        if algorithm != self._algorithm or self._seen != payload.nbytes:
+        if algorithm != Checksum.XXH3_64 or self._seen != payload.nbytes:
             return DIGESTS[algorithm](payload)
         # Little-endian, as in DIGESTS; xxhash's own digest() is big-endian.
         return bytes(self._hasher.digest()[::-1]).ljust(16, b"\0")
@@ -117,7 +113,6 @@ class Seal:
     Args:
         fingerprint: SHA-256 of the namespace's canonical JSON fields, 32 bytes.
         rank: the rank whose bytes the blocks hold.
-        checksum: algorithm for new blocks; reading accepts every supported algorithm.
         writer_id: 16 bytes that identify this writer in its trailers; random by default.
         clock_ns: returns Unix time in nanoseconds.
     """
@@ -125,6 +120,7 @@ class Seal:
     #: The payload is stored unchanged, so its trailer can be created while the payload is written.
     stores_as_is = True
     _authentication: int = Authentication.NONE
+    _checksum: int = Checksum.XXH3_64  # of new blocks; reading accepts every algorithm of DIGESTS
     _key_id = 0
 
     def __init__(
@@ -132,18 +128,14 @@ class Seal:
         fingerprint: bytes,
         rank: int,
         *,
-        checksum: Checksum = Checksum.XXH3_64,
         writer_id: bytes | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         writer_id = os.urandom(16) if writer_id is None else writer_id
         if len(fingerprint) != 32 or len(writer_id) != 16:
             raise ValueError("fingerprint must have 32 bytes and writer_id 16")
-        if checksum not in DIGESTS:
-            raise ValueError(f"checksum {checksum!r} is not supported; accepted: {sorted(DIGESTS)}")
         self._fingerprint = fingerprint
         self._rank = rank
-        self._checksum = checksum
         self._writer_id = writer_id
         self._clock_ns = clock_ns
 
@@ -155,13 +147,12 @@ class Seal:
         return {
             "fingerprint": self._fingerprint.hex(),
             "rank": self._rank,
-            "checksum": int(self._checksum),
             "writer_id": self._writer_id.hex(),
         }
 
     def running_checksum(self, payload: memoryview) -> RunningChecksum:
         """Start the checksum of a payload that is moved in pieces."""
-        return RunningChecksum(self._checksum, payload.nbytes)
+        return RunningChecksum(payload.nbytes)
 
     def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:
         """Create the trailer for a payload.

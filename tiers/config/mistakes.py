@@ -46,7 +46,26 @@ _REMOVED = {
     "gc_every_s": "the collector lists a little at a time, at a pace of its own. Leave it out",
     "task_bytes": "jobs are divided by what their blocks cost. Leave it out",
     "lookup_threads": "each process of a tier answers lookups on a thread of its own. Leave it out",
-}
+    "seal_checksum": "new blocks carry xxh3_64, and blocks with xxh3_128 are still read. Leave it out",
+    "trace": "a process that exports OpenTelemetry spans has them of every tier. Leave it out",
+    **dict.fromkeys(
+        (
+            "jobs_max", "max_bytes_in_flight", "lookup_total_s", "present_ttl_s", "absent_ttl_s", "lookup_cache_keys",
+            "circuit_failures", "circuit_probe_s", "shutdown_s", "n_threads_max", "worker_memory", "connect_timeout",
+            "retries",
+        ),
+        "one value fits every deployment, and is a constant now. Leave it out",
+    ),
+    "request_timeout": "it is two thirds of job_deadline_s. Leave it out, or change job_deadline_s",
+    "client": "boto3 is used by itself wherever obstore cannot be. Leave it out",
+    "checksum": "crc64nvme is sent, and payloads are signed where a server refuses it. Leave it out",
+    "sse_kms_key_id": "write sse: with the key's ARN or id, which means aws:kms",
+    "addressing_style": "the bucket is part of the host on AWS and where endpoint_url has it before its host, else of "
+    "the path. Leave it out, or write endpoint_url: https://BUCKET.HOST for virtual",
+    "role_arn": "write the role into a profile of ~/.aws/config (role_arn, source_profile), and profile: its name",
+    "verify": "certificates are always verified; write the server's certificate authority into ca_bundle",
+    "embedded": "only the demo has such a server; it starts it for endpoint_url: https://kvtiers-demo.invalid",
+}  # fmt: skip
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"

@@ -6,11 +6,13 @@ The store's module is imported here, not at the top, so that a process loads onl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from ..errors import ConfigError
 from ..plain_logs import get_logger
 from ..store import Store
+from ..stores.s3.options import S3Options
 from .tier_options import (
     FsspecTierConfig,
     FsTierConfig,
@@ -23,10 +25,11 @@ from .tier_options import (
 
 logger = get_logger(__name__)
 
-C = TypeVar("C", bound=TierConfig)
+#: A function that makes a store, and its keyword arguments.
+Recipe = tuple[Callable[..., Store], dict[str, Any]]
 
 
-def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, Any]]:
+def store_recipe(config: TierConfig) -> Recipe:
     """The store's class (or a function that makes the store) and its keyword arguments.
 
     Raises:
@@ -48,8 +51,6 @@ def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, An
     if isinstance(config, S3TierConfig):
         from ..stores.s3.store import S3Store
 
-        if config.embedded:
-            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
         return S3Store, {"options": config.store_options()}
     if isinstance(config, FsspecTierConfig):
         from ..stores.fsspec import FsspecStore
@@ -63,7 +64,7 @@ def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, An
     raise ConfigError(f"{config.type!r} is not a type with a built-in store", field="type")
 
 
-def for_engine(config: C, name: str = "", why: str = "") -> C:
+def for_engine(recipe: Recipe, name: str = "", why: str = "") -> Recipe:
     """Replace obstore with boto3 for a store in the engine's own process, so that a server cannot abort the engine.
 
     obstore allocates the size in a response's Content-Length header, and aborts its process if the allocation fails.
@@ -73,24 +74,25 @@ def for_engine(config: C, name: str = "", why: str = "") -> C:
         name: prefix of the warning, such as the tier's name; "": the warning was logged before.
         why: why the store runs in this process, for the warning.
     """
-    if not isinstance(config, S3TierConfig) or config.client != "obstore":
-        return config
+    make_store, arguments = recipe
+    s3 = arguments.get("options")
+    if not isinstance(s3, S3Options):
+        return recipe
     if name:
         logger.warning(
             "%s: using boto3 instead of obstore, at a higher CPU cost: in the engine's own process (%s) a server's "
-            "response could make obstore abort the engine. Set isolation: process where worker processes are possible, "
-            "or client: boto3",
+            "response could make obstore abort the engine. Set isolation: process where worker processes are possible",
             name,
             why,
         )
-    return config.model_copy(update={"client": "boto3"})
+    return make_store, arguments | {"options": replace(s3, client="boto3")}
 
 
 def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:
     return {"root_dir": config.root_dir, "read_only": config.read_only, "min_free_bytes": config.min_free}
 
 
-def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[Callable[..., Store], dict[str, Any]]:
+def tool_recipe(config: TierConfig, *, read_only: bool = False) -> Recipe:
     """Like ``store_recipe``, for tools.
 
     The store has no reserve of free space, because a tool that frees space must not be refused for lack of it.

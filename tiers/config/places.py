@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from ..stores.files.mounts import follow_links
 from ..stores.fsspec_driver import LOCAL
+from ..stores.s3.options import without_bucket
 from .tier_options import (
     AnyTierConfig,
     FsspecTierConfig,
@@ -63,7 +64,8 @@ def place_of(tier: AnyTierConfig) -> TierPlace | None:
             "root_dir", "files", frozenset((_spelled(tier.root_dir), _spelled(follow_links(tier.root_dir))))
         )
     if isinstance(tier, S3TierConfig):
-        storage = ("s3", "embedded" if tier.embedded else _server(tier.endpoint_url or _endpoint_of_environment()))
+        endpoint, _ = without_bucket(tier.endpoint_url or _endpoint_of_environment(), tier.bucket)
+        storage = ("s3", _server(endpoint))
         path = "/".join(filter(None, (tier.bucket, tier.prefix.strip("/"))))
         return TierPlace("prefix" if tier.prefix else "bucket", storage, frozenset((path,)))
     if isinstance(tier, FsspecTierConfig):

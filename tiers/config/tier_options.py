@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -25,7 +25,7 @@ from pydantic import (
 from ..blocks.keyring import KEY_BYTES, KEY_VARIABLES
 from ..capacity.policy import CapacityPolicy
 from ..errors import HIDDEN, ConfigError, public_url
-from ..stores.s3.options import TIMEOUT_S_MAX, S3Options
+from ..stores.s3.options import S3Options
 from .values import (
     AbsolutePath,
     DurationIn,
@@ -35,11 +35,12 @@ from .values import (
     SizeIn,
     absolute,
     matching,
-    show_duration,
 )
 from .variables import AS_WRITTEN, escape, expand
 
 MAX_BYTES_MIN = 1 << 20
+REQUEST_SHARE = 2 / 3  # of job_deadline_s, for one request to S3 with its retries: the job's other work takes time, too
+CONNECTIONS_MAX = 1024  # of a client to S3; each takes a descriptor
 MIN_FREE = (
     "Free space the tier leaves on the file system. When it is reached, stores are dropped until the collector has "
     "removed the least recently used blocks."
@@ -60,8 +61,6 @@ def _reject_key(value: object) -> object:
 
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
-SecondsOrZero = Annotated[float, DurationIn(0, 86_400)]
-RequestSeconds = Annotated[float, DurationIn(0, TIMEOUT_S_MAX, above=True)]
 
 
 def default_threads() -> int:
@@ -110,8 +109,14 @@ def _as_written(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class TierConfig(Model):
-    """Options of every built-in tier."""
+    """Options of every built-in tier.
 
+    Attributes:
+        absent_ttl_s: how long the answer "absent" to a lookup is cached. Short, because another replica may store the
+            block; longer where asking costs more.
+    """
+
+    absent_ttl_s: ClassVar[float] = 1.0
     type: str = Field(description="Tier type.")
     name: Annotated[str, matching(r"^[A-Za-z0-9._-]{1,64}$", "1 to 64 letters, digits, '.', '_' and '-'")] | None = (
         Field(None, description="Label in metrics and logs. Default: the type, with a number if the type occurs twice.")
@@ -121,38 +126,11 @@ class TierConfig(Model):
     children: Annotated[int, Field(ge=1, le=64)] = Field(
         2, description="Processes that do the tier's I/O. More than two help only on a machine of many cores."
     )
-    trace: bool = Field(False, description="Emit an OpenTelemetry span per job (`pip install '.[otel]'`).")
-    jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        1024, description="Maximum number of jobs in flight; further stores are dropped and counted."
-    )
-    max_bytes_in_flight: Annotated[int, SizeIn(1)] = Field(
-        8 << 30, description="Maximum payload of the jobs in flight; further stores are dropped and counted."
-    )
     lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
-    lookup_total_s: Seconds = Field(
-        15.0,
-        description="How long a request waits for its lookups while the storage keeps answering. After that it uses "
-        "the prefix found so far.",
-    )
-    present_ttl_s: Seconds = Field(60.0, description="How long a lookup's answer 'present' is cached.")
-    absent_ttl_s: SecondsOrZero = Field(1.0, description="How long a lookup's answer 'absent' is cached.")
-    lookup_cache_keys: Annotated[int, Field(ge=1, le=100_000_000)] = Field(
-        262_144, description="Maximum number of cached lookup answers."
-    )
-    seal_checksum: Literal["xxh3_64", "xxh3_128"] = Field("xxh3_64", description="Checksum in the seal of new blocks.")
     job_deadline_s: Seconds = Field(
         10.0,
         description="Blocks of a job fail if their transfer has not begun after this time. A single task that takes "
         "longer cuts the tier off.",
-    )
-    circuit_failures: Annotated[int, Field(ge=1, le=1000)] = Field(
-        3, description="Number of consecutive failures that cut the tier off."
-    )
-    circuit_probe_s: Seconds = Field(
-        5.0, description="How often a tier that was cut off is probed to see whether it works again."
-    )
-    shutdown_s: Annotated[float, DurationIn(0, 60)] = Field(
-        4.0, description="How long shutdown waits for running jobs. vLLM kills its engine process after 5 s."
     )
     isolation: Literal["auto", "thread", "process"] = Field(
         "thread",
@@ -199,16 +177,6 @@ class TierConfig(Model):
             KEY_VARIABLES.add(self.keys_env)
         if not given and self.encrypt != "none":
             raise ConfigError(f"{self.encrypt} needs keys; give keys_file or keys_env", field="encrypt")
-
-    def contradictions(self) -> Iterator[tuple[str, str, str]]:
-        """Options that have no effect, or not the intended one, because of another: (field, message, fix) each."""
-        if self.lookup_total_s < self.lookup_deadline_s:
-            yield (
-                "lookup_total_s",
-                f"{show_duration(self.lookup_total_s)} is less than lookup_deadline_s = "
-                f"{show_duration(self.lookup_deadline_s)}, which then has no effect",
-                f"write at least {show_duration(self.lookup_deadline_s)}, or lower lookup_deadline_s",
-            )
 
 
 class BoundedTierConfig(TierConfig):
@@ -277,6 +245,8 @@ class FsTierConfig(BoundedTierConfig):
 class NfsTierConfig(BoundedTierConfig):
     """Blocks as files on an NFS mount shared by several hosts, all with the same UID. Untested on CephFS and Lustre."""
 
+    # Without the mount option lookupcache=pos, the NFS client itself caches it for about 30 s.
+    absent_ttl_s: ClassVar[float] = 5.0
     type: Literal["nfs"] = "nfs"
     root_dir: Folder = Field(description="Folder on the mount; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description=MIN_FREE)
@@ -286,11 +256,6 @@ class NfsTierConfig(BoundedTierConfig):
         "the region, else thread, which is safe only on mounts whose I/O times out by itself (soft, softerr).",
     )
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
-    absent_ttl_s: SecondsOrZero = Field(
-        5.0,
-        description="How long a lookup's answer 'absent' is cached. Without the mount option lookupcache=pos, the NFS "
-        "client itself caches it for about 30 s.",
-    )
 
 
 class MemoryTierConfig(TierConfig):
@@ -312,21 +277,13 @@ class MemoryTierConfig(TierConfig):
 class NetworkTierConfig(BoundedTierConfig):
     """Options of every tier that mostly waits for a network, and therefore uses many threads and long batches."""
 
+    absent_ttl_s: ClassVar[float] = 5.0
     n_read_threads: Threads = Field(
         32, description="Concurrent load requests, 8 in the engine's own process. Fewer if blocks are large."
     )
     n_write_threads: Threads = Field(
         32, description="Concurrent store requests, 8 in the engine's own process. Fewer if blocks are large."
     )
-    worker_memory: Annotated[int, SizeIn(64 << 20)] = Field(
-        512 << 20,
-        description="Memory limit of a worker process, not counting the memory for its blocks and cores. A worker that "
-        "exceeds it (a server's response may be endless) is killed and replaced.",
-    )
-    absent_ttl_s: SecondsOrZero = Field(5.0, description="How long a lookup's answer 'absent' is cached.")
-
-    def contradictions(self) -> Iterator[tuple[str, str, str]]:
-        yield from super().contradictions()
 
 
 def _reject_bucket_url(value: object) -> object:
@@ -346,44 +303,30 @@ class S3TierConfig(NetworkTierConfig):
         description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
         "the region, else thread. With thread, the client is always boto3.",
     )
-    job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, to leave time for retries.")
+    job_deadline_s: Seconds = Field(
+        15.0, description="As for every tier. A request, with its retries, may take two thirds of it."
+    )
     lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
     bucket: Annotated[str, BeforeValidator(_reject_bucket_url)] = Field(
         json_schema_extra={"x-accepted": "a bucket's name"},
-        description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3.",
+        description="Bucket; must exist.",
     )
     prefix: str = Field("", description="Folder inside the bucket.")
-    endpoint_url: str | None = Field(None, description="Endpoint of an S3 other than AWS, such as https://minio:9000.")
-    region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
-    addressing_style: Literal["auto", "path", "virtual"] = Field(
-        "auto", description="path: endpoint/bucket/key. virtual: bucket.endpoint/key. auto: virtual on AWS, else path."
+    endpoint_url: str | None = Field(
+        None,
+        description="Endpoint of an S3 other than AWS, such as https://minio:9000. For a server that wants buckets in "
+        "the host name (Alibaba OSS, Tencent COS), write the bucket before the host: https://BUCKET.HOST.",
     )
+    region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
     profile: str | None = Field(None, description="Profile in ~/.aws/config.")
-    role_arn: str | None = Field(None, description="Role to assume.")
     ca_bundle: AbsolutePath | None = Field(
         None, description="PEM file of CA certificates to trust besides the system's. Default: AWS_CA_BUNDLE."
     )
-    verify: bool = Field(True, description="Verify the server's certificate.")
     allow_insecure: bool = Field(False, description="Allow http:// endpoints on other hosts.")
-    sse: Literal["AES256", "aws:kms"] | None = Field(None, description="Server-side encryption of new blocks.")
-    sse_kms_key_id: str | None = Field(None, description="KMS key for sse: aws:kms.")
+    sse: Annotated[str, Field(json_schema_extra={"x-accepted": "AES256, aws:kms, or a KMS key's ARN or id"})] | None = (
+        Field(None, description="Server-side encryption of new blocks: AES256, aws:kms, or the KMS key for aws:kms.")
+    )
     storage_class: str | None = Field(None, description="Storage class of new blocks, such as STANDARD_IA.")
-    checksum: Literal["crc64nvme", "crc32c", "sha256", "none"] = Field(
-        "crc64nvme",
-        description="Checksum that the server verifies. If an S3 clone rejects it, the client falls back once. none: "
-        "the payload's SHA-256 is signed instead, which doubles the CPU time of a put.",
-    )
-    request_timeout: RequestSeconds = Field(10.0, description="Seconds for an operation, including its retries.")
-    connect_timeout: RequestSeconds = Field(
-        2.0, description="Seconds to connect. obstore divides them among the host's addresses."
-    )
-    retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Retries after 5xx, 429 or a connection reset.")
-    client: Literal["obstore", "boto3"] = Field(
-        "obstore",
-        description="obstore: fast, in Rust. boto3: where policy allows only AWS's own client; always through a proxy.",
-    )
-
-    embedded: bool = Field(False, description="Only for kvtiers demo: start an S3 server for this tier.")
 
     def store_options(self) -> S3Options:
         """The options of the store.
@@ -391,30 +334,16 @@ class S3TierConfig(NetworkTierConfig):
         Raises:
             ConfigError: a value is invalid.
         """
-        names = (option.name for option in fields(S3Options))
-        own = {name: getattr(self, name) for name in names if name in S3TierConfig.model_fields}
+        own = {option.name: getattr(self, option.name) for option in fields(S3Options) if hasattr(self, option.name)}
         return S3Options(
             **own,
-            request_timeout_s=self.request_timeout,
-            connect_timeout_s=self.connect_timeout,
-            max_connections=min(1024, self.n_read_threads + self.n_write_threads + 64),
+            request_timeout_s=REQUEST_SHARE * self.job_deadline_s,
+            max_connections=min(CONNECTIONS_MAX, self.n_read_threads + self.n_write_threads + 64),
         )
 
     def check(self) -> None:
         super().check()
         self.store_options()
-
-    def contradictions(self) -> Iterator[tuple[str, str, str]]:
-        yield from super().contradictions()
-        for shorter, longer in (("connect_timeout", "request_timeout"), ("request_timeout", "job_deadline_s")):
-            limit = getattr(self, longer)
-            if getattr(self, shorter) > limit:
-                yield (
-                    shorter,
-                    f"{show_duration(getattr(self, shorter))} is more than {longer} = {show_duration(limit)}, which "
-                    "ends the operation first",
-                    f"write at most {show_duration(limit)}, or raise {longer}",
-                )
 
 
 def _check_url(url: str, info: ValidationInfo) -> str:

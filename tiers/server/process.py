@@ -30,7 +30,7 @@ from typing import Any, Final
 from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
 from ..blocks.rows import Rows
-from ..blocks.seal import Checksum, Seal
+from ..blocks.seal import Seal
 from ..frames import TAG_BYTES, Seats, Work
 from ..loaded_code import OWN_CODE
 from ..plain_logs import get_logger
@@ -286,12 +286,10 @@ def _prepare(server: Server, mapping: mmap.mmap) -> None:
 def seal_from_json(fields: dict[str, Any]) -> Seal:
     """The inverse of ``Seal.to_json``. Imports cryptography only if the seal has keys."""
     identity = bytes.fromhex(fields["fingerprint"]), fields["rank"]
-    options: dict[str, Any] = {
-        "checksum": Checksum(fields["checksum"]),
-        "writer_id": bytes.fromhex(fields["writer_id"]),
-    }
+    writer_id = bytes.fromhex(fields["writer_id"])
     if "keys" not in fields:
-        return Seal(*identity, **options)
+        return Seal(*identity, writer_id=writer_id)
     from ..blocks.protected_seal import GcmSeal
 
-    return GcmSeal(*identity, keys={number: bytes.fromhex(key) for number, key in fields["keys"]}, **options)
+    keys = {number: bytes.fromhex(key) for number, key in fields["keys"]}
+    return GcmSeal(*identity, keys=keys, writer_id=writer_id)

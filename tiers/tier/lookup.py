@@ -34,6 +34,7 @@ TURN_SHARE = 0.25  # share of deadline_s that a turn should take; after a turn o
 TURN_KEYS_FIRST = 32  # until the storage's speed is known
 TURN_GROWTH = 4
 LATENCY_SHARE = 0.75  # if half the keys still take more than this share of the time, the storage is far, not slow
+TOTAL_S = 15.0  # a request's wait while the storage keeps answering; computing a long prompt takes as long
 REQUESTS_MAX = 65_536  # requests remembered; only an engine that never reports a request's end reaches this limit
 
 
@@ -66,7 +67,7 @@ class LookupOptions:
 
     probes_max: int = 4
     deadline_s: float = 0.2
-    total_s: float = 15.0
+    total_s: float = TOTAL_S
     present_ttl_s: float = 60.0
     absent_ttl_s: float = 1.0
     keys_max: int = 262_144

@@ -21,7 +21,7 @@ from ..blocks.batches import Batch
 from ..blocks.file_mapper import FileMapper, strict_fields
 from ..blocks.keys import OffloadKey, make_offload_key
 from ..blocks.rows import Rows
-from ..blocks.seal import TRAILER_BYTES, Checksum, Seal
+from ..blocks.seal import TRAILER_BYTES, Seal
 from ..errors import QueueFullError, StoreTimeoutError, StoreUnavailableError
 from ..frames import Work
 from ..metrics import Metrics
@@ -56,7 +56,6 @@ class TierOptions:
     Attributes:
         name: label in metrics and logs; None: the tier's type.
         jobs_max, max_bytes_in_flight: a store job beyond these limits fails at once (D4).
-        checksum: for new blocks.
         make_seal: called with the arguments of ``Seal``; may return a Seal that authenticates or encrypts.
         job_deadline_s: a block that has not started to move this long after its job was submitted fails (L3). A task
             that runs for longer cuts the tier off.
@@ -71,7 +70,6 @@ class TierOptions:
     name: str | None = None
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
-    checksum: Checksum = Checksum.XXH3_64
     make_seal: Callable[..., Seal] = Seal
     job_deadline_s: float = 10.0
     circuit_failures: int = 3
@@ -177,7 +175,7 @@ class StoreTierManager(SecondaryTierManager):
         self._clock = clock
         self._warned: set[str] = set()
         self._say_at = float("-inf")  # when the next text of a server may be logged
-        seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
+        seal = options.make_seal(mapper.fingerprint, mapper.rank)
         backend = make_backend(Work(self.name, mapper, seal, options.read_only), self._rows)
         self.store: Any = backend.store
         self._channel = Channel(

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ....tiers.capacity.records import PREFIXES_FOLDER
-from ....tiers.config.open_store import for_engine, open_store
+from ....tiers.config.open_store import for_engine, store_recipe
 from ....tiers.config.tier_options import (
     BoundedTierConfig,
     FsspecTierConfig,
@@ -33,7 +33,8 @@ def files_for(place: BoundedTierConfig) -> Files:
         StoreError: an fsspec driver could not connect.
     """
     if isinstance(place, S3TierConfig):
-        store: Any = open_store(for_engine(place, "prefixes", "they have no worker processes"))
+        make_store, arguments = for_engine(store_recipe(place), "prefixes", "they have no worker processes")
+        store: Any = make_store(**arguments)
         return BucketFiles(store, min(THREADS_MAX, max(place.n_read_threads, place.n_write_threads)))
     if isinstance(place, FsspecTierConfig):
         return FsspecFiles(place.url, place.storage_options)

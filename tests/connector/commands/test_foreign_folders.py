@@ -165,7 +165,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
         from kvtiers.tiers.config.open_store import open_store
         from kvtiers.tiers.config.tier_options import S3TierConfig
 
-        store = open_store(S3TierConfig(type="s3", bucket="shared", client="boto3"))
+        store = open_store(S3TierConfig(type="s3", bucket="shared"))
         assert isinstance(store, S3Store)
         yield store
         store.close()
@@ -179,7 +179,7 @@ def test_bucket_with_foreign_objects_is_refused_until_kvtiers_has_written_to_it(
     for key in others:
         client.put_object(Bucket="shared", Key=key, Body=b"{}")
     config = tmp_path / "c.yaml"
-    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: s3, bucket: shared, client: boto3, ttl: 7d}\n")
+    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: s3, bucket: shared, ttl: 7d}\n")
     for command in (("gc",), ("gc", "--lifecycle"), ("verify", "--repair")):
         code, out = run(command[0], str(config), *command[1:])
         assert (code, "is not a storage of kvtiers" in out) == (2, True)

@@ -227,17 +227,6 @@ def test_which_tier(root: Path) -> None:
     assert "no tier that commands can read: Mine is not a tier type of kvtiers" in out
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "gc", "verify", "warm", "migrate", "bench"])
-def test_a_storage_that_only_the_demo_has_is_refused(command: str, tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    tiers = f"- {{type: fs, root_dir: {tmp_path}/kv}}\n- {{type: s3, bucket: bucket, embedded: true}}\n"
-    config.write_text(f"region: {{size: 4MiB}}\ntiers:\n{tiers}")
-    code, out = run(command, str(config))
-    assert code == 2
-    assert not (tmp_path / "kv").exists()
-    assert "embedded: only kvtiers demo has such a server" in out
-
-
 def test_a_storage_that_fails(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     code, out = run("du", write_config(tmp_path / "kv"))

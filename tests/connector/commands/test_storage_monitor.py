@@ -30,7 +30,7 @@ from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import moto_server
 from tests.connector.commands.test_frame import CLI
 from tests.connector.commands.test_storage_commands import run, write_tiers
-from tests.s3_clients import use_credentials
+from tests.s3_clients import set_s3_options, use_credentials
 from tests.waiting import wait_for
 
 
@@ -227,7 +227,8 @@ def test_watching_leaves_nothing_in_a_root(tmp_path: Path) -> None:
 def test_a_bucket_that_is_gone_is_down(client: Literal["obstore", "boto3"], monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as server:
         use_credentials(monkeypatch, server)
-        config = S3TierConfig(bucket="kvbucket", endpoint_url=server.endpoint_url, region="us-east-1", client=client)
+        set_s3_options(monkeypatch, client=client)
+        config = S3TierConfig(bucket="kvbucket", endpoint_url=server.endpoint_url, region="us-east-1")
         server.client().create_bucket(Bucket="kvbucket")
         tier = WatchedTier("s3", config)
         assert tier.probe().error == ""
@@ -265,7 +266,6 @@ def test_memory_and_foreign_tiers_cannot_be_watched(tmp_path: Path) -> None:
     tiers = [
         {"type": "memory"},
         {"type": "Other", "module_path": "elsewhere"},
-        {"type": "s3", "bucket": "kvb", "embedded": True},
         {"type": "fs", "root_dir": str(tmp_path), "name": "disk"},
     ]
     config = parse_config({"region": {"size": "1MiB"}, "tiers": tiers})

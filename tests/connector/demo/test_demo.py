@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvtiers.connector.demo.embedded_s3 import start_embedded_s3
+from kvtiers.connector.demo.embedded_s3 import DEMO_ENDPOINT, start_embedded_s3
 from kvtiers.connector.demo.model import find_model, load_model
 from kvtiers.connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
 from kvtiers.connector.demo.run import DemoOptions, _Bars, _read_document, run_demo
@@ -166,7 +166,7 @@ def test_the_servers_clients_are_kept_from_proxies_and_profiles(monkeypatch: pyt
     monkeypatch.setenv("no_proxy", "example.com")
     before = dict(os.environ)
     with contextlib.ExitStack() as cleanup:
-        tier = {"type": "s3", "bucket": "blocks", "embedded": True}
+        tier = {"type": "s3", "bucket": "blocks", "endpoint_url": DEMO_ENDPOINT}
         deployment = start_embedded_s3({"tiers": [tier]}, cleanup)  # asks the server for its bucket
         assert deployment["tiers"][0]["endpoint_url"].startswith("http://127.0.0.1:")
         assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.com,127.0.0.1"

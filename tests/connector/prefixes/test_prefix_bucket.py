@@ -19,7 +19,7 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
-from tests.s3_clients import use_credentials
+from tests.s3_clients import set_s3_options, use_credentials
 from tests.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFaultServer]:
 
 def place_at(server: HttpFaultServer, **options: Any) -> BoundedTierConfig:
     tier = {"type": "s3", "bucket": "bucket", "prefix": "kv", "endpoint_url": server.endpoint_url}
-    patient = {"request_timeout": 120.0}  # requests are counted: none is to be made again on a busy machine
+    patient = {"job_deadline_s": 180.0}  # requests are counted: none is to be made again on a busy machine
     return shared_place({"tier": tier | patient | options})
 
 
@@ -64,9 +64,12 @@ def names(server: HttpFaultServer) -> list[str]:
 
 
 @pytest.mark.parametrize("client", ["obstore", "boto3"])
-def test_what_was_published_is_loaded_whole_and_in_order(server: HttpFaultServer, client: str) -> None:
+def test_what_was_published_is_loaded_whole_and_in_order(
+    server: HttpFaultServer, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashes, layers = hashes_of(1, 2, 3), layers_of(3)
-    store = store_at(server, client=client, storage_class="STANDARD_IA", sse="AES256")
+    set_s3_options(monkeypatch, client=client)
+    store = store_at(server, storage_class="STANDARD_IA", sse="AES256")
     assert store.publish(hashes, layers)
     puts = server.requests("PUT")
     assert len(puts) == len(LAYERS) + 1
@@ -133,8 +136,11 @@ def test_reads_that_a_close_has_cancelled_say_so(server: HttpFaultServer) -> Non
     ("fault", "which"),
     [(Fault.ACCESS_DENIED, LAYERS[0]), (Fault.QUOTA, LAYERS[20]), (Fault.RESET_BEFORE, ".json")],
 )
-def test_a_publication_that_fails_leaves_nothing(server: HttpFaultServer, fault: Fault, which: str) -> None:
-    store, hashes = store_at(server, retries=0), hashes_of(1, 2)
+def test_a_publication_that_fails_leaves_nothing(
+    server: HttpFaultServer, fault: Fault, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_s3_options(monkeypatch, retries=0)
+    store, hashes = store_at(server), hashes_of(1, 2)
     # A put that is denied is made again with a signed payload, and then without a checksum.
     times = 3 if fault is Fault.ACCESS_DENIED else 1
     server.inject(fault, methods=("PUT",), path_contains=which, times=times)
@@ -174,8 +180,11 @@ def test_damage_is_a_miss_and_the_next_store_heals_it(server: HttpFaultServer, d
     store.close()
 
 
-def test_a_server_that_fails_for_a_while_costs_a_miss_and_no_chunk(server: HttpFaultServer) -> None:
-    store, hashes = store_at(server, retries=0), hashes_of(1, 2)
+def test_a_server_that_fails_for_a_while_costs_a_miss_and_no_chunk(
+    server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_s3_options(monkeypatch, retries=0)
+    store, hashes = store_at(server), hashes_of(1, 2)
     assert store.publish(hashes, layers_of(2))
     before = names(server)
     (chunk,) = store.match(hashes)

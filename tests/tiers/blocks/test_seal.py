@@ -45,18 +45,23 @@ def test_golden_block_is_still_read_and_still_written() -> None:
     assert writer.trailer(SEALED_KEY, memoryview(payload)) == tail
 
 
-@pytest.mark.parametrize("checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
-def test_round_trip(checksum: Checksum) -> None:
-    made = seal(checksum=checksum)
+class WideSeal(Seal):
+    """Writes blocks as an earlier version could; they are still read."""
+
+    _checksum = Checksum.XXH3_128
+
+
+@pytest.mark.parametrize("make_seal", [Seal, WideSeal])
+def test_round_trip(make_seal: type[Seal]) -> None:
+    made = make_seal(FINGERPRINT, 2)
     tail = made.trailer(KEY, memoryview(PAYLOAD))
     assert len(tail) == TRAILER_BYTES
     seal().verify(KEY, memoryview(PAYLOAD), tail)
     seal().verify(KEY, memoryview(PAYLOAD), bytearray(tail))
 
 
-@pytest.mark.parametrize("checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
-@pytest.mark.parametrize("reader_checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
-def test_piece_by_piece_is_the_same(checksum: Checksum, reader_checksum: Checksum) -> None:
+@pytest.mark.parametrize("make_seal", [Seal, WideSeal])
+def test_piece_by_piece_is_the_same(make_seal: type[Seal]) -> None:
     payload = memoryview(PAYLOAD)
 
     def looked(by: Seal, data: memoryview, last: int) -> RunningChecksum:
@@ -67,7 +72,7 @@ def test_piece_by_piece_is_the_same(checksum: Checksum, reader_checksum: Checksu
         running.look(len(payload), memoryview(b"a trailer"))
         return running
 
-    writer, reader = seal(checksum=checksum, clock_ns=lambda: 1), seal(checksum=reader_checksum)
+    writer, reader = make_seal(FINGERPRINT, 2, clock_ns=lambda: 1), seal()
     whole = len(payload)
     tail = writer.trailer(KEY, payload)
     assert writer.trailer(KEY, payload, looked(writer, payload, whole)) == tail
@@ -221,6 +226,6 @@ def test_what_the_format_cannot_hold_is_refused(payload_bytes: int, hash_bytes: 
 
 
 def test_bad_identity_is_refused() -> None:
-    for bad in ({"fingerprint": b"short"}, {"writer_id": b"x"}, {"checksum": Checksum.CRC64NVME}):
-        with pytest.raises(ValueError, match="must have|not supported"):
+    for bad in ({"fingerprint": b"short"}, {"writer_id": b"x"}):
+        with pytest.raises(ValueError, match="must have"):
             seal(**bad)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtiers.tiers.blocks.seal import Checksum
 from kvtiers.tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
 from kvtiers.tiers.config.deployment import json_schema, load_config, parse_config, parse_tier
 from kvtiers.tiers.config.tier_options import (
@@ -218,14 +217,6 @@ S3 = {"type": "s3", "bucket": "bucket"}
         (
             {"region": REGION, "tiers": [FS, FS | {"n_threads": 1}]},
             "tiers[1].n_threads: is not a known key; did you mean n_read_threads?",
-        ),
-        (
-            {"region": REGION, "tiers": [S3 | {"request_timeout": 7200}]},
-            "tiers[0].request_timeout: 7200 is not accepted",
-        ),
-        (
-            {"region": REGION, "tiers": [S3 | {"connect_timeout": 7200}]},
-            "tiers[0].connect_timeout: 7200 is not accepted",
         ),
         (
             {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
@@ -605,8 +596,8 @@ def test_a_region_that_holds_nothing_is_named(size: int) -> None:
 
 
 def test_sizes_that_stop_a_tier_are_named() -> None:
-    with pytest.raises(ConfigError, match="max_bytes_in_flight: 0 is not accepted"):
-        parse_tier({**FS, "max_bytes_in_flight": 0})
+    with pytest.raises(ConfigError, match="max_bytes: 0 is not accepted"):
+        parse_tier({"type": "memory", "max_bytes": 0})
 
 
 def test_models_are_frozen() -> None:
@@ -638,7 +629,7 @@ PLACES = {
         {"max_bites": "3GiB"},
         {"max_bytes": "3 Gigs"},
         {"isolation": "nonsense"},
-        {"max_bytes_in_flight": 1.5},
+        {"n_read_threads": 1.5},
         {"type": ["fs"]},
         {"module_path": ""},
     ],
@@ -687,20 +678,8 @@ def test_json_schema_takes_the_texts_that_are_read(text: str) -> None:
 #: Every key that all tiers share, with a value that is not its default, and where it must arrive.
 SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
     "name": ("far", "name", "far"),
-    "n_read_threads": (7, "n_read_threads", 7),
-    "n_write_threads": (9, "n_write_threads", 9),
-    "jobs_max": (5, "jobs_max", 5),
-    "max_bytes_in_flight": ("1GiB", "max_bytes_in_flight", 1 << 30),
     "lookup_deadline_s": (0.7, "lookup.deadline_s", 0.7),
-    "lookup_total_s": (7, "lookup.total_s", 7),
-    "present_ttl_s": (3.0, "lookup.present_ttl_s", 3.0),
-    "absent_ttl_s": (4.0, "lookup.absent_ttl_s", 4.0),
-    "lookup_cache_keys": (99, "lookup.keys_max", 99),
-    "seal_checksum": ("xxh3_128", "checksum", Checksum.XXH3_128),
     "job_deadline_s": (33.0, "job_deadline_s", 33.0),
-    "circuit_failures": (8, "circuit_failures", 8),
-    "circuit_probe_s": (9.0, "circuit_probe_s", 9.0),
-    "shutdown_s": (1.5, "shutdown_s", 1.5),
 }
 
 
@@ -717,10 +696,26 @@ def test_every_shared_key_arrives(key: str) -> None:
     assert arrived != default
 
 
+def test_request_waits_for_lookups_at_least_as_long_as_storage_may_be_silent() -> None:
+    totals = [_tier_options(MemoryTierConfig(lookup_deadline_s=seconds)).lookup.total_s for seconds in (1.0, 60.0)]
+    assert totals == [15.0, 60.0]
+
+
 def test_no_shared_key_is_forgotten() -> None:
     # type chooses the model; the others have tests of their own
-    elsewhere = {"type", "children", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env", "trace"}
+    elsewhere = {"type", "children", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env"}
+    elsewhere |= {"n_read_threads", "n_write_threads"}
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
+
+
+def test_tiers_have_few_options() -> None:
+    """An option is there only if a user knows a reason to set it."""
+    counts = {tier_type: len(model.model_fields) for tier_type, model in TIER_MODELS.items()}
+    names = {name for model in TIER_MODELS.values() for name in model.model_fields}
+    print(len(names), "options in all;", counts)
+    assert len(names) <= 34
+    assert counts["s3"] <= 24
+    assert counts["fs"] <= 18
 
 
 def test_parallel_agnostic_key() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config, parse_config, parse_tier
-from kvtiers.tiers.config.mistakes import _schema_at, _schema_of
+from kvtiers.tiers.config.mistakes import _REMOVED, _schema_at, _schema_of
 from kvtiers.tiers.config.tier_options import TIER_MODELS
 from kvtiers.tiers.config.values import parse_duration, parse_size, show_duration, show_size
 from kvtiers.tiers.config.variables import escape, expand
@@ -56,7 +56,7 @@ def told_of(tier: dict[str, Any]) -> str:
             {"region": REGION, "tiers": [FS | {"size": "1GiB"}]},
             "tiers[0].size: is not a known key; did you mean max_bytes?",
         ),
-        ({"region": REGION, "tiers": [FS | {"zzz": 1}]}, "tiers[0].zzz: is not a known key; accepted: absent_"),
+        ({"region": REGION, "tiers": [FS | {"zzz": 1}]}, "tiers[0].zzz: is not a known key; accepted: children"),
         ({"region": REGION, "tiers": [FS | {"bucket": "b"}]}, "bucket: is not a known key here; it belongs to"),
         (
             {"region": REGION, "eviction_policy": "lru"},
@@ -186,17 +186,23 @@ def test_a_duration_is_corrected_in_its_own_unit() -> None:
             parse_duration(outside)
 
 
+@pytest.mark.parametrize("name", _REMOVED)
+@pytest.mark.parametrize("tier", [FS, S3], ids=["fs", "s3"])
+def test_removed_option_is_told_what_became_of_it(tier: dict[str, Any], name: str) -> None:
+    assert told_of(tier | {name: 1}) == f"{name}: was removed: {_REMOVED[name]}"
+
+
 def test_a_value_out_of_range_is_told_the_fields_range() -> None:
     assert told_of(FS | {"job_deadline_s": "2d"}) == (
         "job_deadline_s: '2d' is not accepted; write a duration above 0s, up to 1d"
     )
     assert told_of(FS | {"ttl": "500ms"}) == "ttl: '500ms' is not accepted; write a duration from 1s to 36500d, or null"
     assert (
-        told_of(FS | {"max_bytes_in_flight": -1})
-        == "max_bytes_in_flight: -1 is not accepted; write a size from 1 to 1024PiB"
+        told_of({"type": "memory", "max_bytes": -1})
+        == "max_bytes: -1 is not accepted; write a size from 1 to 1024PiB, or null"
     )
     assert told_of(FS | {"gc_low": 2}).startswith("gc_low: was removed: the collector finds its marks")
-    assert told_of(S3 | {"retries": "x"}) == "retries: 'x' is not accepted; write a whole number from 0 to 20"
+    assert told_of(S3 | {"children": "x"}) == "children: 'x' is not accepted; write a whole number from 1 to 64"
 
 
 @given(st.integers(0, 1 << 60))
@@ -463,15 +469,18 @@ GOOD: list[dict[str, Any]] = [
         "identity": {"ignore": ["VLLM_X"]},
         "tiers": [
             FS | {"name": "near", "max_bytes": "10GiB", "ttl": "7d", "read_only": False, "encrypt": "none"},
-            S3 | {"region": "us-east-1", "request_timeout": "5s", "retries": 2, "verify": True, "checksum": "sha256"},
+            S3 | {"region": "us-east-1", "job_deadline_s": "5s", "allow_insecure": True, "sse": "AES256"},
         ],
     },
-    {"region": {"size": 4096}, "tiers": [{"type": "nfs", "root_dir": "/mnt/kv", "min_free": "1GiB", "shutdown_s": 3}]},
-    {"region": {"size": "1MiB"}, "tiers": [{"type": "memory", "trace": False, "lookup_deadline_s": "200ms"}]},
+    {
+        "region": {"size": 4096},
+        "tiers": [{"type": "nfs", "root_dir": "/mnt/kv", "min_free": "1GiB", "job_deadline_s": 3}],
+    },
+    {"region": {"size": "1MiB"}, "tiers": [{"type": "memory", "lookup_deadline_s": "200ms"}]},
     {
         "region": {"size": "1GiB"},
         "tiers": [
-            {"type": "fsspec", "url": "gs://b/kv", "storage_options": {"project": "p"}, "worker_memory": "1GiB"},
+            {"type": "fsspec", "url": "gs://b/kv", "storage_options": {"project": "p"}, "max_bytes": "1GiB"},
             {"type": "store", "module_path": "my_stores", "options": {"path": "/x"}, "isolation": "auto"},
         ],
     },

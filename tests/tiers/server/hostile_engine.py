@@ -16,26 +16,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from tests.identity import FakeSpec, block_key
+from tests.tier_limits import tier_limits
 
 BLOCKS = 4
 NEVER_S = 240.0  # far beyond any deadline of the tier's
 
 
 def main() -> None:
-    """Serve standard input until it ends. The argument is JSON: ``tier``, ``row_bytes`` and ``maps``."""
+    """Serve standard input until it ends. The argument is JSON: ``tier``, ``s3``, ``row_bytes`` and ``maps``."""
     config = json.loads(sys.argv[1])
+    if "s3" in config:
+        from tests.s3_clients import set_s3_options  # here, because it imports boto3
+
+        set_s3_options(pytest.MonkeyPatch(), **config["s3"])
     changes: list[str] = []  # of the C library's environment, which other threads may be reading
     for name in ("putenv", "unsetenv"):
         setattr(os, name, lambda *arguments, name=name: changes.append(f"{name} {arguments[0]!r}"))
     row_bytes = config["row_bytes"]
     flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if config["maps"] else mmap.MAP_PRIVATE)
     rows: Any = np.frombuffer(mmap.mmap(-1, BLOCKS * row_bytes, flags), np.uint8).reshape(BLOCKS, row_bytes)
-    tier: Any = SecondaryTierFactory.create_secondary_tier(config["tier"], memoryview(rows), FakeSpec())
+    builtin.WORKER_BYTES = 64 << 20
+    with tier_limits(circuit_probe_s=0.1):
+        tier: Any = SecondaryTierFactory.create_secondary_tier(config["tier"], memoryview(rows), FakeSpec())
     keys = [block_key(i) for i in range(BLOCKS)]
     jobs = iter(range(1, 1_000_000))
 

@@ -32,6 +32,7 @@ from tests.identity import FakeSpec
 from tests.leaks import open_fds
 from tests.processes import is_gone
 from tests.promises import Record
+from tests.tier_limits import tier_limits
 from tests.tiers.server.process_bench import COUNT, DEADLINE_S, KEYS, ROW_BYTES, ROWS, SEATS, Bench
 from tests.waiting import PATIENT, wait_for
 
@@ -165,8 +166,9 @@ def kill_at_random(tmp_path: Path, kills: int) -> int:
     dice = random.Random(5)
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
     rows = np.asarray(view)
-    options: dict[str, Any] = {**PATIENT, "circuit_probe_s": 0.001, "max_bytes_in_flight": 1 << 30}
-    tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), min_free=0, **options)
+    with tier_limits(circuit_probe_s=0.001):
+        options: dict[str, Any] = {"min_free": 0, **PATIENT}
+        tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), **options)
     free = list(range(ROWS))
     content = np.random.default_rng(2).integers(-128, 128, (COUNT, ROW_BYTES), np.int8)
     under_way: dict[int, tuple[bool, list[OffloadKey], list[int]]] = {}

@@ -18,6 +18,7 @@ from kvtiers.tiers.testing.faults import start_child, wait_child
 from tests.files import files_below
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
+from tests.tier_limits import tier_limits
 
 NUM_KEYS, ROW_BYTES = 16, 16 << 10
 PROCESSES, SECONDS = 8, 60.0
@@ -28,8 +29,9 @@ CONTENT = np.random.default_rng(5).integers(-128, 128, (NUM_KEYS, ROW_BYTES), np
 def engine(root: Path, seed: int, until: float, note: Path) -> None:
     """Stores and loads some of the blocks, again and again."""
     rows = np.zeros((NUM_KEYS, ROW_BYTES), np.int8)
-    options = {"type": "fs", "root_dir": str(root), "min_free": 0, "job_deadline_s": 60.0, "circuit_failures": 1000}
-    tier = SecondaryTierFactory.create_secondary_tier(options, rows.data, FakeSpec())
+    options = {"type": "fs", "root_dir": str(root), "min_free": 0, "job_deadline_s": 60.0}
+    with tier_limits(circuit_failures=1000):
+        tier = SecondaryTierFactory.create_secondary_tier(options, rows.data, FakeSpec())
     choices = random.Random(seed)
     jobs = loaded = 0
     while time.monotonic() < until:

@@ -23,7 +23,7 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import S3Server, SeaweedServer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import use_credentials
+from tests.s3_clients import set_s3_options, use_credentials
 from tests.tiers.tier.test_store_tier import Bench as StoreBench
 from tests.waiting import PATIENT
 
@@ -246,7 +246,8 @@ def test_with_credentials_that_may_only_read(
     use_credentials(monkeypatch, seaweed.s3)
     bucket = f"kv-reader-{client}"
     seaweed.s3.client().create_bucket(Bucket=bucket)
-    bench = Bench(type="s3", bucket=bucket, endpoint_url=seaweed.s3.endpoint_url, client=client)
+    set_s3_options(monkeypatch, client=client)
+    bench = Bench(type="s3", bucket=bucket, endpoint_url=seaweed.s3.endpoint_url)
     try:
         stored = bench.fill(1)
         assert bench.run(bench.tier(), KEYS, is_load=False).success

@@ -39,7 +39,7 @@ from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import CONFIG, FakeSpec, block_key
 from tests.promises import Record
-from tests.s3_clients import CLIENTS, use_credentials
+from tests.s3_clients import CLIENTS, set_s3_options, use_credentials
 
 ROWS, ROW_BYTES, PAGE_BYTES = 32, 8192, 4096
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
@@ -229,7 +229,8 @@ def rig(
     use_credentials(monkeypatch)
     with HttpFaultServer() as server:
         client = way.rpartition(" ")[2] if ", by " in way else "obstore"
-        config |= {"bucket": "bucket", "endpoint_url": server.endpoint_url, "client": client, "request_timeout": 60.0}
+        set_s3_options(monkeypatch, client=client, request_timeout_s=60.0)
+        config |= {"bucket": "bucket", "endpoint_url": server.endpoint_url}
         made = Rig(config, server=server)
         yield made
         made.close()

@@ -120,7 +120,7 @@ class Attempts:
             # A Rust panic in obstore, in a thread or task. Its class cannot be imported; one is not an Exception.
             if type(e).__name__ not in ("PanicException", "RustPanic"):
                 raise
-            raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
+            raise StoreConfigError("obstore cannot make this request; isolation: thread uses boto3 instead") from None
         finally:
             process.slots.put(None)
 

@@ -1,4 +1,4 @@
-"""Boto3Client: S3's data plane on AWS's own client, for sites that permit no other client, and for forked processes.
+"""Boto3Client: S3's data plane on AWS's own client, where obstore cannot be used: see ``ProcessClients``.
 
 It gives the same guarantees as ObstoreClient at two to six times the CPU:
 
@@ -7,7 +7,7 @@ It gives the same guarantees as ObstoreClient at two to six times the CPU:
   botocore's own ``readinto`` reads into a new bytes object and copies that, at half the speed.
 - boto3's timeouts are per socket call, so a server that trickles bytes never triggers them. ``BoundedHttp`` ends late
   requests, and a watchdog in this module ends late bodies.
-- Checksums other than SHA-256 come from awscrt, as in botocore itself.
+- CRC-64/NVME comes from awscrt, as in botocore itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from ..watchdog import Watchdog
 from .boto_errors import BOTO_ERRORS, is_from_s3
 from .direct import fill
 from .errors import connection_error, deadline_error, missing_header, without_absence
-from .options import S3Options
 from .put_form import PutForm
 from .session import S3Session
 
@@ -46,7 +45,7 @@ class Boto3Client:
     Only the watchdog has state, under a lock. Keys are the objects' whole names. Methods raise only StoreError.
 
     Raises:
-        StoreConfigError: the checksum needs awscrt, which is not installed.
+        StoreConfigError: awscrt, which computes the checksum, is not installed.
     """
 
     def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,14 +53,14 @@ class Boto3Client:
         self._client = session.client
         self._options = session.options
         self._clock = clock
-        self._checksum = _checksum(session.options)
-        self._unsigned = session.client if self._checksum is None else session.make_client(sign_payload=False)
+        self._checksum = _crc64nvme()
+        self._unsigned = session.make_client(sign_payload=False)
         self._watchdog = Watchdog(session.options.attempt_timeout_s, clock)
         self._put_arguments: dict[str, Any] = {
             name: value
             for name, value in (
-                ("ServerSideEncryption", session.options.sse),
-                ("SSEKMSKeyId", session.options.sse_kms_key_id),
+                ("ServerSideEncryption", session.options.encryption),
+                ("SSEKMSKeyId", session.options.kms_key),
                 ("StorageClass", session.options.storage_class),
             )
             if value is not None
@@ -218,30 +217,20 @@ def _shut(response: Any) -> None:
         pass  # the response completed at this very moment
 
 
-def _checksum(options: S3Options) -> tuple[str, Callable[[Sequence[memoryview]], bytes]] | None:
-    """The name of put_object's checksum argument and a function for its value. None: the payload is signed instead."""
-    if options.checksum == "none":
-        return None
-    if options.checksum == "sha256":
-        return _SHA256
+def _crc64nvme() -> tuple[str, Callable[[Sequence[memoryview]], bytes]]:
+    """The name of put_object's checksum argument and a function for its value."""
     try:
         checksums = importlib.import_module("awscrt.checksums")
     except ImportError:
-        raise StoreConfigError(
-            f"checksum: {options.checksum} with client: boto3 needs awscrt: pip install awscrt, or set sha256"
-        ) from None
-    name, step, width = {
-        "crc32c": ("ChecksumCRC32C", checksums.crc32c, 4),
-        "crc64nvme": ("ChecksumCRC64NVME", checksums.crc64nvme, 8),
-    }[options.checksum]
+        raise StoreConfigError("boto3 needs awscrt for checksums: pip install awscrt") from None
 
     def compute(parts: Sequence[memoryview]) -> bytes:
         value = 0
         for part in parts:
-            value = step(part, value)
-        return int(value).to_bytes(width, "big")
+            value = checksums.crc64nvme(part, value)
+        return int(value).to_bytes(8, "big")
 
-    return name, compute
+    return "ChecksumCRC64NVME", compute
 
 
 def _sha256(parts: Sequence[memoryview]) -> bytes:

@@ -61,10 +61,8 @@ class BotoConfig:
                 variables[name] = (key, set_ones or None, default, convert)
         return BoundedBotocoreSession(http, session_vars=variables, profile=self._given)
 
-    def may_ask_others(self, role_arn: str | None) -> bool:
+    def may_ask_others(self) -> bool:
         """Whether the credential chain may start programs or ask servers; False if variables or files hold the keys."""
-        if role_arn is not None:
-            return True
         if self._given is None and all(
             os.environ.get(name) for name in (EnvProvider.ACCESS_KEY, EnvProvider.SECRET_KEY)
         ):

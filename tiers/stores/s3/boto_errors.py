@@ -162,7 +162,7 @@ def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: 
     """Our exception for an STS or SSO error. A code that S3 does not have means that the role may not be assumed."""
     if error.operation_name.startswith("AssumeRole"):
         source = "STS"
-        refused = "secret: STS does not let these credentials assume role_arn"
+        refused = "secret: STS does not let these credentials assume the role of the profile"
     else:
         source = f"{error.operation_name} of boto3's credential chain"
         refused = f"secret: {source} was refused; correct the profile's account and role, or run aws sso login"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final, Protocol
 
-from ...errors import StoreError, StoreTimeoutError
+from ...errors import StoreConfigError, StoreError, StoreTimeoutError
 from ...plain_logs import get_logger
 from ...store import Look
 from ..watchdog import begin
@@ -125,7 +125,7 @@ class ProcessClients:
         try:
             error = made.exception(wait_s)
         except TimeoutError:
-            if not BotoConfig(self._options.profile).may_ask_others(self._options.role_arn):
+            if not BotoConfig(self._options.profile).may_ask_others():
                 raise StoreTimeoutError(
                     f"the S3 clients were not made within {wait_s:.3g} s; is this machine busy?"
                 ) from None
@@ -165,16 +165,19 @@ class ProcessClients:
         return Clients(session, control, self._make_data(session))
 
     def _make_data(self, session: S3Session) -> DataPlane:
-        if self._options.client == "obstore" and session.proxy is None:
+        bucket = self._options.bucket
+        # AWS reserves the suffix for directory buckets, which have endpoints of their own.
+        if self._options.client == "obstore" and session.proxy is None and not bucket.endswith("--x-s3"):
             # Imported only where it is used: never in an engine's own process, whose environment it changes for a
             # moment.
             from .obstore_client import ObstoreClient, usable
 
-            if usable():
+            try:
+                if not usable():
+                    raise StoreConfigError("obstore cannot be used in a forked process")
                 return ObstoreClient(session, clock=self._clock)
-            logger.warning(
-                "bucket %s: obstore cannot be used in a forked process; using boto3 instead", self._options.bucket
-            )
+            except StoreConfigError as e:
+                logger.warning("bucket %s: %s; using boto3 instead", bucket, e)
         return Boto3Client(session, clock=self._clock)
 
 

@@ -72,7 +72,7 @@ class DirectReader:
         self._name = subdomain + (parts.hostname or "")
         usual_port = 443 if parts.scheme == "https" else 80
         self._port = parts.port or usual_port
-        self._tls = make_context(session.ca_path, verify=self._options.verify) if parts.scheme == "https" else None
+        self._tls = make_context(session.ca_path) if parts.scheme == "https" else None
         # The same header as the other clients send: a proxy may rewrite it, and the signature covers it.
         host = f"[{self._name}]" if ":" in self._name else self._name
         self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
@@ -186,7 +186,7 @@ class DirectReader:
         return None
 
     def _dial(self) -> socket.socket:
-        within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
+        within_s = self._options.connect_timeout_s
         with contextlib.suppress(OSError, ValueError):  # ValueError: the name is too long for IDNA
             addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, address in addresses:

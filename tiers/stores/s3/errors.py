@@ -95,11 +95,9 @@ _KEY_ID = "secret: {endpoint_url} does not know this access key id; correct AWS_
 _TOKEN = "secret: the session token is not valid at this endpoint; correct or unset AWS_SESSION_TOKEN"
 _CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
 _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
-_VIRTUAL = (
-    "addressing_style: {endpoint_url} accepts buckets only as part of the host name; set addressing_style: virtual"
-)
-_KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
-_SSE = "sse: the server cannot encrypt blobs in this way; correct sse and sse_kms_key_id, or give the server a KMS"
+_VIRTUAL = "endpoint: {endpoint_url} accepts buckets only as part of the host name; write {bucket}. before its host"
+_KMS = "secret: the KMS key cannot be used; check sse and grant kms:GenerateDataKey and kms:Decrypt"
+_SSE = "sse: the server cannot encrypt blobs in this way; correct sse, or give the server a KMS"
 _TOO_LARGE = "the blob is larger than the server, or a proxy in front of it, accepts"
 _FORM = "the server does not accept this request"
 
@@ -108,7 +106,7 @@ _OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endp
 _NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
 _IS_AUTHORITY = (
     "endpoint: the certificate of {} is itself a certificate authority's, which obstore does not accept for a server; "
-    "issue a certificate for the server alone (CA:FALSE), or set client: boto3"
+    "issue a certificate for the server alone (CA:FALSE)"
 )
 _OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
 #: Part of a client's error text -> hint.

@@ -59,7 +59,7 @@ from .errors import (
     without_absence,
 )
 from .options import IDLE_S_MAX
-from .put_form import PutForm
+from .put_form import CHECKSUM, PutForm
 from .session import S3Session
 
 _IMPORTED_BY_PID: Final = os.getpid()
@@ -106,8 +106,7 @@ class ObstoreClient:
         self._options = session.options
         self._clock = clock
         self._plain = self._make(None)
-        checksum = session.options.checksum
-        self._checked = self._plain if checksum == "none" else self._make(checksum, signed=False)
+        self._checked = self._make(CHECKSUM, signed=False)
         storage_class = session.options.storage_class
         self._direct = DirectReader(session, clock=clock)
         self._attributes = {"Storage-Class": storage_class} if storage_class else {}
@@ -180,7 +179,6 @@ class ObstoreClient:
         scheme, _, rest = session.endpoint_url.partition("://")
         client: ClientConfig = {
             "allow_http": scheme == "http",
-            "allow_invalid_certificates": not options.verify,
             "connect_timeout": timedelta(seconds=options.connect_timeout_s),
             "timeout": timedelta(seconds=options.attempt_timeout_s),
             "pool_max_idle_per_host": str(options.max_connections),
@@ -203,10 +201,10 @@ class ObstoreClient:
         }
         if checksum is not None:
             config["checksum_algorithm"] = checksum
-        if options.sse is not None:
-            config["server_side_encryption"] = options.sse
-        if options.sse_kms_key_id is not None:
-            config["sse_kms_key_id"] = options.sse_kms_key_id
+        if options.encryption is not None:
+            config["server_side_encryption"] = options.encryption
+        if options.kms_key is not None:
+            config["sse_kms_key_id"] = options.kms_key
         try:
             with hidden_from_obstore():
                 return ObstoreS3(
@@ -219,7 +217,7 @@ class ObstoreClient:
         except (BaseError, ValueError):
             is_tls = scheme == "https"
             what = f"ca_bundle: a certificate of {session.ca_path}" if is_tls else "endpoint: this configuration"
-            raise StoreConfigError(f"{what} is not accepted by obstore; set client: boto3") from None
+            raise StoreConfigError(f"{what} is not accepted by obstore") from None
 
     def _size_of(self, found: ObjectMeta) -> int:
         if found["e_tag"] is None:  # a web page with status 200, not from S3

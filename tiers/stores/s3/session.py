@@ -25,9 +25,7 @@ from botocore import exceptions as boto_errors
 from botocore.config import Config
 from botocore.credentials import (
     Credentials,
-    DeferredRefreshableCredentials,
     ReadOnlyCredentials,
-    create_assume_role_refresher,
 )
 from botocore.httpsession import get_cert_path
 
@@ -41,7 +39,7 @@ from .boto_config import BotoConfig
 from .boto_errors import translate, translate_chain
 from .boto_http import BoundedHttp
 from .errors import CredentialsLateError, Place
-from .options import IDLE_S_MAX, S3Options, check_endpoint
+from .options import IDLE_S_MAX, S3Options, check_endpoint, without_bucket
 from .proxies import check_proxy, name_proxy, proxy_of
 
 DEFAULT_REGION = "us-east-1"
@@ -74,6 +72,8 @@ class S3Session:
         cap_chatty_loggers()
         self.options = options
         self._proxies: dict[str, str] | None = None
+        self._endpoint_url = options.endpoint_url
+        self._bucket_in_host = False
         self._http = BoundedHttp(options.attempt_timeout_s)
         # For error messages. Until the client is made, only the options are known.
         source = BotoConfig(options.profile)
@@ -83,10 +83,10 @@ class S3Session:
             self._session = boto3.Session(botocore_session=botocore_session)
             self.region = options.region or self._session.region_name or DEFAULT_REGION
             source.check_region(self.region)
+            botocore_session.set_config_variable("region", self.region)  # for STS, where the profile assumes a role
             chain = self._find_credentials(botocore_session)
             if chain is not None:
-                if options.role_arn is None:
-                    source.refuse_mfa(botocore_session, chain)
+                source.refuse_mfa(botocore_session, chain)
                 self._credentials = ChainCredentials(
                     chain, self._translate_chain, options.attempt_timeout_s, check=source.check
                 )
@@ -105,18 +105,23 @@ class S3Session:
             raise StoreConfigError(source.explain_endpoint()) from None
         if chain is None:
             raise self.translate(boto_errors.NoCredentialsError())
-        self.endpoint_url: str = self.client.meta.endpoint_url
+        # The first client knows the endpoint, which the environment or the profile may give.
+        self.endpoint_url, self._bucket_in_host = without_bucket(self.client.meta.endpoint_url, options.bucket)
         self.place = replace(self.place, region=self.region, endpoint_url=self.endpoint_url)
         try:
-            check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
+            check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure)
         except ConfigError as e:  # S3Options checked its own field; this may come from the environment or profile
             raise StoreConfigError(f"endpoint: {e}") from None
         self.proxy = proxy_of(self.endpoint_url)
         if self.proxy is not None:
             check_proxy(self.proxy)
             self.place = replace(self.place, proxy=name_proxy(self.proxy))
-        if getproxies():  # the first client, made to learn the endpoint, has read them in its own way
+        proxies = getproxies()
+        if proxies:  # the first client has read them in its own way
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
+        if self._bucket_in_host:
+            self._endpoint_url = self.endpoint_url
+        if proxies or self._bucket_in_host:
             self.client = self.make_client()
         #: Why the data plane got no credentials. obstore passes on the provider's exception only as text.
         self.credentials_error: StoreError | None = None
@@ -130,8 +135,8 @@ class S3Session:
     @property
     def virtual_host(self) -> bool:
         """Whether objects are addressed as bucket.endpoint/key."""
-        style = self.options.addressing_style
-        return style == "virtual" or (style == "auto" and self.is_aws and "." not in self.options.bucket)
+        # No wildcard certificate covers a bucket's name with dots.
+        return self._bucket_in_host or (self.is_aws and "." not in self.options.bucket)
 
     def credentials(self) -> S3Credential:
         """Credentials that are valid for some minutes; obstore's ``credential_provider``."""
@@ -151,12 +156,16 @@ class S3Session:
     def make_client(self, *, sign_payload: bool = True) -> Any:
         """Make a boto3 client. ``sign_payload``: the signature covers the payload's SHA-256, otherwise its checksum."""
         options = self.options
-        style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
+        # auto: as in virtual_host, virtual on AWS and path elsewhere.
+        style = {
+            "addressing_style": "virtual" if self._bucket_in_host else "auto",
+            "payload_signing_enabled": sign_payload,
+        }
         client = self._session.client(
             "s3",
             region_name=self.region,
-            endpoint_url=options.endpoint_url,
-            verify=self.ca_path if options.verify else False,
+            endpoint_url=self._endpoint_url,
+            verify=self.ca_path,
             config=Config(
                 connect_timeout=options.connect_timeout_s,
                 read_timeout=options.attempt_timeout_s,
@@ -196,22 +205,6 @@ class S3Session:
                 connect_timeout=options.connect_timeout_s, read_timeout=options.attempt_timeout_s, retries=_ONE_ATTEMPT
             )
         )
-        if options.role_arn is not None:
-            chain = self._find_credentials(session)
-            if chain is not None:
-                source.refuse_mfa(session, chain)
-                if not hasattr(chain, "refresh_needed"):  # static credentials; others are fetched when STS needs them
-                    source.check(chain.get_frozen_credentials(), chain.method)
-            session.register_component("credential_provider", _Fixed(chain))
-            region = options.region or session.get_config_variable("region") or DEFAULT_REGION
-            source.check_region(region)
-            sts = session.create_client("sts", region_name=region)
-            refresh = create_assume_role_refresher(
-                sts, {"RoleArn": options.role_arn, "RoleSessionName": f"kvtiers-{int(time.time())}"}
-            )
-            session = source.make_session(self._http)
-            assumed = DeferredRefreshableCredentials(refresh_using=refresh, method="assume-role")
-            session.register_component("credential_provider", _Fixed(assumed))
         return session
 
     def _find_credentials(self, session: botocore.session.Session) -> Any:
@@ -239,10 +232,10 @@ def _read_ca_bundle(path: str) -> bytes:
 class _Fixed:
     """A credential chain that always returns the given credentials."""
 
-    def __init__(self, credentials: Credentials | None) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
 
-    def load_credentials(self) -> Credentials | None:
+    def load_credentials(self) -> Credentials:
         return self._credentials
 
 

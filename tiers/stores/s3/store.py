@@ -101,7 +101,7 @@ class S3Store(Store):
     ) -> None:
         self.options = options
         self._clock = clock
-        self._ways = PutWays(options.checksum, clock)
+        self._ways = PutWays(clock)
         self._without_batches = Detour(clock)
         self._without_head = Detour(clock)
         self._lookups = Lookups(
@@ -280,8 +280,8 @@ class S3Store(Store):
 
     @property
     def checksum_refused(self) -> bool:
-        """Whether the server has refused puts because of their ``checksum``; payloads have been signed since."""
-        return self.options.checksum != "none" and self._ways.first_form is not PutForm.CHECKED
+        """Whether the server has refused puts because of their checksum; payloads have been signed since."""
+        return self._ways.first_form is not PutForm.CHECKED
 
     def folders(self) -> list[str]:
         """List the first components of all keys, with one request per 1,000 of them.
@@ -388,10 +388,9 @@ class S3Store(Store):
         return True
 
     def _note_accepted(self, way: PutWay, refusals: Mapping[PutWay, StoreError]) -> None:
-        before = self._ways.first_form if refusals else way.form
         form_changed, condition_dropped = self._ways.accepted(way, refusals)
         if form_changed:
-            logger.warning("%r: %s", self, describe_refusal(before, way.form, self.options.checksum))
+            logger.warning("%r: %s", self, describe_refusal(way.form))
         if condition_dropped and self.capabilities.exclusive_create:
             self.capabilities = replace(self.capabilities, exclusive_create=False)
             logger.warning("%r: the server refuses If-None-Match; each put first checks for the object", self)

@@ -18,16 +18,9 @@ def set_trust(context: ssl.SSLContext) -> None:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
 
 
-def make_context(ca_path: str, *, verify: bool) -> ssl.SSLContext:
-    """A context that trusts the system's certificate authorities and those of a file.
-
-    Args:
-        verify: False accepts any certificate.
-    """
+def make_context(ca_path: str) -> ssl.SSLContext:
+    """A context that trusts the system's certificate authorities and those of a file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     set_trust(context)
     context.load_verify_locations(ca_path)
-    if not verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
     return context

@@ -468,7 +468,7 @@ def test_many_keys_are_moved_by_as_many_threads_as_can_be_had(
 def test_boto3_uses_no_connection_that_was_idle_for_long(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, idle_s_max: float
 ) -> None:
-    """The control plane's, and those of ``client: boto3``."""
+    """Those of the control plane, and of boto3."""
     monkeypatch.setattr("kvtiers.tiers.stores.s3.session.IDLE_S_MAX", idle_s_max)
     for _ in range(3):
         list(stored.keys())

@@ -12,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvtiers.tiers.config.deployment import parse_tier
-from kvtiers.tiers.config.open_store import for_engine
+from kvtiers.tiers.config.open_store import for_engine, store_recipe
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.testing.hostile import Hostile
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
@@ -25,7 +26,7 @@ from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 
 ENGINE_BYTES_MAX = 400 << 20  # an engine in order takes 120 MiB
-WORKER_BYTES_MAX = 500 << 20  # 64 MiB of worker_memory, what a worker starts with, and obstore's threads
+WORKER_BYTES_MAX = 500 << 20  # 64 MiB that it may allocate, what a worker starts with, and obstore's threads
 JOB_DEADLINE_S = 8.0
 IN_TIME_S = 2 * JOB_DEADLINE_S + 120  # on a busy machine; without a deadline there is no end
 KINDS = ("load", "store", "lookup")
@@ -68,17 +69,13 @@ def engine(url: str, client: str, row_bytes: int, isolation: str, maps: bool) ->
         "type": "s3",
         "bucket": "bucket",
         "endpoint_url": url,
-        "client": client,
         "isolation": isolation,
         "n_read_threads": 2,
         "n_write_threads": 2,
-        "worker_memory": "64MiB",
-        "request_timeout": 1.0,
-        "retries": 1,
         "job_deadline_s": JOB_DEADLINE_S,
-        "circuit_probe_s": 0.1,
     }
-    config = json.dumps({"tier": tier, "row_bytes": row_bytes, "maps": maps})
+    s3 = {"client": client, "request_timeout_s": 1.0, "retries": 1}
+    config = json.dumps({"tier": tier, "s3": s3, "row_bytes": row_bytes, "maps": maps})
     command = [sys.executable, "-m", "tests.tiers.server.hostile_engine", config]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -116,13 +113,12 @@ def test_a_hostile_server_takes_neither_memory_nor_life(
         assert peak["worker"] < WORKER_BYTES_MAX
 
 
-@pytest.mark.parametrize("client", ["obstore", "boto3"])
-def test_obstore_is_not_used_in_the_engines_own_process(client: str, caplog: pytest.LogCaptureFixture) -> None:
-    config = parse_tier({"type": "s3", "bucket": "bucket", "client": client})
+def test_obstore_is_not_used_in_the_engines_own_process(caplog: pytest.LogCaptureFixture) -> None:
+    config = parse_tier({"type": "s3", "bucket": "bucket"})
     assert isinstance(config, S3TierConfig)
     with caplog.at_level("WARNING"):
-        changed = for_engine(config, "tier s3", "isolation: thread")
-    assert changed == config.model_copy(update={"client": "boto3"})
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (client == "obstore")
-    assert all("isolation: thread" in text and "abort the engine" in text for text in told)
+        _, arguments = for_engine(store_recipe(config), "tier s3", "isolation: thread")
+    assert arguments == {"options": replace(config.store_options(), client="boto3")}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "isolation: thread" in told
+    assert "abort the engine" in told

@@ -122,15 +122,11 @@ def test_unknown_key_id(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> 
     store.close()
 
 
-# Not "none": this server accepts a payload whose SHA-256 is not the signed one.
-@pytest.mark.parametrize("checksum", ["crc64nvme", "sha256", "crc32c"])
-def test_bytes_that_change_on_their_way_are_refused(store: S3Store, checksum: Any) -> None:
+def test_bytes_that_change_on_their_way_are_refused(store: S3Store) -> None:
     """A proxy flips one bit of the payload: the checksum must give it away."""
-    if checksum == "crc32c" and store.options.client == "obstore":
-        pytest.skip("obstore has no crc32c")
     data = make_data(100_000)
     with _flipping_proxy(store.options.endpoint_url or "", data[50_000:50_016]) as url:
-        spoiled = S3Store(replace(store.options, endpoint_url=url, checksum=checksum, retries=0))
+        spoiled = S3Store(replace(store.options, endpoint_url=url, retries=0))
         with pytest.raises(StoreError):
             spoiled.put("a", as_parts(data, 4096))
         spoiled.put("b", as_parts(data[:50_000]))  # what the proxy leaves alone arrives
@@ -183,14 +179,8 @@ def test_virtual_hosts(store: S3Store, seaweed: SeaweedServer, monkeypatch: pyte
     # The server as its own proxy, so that kvtiers.s3.test need not resolve.
     monkeypatch.setenv("HTTP_PROXY", seaweed.s3.endpoint_url)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    virtual = S3Store(
-        replace(
-            store.options,
-            endpoint_url=f"http://{seaweed.DOMAIN}",
-            allow_insecure=True,
-            addressing_style="virtual",
-        )
-    )
+    url = f"http://{store.options.bucket}.{seaweed.DOMAIN}"
+    virtual = S3Store(replace(store.options, endpoint_url=url, allow_insecure=True))
     virtual.put("a", as_parts(b"by host"))
     assert fetch(virtual, "a", 7) == b"by host"
     assert list_keys(virtual) == ["a"]

@@ -20,7 +20,7 @@ from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import as_parts, fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from tests.certificate import make_certificate
-from tests.s3_clients import CLIENTS
+from tests.s3_clients import CLIENTS, set_s3_options
 from tests.tiers.stores.s3.test_s3_config import _credentials as _credentials  # an autouse fixture
 from tests.tiers.stores.s3.test_s3_config import serve_by_tls
 
@@ -65,14 +65,15 @@ def test_nothing_is_written_where_nothing_may_be(options: S3Options, server: Htt
     ("method", "step"), [("PUT", "put"), ("GET", "get"), ("DELETE", "delete")], ids=["put", "get", "delete"]
 )
 def test_step_that_fails_is_named_and_nothing_stays(
-    options: S3Options, server: HttpFaultServer, method: str, step: str
+    options: S3Options, server: HttpFaultServer, method: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.inject(Fault.ACCESS_DENIED, methods=(method,), path_contains=TRIAL_FOLDER)
     store = S3Store(options)
     store.check()
     with pytest.raises(StoreError, match=rf"^secret: these credentials may not do this.*in the trial's {step}"):
         store.try_out(read_only=False)
-    tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url, "client": options.client}
+    tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url}
+    set_s3_options(monkeypatch, client=options.client)
     found = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})).texts("problem")
     assert [problem for problem in found if "these credentials may not do this" in problem]
     if method != "DELETE":
@@ -153,6 +154,6 @@ def test_server_that_wants_virtual_hosts_is_told(options: S3Options, server: Htt
         lambda: store.put("a", as_parts(DATA)),
     ]
     for call in calls:
-        with pytest.raises(StoreConfigError, match=r"^addressing_style: .*set addressing_style: virtual"):
+        with pytest.raises(StoreConfigError, match=r"^endpoint: .*; write bucket\. before its host"):
             call()
     store.close()
