@@ -19,18 +19,28 @@ with contextlib.suppress(ImportError):  # what runs on a GPU has no hypothesis
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
 
-#: Files that take 15 s or more of CPU or of waiting, on two idle cores: begun last, they would leave a core idle.
+#: Files that take 20 s or more of CPU or of waiting, the longest first: begun last, they would leave a core idle.
 LONGEST = (
-    "tiers/stores/s3/test_s3_hostile.py",
-    "soak/test_soak.py",
-    "tiers/tier/test_wrong_bytes.py",
-    "connector/demo/test_demo.py",
-    "tiers/stores/s3/test_s3_store.py",
+    "tiers/capacity/test_collector_process.py",
     "tiers/stores/s3/test_s3_faults.py",
-    "tiers/stores/test_fsspec_store.py",
-    "tiers/stores/files/test_local_crash.py",
-    "tiers/server/test_server_process.py",
+    "tiers/stores/s3/test_s3_store.py",
     "tiers/stores/s3/test_s3_config.py",
+    "tiers/server/test_server_process.py",
+    "tiers/stores/s3/test_s3_hostile.py",
+    "tiers/stores/files/test_fuse.py",
+    "connector/demo/test_demo.py",
+    "connector/commands/test_copy_commands.py",
+    "soak/test_soak.py",
+    "tiers/capacity/test_collector.py",
+    "tiers/tier/test_wrong_bytes.py",
+    "tiers/stores/test_custom_store.py",
+    "tiers/stores/test_fsspec_store.py",
+    "docs/test_writing_a_store.py",
+    "connector/prefixes/test_prefix_bucket.py",
+    "tiers/stores/files/test_local_crash.py",
+    "connector/commands/test_verify_command.py",
+    "connector/prefixes/test_prefix_store.py",
+    "connector/prefixes/test_prefix_limits.py",
     "connector/region/test_region_processes.py",
 )
 

@@ -46,7 +46,7 @@ class WebServer(http.server.ThreadingHTTPServer):
 def serve_folder(folder: Path) -> Iterator[WebServer]:
     """Serve what is in ``folder`` at the server's ``url``."""
     with WebServer(folder) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield server
         finally:

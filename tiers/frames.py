@@ -14,7 +14,7 @@ A frame is two lengths (big-endian u32), the connection's tag, a JSON list, raw 
              ["alive"]                             it serves; blocks are moving
 
 The tag is random, and known to the two ends only. So bytes that a library writes into the socket cannot pass for an
-answer, nor for a part of one. Bytes of blocks are in no frame: they lie in the region.
+answer, nor for a part of one. Frames hold no bytes of blocks, which are in the region.
 
 Deadlines are seconds of the monotonic clock, which all processes of a machine share.
 """
@@ -192,7 +192,7 @@ def decode_batch(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:
     """The inverse of ``encode_batch``.
 
     Raises:
-        ValueError: this is no batch.
+        ValueError: the answer is not a Batch.
     """
     batch = Batch()
     try:
@@ -208,7 +208,7 @@ def decode_batch(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:
         if "succeeded" not in answer:
             batch.succeeded = keys
     except (AttributeError, IndexError, TypeError) as e:
-        raise ValueError(f"this is no batch: {e}") from e
+        raise ValueError(f"the answer is not a Batch: {e}") from e
     return batch
 
 

@@ -81,7 +81,7 @@ class VllmServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
 
     def close(self) -> None:

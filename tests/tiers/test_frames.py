@@ -1,4 +1,4 @@
-"""The frames between the two halves of a tier: what is sent arrives, and what is no frame is refused."""
+"""The frames between the two halves of a tier: each frame arrives as it was sent, and other bytes are rejected."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_frames_arrive_when_cut_at_any_byte() -> None:
     assert [each for byte in stream for each in reader.feed(bytes([byte]))] == sent
 
 
-def test_part_of_a_frame_is_no_frame_yet() -> None:
+def test_incomplete_frame_yields_nothing() -> None:
     stream = pack_frame(TAG, ["alive"], b"raw")
     for length in range(len(stream)):
         assert read(stream[:length]) == []
 
 
 @given(stray=st.binary(min_size=TAG_BYTES + 8))
-def test_bytes_that_are_no_frame_are_refused(stray: bytes) -> None:
+def test_bytes_that_are_not_a_frame_are_rejected(stray: bytes) -> None:
     if stray[8:24] == TAG:
         return
     with pytest.raises(StrayBytesError):
@@ -104,10 +104,10 @@ def test_frames_before_stray_bytes_are_yielded() -> None:
 
 
 @given(frame=frames, stray=st.binary(min_size=1, max_size=40), data=st.data())
-def test_bytes_written_into_a_frame_are_refused(
+def test_foreign_bytes_within_a_frame_are_rejected(
     frame: tuple[list[Any], bytes], stray: bytes, data: st.DataObject
 ) -> None:
-    """Wherever they are, nothing comes out but what was sent."""
+    """At any place in the stream. Only frames that were sent come out."""
     stream = pack_frame(TAG, *frame)
     at = data.draw(st.integers(0, len(stream)))
     changed = stream[:at] + stray + stream[at:]
@@ -121,24 +121,24 @@ def test_bytes_written_into_a_frame_are_refused(
     )  # [frame]: the stray bytes are behind it or equal its last ones; []: it is incomplete
 
 
-def test_frame_of_another_connection_is_refused() -> None:
+def test_frame_of_another_connection_is_rejected() -> None:
     with pytest.raises(StrayBytesError, match="not a frame"):
         read(pack_frame(TAG[::-1], ["alive"]))
 
 
 @pytest.mark.parametrize("lengths", [(FRAME_BYTES_MAX + 1, 0), (0, FRAME_BYTES_MAX + 1), (2**32 - 1, 2**32 - 1)])
-def test_frame_of_impossible_length_is_refused(lengths: tuple[int, int]) -> None:
+def test_frame_of_impossible_length_is_rejected(lengths: tuple[int, int]) -> None:
     with pytest.raises(StrayBytesError, match="not a frame"):
         read(struct.pack("!II", *lengths) + TAG)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"nothing"])
-def test_frame_that_is_no_json_is_refused(text: bytes) -> None:
+def test_frame_without_json_is_rejected(text: bytes) -> None:
     with pytest.raises(StrayBytesError, match="not JSON"):
         read(struct.pack("!II", len(text), 0) + TAG + text + TAG)
 
 
-def test_numbers_of_numpy_are_numbers_and_other_objects_are_refused() -> None:
+def test_numpy_numbers_are_encoded_and_other_objects_rejected() -> None:
     stream = pack_frame(TAG, [np.int64(3), np.float64(0.5), np.bool_(True)])
     assert read(stream) == [([3, 0.5, True], b"")]
     for odd in (object(), {1, 2}, b"bytes", np.zeros(3)):
@@ -150,12 +150,12 @@ def test_numbers_of_numpy_are_numbers_and_other_objects_are_refused() -> None:
 
 
 @given(pairs=st.lists(st.tuples(offload_keys, st.integers(0, 2**32 - 1))))
-def test_pairs_arrive(pairs: list[tuple[OffloadKey, int]]) -> None:
+def test_pairs_survive_encoding(pairs: list[tuple[OffloadKey, int]]) -> None:
     assert unpack_pairs(pack_pairs(pairs)) == pairs
 
 
 @given(pairs=st.lists(st.tuples(offload_keys, st.integers(0, 2**32 - 1)), min_size=1), data=st.data())
-def test_pairs_cut_short_are_no_other_pairs(pairs: list[tuple[OffloadKey, int]], data: st.DataObject) -> None:
+def test_truncated_pairs_are_rejected(pairs: list[tuple[OffloadKey, int]], data: st.DataObject) -> None:
     packed = pack_pairs(pairs)
     numbers = 4 + 6 * len(pairs)
     with pytest.raises(struct.error):
@@ -181,7 +181,7 @@ batches = st.builds(
 
 
 @given(batch=batches)
-def test_batches_arrive(batch: Batch) -> None:
+def test_batches_survive_encoding(batch: Batch) -> None:
     ((content, _),) = read(pack_frame(TAG, [encode_batch(batch, KEYS)]))
     arrived = decode_batch(content[0], KEYS)
     assert sorted(arrived.succeeded) == sorted(batch.succeeded)
@@ -189,7 +189,7 @@ def test_batches_arrive(batch: Batch) -> None:
     assert arrived == batch
 
 
-def test_batch_whose_blocks_all_succeeded_is_hardly_any_bytes() -> None:
+def test_fully_successful_batch_encodes_to_few_bytes() -> None:
     assert encode_batch(Batch(succeeded=list(KEYS)), KEYS) == {}
     assert decode_batch({}, KEYS) == Batch(succeeded=KEYS)
     assert decode_batch(encode_batch(Batch(), KEYS), KEYS) == Batch()
@@ -214,8 +214,8 @@ def test_batch_whose_blocks_all_succeeded_is_hardly_any_bytes() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_batch_is_refused(answer: Any) -> None:
-    with pytest.raises(ValueError, match="no batch"):
+def test_invalid_batch_is_rejected(answer: Any) -> None:
+    with pytest.raises(ValueError, match="not a Batch"):
         decode_batch(answer, KEYS)
 
 
@@ -239,7 +239,7 @@ def test_config_errors_keep_their_field() -> None:
         assert getattr(arrived, "field", None) == getattr(error, "field", None)
 
 
-def test_errors_of_others_arrive_as_what_they_are_one_of() -> None:
+def test_custom_errors_arrive_as_their_base_class() -> None:
     class TheirError(StoreThrottledError):
         """Does not call its base's constructor."""
 

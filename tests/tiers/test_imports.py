@@ -1,4 +1,4 @@
-"""What importing costs, and what is never imported at all."""
+"""Which modules an import loads, and which are never imported."""
 
 from __future__ import annotations
 

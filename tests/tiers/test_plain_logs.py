@@ -1,4 +1,4 @@
-"""Nothing that others named or said reaches a log or an error's text as a command to a terminal."""
+"""Text from outside never reaches a log or an error with terminal control characters."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class NullTier(SecondaryTierManager):
 
 
 class Half(SecondaryTierManager):
-    """A tier that lacks most of what one has."""
+    """A tier that lacks most methods."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         return False

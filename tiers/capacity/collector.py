@@ -267,7 +267,7 @@ class Collector:
             if not self.lease.try_acquire():
                 return False
         except StoreFullError:
-            pass  # no space for a lease: all the more reason to work
+            pass  # no space for a lease: removing blocks makes some
         try:
             self._take_up(read_usage(self._store, keys=self._keys) or Usage())
             self._works = True
@@ -351,7 +351,9 @@ class Collector:
         now = self._monotonic()
         excess, share = self._excess_bytes()
         lists_first = not self._listed and self._policy.max_bytes is not None
-        is_short = excess > 0 or bool(self.full)  # full without an excess: others may remove what we may not
+        is_short = excess > 0 or bool(
+            self.full
+        )  # full without an excess: others may be able to remove blocks that this process cannot
         is_fast = lists_first or (is_short and now >= self._rest_until)
         usage = Usage(listed=self._listed, listed_at=self._listed_at)
         if not (is_fast or self._walker.current is not None or self._is_listing_due(usage)):

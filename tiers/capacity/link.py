@@ -126,7 +126,7 @@ class CollectorLink:
 
     @property
     def is_full(self) -> str:
-        """Why nothing may be put now; "": it may. Known a poll late, which is what makes the bound soft."""
+        """Why nothing may be put now; "": puts are allowed. It is known one poll late, so the bound is soft."""
         failing = self._failing
         if self._is_bounded and failing is not None and time.monotonic() - failing[1] > FAILING_S_MAX:
             return f"max_bytes is set, and the collector has not worked for {FAILING_S_MAX:.0f} s: {failing[0]}"
@@ -319,7 +319,7 @@ class CollectorLink:
         return sum(self._puts.popleft() for _ in range(len(self._puts)))
 
     def _wake_feeder(self, end: tuple[()] | None = ()) -> None:
-        """Have the feeder look for something to send, or end it."""
+        """Wake the feeder: there may be something to send, or it must end."""
         try:
             self._uses.put_nowait(end)
         except Full:
@@ -371,7 +371,7 @@ def _is_runnable(pid: int) -> bool:
 
 
 def _merged(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-    """The later of two messages of one kind, with the counts of both, because an idle engine takes none for a week."""
+    """Merge two messages of one kind: the later, with the counts of both. An idle engine may take none for a week."""
     if "report" in message:
         for name in ("removed_blobs", "removed_bytes"):
             sums, earlier = message["report"][name], before["report"][name]

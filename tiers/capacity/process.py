@@ -15,8 +15,8 @@ It writes JSON lines:
 - ``{"error": "…"}``
 - ``{}``: a sign of life, at least every ``ALIVE_EVERY_S`` while its storage answers
 
-It exits on SIGTERM, at the end of its input, and when its parent dies, in the middle of a walk if need be: nothing is
-left to repair.
+It exits on SIGTERM, at the end of its input, and when its parent dies, even in the middle of a walk: that leaves
+nothing to repair.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class Walker:
         keys_max: float = float("inf"),
         until: float = float("inf"),
     ) -> bool:
-        """Walk on, until the pass ends, the excess is removed, ``keys_max`` keys are passed, or it is ``until``.
+        """Continue the pass until it ends, the excess is removed, ``keys_max`` keys are passed, or ``until``.
 
         Args:
             wanted: what to remove.

@@ -161,7 +161,7 @@ class WrittenBytes:
         """Read the records that changed; return how many bytes were put since the last call.
 
         Args:
-            without: a writer whose bytes are known otherwise.
+            without: a writer whose bytes the caller counts by itself.
 
         Raises:
             StoreError: the records cannot be listed.

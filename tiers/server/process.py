@@ -31,7 +31,7 @@ from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
 from ..blocks.rows import Rows
 from ..blocks.seal import Seal
-from ..frames import TAG_BYTES, Seats, Work
+from ..frames import TAG_BYTES, Seats, Work, pack_frame
 from ..loaded_code import OWN_CODE
 from ..plain_logs import get_logger
 from ..processes import (
@@ -61,8 +61,8 @@ _TOUCH_BYTES: Final = 64 << 20  # takes a millisecond or two, for which a reques
 class ServerProcess:
     """A server's process, seen from the engine. No method but ``start`` blocks.
 
-    It is reaped by a thread that ends with it, because that may wait in the kernel: 1.6 s were measured with a process
-    that was killed in a hung call, 7 s on a busy machine.
+    A thread of its own reaps it, because reaping may wait in the kernel: 1.6 s were measured after a process was killed
+    in a hung call, 7 s on a busy machine.
 
     Attributes:
         sock: the engine's end of the connection.
@@ -233,6 +233,9 @@ def main() -> None:
     tag, seats = bytes.fromhex(config["tag"]), Seats(*config["seats"])
     give_up = partial(os._exit, _OUT_OF_MEMORY_STATUS)
     server = Server(sock, tag, partial(make_store, config), rows, work, seats, give_up=give_up)
+    # Before the store is created, which may end this process: the engine would take that for a start that failed, and
+    # create the store in its own process.
+    sock.sendall(pack_frame(tag, ["alive"]))
     threading.Thread(target=_prepare, args=(server, mapping), name="kvtiers-prepare", daemon=True).start()
     server.serve([parent])
     threading.Thread(target=server.close_store, daemon=True).start()
@@ -260,7 +263,7 @@ def _map(config: Mapping[str, Any]) -> tuple[mmap.mmap, Rows]:
 
 
 def _drop_descriptors(file: os.stat_result) -> None:
-    """Make all descriptors of a file /dev/null's. A mmap object keeps one, through which a library could write."""
+    """Redirect a file's descriptors to /dev/null. A mmap object keeps one, and a library could write to it."""
     with open(os.devnull, "r+b", buffering=0) as null:
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # the listing's own

@@ -58,8 +58,12 @@ def _module_of(value: object) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _required_by(package: str) -> set[str]:
-    """The packages in a package's distribution and in the distributions that it requires, without extras."""
+@functools.cache
+def _required_by(package: str) -> frozenset[str]:
+    """The packages in a package's distribution and in the distributions that it requires, without extras.
+
+    Reads the lists of files of all these distributions: up to 0.3 s.
+    """
     found: set[str] = set()
     seen: set[str] = set()
     waiting = [package]
@@ -77,7 +81,7 @@ def _required_by(package: str) -> set[str]:
         found |= {path.parts[0] for path in installed.files or () if path.suffix == ".py" and len(path.parts) > 1}
         required = [line for line in installed.requires or () if "extra ==" not in line]
         waiting += [match[0] for line in required if (match := _REQUIRED.match(line))]
-    return {name for name in found if name.isidentifier()} - sys.stdlib_module_names
+    return frozenset(name for name in found if name.isidentifier()) - sys.stdlib_module_names
 
 
 @functools.cache

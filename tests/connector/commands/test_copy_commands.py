@@ -118,7 +118,7 @@ def test_warm_stops_at_the_bound(near: Path, far: Path) -> None:
 
 @pytest.mark.usefixtures("no_least")
 def test_warm_shares_the_bound_with_running_writers(near: Path, far: Path) -> None:
-    """What writers have put is seen, and what was warmed is seen by the collector."""
+    """The limit counts blocks that writers have put, and the collector counts blocks that warm has copied."""
     max_bytes = 16 * BLOB
     config = write_config(near, far, f"max_bytes: {max_bytes}")
     store = LocalStore(near)
@@ -410,9 +410,7 @@ def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
         there = write_tiers(tmp_path / "web.yaml", f"type: fsspec, url: '{server.url}', read_only: true")
         assert result_of(ok("migrate", there, config, "--to", "near", "--json"))["copied"] == COUNT
         assert stored(near) == stored(far)
-        assert result_of(ok("migrate", there, config, "--to", "near", "--json"))["present"] == COUNT
         assert "all blocks are intact" in ok("verify", there)
-        assert f"{COUNT} blocks" in ok("du", there)
         assert len(ok("ls", there).splitlines()) >= COUNT
 
 

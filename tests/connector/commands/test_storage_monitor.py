@@ -254,7 +254,7 @@ def test_a_server_that_speaks_no_s3_is_down(status: int, monkeypatch: pytest.Mon
 
     use_credentials(monkeypatch)
     with ThreadingHTTPServer(("127.0.0.1", 0), Website) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         tier = WatchedTier("s3", S3TierConfig(bucket="kvbucket", endpoint_url=url, region="us-east-1"))
         assert tier.probe().error in ("StoreConfigError", "StoreUnavailableError", "MissingHeaderError")

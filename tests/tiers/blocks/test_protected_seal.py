@@ -1,4 +1,4 @@
-"""X5: blocks that only somebody with the key can have written."""
+"""X5: only somebody with the key can write blocks that are accepted."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_10000_forged_or_moved_blocks_are_refused() -> None:
         return resealed(bytes(blob))
 
     def own_key(_: bytearray) -> bytes:
-        """Sealed with a key of the attacker's, said to be ours."""
+        """Sealed with the attacker's key under the ID of ours."""
         forged = bytearray(stored_by(outsider, mine, small))
         forged[8192 + 176 : 8192 + 180] = RING.current_id.to_bytes(4, "little")
         return resealed(bytes(forged))
@@ -196,7 +196,7 @@ def test_10000_forged_or_moved_blocks_are_refused() -> None:
     assert opened(seal, good, mine) == small
 
 
-def test_a_forged_block_is_thrown_away_and_an_unauthenticated_one_too() -> None:
+def test_forged_and_unauthenticated_blocks_are_replaced() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     forged = bytearray(stored_by(seal))
     forged[100] ^= 1
@@ -206,7 +206,7 @@ def test_a_forged_block_is_thrown_away_and_an_unauthenticated_one_too() -> None:
         seal.check_trailer(KEY, stored_by(Seal(FINGERPRINT, 2))[-TRAILER_BYTES:], len(PAYLOAD))
 
 
-def test_what_needs_a_key_this_reader_lacks_is_left_alone() -> None:
+def test_block_under_an_unknown_key_is_kept() -> None:
     blob = stored_by(GcmSeal(FINGERPRINT, 2, keys=RING))
     stranger = GcmSeal(FINGERPRINT, 2, keys=KeyRing(OTHER))
     for reader in (Seal(FINGERPRINT, 2), stranger):
@@ -218,7 +218,7 @@ def test_what_needs_a_key_this_reader_lacks_is_left_alone() -> None:
 
 
 def test_rotation() -> None:
-    """Add a key everywhere, make it the first, take the old one away: nobody ever destroys a block."""
+    """Add a key everywhere, make it the first, remove the old one: no block is destroyed on the way."""
     before, both_read, after, done = (
         GcmSeal(FINGERPRINT, 2, keys=KeyRing(*keys)) for keys in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
     )
@@ -260,7 +260,7 @@ def test_a_payload_that_changes_while_it_is_encrypted_is_not_stored(monkeypatch:
         seal.seal_parts(KEY, memoryview(slot))
 
 
-def test_one_buffer_a_thread() -> None:
+def test_each_thread_has_one_buffer() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     first, _ = seal.seal_parts(KEY, memoryview(PAYLOAD))
     second, _ = seal.seal_parts(KEY, memoryview(PAYLOAD))
@@ -361,7 +361,7 @@ def keys_with(folder: Path, mode: int) -> Path:
         (" ".join(random.Random(n).randbytes(32).hex() for n in range(KEYS_MAX + 1)), f"{KEYS_MAX + 1} keys"),
     ],
 )
-def test_what_is_no_ring_is_refused_by_its_place_not_its_text(text: str, expected: str) -> None:
+def test_invalid_key_ring_error_names_file_but_not_content(text: str, expected: str) -> None:
     with pytest.raises(ConfigError, match="keys_file") as caught:
         parse_keys(text, "keys_file")
     assert expected in str(caught.value)
@@ -369,7 +369,7 @@ def test_what_is_no_ring_is_refused_by_its_place_not_its_text(text: str, expecte
     assert not any(word in shown for word in text.split() if word)
 
 
-def test_places_that_hold_no_keys(tmp_path: Path) -> None:
+def test_places_without_keys_are_refused(tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.touch(mode=0o600)
     large.write_bytes(bytes(1 << 17))
@@ -389,7 +389,7 @@ def test_places_that_hold_no_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["$K", " {}", "{}\n", "{0},{0}", "0x{}"])
 @pytest.mark.parametrize("option", ["keys_file", "keys_env"])
-def test_a_key_where_its_place_belongs_is_not_repeated(option: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_given_instead_of_its_place_is_not_shown(option: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("K", OLD.hex())
     with pytest.raises(ConfigError) as caught:
         parse_tier({"type": "fs", "root_dir": "/x", "encrypt": "aes-gcm", option: text.format(OLD.hex())})

@@ -61,7 +61,7 @@ def test_round_trip(make_seal: type[Seal]) -> None:
 
 
 @pytest.mark.parametrize("make_seal", [Seal, WideSeal])
-def test_piece_by_piece_is_the_same(make_seal: type[Seal]) -> None:
+def test_piecewise_checksum_is_the_same(make_seal: type[Seal]) -> None:
     payload = memoryview(PAYLOAD)
 
     def looked(by: Seal, data: memoryview, last: int) -> RunningChecksum:
@@ -145,7 +145,7 @@ def test_unknown_version_and_means_are_foreign_not_corrupt() -> None:
         assert (error.reason, error.foreign) == (expected, True)
 
 
-def test_a_newer_version_may_use_what_is_zero_here() -> None:
+def test_newer_version_may_use_bytes_that_are_zero_here() -> None:
     newer = bytearray(_resealed(8, 2))
     newer[300] = 1
     error = refusal(newer)
@@ -153,7 +153,7 @@ def test_a_newer_version_may_use_what_is_zero_here() -> None:
 
 
 def test_no_flipped_bit_makes_a_block_foreign() -> None:
-    """Nobody would ever heal it."""
+    """A foreign block is never healed."""
     flipped = bytearray(trailer())
     for bit in range(8 * TRAILER_BYTES):
         flipped[bit // 8] ^= 1 << bit % 8
@@ -220,7 +220,7 @@ def _only_seal_errors(tail: bytes) -> None:
 
 
 @pytest.mark.parametrize(("payload_bytes", "hash_bytes"), [(0, 32), (4095, 32), (4097, 32), (4096, 65)])
-def test_what_the_format_cannot_hold_is_refused(payload_bytes: int, hash_bytes: int) -> None:
+def test_values_that_the_format_cannot_hold_are_refused(payload_bytes: int, hash_bytes: int) -> None:
     with pytest.raises(ValueError, match="accepted"):
         seal().trailer(make_offload_key(bytes(hash_bytes), 0), memoryview(bytes(payload_bytes)))
 

@@ -1,4 +1,4 @@
-"""A process that stores and loads through a whole tier for some seconds or more, and then says what it met.
+"""A process that stores and loads through a whole tier for some seconds, and then prints its counts.
 
 ``python -m tests.tiers.capacity.capacity_writer ROOT MAX_BYTES SECONDS SEED``
 """

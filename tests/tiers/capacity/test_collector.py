@@ -1,4 +1,4 @@
-"""The collector over real files, memory and S3: what it removes, what it leaves, and who comes in between."""
+"""The collector over real files, memory and S3: what it removes and keeps, also while others change the storage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 
 
 def fill(store: LocalStore, ages_s: Sequence[float], size: int = SIZE) -> None:
-    """Blocks 0, 1, … of these ages."""
+    """Store blocks 0, 1, … with these ages."""
     for number, age_s in enumerate(ages_s):
         store.put(name(number), as_parts(bytes(size)))
         at = time.time() - age_s
@@ -65,7 +65,7 @@ def fill(store: LocalStore, ages_s: Sequence[float], size: int = SIZE) -> None:
 
 
 def run(collector: Collector, *, dry_run: bool = False) -> CollectReport:
-    """Where nobody else is at work."""
+    """Run a collector that must get the lease."""
     report = collector.run(dry_run=dry_run)
     assert report is not None
     return report
@@ -76,7 +76,7 @@ def collect(store: Store, *, dry_run: bool = False, **policy: float) -> CollectR
     return run(Collector(store, CapacityPolicy(**options)), dry_run=dry_run)  # type: ignore[arg-type]
 
 
-def test_ttl_removes_what_was_not_used_for_so_long(store: LocalStore) -> None:
+def test_ttl_removes_blocks_not_used_for_that_long(store: LocalStore) -> None:
     fill(store, [10, 100, 1000, 10_000])
     report = collect(store, ttl_s=500)
     assert blocks(store) == {name(0), name(1)}
@@ -98,8 +98,8 @@ def test_capacity_removes_the_least_recently_used(store: LocalStore) -> None:
     assert report.removed_blobs["capacity"] == 20 - len(left)
 
 
-def test_blocks_of_times_to_come_are_counted_and_go_last(store: LocalStore) -> None:
-    """The clock was ahead, and was set back."""
+def test_blocks_with_future_timestamps_are_counted_and_removed_last(store: LocalStore) -> None:
+    """The clock was ahead and was set back."""
     fill(store, [-30 * 86_400.0] * 6 + [3600.0] * 4)
     collect(store, max_bytes=9 * SIZE)
     assert {name(n) for n in range(6)} <= blocks(store) < {name(n) for n in range(10)}
@@ -110,7 +110,7 @@ def test_blocks_of_times_to_come_are_counted_and_go_last(store: LocalStore) -> N
     assert blocks(store) == set()
 
 
-def test_blocks_stay_where_other_peoples_files_alone_are_too_much(
+def test_no_block_is_removed_if_foreign_files_alone_exceed_max_bytes(
     store: LocalStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(store, [3600.0] * 10)
@@ -126,7 +126,7 @@ def test_blocks_stay_where_other_peoples_files_alone_are_too_much(
     assert len(blocks(store)) == 3  # its records have some bytes, too
 
 
-def test_young_blocks_stay(store: LocalStore) -> None:
+def test_blocks_younger_than_grace_s_are_kept(store: LocalStore) -> None:
     fill(store, [0.0] * 10)
     report = collect(store, max_bytes=5 * SIZE, ttl_s=0.001, grace_s=60)
     assert report.removed_blobs == {"ttl": 0, "capacity": 0}
@@ -169,7 +169,7 @@ def test_which_names_are_blocks(key: str, expected: bool) -> None:
     assert is_block(key) is expected
 
 
-def test_empty_folders_go_and_puts_find_their_way(store: LocalStore, tmp_path: Path) -> None:
+def test_emptied_folders_are_removed_and_later_puts_succeed(store: LocalStore, tmp_path: Path) -> None:
     fill(store, [10_000] * 5)
     collect(store, ttl_s=10)
     namespace = tmp_path / "kv" / MAPPER.block_prefix
@@ -189,7 +189,7 @@ def test_dry_run_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file()) == before
 
 
-def test_dry_run_counts_on_what_is_in_quarantine(store: LocalStore) -> None:
+def test_dry_run_counts_quarantined_bytes_as_freed(store: LocalStore) -> None:
     fill(store, [10_000] * 100)
     for number in range(6):
         store.quarantine(name(number))
@@ -198,7 +198,7 @@ def test_dry_run_counts_on_what_is_in_quarantine(store: LocalStore) -> None:
     assert told.removed_blobs["capacity"] in (done.removed_blobs["capacity"], done.removed_blobs["capacity"] - 1)
 
 
-def test_prefixes_beside_a_tiers_blocks_are_not_its_own(store: LocalStore) -> None:
+def test_prefixes_next_to_a_tiers_blocks_are_not_counted(store: LocalStore) -> None:
     fill(store, [10_000] * 10)
     beside = place_of_prefixes(FsTierConfig(type="fs", root_dir=store.root_dir))
     assert isinstance(beside, FsTierConfig)
@@ -210,7 +210,7 @@ def test_prefixes_beside_a_tiers_blocks_are_not_its_own(store: LocalStore) -> No
     assert len(list_keys(prefixes)) == 30
 
 
-def test_bad_blocks_go_before_good_ones(store: LocalStore) -> None:
+def test_quarantined_blocks_are_removed_before_good_ones(store: LocalStore) -> None:
     fill(store, [10_000] * 12)
     for number in range(6):
         store.quarantine(name(number))
@@ -219,7 +219,7 @@ def test_bad_blocks_go_before_good_ones(store: LocalStore) -> None:
     assert report.own_bytes == 0
 
 
-def test_quarantine_is_kept_for_its_time(store: LocalStore) -> None:
+def test_quarantined_blocks_are_kept_for_quarantine_s(store: LocalStore) -> None:
     fill(store, [10_000])
     store.quarantine(name(0))
     assert collect(store, ttl_s=1).own_bytes == SIZE
@@ -243,14 +243,14 @@ class Busy(FaultyStore):
             yield info
 
 
-def test_blocks_that_vanish_meanwhile_do_no_harm(store: LocalStore) -> None:
+def test_blocks_removed_by_others_during_a_pass_are_not_an_error(store: LocalStore) -> None:
     fill(store, [10_000] * 10)
     report = collect(Busy(store, lambda info: store.delete(info.key)), ttl_s=10)
     assert blocks(store) == set()
     assert report.kept_by_error == 0
 
 
-def test_two_collectors_at_once_do_no_harm(store: LocalStore) -> None:
+def test_two_collectors_at_once_remove_no_more_than_needed(store: LocalStore) -> None:
     fill(store, [3600.0 * (n + 1) for n in range(20)])
     policy = CapacityPolicy(max_bytes=11 * SIZE)
     others: list[CollectReport] = []
@@ -269,7 +269,7 @@ def test_two_collectors_at_once_do_no_harm(store: LocalStore) -> None:
     assert usage.bytes >= SIZE * len(blocks(store))
 
 
-def test_blocks_that_cannot_be_removed_are_counted_and_stay_measured(store: LocalStore) -> None:
+def test_blocks_that_cannot_be_removed_are_reported_and_kept(store: LocalStore) -> None:
     fill(store, [10_000] * 4)
     faulty = FaultyStore(store, [Fault("delete_many", error=lambda: StorePermissionError("no"), count=None)])
     with pytest.raises(StorePermissionError):
@@ -284,7 +284,7 @@ def test_blocks_that_cannot_be_removed_are_counted_and_stay_measured(store: Loca
     assert len(blocks(store)) == 4
 
 
-def test_a_block_that_stays_past_its_ttl_is_counted_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_that_cannot_be_removed_is_counted_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, [1000.0] * 6)
     monkeypatch.setattr(
         LocalStore, "delete_many", lambda self, keys: [StorePermissionError("no") for _ in keys], raising=True
@@ -292,7 +292,7 @@ def test_a_block_that_stays_past_its_ttl_is_counted_once(store: LocalStore, monk
     assert collect(store, ttl_s=10, max_bytes=2 * SIZE).kept_by_error == 6
 
 
-def test_a_folder_that_stays_hides_no_block_that_stays(
+def test_folder_that_cannot_be_removed_does_not_fail_the_removal_of_its_blocks(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(store, [10_000] * 4)
@@ -307,15 +307,15 @@ def test_a_folder_that_stays_hides_no_block_that_stays(
     assert f"{first.rpartition('/')[0]} is kept, even if it is empty: Input/output error" in caplog.text
 
 
-def test_a_full_storage_is_collected_too(store: LocalStore) -> None:
-    """No room for a lease or a record is no reason not to make room."""
+def test_full_storage_is_collected_without_room_for_a_lease(store: LocalStore) -> None:
+    """The collector makes room although its own records do not fit."""
     fill(store, [10_000] * 10)
     full = FaultyStore(store, [Fault("put", error=lambda: StoreFullError("no"), count=None)])
     collect(full, max_bytes=5 * SIZE)
     assert 3 <= len(blocks(store)) <= 4
 
 
-def test_a_collector_killed_at_work_is_followed_by_another(store: LocalStore) -> None:
+def test_second_collector_finishes_after_the_first_is_killed(store: LocalStore) -> None:
     fill(store, [10_000] * 3000, size=1)
     code = (
         "import os, signal, sys\n"
@@ -340,7 +340,7 @@ def test_a_collector_killed_at_work_is_followed_by_another(store: LocalStore) ->
 
 
 class World:
-    """A storage, its clock, and hosts that share it. Nothing else moves the clock."""
+    """A storage and hosts that share it. Only the test moves its clock."""
 
     def __init__(self, store: Store | None = None, **policy: Any) -> None:
         self.now = 1e9
@@ -372,7 +372,7 @@ class World:
             counter.note_put(size)
 
     def poll(self, *collectors: Collector, polls: int = 1) -> list[CollectReport]:
-        """All collectors poll, as often as they want to, and a poll's time passes."""
+        """Advance the clock by one poll and let each collector poll until it is not urgent."""
         reports = []
         self.highest = max(self.highest, self.block_bytes())
         for _ in range(polls):
@@ -389,7 +389,7 @@ class World:
         return sum(info.size for info in self.store.keys() if is_block(info.key))  # noqa: SIM118 - not a dict
 
 
-def test_stores_work_from_the_first_second_and_the_root_stays_below_its_bound() -> None:
+def test_root_stays_below_max_bytes_while_blocks_are_stored() -> None:
     world = World(max_bytes=400 * SIZE)
     collector = world.collector()
     assert not collector.full
@@ -404,7 +404,7 @@ def test_stores_work_from_the_first_second_and_the_root_stays_below_its_bound() 
     assert removed == world.number - len(blocks(world.store))
 
 
-def test_writers_stop_when_the_root_is_full_and_go_on_when_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_stop_while_the_root_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(max_bytes=400 * SIZE, grace_s=1e9)  # nothing can be removed
     collector, writer = world.collector(), world.writer()
     while not writer.full():
@@ -435,7 +435,7 @@ def test_smaller_bound_is_reached_without_a_put() -> None:
     assert 150 * SIZE <= world.block_bytes() <= 200 * SIZE
 
 
-def test_idle_root_is_neither_written_to_nor_asked() -> None:
+def test_idle_root_gets_no_writes_and_no_requests() -> None:
     world = World(max_bytes=400 * SIZE)
     counting = FaultyStore(world.store)
     collectors = [world.collector(store=counting) for _ in range(3)]
@@ -451,7 +451,7 @@ def test_idle_root_is_neither_written_to_nor_asked() -> None:
     assert list(world.store.keys(LEASE_PREFIX))
 
 
-def test_idle_root_with_a_ttl_is_looked_at_now_and_then() -> None:
+def test_idle_root_with_ttl_is_listed_rarely_and_emptied() -> None:
     world = World(ttl_s=86_400.0, every_s=600.0, poll_s=5.0)
     collectors = [world.collector() for _ in range(2)]
     for _ in range(20):
@@ -463,7 +463,7 @@ def test_idle_root_with_a_ttl_is_looked_at_now_and_then() -> None:
     assert len(reports) <= 2 * 86_400 / 600 * (IDLE_S / 5 + 2)
 
 
-def test_one_collects_and_another_follows_when_it_dies() -> None:
+def test_second_collector_takes_over_when_the_first_dies() -> None:
     world = World(max_bytes=100 * SIZE)
     first, second = world.collector(), world.collector()
     for _ in range(60):
@@ -478,7 +478,7 @@ def test_one_collects_and_another_follows_when_it_dies() -> None:
     assert world.poll(second)
 
 
-def test_collector_that_slept_leaves_the_work_to_its_successor() -> None:
+def test_collector_that_lost_its_lease_stops_working() -> None:
     world = World(max_bytes=100 * SIZE)
     first, second = world.collector(), world.collector()
     world.put(first, second)
@@ -515,7 +515,7 @@ class SnapshotStore(LocalStore):
         return super().delete_many(keys)
 
 
-def test_min_free_alone_removes_the_oldest_and_no_more_than_needed(tmp_path: Path) -> None:
+def test_min_free_removes_the_oldest_blocks_and_no_more_than_needed(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "kv")
     world = World(store, min_free_bytes=20 * SIZE, grace_s=0.0)
     fill(store, [3600.0 * (n + 1) for n in range(85)])
@@ -527,7 +527,7 @@ def test_min_free_alone_removes_the_oldest_and_no_more_than_needed(tmp_path: Pat
     assert blocks(store) == {name(n) for n in range(len(blocks(store)))}
 
 
-def test_space_that_never_becomes_free_ends_removals_with_one_warning(
+def test_removals_stop_with_one_warning_if_no_space_becomes_free(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A snapshot keeps what is removed."""
@@ -544,7 +544,7 @@ def test_space_that_never_becomes_free_ends_removals_with_one_warning(
     assert len([record for record in caplog.records if "does a snapshot" in record.getMessage()]) == 1
 
 
-def test_space_that_becomes_free_late_is_waited_for(tmp_path: Path) -> None:
+def test_removals_wait_for_space_that_becomes_free_late(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "kv")
     store.keeps = 1.0
     world = World(store, min_free_bytes=20 * SIZE, grace_s=0.0)
@@ -571,7 +571,7 @@ def test_reserve_above_the_size_of_the_disk_removes_nothing(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_storage_that_refuses_blocks_loses_its_oldest_while_that_helps(store: LocalStore, helps: bool) -> None:
+def test_refused_puts_remove_the_oldest_blocks_only_while_that_helps(store: LocalStore, helps: bool) -> None:
     """Inodes or a quota are used up, which free space does not show."""
     world = World(store, ttl_s=1e9, grace_s=0.0)
     fill(store, [3600.0 * (n + 1) for n in range(100)])
@@ -582,7 +582,7 @@ def test_storage_that_refuses_blocks_loses_its_oldest_while_that_helps(store: Lo
     left = len(blocks(store))
     assert 93 <= left <= 96
     assert blocks(store) == {name(n) for n in range(left)}
-    for _ in range(600):
+    for _ in range(120):
         if helps:
             collector.note_put(SIZE)
         else:
@@ -592,7 +592,7 @@ def test_storage_that_refuses_blocks_loses_its_oldest_while_that_helps(store: Lo
     assert (len(blocks(store)) == left) is helps
 
 
-def test_no_room_for_records_keeps_nobody_from_removing(tmp_path: Path) -> None:
+def test_collector_works_without_room_for_its_records(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "kv")
     fill(store, [60.0 * (n + 1) for n in range(40)])
     full = FaultyStore(store, [Fault("put", error=lambda: StoreFullError("no"), count=None)])
@@ -605,7 +605,7 @@ def test_no_room_for_records_keeps_nobody_from_removing(tmp_path: Path) -> None:
     assert 15 <= len(blocks(store)) <= 20
 
 
-def test_young_blocks_are_not_listed_all_the_time() -> None:
+def test_root_of_young_blocks_is_listed_rarely() -> None:
     world = World(max_bytes=10 * SIZE, grace_s=1e6)
     counting = FaultyStore(world.store)
     collector = world.collector(store=counting)
@@ -620,8 +620,8 @@ def test_young_blocks_are_not_listed_all_the_time() -> None:
 
 
 @pytest.mark.parametrize("still", [0, 10])
-def test_blocks_that_cannot_be_removed_keep_no_others(store: LocalStore, still: int) -> None:
-    """The oldest are another user's, or their namespace was made read-only: all that a pass chooses."""
+def test_blocks_that_cannot_be_removed_do_not_protect_others(store: LocalStore, still: int) -> None:
+    """The oldest blocks belong to another user or to a read-only namespace."""
     fill(store, [1000.0 * (n + 1) for n in range(40)])
     stay = {name(number) for number in range(40 - still, 40)}
 
@@ -639,7 +639,7 @@ def test_blocks_that_cannot_be_removed_keep_no_others(store: LocalStore, still: 
     assert left - stay == {name(n) for n in range(len(left) - still)}
 
 
-def test_removed_by_others_is_found_by_the_next_listing() -> None:
+def test_removals_by_others_are_noticed_by_the_next_listing() -> None:
     world = World(max_bytes=100 * SIZE, every_s=60.0)
     collector = world.collector()
     for _ in range(90):
@@ -699,7 +699,7 @@ def test_collector_that_fails_tries_again_without_a_put() -> None:
 KEYS = RecordKeys({1: bytes(32)})
 
 
-def test_records_without_the_key_are_not_believed() -> None:
+def test_records_without_a_valid_tag_are_ignored() -> None:
     world = World(max_bytes=100 * SIZE)
     publish_usage(world.store, Usage(holder="theirs", beat=1, listed=1, full="said they"))
     forger = world.writer()
@@ -765,7 +765,7 @@ class TimelessStore(MemoryStore):
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_storage_without_times_is_refused(dry_run: bool) -> None:
+def test_storage_without_timestamps_is_refused(dry_run: bool) -> None:
     store = TimelessStore()
     store.put(name(0), as_parts(bytes(SIZE)))
     with pytest.raises(StoreConfigError, match="when a blob was written"):

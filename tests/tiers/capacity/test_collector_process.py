@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def make_old(root: Path, age_s: float) -> None:
                 os.utime(path, (at, at))
 
 
-def make_link(root: Path, **policy: Any) -> CollectorLink:
+def start_link(root: Path, **policy: Any) -> CollectorLink:
     return CollectorLink(
         "test",
         StoreRecipe.of(LocalStore, root_dir=root),
@@ -73,13 +73,34 @@ def make_link(root: Path, **policy: Any) -> CollectorLink:
 
 
 @pytest.fixture
-def link(root: Path) -> Iterator[CollectorLink]:
-    link = make_link(root, ttl_s=1000.0)
-    yield link
-    link.close()
+def make_link(root: Path) -> Iterator[Callable[..., CollectorLink]]:
+    """Starts links to collectors of the root, and closes them."""
+    with ExitStack() as stack:
+        yield lambda **policy: stack.enter_context(closing(start_link(root, **policy)))
 
 
-def test_removals_are_told(root: Path, link: CollectorLink) -> None:
+@pytest.fixture
+def link(make_link: Callable[..., CollectorLink]) -> CollectorLink:
+    return make_link(ttl_s=1000.0)
+
+
+@pytest.fixture
+def make_tier(root: Path) -> Iterator[Callable[..., StoreTierManager]]:
+    """Makes fs tiers on the root, and shuts them down."""
+    with ExitStack() as stack:
+
+        def make(spec: FakeSpec | None = None, **options: Any) -> StoreTierManager:
+            rows = np.ones((ROWS, ROW_BYTES), np.int8)
+            config = {"type": "fs", "root_dir": str(root), **options}
+            tier = SecondaryTierFactory.create_secondary_tier(config, rows.data, spec or FakeSpec())
+            assert isinstance(tier, StoreTierManager)
+            stack.callback(tier.shutdown)
+            return tier
+
+        yield make
+
+
+def test_removed_blocks_are_reported_to_the_engine(root: Path, link: CollectorLink) -> None:
     store = LocalStore(root)
     for key in KEYS:
         store.put(MAPPER.relative_name(key), as_parts(b"1"))
@@ -98,7 +119,7 @@ def test_removals_are_told(root: Path, link: CollectorLink) -> None:
     wait_for(lambda: all(key.startswith(OWN_PREFIX) for key in list_keys(store)))  # the other one's may go later
 
 
-def test_uses_are_noted_and_keep_blocks(root: Path, link: CollectorLink) -> None:
+def test_uses_are_recorded_and_keep_blocks(root: Path, link: CollectorLink) -> None:
     store = LocalStore(root)
     wait_for(lambda: bool(link.take_reports()))  # it runs
     path = root / MAPPER.relative_name(KEYS[0])
@@ -113,7 +134,7 @@ def test_uses_are_noted_and_keep_blocks(root: Path, link: CollectorLink) -> None
     assert time.time() - path.stat().st_mtime > 800
 
 
-def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink) -> None:
+def test_dead_collector_is_restarted(root: Path, link: CollectorLink) -> None:
     wait_for(lambda: bool(link.take_reports()))
     process = link._process
     assert process is not None
@@ -124,7 +145,7 @@ def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink)
 
 
 def store_with_program(root: str) -> LocalStore:
-    """A store whose library runs a program, and does not end it."""
+    """A store whose library starts a program and never stops it."""
     program = subprocess.Popen(["/bin/sleep", str(HANG_S)], stdout=subprocess.DEVNULL)
     Path(f"{root}.pid").write_text(str(program.pid), encoding="ascii")
     return LocalStore(root)
@@ -144,7 +165,7 @@ def test_program_that_a_collectors_library_runs_ends_with_the_collector(
     wait_for(lambda: not stat.exists() or stat.read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z")
 
 
-def test_collector_that_hangs_is_killed_and_started_again(
+def test_hung_collector_is_killed_and_restarted(
     root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Even if the thread that sends uses is blocked by the hanging process."""
@@ -165,7 +186,9 @@ def test_collector_that_hangs_is_killed_and_started_again(
     assert f"its collector (process {process.pid}) has not answered for" in caplog.text
 
 
-def test_idle_collector_sends_signs_of_life(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_collector_sends_heartbeats(
+    monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
+) -> None:
     heard: list[bytes] = []
     lines = CollectorLink._lines
 
@@ -175,66 +198,57 @@ def test_idle_collector_sends_signs_of_life(root: Path, monkeypatch: pytest.Monk
             yield line
 
     monkeypatch.setattr(CollectorLink, "_lines", hear)
-    link = make_link(root, max_bytes=1 << 30, every_s=3600.0, poll_s=3600.0)
-    try:
-        wait_for(lambda: b"{}" in heard)
-    finally:
-        link.close()
+    make_link(max_bytes=1 << 30, every_s=3600.0, poll_s=3600.0)
+    wait_for(lambda: b"{}" in heard)
 
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_lease_of_a_dead_collector_is_taken_over_by_its_engine(
-    root: Path, is_own: bool, monkeypatch: pytest.MonkeyPatch
+    root: Path, is_own: bool, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
 ) -> None:
     monkeypatch.setattr("kvtiers.tiers.capacity.link.RESTART_S", (0.01, 60.0))
-    link = make_link(root, ttl_s=1000.0, lease_s=1e9)
-    try:
-        wait_for(lambda: bool(link.take_reports()))
-        process = link._process
-        assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        store = LocalStore(root)
-        for key in list_keys(store, LEASE_PREFIX):
-            store.delete(key)
-        assert Lease(store, link._owner if is_own else "another engine's").try_acquire()  # as if killed within a run
-        process.kill()
-        wait_for(lambda: link._process is not process and link.works)
-        link.take_reports()
-        (root / MAPPER.relative_name(KEYS[0])).parent.mkdir(parents=True)
-        (root / MAPPER.relative_name(KEYS[0])).write_bytes(b"1")
-        make_old(root, 2000)
-        if is_own:
-            wait_for(lambda: link.take_removed(1) == ([KEYS[0]], []))
-        else:
-            link.touch([KEYS[0]])
-            wait_for(lambda: not link._unnoted)  # it works, and waits
-            assert list_keys(store, LEASE_PREFIX)
-    finally:
-        link.close()
+    link = make_link(ttl_s=1000.0, lease_s=1e9)
+    wait_for(lambda: bool(link.take_reports()))
+    process = link._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    store = LocalStore(root)
+    for key in list_keys(store, LEASE_PREFIX):
+        store.delete(key)
+    assert Lease(store, link._owner if is_own else "another engine's").try_acquire()  # as if killed within a run
+    process.kill()
+    wait_for(lambda: link._process is not process and link.works)
+    link.take_reports()
+    (root / MAPPER.relative_name(KEYS[0])).parent.mkdir(parents=True)
+    (root / MAPPER.relative_name(KEYS[0])).write_bytes(b"1")
+    make_old(root, 2000)
+    if is_own:
+        wait_for(lambda: link.take_removed(1) == ([KEYS[0]], []))
+    else:
+        link.touch([KEYS[0]])
+        wait_for(lambda: not link._unnoted)  # it works, and waits
+        assert list_keys(store, LEASE_PREFIX)
 
 
 @pytest.mark.parametrize("policy", [{}, {"min_free_bytes": 1 << 20}])
 def test_collector_without_max_bytes_and_ttl_starts_when_the_storage_is_full(
-    root: Path, policy: dict[str, Any]
+    policy: dict[str, Any], make_link: Callable[..., CollectorLink]
 ) -> None:
-    link = make_link(root, **policy)
-    try:
-        link.touch(KEYS)
-        link._touch_every_s = 0.0
-        link.touch(KEYS)
-        wait_for(lambda: link._uses.empty())
-        assert link.works
-        assert link._process is None
-        assert len(link._unnoted) == len(KEYS)  # each use is remembered once
-        link.note_full()
-        wait_for(lambda: any("report" in message for message in link.take_reports()))
-        wait_for(lambda: not link._unnoted)  # uses from before its start are noted, too
-    finally:
-        link.close()
-    make_link(root).close()  # one that never started
+    link = make_link(**policy)
+    link.touch(KEYS)
+    link._touch_every_s = 0.0
+    link.touch(KEYS)
+    wait_for(lambda: link._uses.empty())
+    assert link.works
+    assert link._process is None
+    assert len(link._unnoted) == len(KEYS)  # each use is remembered once
+    link.note_full()
+    wait_for(lambda: any("report" in message for message in link.take_reports()))
+    wait_for(lambda: not link._unnoted)  # uses from before its start are noted, too
+    make_link().close()  # one that never started
 
 
-def test_uses_while_the_collector_is_down_are_noted_by_the_next_one(
+def test_uses_while_the_collector_is_down_are_recorded_by_the_next_one(
     root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(root)
@@ -256,7 +270,9 @@ def test_uses_while_the_collector_is_down_are_noted_by_the_next_one(
     wait_for(lambda: not link._unnoted)
 
 
-def test_uses_while_no_collector_can_be_started_are_noted_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_while_no_collector_can_be_started_are_recorded_later(
+    root: Path, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
+) -> None:
     monkeypatch.setattr("kvtiers.tiers.capacity.link.RESTART_S", (0.01, 60.0))
     real, may_start = subprocess.Popen, threading.Event()
 
@@ -272,43 +288,37 @@ def test_uses_while_no_collector_can_be_started_are_noted_later(root: Path, monk
     for path in paths:
         store.put(str(path.relative_to(root)), as_parts(b"1"))
     make_old(root, 900)
-    link = make_link(root, ttl_s=1000.0)
-    try:
-        link.touch([KEYS[0]])
-        link.touch([KEYS[1]])  # there is no room for it now, so it is not taken for noted
-        may_start.set()
-        wait_for(lambda: time.time() - paths[0].stat().st_mtime < 100)
-        wait_for(lambda: not link._unnoted)
-        link.touch([KEYS[1]])
-        wait_for(lambda: time.time() - paths[1].stat().st_mtime < 100)
-    finally:
-        link.close()
+    link = make_link(ttl_s=1000.0)
+    link.touch([KEYS[0]])
+    link.touch([KEYS[1]])  # there is no room for it now, so it is not taken for noted
+    may_start.set()
+    wait_for(lambda: time.time() - paths[0].stat().st_mtime < 100)
+    wait_for(lambda: not link._unnoted)
+    link.touch([KEYS[1]])
+    wait_for(lambda: time.time() - paths[1].stat().st_mtime < 100)
 
 
-def test_uses_before_a_collector_is_needed_are_bounded_and_the_last_ones_are_noted(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+def test_uses_before_the_collector_starts_are_bounded_and_the_latest_recorded(
+    root: Path, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
 ) -> None:
-    """A disk may take weeks to fill up. What was used first then is not what is used now."""
+    """A disk may take weeks to fill up. By then the first uses are out of date."""
     monkeypatch.setattr("kvtiers.tiers.capacity.link.WAITING_KEYS_MAX", 2)
-    link = make_link(root)  # only the disk is a limit
-    try:
-        for key in (*KEYS[:4], KEYS[0]):
-            link.touch([key])
-        wait_for(lambda: list(link._unnoted) == [KEYS[3], KEYS[0]])
-        store = LocalStore(root)
-        paths = [root / MAPPER.relative_name(key) for key in (KEYS[0], KEYS[1], KEYS[3])]
-        for path in paths:
-            store.put(str(path.relative_to(root)), as_parts(b"1"))
-        make_old(root, 900)
-        link.note_full()
-        wait_for(lambda: link._process is not None and not link._unnoted)
-        assert [time.time() - path.stat().st_mtime < 100 for path in paths] == [True, False, True]
-    finally:
-        link.close()
+    link = make_link()  # only the disk is a limit
+    for key in (*KEYS[:4], KEYS[0]):
+        link.touch([key])
+    wait_for(lambda: list(link._unnoted) == [KEYS[3], KEYS[0]])
+    store = LocalStore(root)
+    paths = [root / MAPPER.relative_name(key) for key in (KEYS[0], KEYS[1], KEYS[3])]
+    for path in paths:
+        store.put(str(path.relative_to(root)), as_parts(b"1"))
+    make_old(root, 900)
+    link.note_full()
+    wait_for(lambda: link._process is not None and not link._unnoted)
+    assert [time.time() - path.stat().st_mtime < 100 for path in paths] == [True, False, True]
 
 
 class Untouchable(MemoryStore):
-    """Notes no uses of some blocks."""
+    """Recording a use of some blocks fails."""
 
     def __init__(self, bad: set[str]) -> None:
         super().__init__()
@@ -321,7 +331,7 @@ class Untouchable(MemoryStore):
         self.touched.append(key)
 
 
-def test_uses_wait_for_a_storage_that_does_not_answer_and_not_for_one_block() -> None:
+def test_uses_stay_queued_while_the_storage_is_down_but_not_for_one_failing_block() -> None:
     names = [f"b{n}" for n in range(20)]
     store = Untouchable(set(names))
     touches = deque(names)
@@ -334,8 +344,8 @@ def test_uses_wait_for_a_storage_that_does_not_answer_and_not_for_one_block() ->
 
 
 @pytest.mark.parametrize("said", ['{"removed": ["a', '{"used": 1}', "no JSON\\n", "5\\n"])
-def test_a_collector_that_dies_while_it_writes_is_started_again(
-    root: Path, monkeypatch: pytest.MonkeyPatch, said: str
+def test_collector_that_dies_within_a_message_is_restarted(
+    monkeypatch: pytest.MonkeyPatch, said: str, make_link: Callable[..., CollectorLink]
 ) -> None:
     real, starts = subprocess.Popen, []
 
@@ -347,26 +357,25 @@ def test_a_collector_that_dies_while_it_writes_is_started_again(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr("kvtiers.tiers.capacity.link.RESTART_S", (0.01, 60.0))
-    link = make_link(root, ttl_s=1000.0)
-    try:
-        told: list[dict[str, Any]] = []
+    link = make_link(ttl_s=1000.0)
+    told: list[dict[str, Any]] = []
 
-        def works() -> bool:
-            told.extend(link.take_reports())
-            return any("report" in message for message in told)
+    def works() -> bool:
+        told.extend(link.take_reports())
+        return any("report" in message for message in told)
 
-        wait_for(works)
-        assert [message["runs"] for message in told if "error" in message] == [1]
-        assert len(starts) == 2
-    finally:
-        link.close()
+    wait_for(works)
+    assert [message["runs"] for message in told if "error" in message] == [1]
+    assert len(starts) == 2
 
 
-def test_close_leaves_no_process_and_no_lease(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_leaves_no_process_and_no_lease(
+    root: Path, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
+) -> None:
     monkeypatch.setattr(
         "kvtiers.tiers.capacity.link.CLOSE_S", HANG_S
     )  # a busy machine leaves a nice process little time
-    link = make_link(root, ttl_s=1000.0)
+    link = make_link(ttl_s=1000.0)
     wait_for(lambda: bool(link.take_reports()))
     process = link._process
     assert process is not None
@@ -376,13 +385,13 @@ def test_close_leaves_no_process_and_no_lease(root: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_it_ends_when_its_parent_dies(root: Path, forks: bool) -> None:
-    """Also where another process of the parent's has the other end of its input open."""
+def test_collector_process_ends_when_its_parent_dies(root: Path, forks: bool) -> None:
+    """Also if another process of the parent still has the other end of its input open."""
     code = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from tests.tiers.capacity.test_collector_process import make_link\n"
-        "link = make_link(Path(sys.argv[1]), ttl_s=1000.0)\n"
+        "from tests.tiers.capacity.test_collector_process import start_link\n"
+        "link = start_link(Path(sys.argv[1]), ttl_s=1000.0)\n"
         "while not link.take_reports():\n"
         "    time.sleep(0.01)\n"
         "helper = os.fork() if int(sys.argv[2]) else 0\n"
@@ -408,7 +417,7 @@ def test_it_ends_when_its_parent_dies(root: Path, forks: bool) -> None:
             os.kill(helper, signal.SIGKILL)
 
 
-def test_it_ends_when_its_input_ends_within_a_line(root: Path) -> None:
+def test_collector_process_ends_when_its_input_ends_within_a_line(root: Path) -> None:
     process = subprocess.Popen(
         python_command("kvtiers.tiers.capacity.process", str(os.getpid())),
         stdin=subprocess.PIPE,
@@ -429,19 +438,15 @@ def test_it_ends_when_its_input_ends_within_a_line(root: Path) -> None:
         process.wait()
 
 
-def test_an_error_is_told_and_it_goes_on(tmp_path: Path) -> None:
-    root = tmp_path / "file"
+def test_collector_process_reports_an_error_and_continues(root: Path, make_link: Callable[..., CollectorLink]) -> None:
     root.write_text("no folder")
-    link = make_link(root, ttl_s=1000.0)
-    try:
-        assert "StoreConfigError" in wait_for(link.take_reports)[0]["error"]
-        root.unlink()
-        wait_for(lambda: any("report" in report for report in link.take_reports()))
-    finally:
-        link.close()
+    link = make_link(ttl_s=1000.0)
+    assert "StoreConfigError" in wait_for(link.take_reports)[0]["error"]
+    root.unlink()
+    wait_for(lambda: any("report" in report for report in link.take_reports()))
 
 
-def test_reports_that_nobody_takes_are_added_up(link: CollectorLink) -> None:
+def test_unread_reports_are_merged(link: CollectorLink) -> None:
     link.close()
     link._reader.join()  # what follows is the reader's
     link.take_reports()
@@ -468,121 +473,105 @@ def store_all(tier: StoreTierManager) -> int:
     return len(result.successful_keys)
 
 
-def test_a_tier_tells_the_engine_what_was_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_emits_removed_events_for_collected_blocks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, make_tier: Callable[..., StoreTierManager]
+) -> None:
     monkeypatch.setattr("kvtiers.tiers.config.tier_options.LIST_EVERY_S", 1.0)
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
     spec = FakeSpec()
-    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h", "max_bytes": "1MiB"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, spec)
-    assert isinstance(tier, StoreTierManager)
-    try:
-        wait_for(lambda: store_all(tier) == ROWS)
-        list(tier.take_events())
-        assert tier.lookup(KEYS[0])
-        events: list[OffloadingEvent] = []
+    tier = make_tier(spec=spec, min_free=0, ttl="1h", max_bytes="1MiB")
+    wait_for(lambda: store_all(tier) == ROWS)
+    list(tier.take_events())
+    assert tier.lookup(KEYS[0])
+    events: list[OffloadingEvent] = []
 
-        def all_removed() -> bool:
-            # Each time: a store that found blocks there used them, which the collector may note later than this.
-            make_old(root, 7200)
-            tier.on_schedule_end()
-            events.extend(tier.take_events())
-            return sum(len(event.keys) for event in events) == ROWS
+    def all_removed() -> bool:
+        # Each time: a store that found blocks there used them, which the collector may note later than this.
+        make_old(root, 7200)
+        tier.on_schedule_end()
+        events.extend(tier.take_events())
+        return sum(len(event.keys) for event in events) == ROWS
 
-        wait_for(all_removed)
-        assert all(event.removed for event in events)
-        assert {key for event in events for key in event.keys} == set(KEYS)
-        assert tier.lookup(KEYS[0]) is None  # what was known of it is forgotten: it is asked again
+    wait_for(all_removed)
+    assert all(event.removed for event in events)
+    assert {key for event in events for key in event.keys} == set(KEYS)
+    assert tier.lookup(KEYS[0]) is None  # what was known of it is forgotten: it is asked again
 
-        def counted() -> bool:
-            tier.on_schedule_end()
-            return spec.metrics.value("kvtiers_collector_removed_blobs_total", "fs", "ttl") == ROWS
+    def counted() -> bool:
+        tier.on_schedule_end()
+        return spec.metrics.value("kvtiers_collector_removed_blobs_total", "fs", "ttl") == ROWS
 
-        wait_for(counted)
-        assert spec.metrics.value("kvtiers_storage_max_bytes", "fs") == 1 << 20
-    finally:
-        tier.shutdown()
+    wait_for(counted)
+    assert spec.metrics.value("kvtiers_storage_max_bytes", "fs") == 1 << 20
 
 
-def test_what_is_stored_anew_is_not_told_as_removed_afterwards(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More removals wait after an idle night than a step tells."""
+def test_block_stored_again_is_not_reported_as_removed(
+    monkeypatch: pytest.MonkeyPatch, make_tier: Callable[..., StoreTierManager]
+) -> None:
+    """After an idle night more removals wait than one step reports."""
     monkeypatch.setattr("kvtiers.tiers.tier.store_tier.REMOVED_KEYS_PER_STEP_MAX", 1)
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
-    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
-    assert isinstance(tier, StoreTierManager)
-    try:
-        assert isinstance(tier._collector, CollectorLink)
-        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS]})
-        tier.submit_store(JobMetadata(1, KEYS[1:], np.arange(1, ROWS, dtype=np.int32)))
-        tier.drain_jobs()
-        (result,) = tier.get_finished()
-        assert result.success
-        for _ in KEYS:
-            tier.on_schedule_end()
-        told = [(event.removed, set(event.keys)) for event in tier.take_events()]
-        assert told == [(False, set(KEYS[1:])), (True, {KEYS[0]})]
-    finally:
-        tier.shutdown()
+    tier = make_tier(min_free=0, ttl="1h")
+    assert isinstance(tier._collector, CollectorLink)
+    tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS]})
+    tier.submit_store(JobMetadata(1, KEYS[1:], np.arange(1, ROWS, dtype=np.int32)))
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    assert result.success
+    for _ in KEYS:
+        tier.on_schedule_end()
+    told = [(event.removed, set(event.keys)) for event in tier.take_events()]
+    assert told == [(False, set(KEYS[1:])), (True, {KEYS[0]})]
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_removal_reported_after_a_store_is_checked_in_the_storage(root: Path, is_there: bool) -> None:
+def test_removal_reported_after_a_store_is_checked_in_the_storage(
+    is_there: bool, make_tier: Callable[..., StoreTierManager]
+) -> None:
     """A collector reports a batch of removals when the batch ends. Meanwhile a block may be stored again."""
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
-    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
-    assert isinstance(tier, StoreTierManager)
-    try:
-        assert isinstance(tier._collector, CollectorLink)
-        began_at = time.monotonic()
-        assert store_all(tier) == ROWS
-        if not is_there:
-            for key in KEYS:
-                tier.store.delete(tier.mapper.relative_name(key))
-        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS], "since": began_at})
+    tier = make_tier(min_free=0, ttl="1h")
+    assert isinstance(tier._collector, CollectorLink)
+    began_at = time.monotonic()
+    assert store_all(tier) == ROWS
+    if not is_there:
+        for key in KEYS:
+            tier.store.delete(tier.mapper.relative_name(key))
+    tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS], "since": began_at})
 
-        def is_judged() -> bool:
-            tier.on_schedule_end()
-            return not tier._doubtful
+    def is_judged() -> bool:
+        tier.on_schedule_end()
+        return not tier._doubtful
 
-        wait_for(is_judged)
-        told = [(event.removed, set(event.keys)) for event in tier.take_events()]
-        assert told[0] == (False, set(KEYS))
-        assert all(removed for removed, _ in told[1:])
-        assert sorted(key for _, keys in told[1:] for key in keys) == ([] if is_there else sorted(KEYS))
-    finally:
-        tier.shutdown()
+    wait_for(is_judged)
+    told = [(event.removed, set(event.keys)) for event in tier.take_events()]
+    assert told[0] == (False, set(KEYS))
+    assert all(removed for removed, _ in told[1:])
+    assert sorted(key for _, keys in told[1:] for key in keys) == ([] if is_there else sorted(KEYS))
 
 
-def test_removals_in_doubt_are_bounded_in_each_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removals_in_doubt_are_bounded_in_each_step(
+    monkeypatch: pytest.MonkeyPatch, make_tier: Callable[..., StoreTierManager]
+) -> None:
     """While the storage is slow, a step must not ask for all blocks that were removed in the meantime."""
     monkeypatch.setattr("kvtiers.tiers.tier.store_tier.REMOVED_KEYS_PER_STEP_MAX", 3)
     monkeypatch.setattr("kvtiers.tiers.tier.store_tier.DOUBTFUL_ASKED_MAX", 2)
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
-    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
-    assert isinstance(tier, StoreTierManager)
-    try:
-        assert isinstance(tier._collector, CollectorLink)
-        began_at = time.monotonic()
-        assert store_all(tier) == ROWS
-        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS], "since": began_at})
-        asked: list[OffloadKey] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(tier._lookup, "lookup_surely", asked.append)  # None: there is no answer yet
-            for _ in range(5):
-                tier.on_schedule_end()
-        assert asked == list(KEYS[:2]) * 5
-        assert list(tier._doubtful) == list(KEYS[:3])
-
-        def are_judged() -> bool:
+    tier = make_tier(min_free=0, ttl="1h")
+    assert isinstance(tier._collector, CollectorLink)
+    began_at = time.monotonic()
+    assert store_all(tier) == ROWS
+    tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS], "since": began_at})
+    asked: list[OffloadKey] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._lookup, "lookup_surely", asked.append)  # None: there is no answer yet
+        for _ in range(5):
             tier.on_schedule_end()
-            assert isinstance(tier._collector, CollectorLink)
-            return not (tier._doubtful or tier._collector._removed)
+    assert asked == list(KEYS[:2]) * 5
+    assert list(tier._doubtful) == list(KEYS[:3])
 
-        wait_for(are_judged)
-    finally:
-        tier.shutdown()
+    def are_judged() -> bool:
+        tier.on_schedule_end()
+        assert isinstance(tier._collector, CollectorLink)
+        return not (tier._doubtful or tier._collector._removed)
+
+    wait_for(are_judged)
 
 
 def test_removal_after_the_last_store_is_reported_at_once(link: CollectorLink) -> None:
@@ -614,7 +603,7 @@ def test_removals_that_wait_are_bounded(link: CollectorLink, monkeypatch: pytest
     assert link.take_removed(9) == (list(KEYS[1:3]), [])
 
 
-def test_what_is_stored_is_shown_where_it_is_known() -> None:
+def test_used_bytes_metric_is_exported_once_it_is_known() -> None:
     metrics = Metrics()
     counts = TierCounts(metrics, "fs", collects=True)
     for used, shown in ((100, [100]), (None, []), (0, [0])):
@@ -678,78 +667,60 @@ def test_full_disk_without_other_limits_loses_its_oldest_blocks(small: Path, min
         tier.shutdown()
 
 
-def test_tier_warns_once_of_a_reserve_above_its_disk(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
-    config = {"type": "fs", "root_dir": str(root), "min_free": "900PiB", "isolation": "thread"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
-    assert isinstance(tier, StoreTierManager)
-    try:
-        assert store_all(tier) == 0
-    finally:
-        tier.shutdown()
+def test_tier_warns_once_of_a_reserve_above_its_disk(
+    caplog: pytest.LogCaptureFixture, make_tier: Callable[..., StoreTierManager]
+) -> None:
+    tier = make_tier(min_free="900PiB", isolation="thread")
+    assert store_all(tier) == 0
     assert len([record for record in caplog.records if "lower min_free" in record.getMessage()]) == 1
 
 
 def test_tier_stores_where_the_file_system_reports_no_size(
-    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, make_tier: Callable[..., StoreTierManager]
 ) -> None:
     nothing = os.statvfs_result((512, 512, *[0] * 7, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: nothing)
     monkeypatch.setattr(os, "fstatvfs", lambda _: nothing)
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
-    config = {"type": "fs", "root_dir": str(root), "isolation": "thread"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
-    assert isinstance(tier, StoreTierManager)
-    try:
-        assert store_all(tier) == ROWS
-    finally:
-        tier.shutdown()
+    tier = make_tier(isolation="thread")
+    assert store_all(tier) == ROWS
     assert len([record for record in caplog.records if "does not report its size" in record.getMessage()]) == 1
 
 
-def test_tier_refuses_stores_while_its_root_is_full(root: Path) -> None:
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
+def test_tier_refuses_stores_while_its_root_is_full(root: Path, make_tier: Callable[..., StoreTierManager]) -> None:
     spec = FakeSpec()
-    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "max_bytes": "1MiB"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, spec)
-    assert isinstance(tier, StoreTierManager)
-    try:
-        assert isinstance(tier._collector, CollectorLink)
-        assert store_all(tier) == ROWS  # from the first moment on
-        foreign = root / "theirs"
-        foreign.write_bytes(bytes(1 << 20))
-        tier._collector.note_put(1 << 20)
-        wait_for(lambda: isinstance(tier._collector, CollectorLink) and tier._collector.is_full)
-        assert store_all(tier) == 0
-        assert "of max_bytes = 1048576" in tier.full
-        assert spec.metrics.value("kvtiers_stores_dropped_total", "fs", "StoreFullError") == ROWS
-        foreign.unlink()
-        wait_for(lambda: isinstance(tier._collector, CollectorLink) and not tier._collector.is_full)
-        wait_for(lambda: store_all(tier) == ROWS)
-    finally:
-        tier.shutdown()
+    tier = make_tier(spec=spec, min_free=0, max_bytes="1MiB")
+    assert isinstance(tier._collector, CollectorLink)
+    assert store_all(tier) == ROWS  # from the first moment on
+    foreign = root / "theirs"
+    foreign.write_bytes(bytes(1 << 20))
+    tier._collector.note_put(1 << 20)
+    wait_for(lambda: isinstance(tier._collector, CollectorLink) and tier._collector.is_full)
+    assert store_all(tier) == 0
+    assert "of max_bytes = 1048576" in tier.full
+    assert spec.metrics.value("kvtiers_stores_dropped_total", "fs", "StoreFullError") == ROWS
+    foreign.unlink()
+    wait_for(lambda: isinstance(tier._collector, CollectorLink) and not tier._collector.is_full)
+    wait_for(lambda: store_all(tier) == ROWS)
 
 
-def test_engine_stops_to_put_if_its_collector_fails_for_long(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_stops_to_put_if_its_collector_fails_for_long(
+    root: Path, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
+) -> None:
     monkeypatch.setattr("kvtiers.tiers.capacity.link.FAILING_S_MAX", 0.05)
     root.write_text("no folder")
-    bounded, unbounded = make_link(root, max_bytes=1 << 20), make_link(root, ttl_s=1000.0)
-    try:
-        wait_for(lambda: bounded.is_full)
-        assert "the collector has not worked for 0 s: StoreConfigError" in bounded.is_full
-        wait_for(unbounded.take_reports)
-        assert unbounded.is_full == ""
-        root.unlink()
-        wait_for(lambda: not bounded.is_full)
-    finally:
-        bounded.close()
-        unbounded.close()
+    bounded, unbounded = make_link(max_bytes=1 << 20), make_link(ttl_s=1000.0)
+    wait_for(lambda: bounded.is_full)
+    assert "the collector has not worked for 0 s: StoreConfigError" in bounded.is_full
+    wait_for(unbounded.take_reports)
+    assert unbounded.is_full == ""
+    root.unlink()
+    wait_for(lambda: not bounded.is_full)
 
 
-def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root: Path) -> None:
-    region = np.ones((ROWS, ROW_BYTES), np.int8)
-    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "max_bytes": "1MiB"}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(
+    root: Path, make_tier: Callable[..., StoreTierManager]
+) -> None:
+    tier = make_tier(min_free=0, max_bytes="1MiB")
     tier.shutdown()
     assert len(list(root.glob("*/config.json"))) == 1
 
@@ -773,7 +744,7 @@ def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root
         ({"gc_every_s": 60}, "gc_every_s: was removed"),
     ],
 )
-def test_mistakes_name_their_field(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_name_their_field(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": "/x", **options}]})
 
@@ -786,7 +757,7 @@ def test_durations(text: object, seconds: float) -> None:
     assert parse_tier({"type": "fs", "root_dir": "/x", "ttl": text}).ttl == seconds  # type: ignore[union-attr]
 
 
-def test_names_lead_back_to_their_blocks() -> None:
+def test_block_names_convert_back_to_keys() -> None:
     for key in (*KEYS, block_key(1, group=3)):
         assert MAPPER.key_of(MAPPER.relative_name(key)) == key
     good = MAPPER.relative_name(KEYS[0])

@@ -45,8 +45,8 @@ def test_a_dead_holders_lease_is_taken_over() -> None:
 
 
 @pytest.mark.parametrize("name", ["9" * 255, "9" * 12, "\u0663", "x"])
-def test_a_name_that_no_holder_gives_its_lease_is_none(name: str) -> None:
-    """One that somebody else puts there would otherwise keep all collectors away, or follow every one of ours."""
+def test_blob_with_an_invalid_lease_name_is_ignored(name: str) -> None:
+    """A foreign blob there must neither stop all collectors nor count as a newer lease."""
     store, now = MemoryStore(), [0.0]
     store.put(f"{LEASE_PREFIX}{name}", as_parts(b"{}"))
     first, second = lease(store, "a", now), lease(store, "b", now)
@@ -72,7 +72,7 @@ def test_a_dead_holders_lease_that_cannot_be_read_is_taken_over() -> None:
     assert second.try_acquire()
 
 
-def test_a_living_holder_keeps_it() -> None:
+def test_living_holder_keeps_its_lease() -> None:
     store, now = MemoryStore(), [0.0]
     first, second = lease(store, "a", now), lease(store, "b", now)
     assert first.try_acquire()
@@ -82,7 +82,7 @@ def test_a_living_holder_keeps_it() -> None:
         assert not second.try_acquire()
 
 
-def test_of_many_takers_one_wins() -> None:
+def test_one_of_many_candidates_gets_the_lease() -> None:
     store, now = MemoryStore(), [0.0]
     assert lease(store, "dead", now).try_acquire()
     takers = [lease(store, secrets.token_hex(4), now) for _ in range(5)]
@@ -91,7 +91,7 @@ def test_of_many_takers_one_wins() -> None:
     assert sum(taker.try_acquire() for taker in takers) == 1
 
 
-def test_holder_that_was_overtaken_learns_it_from_the_storage_time() -> None:
+def test_overtaken_holder_notices_when_it_reads_the_storage_time() -> None:
     store, now = MemoryStore(), [0.0]
     first, second = lease(store, "slow", now), lease(store, "b", now)
     assert first.try_acquire()

@@ -1,4 +1,4 @@
-"""What a walk removes, and what a collector believes to be stored, for any root and any order of events."""
+"""What a walk removes, and how much a collector counts as stored, for random roots and random orders of events."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_marks_leave_head_room_for_what_is_put_within_three_polls(
 
 @FAST
 @given(st.lists(st.tuples(st.floats(-10, 4e8), st.integers(1, 1000)), min_size=1, max_size=50), st.floats(0, 1))
-def test_oldest_share_of_a_histogram_is_at_least_what_is_wanted_and_one_bucket_more_at_most(
+def test_histogram_share_exceeds_the_wanted_share_by_one_bucket_at_most(
     blobs: list[tuple[float, int]], share: float
 ) -> None:
     histogram = AgeHistogram()
@@ -334,12 +334,12 @@ def test_sum_is_right_under_concurrent_writers(machine: type[Writers]) -> None:
     )
 
 
-@FAST
+@settings(FAST, max_examples=20)  # of 2,400 possible; each takes 0.1 s
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(100, 400), st.integers(0, 3))
 def test_overshoot_is_at_most_what_all_writers_put_within_three_polls(
     hosts: int, puts: int, bound: int, late: int
 ) -> None:
-    """Each host puts as fast as it may, and some hear a poll later than others."""
+    """Each host puts as fast as it may, and some read the records one poll later than others."""
     now = [1e9]
     store = MemoryStore(clock=lambda: now[0])
     policy = CapacityPolicy(max_bytes=bound * 100, poll_s=1.0, grace_s=0.0)

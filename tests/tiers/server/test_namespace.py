@@ -1,4 +1,4 @@
-"""open_namespace: whose a folder is, and what is said of one that is new."""
+"""open_namespace: whether a namespace is new, and who owns its folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def some_mapper() -> FileMapper:
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_new_namespace_is_said_to_be_one(read_only: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_namespace_is_reported_as_new(read_only: bool, caplog: pytest.LogCaptureFixture) -> None:
     store, mapper = MemoryStore(), some_mapper()
     with caplog.at_level(logging.INFO):
         open_namespace(store, mapper, read_only=read_only)
@@ -26,7 +26,7 @@ def test_a_new_namespace_is_said_to_be_one(read_only: bool, caplog: pytest.LogCa
     assert (store.size(mapper.relative_config_name) is None) == read_only
 
 
-def test_one_that_is_known_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_known_namespace_is_not_reported_as_new(caplog: pytest.LogCaptureFixture) -> None:
     store, mapper = MemoryStore(), some_mapper()
     open_namespace(store, mapper)
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""Servers in processes: whatever a store's library does, its tier goes on, and no slot has wrong bytes."""
+"""Servers in processes: whatever a store's library does, its tier keeps working, and no slot gets wrong bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ from tests.tier_limits import tier_limits
 from tests.tiers.server.process_bench import COUNT, DEADLINE_S, KEYS, ROW_BYTES, ROWS, SEATS, Bench
 from tests.waiting import PATIENT, wait_for
 
+METHODS = ("put", "get", "size")
+
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    """Makes tiers, whose dead servers are started again soon."""
+    """Makes tiers that restart dead servers after a short pause."""
     monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
     made: list[Bench] = []
 
@@ -64,41 +67,33 @@ def bench(make: Callable[..., Bench]) -> Bench:
 # ---- a library that misbehaves ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["put", "get", "size"])
-def test_call_that_hangs_ends_its_process_at_the_deadline_and_the_tier_comes_back(bench: Bench, method: str) -> None:
-    (victim,) = bench.pids
-    bench.remove_some()
-    bench.provoke(method, "hang", DEADLINE_S)
-    if method == "size":  # a lookup has its own, shorter deadline
-        wait_for(lambda: bench.has_lost(victim))
-    assert not psutil.pid_exists(victim), "it is reported only when its process is reaped"
-    wait_for(bench.works)
-    assert bench.pids != [victim]
+def test_hanging_call_ends_its_process_at_the_deadline_and_tier_works_again(bench: Bench) -> None:
+    for method in METHODS:
+        (victim,) = bench.pids
+        bench.remove_some()
+        bench.provoke(method, "hang", DEADLINE_S)
+        if method == "size":  # a lookup has its own, shorter deadline
+            wait_for(lambda pid=victim: bench.has_lost(pid))  # type: ignore[misc]
+        assert not psutil.pid_exists(victim), "the job was reported before its process was reaped"
+        wait_for(bench.works)
+        assert bench.pids != [victim]
 
 
-@pytest.mark.parametrize("method", ["put", "get", "size"])
 @pytest.mark.parametrize("what", ["SystemExit", "MemoryError", "KeyboardInterrupt", "ZeroDivisionError", "EOFError"])
-def test_any_exception_fails_its_blocks_only(bench: Bench, method: str, what: str) -> None:
-    bench.provoke(method, what)
-    wait_for(bench.works)
-    assert bench.kills == (what == "MemoryError")
+def test_exception_of_the_store_fails_only_its_blocks(bench: Bench, what: str) -> None:
+    for number, method in enumerate(METHODS, 1):
+        bench.provoke(method, what)
+        wait_for(bench.works)
+        assert bench.kills == (number if what == "MemoryError" else 0)
 
 
-@pytest.mark.parametrize("method", ["put", "get", "size"])
-def test_library_that_ends_the_process(bench: Bench, method: str) -> None:
-    bench.provoke(method, "exit")
-    wait_for(bench.works)
-    assert bench.kills == 1
-
-
-@pytest.mark.parametrize("method", ["put", "get", "size"])
 @pytest.mark.parametrize("what", ["fork", "fork-in-c"])
-def test_fork_that_returns_from_a_library_answers_nothing_and_ends(bench: Bench, method: str, what: str) -> None:
+def test_fork_that_returns_from_a_library_answers_nothing_and_ends(bench: Bench, what: str) -> None:
     pids = bench.pids
-    for _ in range(2):
+    for method in METHODS:
         bench.provoke(method, what)
     forks = bench.forks()
-    assert len(forks) == 2
+    assert len(forks) == len(METHODS)
     wait_for(bench.works)
     assert bench.pids == pids
     assert bench.kills == 0
@@ -138,24 +133,26 @@ def test_program_that_a_library_started_ends_with_its_process(bench: Bench, is_h
     wait_for(lambda: is_gone(program))
 
 
-@pytest.mark.parametrize("method", ["put", "get", "size"])
-def test_library_that_writes_into_every_descriptor(bench: Bench, method: str) -> None:
-    (victim,) = bench.pids
-    bench.remove_some()
+def test_process_that_ends_itself_or_writes_into_its_descriptors_is_replaced(bench: Bench) -> None:
+    """What it writes reaches neither the engine, as an answer, nor the region."""
     before = bench.rows[:COUNT].copy()
-    bench.provoke(method, "write")
-    wait_for(lambda: bench.has_lost(victim))
-    wait_for(bench.works)
-    assert np.array_equal(bench.rows[:COUNT], before)
+    for number, (method, what) in enumerate(product(METHODS, ("exit", "write")), 1):
+        (victim,) = bench.pids
+        bench.remove_some()
+        bench.provoke(method, what)
+        wait_for(lambda pid=victim: bench.has_lost(pid))  # type: ignore[misc]
+        wait_for(bench.works)
+        assert bench.kills == number
+        assert np.array_equal(bench.rows[:COUNT], before)
 
 
-@pytest.mark.parametrize("method", ["put", "get", "size"])
-def test_process_that_exceeds_its_memory_limit_is_replaced(make: Callable[..., Bench], method: str) -> None:
+def test_process_that_exceeds_its_memory_limit_is_replaced(make: Callable[..., Bench]) -> None:
     bench = make(SEATS, 256 << 20)
-    assert bench.works()
-    bench.provoke(method, "hoard")
-    wait_for(bench.works)
-    assert bench.kills == 1
+    for number, method in enumerate(METHODS, 1):
+        assert bench.works()
+        bench.provoke(method, "hoard")
+        wait_for(bench.works)
+        assert bench.kills == number
 
 
 # ---- processes that die ----------------------------------------------------------------------------------------------
@@ -325,7 +322,7 @@ def test_processes_do_not_see_the_keys(make: Callable[..., Bench], monkeypatch: 
 
 
 def test_signals_to_the_whole_service_are_the_engines(bench: Bench) -> None:
-    """Ctrl-C, and what systemd stops a service with: the engine has stores to finish."""
+    """Ctrl-C, and the signal that systemd sends to stop a service. The engine must finish its stores first."""
     pids = bench.pids
     for number in (signal.SIGINT, signal.SIGTERM):
         for pid in pids:

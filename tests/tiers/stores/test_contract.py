@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, TypeVar
-from urllib.parse import unquote_plus
 
 import pytest
 
-from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreError
+from kvtiers.tiers.errors import BlobCorruptError, StoreError
 from kvtiers.tiers.store import Capabilities, KeyInfo, Store, parts_size
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.contract import LARGE_BYTES, StoreContract, run_in_threads
@@ -158,15 +157,6 @@ class TakesThePartsAway(Sound):
 
 
 @breaks("test_put_lets_go_of_the_parts")
-class WritesIntoItsSource(Sound):
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        published = super().put(key, parts, overwrite=overwrite)
-        for part in parts:
-            part[:1] = bytes([part[0] ^ 255])
-        return published
-
-
-@breaks("test_put_lets_go_of_the_parts")
 class KeepsTheListThatItPut(Sound):
     def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
         self.kept = parts
@@ -208,41 +198,13 @@ class DeletesTrees(Sound):
             super().delete(each)
 
 
-@breaks("test_folder_of_other_keys_is_no_blob")
-class FoldersHaveASize(Sound):
-    def size(self, key: str) -> int | None:
-        return 4096 if self._below(f"{key}/") else super().size(key)
-
-
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-class Lists(Sound):
-    """A listing that is changed."""
-
+@breaks("test_keys_prefix_is_taken_as_it_is_written")
+class TakesAPattern(Sound):
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        return (info for info in super().keys("") if self.is_listed(info.key, prefix))
-
-    def is_listed(self, key: str, prefix: str) -> bool:
-        return key.startswith(prefix)
-
-
-@breaks("test_keys_prefix_is_taken_as_it_is_written")
-class FoldsCase(Lists):
-    def is_listed(self, key: str, prefix: str) -> bool:
-        return key.lower().startswith(prefix.lower())
-
-
-@breaks("test_keys_prefix_is_taken_as_it_is_written")
-class TakesAPattern(Lists):
-    def is_listed(self, key: str, prefix: str) -> bool:
-        return fnmatch.fnmatchcase(key, f"{prefix}*")
-
-
-@breaks("test_keys_prefix_is_taken_as_it_is_written")
-class Unquotes(Lists):
-    def is_listed(self, key: str, prefix: str) -> bool:
-        return key.startswith(unquote_plus(prefix))
+        return (info for info in super().keys("") if fnmatch.fnmatchcase(info.key, f"{prefix}*"))
 
 
 @breaks("test_keys_lists_more_than_one_page")
@@ -260,12 +222,6 @@ class CountsItsPages(Sound):
         while page := list(super().keys(prefix))[at : at + 1000]:
             yield from page
             at += 1000
-
-
-@breaks("test_keys_prefix_is_taken_as_it_is_written")
-class EndsAPrefixAtTheLastOfTheFirstPlane(Lists):
-    def is_listed(self, key: str, prefix: str) -> bool:
-        return prefix <= key < prefix + "\uffff"
 
 
 @breaks("test_what_another_handle_changed_is_seen_at_once")
@@ -319,20 +275,6 @@ class EverybodyWins(Sound):
         return super().put(key, parts, overwrite=overwrite) or is_new
 
 
-@breaks("test_writers_of_one_key_leave_one_whole_blob")
-class ExclusiveWithinAHandle(Sound):
-    def __init__(self, memory: MemoryStore) -> None:
-        super().__init__(memory)
-        self._mine = threading.Lock()
-
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        with self._mine:
-            if not overwrite and key in self._blobs:
-                return False
-            a_moment()
-            return super().put(key, parts, overwrite=True)
-
-
 @breaks("test_writers_of_many_keys")
 @breaks("test_blob_that_is_replaced_is_always_there")
 class ListsWhatItWrites(Sound):
@@ -341,25 +283,6 @@ class ListsWhatItWrites(Sound):
         a_moment()
         super().delete(f"{key}.tmp")
         return super().put(key, parts, overwrite=overwrite)
-
-
-@breaks("test_writers_of_many_keys")
-@breaks("test_blob_that_is_replaced_is_always_there")
-class TellsTheSizeSoFar(Sound):
-    def __init__(self, memory: MemoryStore) -> None:
-        super().__init__(memory)
-        self._so_far: dict[str, int] = {}
-
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        self._so_far[key] = parts[0].nbytes
-        a_moment()
-        try:
-            return super().put(key, parts, overwrite=overwrite)
-        finally:
-            del self._so_far[key]
-
-    def size(self, key: str) -> int | None:
-        return self._so_far.get(key, super().size(key))
 
 
 @breaks("test_blob_that_is_replaced_is_always_there")
@@ -377,39 +300,14 @@ class RemembersSizes(Sound):
         super().__init__(memory)
         self._sizes: dict[str, int | None] = {}
 
-    def is_worth_it(self, size: int | None) -> bool:
-        return size is not None
-
     def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
         self._sizes.pop(key, None)
         return super().put(key, parts, overwrite=overwrite)
 
     def size(self, key: str) -> int | None:
         if key not in self._sizes:
-            size = super().size(key)
-            if not self.is_worth_it(size):
-                return size
-            self._sizes[key] = size
+            self._sizes[key] = super().size(key)
         return self._sizes[key]
-
-
-@breaks("test_what_another_handle_changed_is_seen_at_once")
-class RemembersAbsence(RemembersSizes):
-    def is_worth_it(self, size: int | None) -> bool:
-        return size is None
-
-
-@breaks("test_what_another_handle_changed_is_seen_at_once")
-class RemembersTails(Sound):
-    def __init__(self, memory: MemoryStore) -> None:
-        super().__init__(memory)
-        self._tails: dict[tuple[str, int], tuple[int, bytes]] = {}
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        found = self._tails.get((key, length)) or super().get_tail(key, length)
-        if found is not None:
-            self._tails[key, length] = found
-        return found
 
 
 @breaks("test_close_during_a_listing")
@@ -431,32 +329,10 @@ class QuarantinesWhatBeginsAlike(Sound):
             self.delete(each)
 
 
-class Touches(Sound):
+@breaks("test_touch_makes_the_mtime_new_and_changes_nothing_else")
+class TouchCreates(Sound):
     def touch(self, key: str) -> None:
-        tail = self.get_tail(key, 1 << 30)
-        self.put(key, self.touched(key, tail), overwrite=True)
-
-    def touched(self, key: str, tail: tuple[int, bytes] | None) -> Parts:
-        return [memoryview(tail[1])] if tail else []
-
-
-@breaks("test_touch_makes_the_mtime_new_and_changes_nothing_else")
-class TouchCreates(Touches):
-    pass
-
-
-@breaks("test_touch_makes_the_mtime_new_and_changes_nothing_else")
-class TouchEmpties(Touches):
-    def touched(self, key: str, tail: tuple[int, bytes] | None) -> Parts:
-        return []
-
-
-@breaks("test_touch_makes_the_mtime_new_and_changes_nothing_else")
-class TouchOfAnAbsentKeyFails(Touches):
-    def touched(self, key: str, tail: tuple[int, bytes] | None) -> Parts:
-        if tail is None:
-            raise BlobNotFoundError("no such file", key=key)
-        return super().touched(key, tail)
+        self.put(key, [], overwrite=True)
 
 
 @breaks("test_sweep_takes_what_is_the_stores_own_and_no_blob")
@@ -464,12 +340,6 @@ class SweepsBlobs(Sound):
     def sweep(self, quarantine_s_max: float) -> int:
         self._blobs.clear()
         return 0
-
-
-@breaks("test_sweep_takes_what_is_the_stores_own_and_no_blob")
-class SweepsTheNewQuarantine(Sound):
-    def sweep(self, quarantine_s_max: float) -> int:
-        return super().sweep(0.0)
 
 
 @breaks("test_space")
@@ -500,47 +370,15 @@ class DeletesAThousand(Sound):
         return super().delete_many(keys[:1000]) + [None] * len(keys[1000:])
 
 
-@breaks("test_what_another_handle_changed_is_seen_at_once")
-class AnswersFromALastListing(Sound):
-    def size_many(self, keys: Sequence[str]) -> list[Any]:
-        if "listed" not in self.__dict__:
-            self.listed = {info.key: info.size for info in MemoryStore.keys(self)}
-        return [self.listed.get(key) for key in keys]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", sorted({rule for _, rule in BAD}))
-def test_a_sound_store_passes(rule: str) -> None:
+def test_correct_store_passes(rule: str) -> None:
     check(Sound, rule)
 
 
-class JoinsItsParts(Sound):
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        return super().put(key, [memoryview(b"".join(parts))], overwrite=overwrite)
-
-
-class ListsSmallPagesByName(Sound):
-    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        after = ""
-        while page := sorted((i for i in super(Sound, self).keys(prefix) if i.key > after), key=lambda i: i.key)[:5]:
-            yield from page
-            after = page[-1].key
-
-
-@pytest.mark.parametrize(
-    ("good", "rule"),
-    [
-        (JoinsItsParts, "test_put_that_fails_leaves_what_was_there"),
-        (ListsSmallPagesByName, "test_keys_while_blobs_come_and_go"),
-    ],
-)
-def test_a_store_that_breaks_no_rule_is_let_be(good: type[Sound], rule: str) -> None:
-    check(good, rule)
-
-
-def test_a_thread_that_hangs_is_a_failure_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_thread_fails_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     # The time is up as soon as the other thread has ended.
     monkeypatch.setattr(
         "kvtiers.tiers.testing.contract.data.wait", lambda calls, _: wait(calls, return_when=FIRST_COMPLETED)
@@ -554,6 +392,6 @@ def test_a_thread_that_hangs_is_a_failure_and_not_waited_for(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("bad", "rule"), BAD, ids=lambda value: getattr(value, "__name__", value))
-def test_a_store_that_breaks_a_rule_is_found(bad: type[Sound], rule: str) -> None:
+def test_store_that_breaks_a_rule_fails(bad: type[Sound], rule: str) -> None:
     with pytest.raises((AssertionError, AttributeError, BufferError, StoreError, pytest.fail.Exception)):
         check(bad, rule)

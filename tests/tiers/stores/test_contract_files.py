@@ -230,7 +230,7 @@ HANDLES = "test_handles_come_and_go_while_another_puts"
 
 
 @pytest.mark.parametrize("rule", [KILLED, HANDLES, SEEN, ONE_WINS])
-def test_a_sound_store_passes(rule: str, tmp_path: Path) -> None:
+def test_correct_store_passes(rule: str, tmp_path: Path) -> None:
     rules = Rules(OneWins if rule == ONE_WINS else PlainFiles, tmp_path)
     getattr(rules, rule)(rules.make_store())
 
@@ -249,7 +249,7 @@ def test_a_sound_store_passes(rule: str, tmp_path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_store_that_breaks_a_rule_is_found(bad: type[PlainFiles], rule: str, tmp_path: Path) -> None:
+def test_store_that_breaks_a_rule_fails(bad: type[PlainFiles], rule: str, tmp_path: Path) -> None:
     rules = Rules(bad, tmp_path)
     with pytest.raises((AssertionError, FileNotFoundError, StoreError)):
         getattr(rules, rule)(rules.make_store())

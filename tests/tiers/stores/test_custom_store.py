@@ -79,13 +79,13 @@ make_store = "no function"
         (f"{__name__}:make_of_words", "make_of_words failed with its options: ValueError: ['a']\\x1b[2J"),
     ],
 )
-def test_what_makes_no_store_is_named(module_path: str, said: str) -> None:
+def test_invalid_store_functions_are_named(module_path: str, said: str) -> None:
     with pytest.raises(StoreConfigError) as caught:
         make_custom_store(module_path, {"a": 1})
     assert said in str(caught.value)
 
 
-def test_what_the_function_says_in_our_words_is_said(tmp_path: Path) -> None:
+def test_config_errors_of_the_store_function_are_shown(tmp_path: Path) -> None:
     with pytest.raises(StoreConfigError, match="^accepted is path, a file; not nothing$"):
         make_custom_store(MODULE, {})
     (tmp_path / "text").write_text("no database, whatever its length is " * 100)
@@ -103,7 +103,7 @@ def test_parts_are_filled_whole_or_not_at_all() -> None:
     assert bytes(buffer) == b"abcdef"
 
 
-def test_a_clients_errors_become_ours_and_others_stay() -> None:
+def test_errors_of_the_client_become_store_errors() -> None:
     def classify(e: Exception) -> type[StoreFullError] | None:
         return StoreFullError if isinstance(e, OSError) else None
 
@@ -176,10 +176,11 @@ def test_blocks_come_back_in_another_engine(tmp_path: Path, engines: list[Engine
     assert second.memory[8 * ROW_BYTES :] == wanted
 
 
-def test_its_bound_its_keys_and_every_command(
+def test_custom_store_works_with_limits_keys_and_all_commands(
     tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEYS", "a1" * 32)
+    monkeypatch.setattr("kvtiers.tiers.config.tier_options.REMOTE_POLL_S", 0.25)
     tier = tier_of(tmp_path, max_bytes="1MiB", encrypt="aes-gcm", keys_env="KEYS", name="lite")
     engines.append(engine := Engine(tier))
     keys = [block_key(number) for number in range(200)]
@@ -223,7 +224,7 @@ def test_memory_behind_processes_is_refused() -> None:
 # ---- the config ------------------------------------------------------------------------------------------------------
 
 
-def test_a_package_names_its_store_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_registers_its_store_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = importlib.metadata.EntryPoint("sqlite", f"{MODULE}:make_store", STORE_ENTRY_POINT_GROUP)
     others = {ENTRY_POINT_GROUP: (), STORE_ENTRY_POINT_GROUP: (entry,)}
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: others[group])
@@ -237,7 +238,7 @@ def test_a_package_names_its_store_by_an_entry_point(tmp_path: Path, monkeypatch
         parse_config({"region": REGION, "tiers": [{"type": "sqlit"}]})
 
 
-def test_options_may_be_secrets_and_are_not_shown() -> None:
+def test_options_are_not_shown_because_they_may_be_secret() -> None:
     raw = {"type": "store", "module_path": MODULE, "options": {"password": "hush"}}
     config = parse_config({"region": REGION, "tiers": [raw]})
     assert "hush" not in repr(config) + json.dumps(config.model_dump(mode="json"))
@@ -256,5 +257,5 @@ def test_two_tiers_of_one_store_are_refused() -> None:
     parse_config({"region": REGION, "tiers": [raw, raw | {"options": {"path": "/other.db"}}]})
 
 
-def test_the_schema_knows_it() -> None:
+def test_schema_accepts_a_custom_store() -> None:
     assert "StoreTierConfig" in json_schema()["$defs"]

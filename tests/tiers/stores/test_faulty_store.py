@@ -34,7 +34,7 @@ class SizesOnly(MemoryStore):
         return [self.size(key) for key in keys]
 
 
-def test_has_the_extras_of_its_store() -> None:
+def test_faulty_store_has_the_optional_methods_of_its_store() -> None:
     store = FaultyStore(MemoryStore())
     assert isinstance(store, SupportsTail)
     assert isinstance(store, SupportsQuarantine)
@@ -66,7 +66,7 @@ def outcomes(store: Store, count: int) -> list[bool]:
         (3, None, [True, True, False, False]),
     ],
 )
-def test_strikes_by_number(first: int, count: int | None, expected: list[bool]) -> None:
+def test_faults_strike_the_planned_calls(first: int, count: int | None, expected: list[bool]) -> None:
     fault = Fault("put", first=first, count=count, error=lambda: StoreUnavailableError("planned"))
     store = FaultyStore(MemoryStore(), [fault])
     assert outcomes(store, 4) == expected
@@ -111,7 +111,7 @@ def test_a_base_exception_comes_out_of_any_method(method: str) -> None:
         calls[method]()
 
 
-def test_delay_is_the_hooks() -> None:
+def test_delay_uses_the_sleep_hook() -> None:
     slept: list[float] = []
     store = FaultyStore(MemoryStore(), [Fault("size", count=2, delay_s=3.5)], sleep=slept.append)
     for _ in range(3):

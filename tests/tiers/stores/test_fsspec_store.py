@@ -51,6 +51,8 @@ from kvtiers.tiers.testing.servers import S3Server
 from tests.tiers.stores.files.root_folder import FolderContract
 from tests.web_server import WebServer, serve_folder
 
+pytestmark = pytest.mark.usefixtures("boto_models_once")
+
 TOKEN = "CanaryTokenOfAStorageOption"
 SECRET = "CanarySecretOfAStorageOption"
 _numbers = count()
@@ -226,7 +228,7 @@ def test_temporary_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {young, *others}
 
 
-def test_who_only_reads_sweeps_nothing_and_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_only_store_sweeps_nothing_and_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     litter = tmp_path / "kv" / ".tmp" / f".{'0a' * 16}"
     litter.parent.mkdir(parents=True)
     litter.write_bytes(b"1")
@@ -243,7 +245,7 @@ def test_who_only_reads_sweeps_nothing_and_says_nothing(tmp_path: Path, caplog: 
     assert not litter.exists()
 
 
-def test_opening_ends_where_a_server_never_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_opening_fails_if_the_server_never_answers(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -259,7 +261,7 @@ def test_opening_ends_where_a_server_never_answers(caplog: pytest.LogCaptureFixt
     assert "temporary files could not be removed: FSTimeoutError" in caplog.text
 
 
-def test_temporary_files_stay_where_the_driver_tells_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_files_without_a_timestamp_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kv" / ".tmp"
     folder.mkdir(parents=True)
     name = f".{'0a' * 16}"
@@ -319,7 +321,7 @@ def web(tmp_path: Path) -> Iterator[tuple[FsspecStore, WebServer]]:
         yield FsspecStore(f"{server.url}/kv"), server
 
 
-def test_sizes_that_a_listing_does_not_have_are_asked_for(
+def test_sizes_missing_in_a_listing_are_queried(
     web: tuple[FsspecStore, WebServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtiers.tiers.stores.fsspec.ASKED_AT_ONCE", 4)
@@ -346,7 +348,7 @@ def test_sizes_that_a_listing_does_not_have_are_asked_for(
         (None, StoreUnavailableError),  # nobody answers
     ],
 )
-def test_a_web_server_that_cannot_say_is_not_one_that_has_nothing(
+def test_failed_request_to_a_web_server_is_not_a_miss(
     web: tuple[FsspecStore, WebServer], status: int | None, error: type[StoreError] | None
 ) -> None:
     store, server = web
@@ -366,7 +368,7 @@ def test_a_web_server_that_cannot_say_is_not_one_that_has_nothing(
         fetch(store, "a/b", 1)
 
 
-def test_a_read_that_fails_of_what_is_absent_when_it_is_asked_for_keeps_its_error(
+def test_failed_read_of_a_blob_that_is_then_absent_keeps_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = FsspecStore(f"memory://kv-{next(_numbers)}")
@@ -379,13 +381,13 @@ def test_a_read_that_fails_of_what_is_absent_when_it_is_asked_for_keeps_its_erro
         fetch(store, "a", 1)
 
 
-def test_a_tail_from_a_server_that_knows_no_ranges(web: tuple[FsspecStore, WebServer], tmp_path: Path) -> None:
+def test_tail_is_read_from_a_server_without_range_requests(web: tuple[FsspecStore, WebServer], tmp_path: Path) -> None:
     (tmp_path / "kv" / "a").write_bytes(b"12345")
     for length, expected in ((2, b"45"), (5, b"12345"), (9, b"12345"), (0, b"")):
         assert web[0].get_tail("a", length) == (5, expected)
 
 
-def test_what_has_no_size_when_it_is_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_blob_without_a_size_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(f"memory://kv-{next(_numbers)}")
     for key in ("f/a", "f/b"):
         store.put(key, as_parts(b"12"))
@@ -439,7 +441,7 @@ def listed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["kv", "n_r0", "001", "00_g0"])
-def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(listed: tuple[FsspecStore, Refusals], name: str) -> None:
+def test_folder_that_cannot_be_listed_fails_the_listing(listed: tuple[FsspecStore, Refusals], name: str) -> None:
     store, refusals = listed
     assert list_keys(store) == ["n_r0/000/00_g0/k.bin", "n_r0/001/00_g0/k.bin"]
     refusals.names = {name}
@@ -449,13 +451,13 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(listed: tuple[Fsspec
     assert list_keys(store) == (["n_r0/000/00_g0/k.bin"] if name == "001" else [])
 
 
-def test_who_lists_trees_itself_is_asked_for_them(local: FsspecStore, s3: FsspecStore) -> None:
+def test_driver_that_lists_trees_is_asked_for_the_tree(local: FsspecStore, s3: FsspecStore) -> None:
     """A listing of S3 by folders would be thousands of requests."""
     stores = (local, s3, FsspecStore("memory://kv"), FsspecStore("http://host/kv", read_only=True))
     assert [lists_trees(store._place.fs) for store in stores] == [False, True, True, False]
 
 
-def test_a_folder_in_itself_is_listed_once(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_contains_itself_is_listed_once(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local.put("a/b", as_parts(b"1"))
     ls = LocalFileSystem.ls
     monkeypatch.setattr(
@@ -493,7 +495,7 @@ def test_tree_with_names_outside_the_folder_is_refused(s3: FsspecStore, monkeypa
 
 
 @pytest.mark.parametrize("name", ["n_r0", "001"])
-def test_what_somebody_else_keeps_to_himself_is_passed_over(
+def test_unreadable_folders_are_skipped_and_logged(
     listed: tuple[FsspecStore, Refusals], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """lost+found of a mount point, or what a command left that was run by root."""
@@ -506,7 +508,7 @@ def test_what_somebody_else_keeps_to_himself_is_passed_over(
         list_keys(store, "n_r0/001/" if name == "001" else "n_r0/")
 
 
-def test_credentials_that_end_in_a_listing_end_it(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_expire_during_a_listing_fail_it(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("a/b/c/d", "a/c/d/e"):
         local.put(key, as_parts(b"1"))
     refusals = Refusals(monkeypatch, LocalFileSystem, "ls")
@@ -571,7 +573,7 @@ def test_folders_are_no_blobs(local: FsspecStore, s3: FsspecStore) -> None:
         (type("DriverError", (Exception,), {})(SECRET), StoreUnavailableError),
     ],
 )
-def test_whatever_a_driver_raises_is_ours(
+def test_exceptions_of_a_driver_become_store_errors(
     raised: Exception, error: type[StoreError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FsspecStore(f"memory://kv-{next(_numbers)}")
@@ -642,7 +644,7 @@ def test_missing_bucket(moto: S3Server, boto_models_once: None) -> None:
         ({}, 0.0),
     ],
 )
-def test_a_files_time_is_found_where_its_driver_keeps_it(info: dict[str, object], seconds: float) -> None:
+def test_mtime_is_read_from_each_drivers_own_field(info: dict[str, object], seconds: float) -> None:
     assert mtime_of(info) == seconds
 
 
@@ -690,7 +692,7 @@ def test_bad_url_is_refused_or_empty(url: str) -> None:
         (EOFError(SECRET), StoreUnavailableError),
     ],
 )
-def test_a_driver_that_connects_at_once_and_cannot(
+def test_failed_connection_at_opening_is_a_store_error(
     raised: Exception, expected: type[StoreError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def connect(*_: object, **__: object) -> None:
@@ -789,7 +791,7 @@ def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
         *("file://kv", "file://./kv", "local://kv", "zip://a::file://kv.zip"),
     ],
 )
-def test_url_that_is_none_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_url_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fsspec takes it for a path, and writes into the working directory."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StoreConfigError):
@@ -809,7 +811,7 @@ def test_url_that_is_none_is_refused(url: str, tmp_path: Path, monkeypatch: pyte
         (503, "SlowDown", StoreThrottledError),
     ],
 )
-def test_what_an_s3_server_refuses_is_told_with_its_code(status: int, code: str, expected: type[StoreError]) -> None:
+def test_error_of_an_s3_server_is_shown_with_its_code(status: int, code: str, expected: type[StoreError]) -> None:
     """An old server's refusal of the checksums that s3fs sends was an OSError (EINVAL), and retried."""
     with HttpFaultServer() as server:
         server.answers[Fault.INTERNAL_ERROR] = tiny_s3.error(status, code)

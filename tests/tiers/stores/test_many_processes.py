@@ -56,7 +56,7 @@ def engine(root: Path, seed: int, until: float, note: Path) -> None:
 
 
 def vandal(root: Path, seed: int, until: float) -> None:
-    """Removes, cuts, flips and replaces what is stored, behind every store's back."""
+    """Removes, truncates, flips and replaces stored files without using a store."""
     choices = random.Random(seed)
     while time.monotonic() < until:
         for path, _ in files_below(root):

@@ -1,4 +1,4 @@
-"""MemoryStore: the contract, and what only it does: leaving in order of last use."""
+"""MemoryStore: the contract, and eviction in order of last use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestBoundedMemoryStore(TestMemoryStore):
         return MemoryStore(max_bytes=64 << 20)
 
 
-def test_least_recently_used_blobs_leave() -> None:
+def test_least_recently_used_blobs_are_evicted() -> None:
     store = MemoryStore(max_bytes=10)
     for key in ("a", "b", "c"):
         store.put(key, as_parts(b"123"))
@@ -52,7 +52,7 @@ def test_limit_is_exact() -> None:
     assert list_keys(store) == ["b", "c", "d"]
 
 
-def test_overwrite_and_delete_give_their_bytes_back() -> None:
+def test_overwrite_and_delete_free_their_bytes() -> None:
     store = MemoryStore(max_bytes=10)
     for _ in range(3):
         store.put("a", as_parts(b"1234567890"), overwrite=True)
@@ -64,7 +64,7 @@ def test_overwrite_and_delete_give_their_bytes_back() -> None:
     assert list_keys(store) == ["a"]
 
 
-def test_blob_larger_than_the_limit_is_refused_and_nothing_leaves() -> None:
+def test_blob_larger_than_the_limit_is_refused_and_nothing_evicted() -> None:
     store = MemoryStore(max_bytes=10)
     store.put("a", as_parts(b"12345"))
     with pytest.raises(StoreFullError) as caught:
@@ -73,7 +73,7 @@ def test_blob_larger_than_the_limit_is_refused_and_nothing_leaves() -> None:
     assert fetch(store, "a", 5) == b"12345"
 
 
-def test_mtime_is_the_clocks() -> None:
+def test_mtime_comes_from_the_clock() -> None:
     times = iter([5.0, 7.5])
     store = MemoryStore(clock=lambda: next(times))
     store.put("a", as_parts(b"1"))

@@ -86,7 +86,7 @@ def tree(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_it_loads_and_changes_nothing(bench: Bench, isolation: str, tmp_path: Path) -> None:
+def test_read_only_tier_loads_and_changes_nothing(bench: Bench, isolation: str, tmp_path: Path) -> None:
     stored = bench.fill(1)
     assert bench.run(bench.tier(), KEYS, is_load=False).success
     before = tree(tmp_path / "kv")
@@ -107,7 +107,7 @@ def test_it_loads_and_changes_nothing(bench: Bench, isolation: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_bad_block_is_a_miss_and_stays(
+def test_read_only_tier_keeps_a_bad_block(
     bench: Bench, isolation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.fill(1)
@@ -129,7 +129,7 @@ def test_a_bad_block_is_a_miss_and_stays(
     assert tree(tmp_path / "kv") == before
 
 
-def test_a_namespace_that_nobody_has_written_is_not_made(bench: Bench, tmp_path: Path) -> None:
+def test_read_only_tier_does_not_create_a_namespace(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir()
     reader = bench.tier(read_only=True)
     assert not present(reader, KEYS[0])
@@ -139,7 +139,9 @@ def test_a_namespace_that_nobody_has_written_is_not_made(bench: Bench, tmp_path:
 
 @pytest.mark.parametrize("kind", ["fs", "nfs"])
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_its_folder_must_be_there_and_is_left_as_it_is(bench: Bench, tmp_path: Path, kind: str, isolation: str) -> None:
+def test_read_only_tier_needs_its_folder_and_leaves_it_unchanged(
+    bench: Bench, tmp_path: Path, kind: str, isolation: str
+) -> None:
     with pytest.raises(StoreConfigError, match="root_dir .*kv' must be a folder"):  # a mount that is late, say
         bench.tier(type=kind, read_only=True, isolation=isolation)
     assert not (tmp_path / "kv").exists()
@@ -153,22 +155,24 @@ def test_its_folder_must_be_there_and_is_left_as_it_is(bench: Bench, tmp_path: P
     assert tree(tmp_path / "kv") == before
 
 
-def test_a_namespace_of_another_engine_is_refused_all_the_same(bench: Bench, tmp_path: Path) -> None:
+def test_read_only_tier_refuses_a_namespace_with_other_fields(bench: Bench, tmp_path: Path) -> None:
     config = tmp_path / "kv" / bench.tier().mapper.relative_config_name
     config.write_bytes(config.read_bytes().replace(b'"dtype": "float32"', b'"dtype": "float16"'))
     with pytest.raises(NamespaceMismatchError):
         bench.tier(read_only=True)
 
 
-def test_memory_alone_has_nothing_to_read() -> None:
+def test_read_only_memory_tier_is_refused() -> None:
     with pytest.raises(ConfigError, match="read_only"):
         Bench(type="memory").tier(read_only=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_on_a_read_only_mount(tmp_path: Path, isolation: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Without read_only such a mount is read as well, but stores are tried; what they meet is said once a minute."""
+def test_read_only_tier_works_on_a_read_only_mount(
+    tmp_path: Path, isolation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without read_only such a mount can be read, too, but stores are tried and their error is logged once a minute."""
     subprocess.run(["mount", "-t", "tmpfs", "none", str(tmp_path)], check=True)
     bench = Bench(type="fs", root_dir=str(tmp_path / "kv"), min_free=0, isolation=isolation)
     try:
@@ -188,7 +192,9 @@ def test_on_a_read_only_mount(tmp_path: Path, isolation: str, caplog: pytest.Log
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_in_a_bucket(moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_tier_works_on_a_bucket(
+    moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_credentials(monkeypatch, moto)
     behind = moto.client()
     behind.create_bucket(Bucket="kv-read-only")
@@ -212,8 +218,8 @@ def test_in_a_bucket(moto: S3Server, boto_models_once: None, monkeypatch: pytest
         bench.close()
 
 
-def test_from_a_web_server(bench: Bench, tmp_path: Path) -> None:
-    """Which has files, and neither listings for programs nor conditions."""
+def test_read_only_tier_works_on_a_web_server(bench: Bench, tmp_path: Path) -> None:
+    """A web server has neither machine-readable listings nor conditional writes."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args: Any) -> None:
@@ -225,7 +231,7 @@ def test_from_a_web_server(bench: Bench, tmp_path: Path) -> None:
     stored = bench.fill(1)
     assert bench.run(bench.tier(), KEYS, is_load=False).success
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         readers = Bench(type="fsspec", url=f"http://127.0.0.1:{server.server_port}/kv", read_only=True)
         try:
             reader = readers.tier()
@@ -240,7 +246,7 @@ def test_from_a_web_server(bench: Bench, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("client", ["obstore", "boto3"])
-def test_with_credentials_that_may_only_read(
+def test_read_only_tier_works_with_credentials_that_may_only_read(
     seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, client: str
 ) -> None:
     use_credentials(monkeypatch, seaweed.s3)

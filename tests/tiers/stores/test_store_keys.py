@@ -1,4 +1,4 @@
-"""check_key against a second, slow statement of its rules, and parts_size."""
+"""check_key compared with a second, slow implementation of its rules; and parts_size."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ long = st.lists(st.sampled_from(["n" * 255, "é" * 127, "é" * 128, "鍵" * 85, 
 
 
 @given(nasty | st.text() | long.map("/".join) | st.integers(1, 600).map(lambda n: "d/" * (n - 1) + "d"))
-def test_any_text(key: str) -> None:
+def test_random_text_is_checked_by_the_documented_rules(key: str) -> None:
     assert is_accepted(key) == is_good(key)
 
 
-def test_trailing_newline_is_no_key() -> None:
+def test_key_with_a_trailing_newline_is_refused() -> None:
     assert not is_accepted("a\n")  # what "$" in a pattern would let through
 
 

@@ -1,4 +1,4 @@
-"""Random sequences of calls on the stores that need no server, and a store that breaks a rule only in a sequence."""
+"""Random sequences of calls on stores that need no server, and on a store that breaks a rule only in a sequence."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.stores.fsspec import FsspecStore
 from kvtiers.tiers.stores.memory import MemoryStore
-from kvtiers.tiers.testing.machine import run_store_machine
+from kvtiers.tiers.testing.machine import StoreMachine, run_store_machine
 
 
 @contextmanager
@@ -38,12 +40,12 @@ def in_memory() -> Iterator[Callable[[], Store]]:
     ],
     ids=["memory", "local", "nfs", "fsspec"],
 )
-def test_sequences(place: Callable[[], Iterator[Callable[[], Store]]]) -> None:
+def test_random_call_sequences_match_the_model(place: Callable[[], Iterator[Callable[[], Store]]]) -> None:
     run_store_machine(place)  # type: ignore[arg-type]
 
 
 class Forgetful(MemoryStore):
-    """Believes the first size it saw of a key, also when the blob was replaced."""
+    """Returns the first size of a key even after the blob was replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +59,12 @@ class Forgetful(MemoryStore):
         return None if super().size(key) is None else self._seen[key]
 
 
-def test_a_rule_that_breaks_in_a_sequence_is_found() -> None:
+def test_store_that_fails_only_in_a_sequence_is_found() -> None:
     @contextmanager
     def place() -> Iterator[Callable[[], Store]]:
         yield Forgetful
 
+    machine = type("Machine", (StoreMachine,), {"place": staticmethod(place)})
+    without_shortening = settings(max_examples=200, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError):
-        run_store_machine(place, examples=200)
+        run_state_machine_as_test(machine, settings=without_shortening)

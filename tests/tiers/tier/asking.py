@@ -1,4 +1,4 @@
-"""A storage for ``AsyncLookup``: a function that threads call, in place of a tier's servers."""
+"""A storage for ``AsyncLookup``: threads call a function, in place of a tier's servers."""
 
 from __future__ import annotations
 

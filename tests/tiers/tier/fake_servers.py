@@ -21,11 +21,11 @@ class FakeServer:
     """A server, and its handle in the engine.
 
     Attributes:
-        asked: what it was asked and has not answered: number -> kind and keys, the oldest first.
+        asked: unanswered requests: number -> kind and keys, oldest first.
         cut: the reason of the last "cut".
         kills, closes: how often the engine has done that.
-        is_stuck: a kill does not end it, as in an uninterruptible system call.
-        has_threads: it is one of threads, which cannot be killed.
+        is_stuck: a kill does not end it, like a process in an uninterruptible system call.
+        has_threads: it runs in threads, which cannot be killed.
     """
 
     def __init__(self, seats: Seats, send_bytes: int | None = None) -> None:
@@ -80,7 +80,7 @@ class FakeServer:
                 self.asked[arguments[0]] = kind, [key for key, _ in unpack_pairs(raw)] if raw else []
 
     def send(self, data: bytes, bytes_max: int | None = None) -> bool:
-        """Send some of what waits and of ``data``. Whether nothing waits any more."""
+        """Queue ``data`` and send at most ``bytes_max`` bytes. Returns whether the queue is empty."""
         self.to_send += data
         part = self.to_send if bytes_max is None else self.to_send[:bytes_max]
         with suppress(ConnectionError):
@@ -154,7 +154,7 @@ class FakeBackend:
 
 
 def settle(channel: Channel) -> None:
-    """Poll until nothing changes any more without the clock: what is sent is read, what was to start has started."""
+    """Poll until all sent frames are read and all starting servers have started. The clock does not move."""
     for _ in range(3):
         channel.poll()
         for thread in threading.enumerate():

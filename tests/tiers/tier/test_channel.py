@@ -1,4 +1,4 @@
-"""Channel: every job and every lookup has one result, whatever the servers do, which the test plays."""
+"""Channel: every job and every lookup has exactly one result, whatever its servers do. The test plays the servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.errors import QueueFullError, StoreThrottledError, StoreTimeoutError, StoreUnavailableError
+from kvtiers.tiers.errors import QueueFullError, StoreThrottledError, StoreUnavailableError
 from kvtiers.tiers.frames import Seats, encode_error, pack_frame
 from kvtiers.tiers.testing.faults import run_in_child
 from kvtiers.tiers.tier import channel as channel_module
@@ -120,7 +120,7 @@ def counts(job: FinishedJob) -> dict[str, int]:
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_server_answers_is_the_jobs_result(make: Callable[..., Bench]) -> None:
+def test_server_answer_becomes_the_jobs_result(make: Callable[..., Bench]) -> None:
     bench = make([BOTH])
     (server,) = bench.made
     bench.submit(1, 4)
@@ -141,11 +141,6 @@ def test_what_a_server_answers_is_the_jobs_result(make: Callable[..., Bench]) ->
     assert finished[2].batches[0].succeeded == KEYS[:2]
     assert bench.channel.jobs_in_flight == 0
     assert bench.finished() == {}
-
-
-def test_job_without_blocks_is_finished_at_once(bench: Bench) -> None:
-    bench.submit(1, 0)
-    assert bench.finished()[1].batches == []
 
 
 def test_job_is_cut_into_parts_and_ends_with_the_last(make: Callable[..., Bench]) -> None:
@@ -177,7 +172,7 @@ def test_load_does_not_wait_behind_stores_nor_a_store_behind_loads(bench: Bench)
     assert set(bench.finished()) == {1, 2, 3}
 
 
-def test_limits_refuse_and_send_nothing(make: Callable[..., Bench]) -> None:
+def test_job_beyond_the_limits_is_refused_and_not_sent(make: Callable[..., Bench]) -> None:
     bench = make([BOTH])
     bench.submit(1, is_load=False, cost=60)
     with pytest.raises(QueueFullError, match="60 of 100"):
@@ -197,7 +192,7 @@ def test_limits_refuse_and_send_nothing(make: Callable[..., Bench]) -> None:
     assert set(bench.finished()) == {21}
 
 
-def test_what_servers_say_is_passed_on(make: Callable[..., Bench]) -> None:
+def test_log_messages_of_servers_are_passed_on(make: Callable[..., Bench]) -> None:
     bench = make([BOTH])
     (server,) = bench.made
     bench.submit(1)
@@ -271,7 +266,7 @@ BAD: dict[str, Callable[[FakeServer, int], bytes]] = {
 
 
 @pytest.mark.parametrize("how", BAD)
-def test_server_that_cannot_be_understood_is_killed_and_its_jobs_fail(bench: Bench, how: str) -> None:
+def test_server_that_sends_invalid_frames_is_killed_and_its_jobs_fail(bench: Bench, how: str) -> None:
     reader, writer = bench.made
     bench.submit(1, 2)
     bench.submit(2, 3, is_load=False)
@@ -314,7 +309,7 @@ ODD_ANSWERS = [
 
 
 @pytest.mark.parametrize("content", ODD_ANSWERS, ids=str)
-def test_odd_answer_to_an_opening_is_a_failed_opening(bench: Bench, content: list[Any]) -> None:
+def test_invalid_answer_to_an_opening_is_a_failed_opening(bench: Bench, content: list[Any]) -> None:
     bench.channel.open()
     server = bench.made[0]
     server.read()
@@ -328,7 +323,7 @@ def test_odd_answer_to_an_opening_is_a_failed_opening(bench: Bench, content: lis
 
 
 @pytest.mark.parametrize("seconds", [1e400, None, "text", 10**400], ids=["inf", "none", "text", "huge"])
-def test_odd_duration_of_a_lookup_harms_nobody(bench: Bench, seconds: Any) -> None:
+def test_invalid_duration_of_a_lookup_raises_nothing(bench: Bench, seconds: Any) -> None:
     number = bench.channel.look(KEYS)
     server = bench.made[0]
     server.read()
@@ -359,7 +354,7 @@ def test_opening_is_answered(bench: Bench) -> None:
     assert isinstance(opened.error, StoreThrottledError)
 
 
-def test_what_a_server_answered_before_its_death_counts(make: Callable[..., Bench]) -> None:
+def test_answer_sent_before_a_servers_death_counts(make: Callable[..., Bench]) -> None:
     bench = make([BOTH])
     (server,) = bench.made
     bench.submit(1)
@@ -375,7 +370,7 @@ def test_what_a_server_answered_before_its_death_counts(make: Callable[..., Benc
     assert bench.channel.take_looked() == [(number, [None] * 8, 0.0)]
 
 
-def test_while_no_server_runs_nothing_waits(make: Callable[..., Bench]) -> None:
+def test_requests_fail_at_once_while_no_server_runs(make: Callable[..., Bench]) -> None:
     bench = make([BOTH])
     bench.made[0].die()
     bench.settle()
@@ -414,22 +409,7 @@ def test_dead_server_is_replaced_after_a_pause_that_grows(make: Callable[..., Be
     assert not bench.made[-1].is_dead
 
 
-def test_start_that_fails_is_tried_again(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    bench.backend.start_error = OSError("too many open files")
-    bench.made[0].die()
-    bench.settle()
-    for _ in range(20):
-        bench.settle(PAUSE_S[1])
-    assert 10 <= bench.backend.starts <= 22
-    bench.backend.start_error = None
-    bench.settle(PAUSE_S[1])
-    bench.submit(1)
-    bench.made[1].answer_all()
-    assert counts(bench.finished()[1]) == {"moved": 1}
-
-
-def test_start_that_hangs_holds_nothing_up(bench: Bench) -> None:
+def test_hanging_start_blocks_nothing(bench: Bench) -> None:
     bench.replace_with_start_that_hangs()
     for _ in range(20):
         bench.channel.poll()
@@ -473,7 +453,7 @@ def test_silent_server_is_killed_at_the_deadline_and_its_job_fails_when_it_has_e
 
 
 def test_answer_of_a_killed_server_is_not_taken(bench: Bench) -> None:
-    """It is late, and whoever sends it may be a fork."""
+    """It is late, and a fork of the server may have sent it."""
     reader, _ = bench.made
     reader.is_stuck = True
     bench.submit(1)
@@ -486,7 +466,7 @@ def test_answer_of_a_killed_server_is_not_taken(bench: Bench) -> None:
     assert counts(bench.finished()[1]) == {"failed": 1}
 
 
-def test_server_that_goes_on_may_take_longer_but_not_for_ever(bench: Bench) -> None:
+def test_server_that_reports_progress_gets_twice_the_deadline(bench: Bench) -> None:
     reader, _ = bench.made
     bench.submit(1)
     for _ in range(4):
@@ -497,17 +477,6 @@ def test_server_that_goes_on_may_take_longer_but_not_for_ever(bench: Bench) -> N
     bench.settle(0.1)
     assert reader.kills == 1
     assert bench.finished()[1].batches[0].errors == {"StoreTimeoutError": 1}
-
-
-def test_late_lookup_and_late_opening_end_their_server(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    number = bench.channel.look(KEYS)
-    bench.channel.open()
-    bench.settle(DEADLINE_S + 1)
-    assert bench.channel.take_looked() == [(number, [None] * 8, 0.0)]
-    opened = bench.channel.take_opened()
-    assert opened is not None
-    assert isinstance(opened.error, StoreTimeoutError)
 
 
 def test_silent_server_gets_no_work_while_another_answers(make: Callable[..., Bench]) -> None:
@@ -569,7 +538,9 @@ def test_shutdown_reports_what_it_drops(bench: Bench) -> None:
     assert bench.channel.shutdown(0.0)
 
 
-def test_shutdown_keeps_jobs_of_what_may_still_touch_slots(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_report_jobs_whose_server_may_touch_slots(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel_module, "END_S", 0.0)
     reader, _ = bench.made
     reader.is_stuck = True
@@ -611,7 +582,7 @@ def test_start_that_fails_in_the_constructor_ends_the_others() -> None:
     backend.release()
 
 
-def test_a_fork_ends_no_server_and_takes_no_answer(bench: Bench) -> None:
+def test_fork_of_the_engine_ends_no_server_and_takes_no_answer(bench: Bench) -> None:
     def use() -> None:
         bench.channel.poll()
         assert bench.channel.take_finished() == []
@@ -631,7 +602,7 @@ MACHINE_JOBS = [0, 0]  # jobs and servers killed, of all runs
 
 
 class Machine(RuleBasedStateMachine):
-    """Servers that do anything, against a model of what the engine must see.
+    """Random actions of servers, compared with a model of the results that the engine must see.
 
     A job's keys are in no other job, so that the model knows whose block a server has.
     """

@@ -17,7 +17,7 @@ def circuit(now: list[float]) -> Circuit:
     return Circuit("fs", failures_max=3, probe_every_s=5, clock=lambda: now[0])
 
 
-def test_it_opens_after_failures_in_a_row_only(circuit: Circuit) -> None:
+def test_circuit_opens_only_after_consecutive_failures(circuit: Circuit) -> None:
     for _ in range(5):
         circuit.fail("lookup", "io")
         circuit.fail("lookup", "io")
@@ -28,7 +28,9 @@ def test_it_opens_after_failures_in_a_row_only(circuit: Circuit) -> None:
     assert circuit.state == "open"
 
 
-def test_loads_are_forgiven_by_loads_alone_and_stores_by_any_answer(circuit: Circuit, now: list[float]) -> None:
+def test_failed_loads_are_reset_only_by_loads_and_failed_stores_by_any_answer(
+    circuit: Circuit, now: list[float]
+) -> None:
     for _ in range(2):
         circuit.fail("load", "io")
         circuit.fail("store", "io")
@@ -50,7 +52,7 @@ def test_loads_are_forgiven_by_loads_alone_and_stores_by_any_answer(circuit: Cir
     assert circuit.state == "open"
 
 
-def test_it_probes_and_closes_by_itself(circuit: Circuit, now: list[float]) -> None:
+def test_circuit_probes_and_closes_by_itself(circuit: Circuit, now: list[float]) -> None:
     circuit.trip("stuck")
     assert circuit.state == "open"
     assert not circuit.take_probe()
@@ -68,13 +70,13 @@ def test_it_probes_and_closes_by_itself(circuit: Circuit, now: list[float]) -> N
     assert circuit.closed
 
 
-def test_a_late_success_of_an_old_operation_does_not_close_it(circuit: Circuit) -> None:
+def test_late_success_of_an_old_operation_does_not_close_the_circuit(circuit: Circuit) -> None:
     circuit.trip("stuck")
     circuit.succeed("lookup")
     assert circuit.state == "open"
 
 
-def test_a_stuck_probe_opens_it_again(circuit: Circuit, now: list[float]) -> None:
+def test_stuck_probe_reopens_the_circuit(circuit: Circuit, now: list[float]) -> None:
     circuit.trip("stuck")
     now[0] += 5
     assert circuit.take_probe()
@@ -82,7 +84,7 @@ def test_a_stuck_probe_opens_it_again(circuit: Circuit, now: list[float]) -> Non
     assert circuit.state == "open"
 
 
-def test_late_answer_to_a_probe_hastens_the_next(circuit: Circuit, now: list[float]) -> None:
+def test_late_answer_to_a_probe_triggers_the_next_probe(circuit: Circuit, now: list[float]) -> None:
     circuit.trip("stuck")
     circuit.answer_late()  # to what was asked before
     assert not circuit.take_probe()
@@ -96,7 +98,9 @@ def test_late_answer_to_a_probe_hastens_the_next(circuit: Circuit, now: list[flo
     assert circuit.closed
 
 
-def test_one_line_a_change(circuit: Circuit, now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_each_change_of_state_is_logged_once(
+    circuit: Circuit, now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(10):
         circuit.fail("lookup", "io")

@@ -30,7 +30,7 @@ PROBE_S = 5.0
 
 
 class Storage(MemoryStore):
-    """A good storage, whose blobs this host may read wrongly.
+    """A good storage that this host may read wrongly.
 
     Attributes:
         flips_at: index of the byte that each read of a blob or of its end gets wrong; None: reads are good.

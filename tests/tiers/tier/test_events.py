@@ -1,11 +1,10 @@
-"""UnreadEvents: bounded by keys, whatever the number of events. KeysSinceJobStart: for as long as the oldest job."""
+"""UnreadEvents is bounded by its number of keys. KeysSinceJobStart keeps keys as long as the oldest job runs."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvtiers.tiers.base import OffloadingEvent
-from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.tier.events import KeysSinceJobStart, UnreadEvents
 from tests.identity import block_key
 
@@ -13,7 +12,7 @@ KEYS = [block_key(number) for number in range(100)]
 
 
 @pytest.mark.parametrize("keys_each", [1, 3, 10])
-def test_the_oldest_go_where_nobody_takes_them(keys_each: int) -> None:
+def test_oldest_events_are_dropped_if_nobody_reads_them(keys_each: int) -> None:
     events = UnreadEvents("CPU", keys_max=10)
     for start in range(0, 90, keys_each):
         events.add(KEYS[start : start + keys_each], removed=False)
@@ -23,7 +22,7 @@ def test_the_oldest_go_where_nobody_takes_them(keys_each: int) -> None:
     assert events.take() == ()
 
 
-def test_what_was_taken_counts_no_longer_and_the_last_is_kept_however_large() -> None:
+def test_last_event_is_kept_however_large_it_is() -> None:
     events = UnreadEvents("CPU", keys_max=10)
     for _ in range(3):
         events.add(KEYS[:10], removed=False)
@@ -34,7 +33,7 @@ def test_what_was_taken_counts_no_longer_and_the_last_is_kept_however_large() ->
     assert events.take() == (OffloadingEvent(tuple(KEYS), "CPU", removed=True),)
 
 
-def test_what_was_named_since_a_job_began_is_known_and_is_kept_for_no_longer() -> None:
+def test_keys_named_since_a_job_began_are_kept_until_it_ends() -> None:
     meanwhile = KeysSinceJobStart()
     meanwhile.name({KEYS[0]})
     meanwhile.begin(1)
@@ -47,24 +46,3 @@ def test_what_was_named_since_a_job_began_is_known_and_is_kept_for_no_longer() -
     assert meanwhile.end(3, KEYS[:4]) == set()
     meanwhile.name({KEYS[0]})
     assert not meanwhile._named
-
-
-def test_many_keys_that_are_gone_beside_many_stores_cost_what_the_stores_have() -> None:
-    """A folder that somebody emptied, say: a look into each store for each key held the scheduler up for 0.3 s."""
-    meanwhile = KeysSinceJobStart()
-    meanwhile.begin(1)
-    for number in range(1000):
-        meanwhile.name({block_key(1000 + number)})
-    gone = [OffloadKey(CountsHashes(block_key(number))) for number in range(500)]
-    assert meanwhile.end(1, gone) == set()
-    assert CountsHashes.hashed <= 4000
-
-
-class CountsHashes(bytes):
-    """A key that counts how often any is looked for."""
-
-    hashed = 0
-
-    def __hash__(self) -> int:
-        CountsHashes.hashed += 1
-        return super().__hash__()

@@ -1,4 +1,4 @@
-"""TierHealth by itself; what a tier makes of it is in ``test_store_tier``."""
+"""TierHealth by itself. ``test_store_tier`` has its effects on a tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.identity import block_key
 KEYS = [block_key(n) for n in range(3)]
 
 
-def test_a_block_rests_twice_as_long_each_time_until_it_was_read() -> None:
+def test_rest_of_an_unreadable_block_doubles_until_it_is_read() -> None:
     tier = TierHealth(Circuit("test", failures_max=3, probe_every_s=5))
     rests = []
     for _ in range(100):
@@ -29,7 +29,7 @@ def test_a_block_rests_twice_as_long_each_time_until_it_was_read() -> None:
     assert tier.rest_s(KEYS[0]) == FAILED_S_MIN
 
 
-def test_blocks_that_are_not_remembered_rest_as_at_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_blocks_get_the_shortest_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "KEYS_MAX", 1)
     tier = TierHealth(Circuit("test", failures_max=3, probe_every_s=5))
     for _ in range(3):

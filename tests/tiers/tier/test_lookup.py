@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -60,7 +59,7 @@ def make(clock: Clock) -> Iterator[Make]:
 
 
 def ask(lookup: AsyncLookup, *keys: OffloadKey) -> None:
-    """In one step."""
+    """Ask for all keys in one step."""
     for key in keys:
         lookup.lookup(key)
     lookup.flush()
@@ -78,8 +77,8 @@ def answer(lookup: AsyncLookup, key: OffloadKey) -> bool:
 
 
 @pytest.mark.parametrize(("took_s", "threads"), [(0.01, 1), (0.01, 2), (0.3, 1)])
-def test_a_far_storage_is_asked_little_until_it_has_answered(clock: Clock, took_s: float, threads: int) -> None:
-    """Its first answers wait for connections, and say nothing of how slow it is."""
+def test_far_storage_gets_small_turns_until_it_has_answered(clock: Clock, took_s: float, threads: int) -> None:
+    """The first answers include the opening of connections, so they do not show the storage's speed."""
     keys = [block_key(n) for n in range(1000)]
     turns: list[int] = []
     go = threading.Semaphore(0)
@@ -110,7 +109,7 @@ def test_a_far_storage_is_asked_little_until_it_has_answered(clock: Clock, took_
     assert max(turns) >= 4 * TURN_KEYS_FIRST if took_s < 0.1 else max(turns) == 2 * TURN_KEYS_FIRST
 
 
-def test_asked_then_answered(make: Make) -> None:
+def test_lookup_is_sent_at_the_end_of_the_step_and_then_answered(make: Make) -> None:
     storage = Storage(KEYS[:50])
     lookup = make(storage, threads=1)  # of two, the second may be at the storage first
     assert [lookup.lookup(key) for key in KEYS] == [None] * 100
@@ -122,7 +121,7 @@ def test_asked_then_answered(make: Make) -> None:
     assert (counts.hits, counts.misses, counts.failed, counts.expired) == (50, 50, [], 0)
 
 
-def test_a_large_step_is_split(make: Make) -> None:
+def test_questions_of_a_large_step_are_split_into_batches(make: Make) -> None:
     storage = Storage(KEYS)
     lookup = make(storage, batch_keys_max=30)
     ask(lookup, *KEYS)
@@ -131,8 +130,8 @@ def test_a_large_step_is_split(make: Make) -> None:
     assert {batch[0] for batch in storage.batches} == {KEYS[0], KEYS[30], KEYS[60], KEYS[90]}  # in their order
 
 
-def test_unanswered_is_absent_after_the_deadline(make: Make, clock: Clock) -> None:
-    """L2; and the late answer is not believed, because a load may have failed meanwhile."""
+def test_unanswered_lookup_is_a_miss_after_the_deadline(make: Make, clock: Clock) -> None:
+    """L2. A late answer is ignored, because a load may have failed in the meantime."""
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, deadline_s=0.2, absent_ttl_s=5)
@@ -150,8 +149,8 @@ def test_unanswered_is_absent_after_the_deadline(make: Make, clock: Clock) -> No
     assert (counts.expired, counts.late, counts.hits, counts.misses) == (1, 1, 0, 0)
 
 
-def test_what_waited_too_long_to_be_asked_is_not_asked(make: Make, clock: Clock) -> None:
-    """Nobody would believe the answers, and the questions behind it would wait for them, too."""
+def test_expired_questions_are_not_sent(make: Make, clock: Clock) -> None:
+    """Their answers would be ignored, and later questions would wait for them."""
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, deadline_s=0.2, absent_ttl_s=5, threads=1)
@@ -169,8 +168,8 @@ def test_what_waited_too_long_to_be_asked_is_not_asked(make: Make, clock: Clock)
     assert (counts.expired, counts.failed, counts.misses) == (3, [], 0)
 
 
-def test_a_question_is_not_late_before_a_probe_has_it(make: Make, clock: Clock) -> None:
-    """A burst of requests that share a prefix asks for it again and again, within one step that takes long."""
+def test_question_does_not_expire_before_it_is_sent(make: Make, clock: Clock) -> None:
+    """Many requests that share a prefix may ask for it several times within one slow step."""
     lookup = make(Storage(KEYS), deadline_s=0.2)
     lookup.lookup(KEYS[0])
     clock.now += 0.19
@@ -183,7 +182,7 @@ def test_a_question_is_not_late_before_a_probe_has_it(make: Make, clock: Clock) 
     assert lookup.take_counts().expired == 0
 
 
-def test_a_question_never_flushed_is_answered_too(make: Make, clock: Clock) -> None:
+def test_question_is_sent_although_no_step_ends(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS)
     lookup = make(storage, deadline_s=0.2)
     lookup.lookup(KEYS[0])
@@ -200,7 +199,7 @@ def test_a_question_never_flushed_is_answered_too(make: Make, clock: Clock) -> N
 
 
 @pytest.mark.parametrize("error", [OSError("io"), SystemExit()])
-def test_an_error_is_a_miss_and_the_thread_lives_on(make: Make, error: BaseException, clock: Clock) -> None:
+def test_error_of_a_probe_is_a_miss_and_later_probes_work(make: Make, error: BaseException, clock: Clock) -> None:
     storage = Storage(KEYS)
     storage.error = error
     lookup = make(storage, threads=1, absent_ttl_s=1)
@@ -230,7 +229,7 @@ def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
     stuck.set()
 
 
-def test_answers_age(make: Make, clock: Clock) -> None:
+def test_answers_expire(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS[:1])
     lookup = make(storage, present_ttl_s=10, absent_ttl_s=1)
     ask(lookup, *KEYS[:2])
@@ -242,7 +241,7 @@ def test_answers_age(make: Make, clock: Clock) -> None:
     assert lookup.lookup(KEYS[0]) is None
 
 
-def test_doubt_asks_anew_for_what_was_present(make: Make, clock: Clock) -> None:
+def test_doubt_invalidates_positive_answers(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS[:2])
     lookup = make(storage, present_ttl_s=10, absent_ttl_s=5)
     ask(lookup, *KEYS[:3])
@@ -256,8 +255,8 @@ def test_doubt_asks_anew_for_what_was_present(make: Make, clock: Clock) -> None:
     assert storage.batches == [KEYS[:3], KEYS[:1]]
 
 
-def test_marks_overrule_answers_on_their_way(make: Make) -> None:
-    """After a failed load a "present" that is still on its way must not bring the loop back (vllm#49176)."""
+def test_marks_overrule_answers_under_way(make: Make) -> None:
+    """After a failed load, an older "present" must not make the engine load the block again and again (vllm#49176)."""
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, absent_ttl_s=50)
@@ -271,8 +270,8 @@ def test_marks_overrule_answers_on_their_way(make: Make) -> None:
     assert lookup.lookup(KEYS[0]) is True
 
 
-def test_a_failed_load_is_remembered_for_a_while_whatever_the_ttl(make: Make, clock: Clock) -> None:
-    """A block that is there and cannot be read would be loaded without end."""
+def test_failed_load_is_a_miss_for_a_while_whatever_the_ttl(make: Make, clock: Clock) -> None:
+    """Otherwise a block that is present but unreadable would be loaded again and again."""
     lookup = make(Storage(KEYS), deadline_s=0.2, absent_ttl_s=0)
     lookup.mark(KEYS[:1], present=False)
     clock.now += FAILED_S_MIN / 2
@@ -282,7 +281,7 @@ def test_a_failed_load_is_remembered_for_a_while_whatever_the_ttl(make: Make, cl
     assert answer(lookup, KEYS[0]) is True
 
 
-def test_an_answer_on_its_way_is_forgotten_too(make: Make, clock: Clock) -> None:
+def test_forget_discards_answers_under_way(make: Make, clock: Clock) -> None:
     """The collector removed the block after the storage was asked for it."""
     storage = Storage(KEYS)
     storage.open.clear()
@@ -326,31 +325,14 @@ def test_lookup_surely_asks_again_after_an_error_and_a_timeout(make: Make, clock
     assert not lookup._said_absent
 
 
-def test_the_cache_is_bounded_and_forgets_the_oldest(make: Make) -> None:
+def test_cache_is_bounded_and_forgets_the_oldest_answers(make: Make) -> None:
     lookup = make(Storage(), keys_max=10)
     lookup.mark(KEYS, present=True)
     assert [lookup.lookup(key) for key in KEYS] == [None] * 90 + [True] * 10
 
 
-def test_a_full_cache_forgets_as_fast_as_it_learns(make: Make) -> None:
-    """The time of this thread, so that other processes do not count."""
-    keys_max, more = 110_000, 60_000
-    keys = [block_key(n) for n in range(keys_max + more)]
-    lookup = make(Storage(), keys_max=keys_max)
-
-    def mark_s(start: int, count: int) -> float:
-        batches = [keys[at : at + 256] for at in range(start, start + count, 256)]
-        began = time.thread_time()
-        for batch in batches:
-            lookup.mark(batch, present=True)
-        return (time.thread_time() - began) / count
-
-    filling_s = mark_s(0, keys_max)
-    assert mark_s(keys_max, more) < 5 * filling_s
-
-
-def test_without_a_ttl_all_answers_of_a_step_are_read(make: Make, clock: Clock) -> None:
-    """Or a request whose keys are answered one by one would ask for ever."""
+def test_expired_answers_are_used_in_the_step_that_receives_them(make: Make, clock: Clock) -> None:
+    """Otherwise a request whose keys are answered one by one would never get all answers."""
     storage = Storage(KEYS[:2])
     lookup = make(storage, deadline_s=0.2, present_ttl_s=0.001, absent_ttl_s=0)
     assert [lookup.lookup(key) for key in KEYS[:4]] == [None] * 4
@@ -365,7 +347,7 @@ def test_without_a_ttl_all_answers_of_a_step_are_read(make: Make, clock: Clock) 
 
 
 class Paced:
-    """A probe over storage that answers so many keys a second, by the test's clock, and once for each ``go``.
+    """A probe of a storage that answers ``per_second`` keys by the test's clock. Each probe waits for a ``go``.
 
     All keys before ``stored`` are there.
     """
@@ -386,7 +368,7 @@ class Paced:
 
 
 def look_up_prefix(lookup: AsyncLookup, storage: Paced, keys: Sequence[OffloadKey], req_id: str) -> int:
-    """As an engine does: asks in each step up to the first miss, until nothing is undecided. The prefix's length."""
+    """Look keys up like an engine: in each step up to the first miss, until all are answered. Returns the hits."""
     for _ in range(20_000):
         undecided = False
         hits = 0
@@ -408,7 +390,7 @@ def look_up_prefix(lookup: AsyncLookup, storage: Paced, keys: Sequence[OffloadKe
 LONG = [block_key(n) for n in range(16_000)]
 
 
-def test_all_of_a_long_prompt_is_found_while_the_storage_answers(make: Make, clock: Clock) -> None:
+def test_long_prompt_is_found_completely_while_the_storage_answers(make: Make, clock: Clock) -> None:
     storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
     lookup = make(storage, deadline_s=0.2, total_s=15.0, threads=1)
     began = clock.now
@@ -418,7 +400,7 @@ def test_all_of_a_long_prompt_is_found_while_the_storage_answers(make: Make, clo
     assert lookup.take_counts().expired == 0
 
 
-def test_a_request_ends_its_wait_with_the_prefix_that_is_known(make: Make, clock: Clock) -> None:
+def test_request_ends_its_wait_with_the_known_prefix(make: Make, clock: Clock) -> None:
     storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
     lookup = make(storage, deadline_s=0.2, total_s=3.0, threads=1)
     began = clock.now
@@ -436,8 +418,8 @@ def test_a_request_ends_its_wait_with_the_prefix_that_is_known(make: Make, clock
 
 
 @pytest.mark.parametrize("per_second", [3, 50, 2_000, 1e6])
-def test_a_turn_is_as_large_as_the_storage_is_fast(make: Make, clock: Clock, per_second: float) -> None:
-    """One that answers 3 keys in a second, each within the deadline, is not silent."""
+def test_size_of_a_turn_follows_the_speed_of_the_storage(make: Make, clock: Clock, per_second: float) -> None:
+    """A storage that answers 3 keys a second, each within the deadline, is not silent."""
     storage = Paced(clock, LONG, stored=len(LONG), per_second=per_second)
     lookup = make(storage, deadline_s=0.5, total_s=1e6, threads=1, absent_ttl_s=0.0)
     look_up_prefix(lookup, storage, LONG[:64], "learns")
@@ -445,7 +427,7 @@ def test_a_turn_is_as_large_as_the_storage_is_fast(make: Make, clock: Clock, per
     assert look_up_prefix(lookup, storage, LONG[64:200], "r") == 136
 
 
-def test_a_miss_ends_the_asking_for_what_its_request_named_later(make: Make, clock: Clock) -> None:
+def test_miss_stops_questions_for_later_keys_of_its_request(make: Make, clock: Clock) -> None:
     storage = Paced(clock, LONG, stored=700, per_second=2_000)
     lookup = make(storage, threads=1)
     assert look_up_prefix(lookup, storage, LONG, "r") == 700
@@ -453,8 +435,8 @@ def test_a_miss_ends_the_asking_for_what_its_request_named_later(make: Make, clo
     assert LONG[-1] not in lookup._asked
 
 
-def test_a_request_that_wants_keys_behind_a_miss_gets_all_of_them(make: Make, clock: Clock) -> None:
-    """As with a sliding window, of which the first blocks may be gone."""
+def test_keys_behind_a_miss_are_answered_if_the_request_asks_for_them(make: Make, clock: Clock) -> None:
+    """As with a sliding window, whose first blocks may be missing."""
     storage = Paced(clock, LONG, stored=500, per_second=2_000)
     lookup = make(storage, threads=1, absent_ttl_s=0.5)
     wanted = LONG[1_000:0:-1]
@@ -480,7 +462,7 @@ def test_requests_take_turns(make: Make, clock: Clock) -> None:
     assert storage.asked.index(8_009) < 1_000
 
 
-def test_a_key_that_several_requests_want_is_asked_once_and_all_hear_of_it(make: Make, clock: Clock) -> None:
+def test_key_that_several_requests_want_is_sent_once(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, threads=1)
@@ -504,7 +486,7 @@ def test_a_key_that_several_requests_want_is_asked_once_and_all_hear_of_it(make:
     assert sorted(key for batch in storage.batches for key in batch) == sorted([*KEYS[:3], KEYS[50]])
 
 
-def test_what_a_request_that_ends_was_asking_is_asked_for_the_others(make: Make, clock: Clock) -> None:
+def test_keys_of_a_finished_request_are_sent_for_the_others(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, threads=1, batch_keys_max=1)
@@ -520,7 +502,7 @@ def test_what_a_request_that_ends_was_asking_is_asked_for_the_others(make: Make,
     assert [answer(lookup, key) for key in KEYS[:5]] == [True] * 5
 
 
-def test_silence_ends_every_wait_and_those_who_wait_are_told(make: Make, clock: Clock) -> None:
+def test_silence_expires_all_questions_and_tells_their_requests(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, deadline_s=0.2, threads=2, batch_keys_max=1, absent_ttl_s=5)
@@ -538,8 +520,8 @@ def test_silence_ends_every_wait_and_those_who_wait_are_told(make: Make, clock: 
     storage.open.set()
 
 
-def test_an_answer_to_an_expired_question_is_no_answer_to_the_next(make: Make, clock: Clock) -> None:
-    """The block may have been found unreadable, or been removed, meanwhile."""
+def test_late_answer_does_not_answer_a_later_question(make: Make, clock: Clock) -> None:
+    """In the meantime the block may have been removed or found unreadable."""
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, deadline_s=0.2, threads=1, absent_ttl_s=0)

@@ -71,7 +71,7 @@ class Bench:
         return tier
 
     def run(self, tier: FileSystemTierManager, operation: str, keys: list[OffloadKey]) -> set[OffloadKey]:
-        """What the tier stored or loaded of the keys; key n is in row n."""
+        """Run a job; returns the keys that succeeded. Key n is in row n."""
         self.job_id += 1
         rows = np.array([KEYS.index(key) for key in keys], np.int32)
         getattr(tier, f"submit_{operation}")(JobMetadata(self.job_id, keys, rows))
@@ -123,7 +123,7 @@ def test_unknown_key_is_logged_once_with_the_engines_keys(
     assert after.circuit_state == "closed"
 
 
-def test_blocks_go_round_and_rotate(bench: Bench) -> None:
+def test_encrypted_blocks_load_after_key_rotation(bench: Bench) -> None:
     expected = bench.fill()
     first = bench.tier(OLD, **ENCRYPTED)
     assert bench.run(first, "store", KEYS) == set(KEYS)
@@ -145,7 +145,7 @@ def test_process_isolation_changes_nothing(bench: Bench) -> None:
     assert bench.loads(bench.tier(OLD, **ENCRYPTED), expected)
 
 
-def test_piece_by_piece_is_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piecewise_encryption_is_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.fill()
     whole = bench.tier(OLD, **ENCRYPTED)
     monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
@@ -174,7 +174,7 @@ def test_encrypted_blocks_hold_nothing_of_the_payload(bench: Bench) -> None:
     assert bench.loads(tier, expected)
 
 
-def test_a_slot_that_changes_while_it_is_encrypted_is_not_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_changed_during_encryption_is_not_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.fill()
     tier = bench.tier(OLD, encrypt="aes-gcm")
     associated = protected_seal._associated
@@ -189,7 +189,7 @@ def test_a_slot_that_changes_while_it_is_encrypted_is_not_stored(bench: Bench, m
     assert not bench.files()
 
 
-def test_a_tampered_block_is_a_miss_and_heals(bench: Bench) -> None:
+def test_tampered_block_is_a_miss_and_healed(bench: Bench) -> None:
     expected = bench.fill()
     tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS)
@@ -208,7 +208,7 @@ def test_a_tampered_block_is_a_miss_and_heals(bench: Bench) -> None:
     assert bench.loads(tier, expected)
 
 
-def test_planted_unauthenticated_blocks_are_not_taken(bench: Bench) -> None:
+def test_planted_unauthenticated_blocks_are_not_loaded(bench: Bench) -> None:
     """An attacker who copies good blocks of the plain namespace into the protected one."""
     expected = bench.fill()
     plain, guarded = bench.tier(), bench.tier(OLD, **ENCRYPTED)
@@ -221,7 +221,7 @@ def test_planted_unauthenticated_blocks_are_not_taken(bench: Bench) -> None:
     assert failures(guarded, "fingerprint") == ROWS
 
 
-def test_with_and_without_keys_are_two_namespaces(bench: Bench) -> None:
+def test_encrypted_and_plain_tiers_have_separate_namespaces(bench: Bench) -> None:
     expected = bench.fill()
     plain, guarded = bench.tier(), bench.tier(OLD, **ENCRYPTED)
     for tier in (plain, guarded):
@@ -245,14 +245,14 @@ def test_with_and_without_keys_are_two_namespaces(bench: Bench) -> None:
     ],
 )
 @pytest.mark.parametrize("tier_type", ["fs", "s3", "memory"])
-def test_each_mistake_names_its_field(options: dict[str, str], expected: str, tier_type: str) -> None:
+def test_invalid_options_of_encryption_name_their_field(options: dict[str, str], expected: str, tier_type: str) -> None:
     base = {"fs": {"root_dir": "/kv"}, "s3": {"bucket": "kvb"}, "memory": {}}[tier_type]
     with pytest.raises(ConfigError) as caught:
         parse_tier({"type": tier_type, **base, **options})
     assert expected in str(caught.value)
 
 
-def test_keys_come_from_the_environment_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_read_from_the_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.fill()
     bench.run(bench.tier(OLD, **ENCRYPTED), "store", KEYS)
     monkeypatch.setenv("KVTIERS_KEYS", OLD)
@@ -262,7 +262,7 @@ def test_keys_come_from_the_environment_too(bench: Bench, monkeypatch: pytest.Mo
         bench.tier(keys_env="KVTIERS_KEYS", **ENCRYPTED)
 
 
-def test_a_canary_key_is_shown_nowhere(
+def test_key_is_shown_nowhere(
     bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """X4: not in logs, reprs, errors, metrics or configs."""
@@ -303,7 +303,7 @@ def test_prefix_files_are_not_offered_for_a_protected_tier(bench: Bench, tmp_pat
 
 @pytest.mark.parametrize(("near", "far"), [("none", "aes-gcm"), ("aes-gcm", "none")])
 def test_copies_between_two_protections_are_refused(tmp_path: Path, near: str, far: str) -> None:
-    """No engine of the target would find them, and plain ones would lie where all is encrypted."""
+    """No engine of the target would find the copies, and plain blocks would lie next to encrypted ones."""
     options = {"none": "", "aes-gcm": ", encrypt: aes-gcm, keys_env: K"}
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -332,8 +332,8 @@ def test_verify_finds_blocks_that_were_written_without_a_key(bench: Bench, tmp_p
     assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
 
 
-def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Bench, tmp_path: Path) -> None:
-    """A newer version's, or what somebody has written there; those that nothing protects are bad all the same."""
+def test_verify_continues_past_blocks_of_an_unknown_protection(bench: Bench, tmp_path: Path) -> None:
+    """Such as blocks of a newer version. Unprotected blocks still count as bad."""
     bench.fill()
     tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS[:2])
@@ -363,7 +363,7 @@ def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Benc
 def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
     bench: Bench, tmp_path: Path, command: str, keeps_config: bool
 ) -> None:
-    """By a file beside config.json, with the fields of an engine that has no keys."""
+    """An attacker writes a second file next to config.json, with the fields of an engine without keys."""
     bench.fill()
     tier = bench.tier(OLD, **ENCRYPTED)
     bench.run(tier, "store", KEYS[:4])
@@ -395,7 +395,7 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
         assert [reason for _, reason in report["tiers"][0]["bad"]] == expected
 
 
-def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_tier_do_not_get_keys_of_another_tier(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIERS_SECRETS", OLD)
     keyed = {"type": "fs", "root_dir": "/mnt/other", "encrypt": "aes-gcm", "keys_env": "KVTIERS_SECRETS"}
     parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}, keyed]})
@@ -414,7 +414,7 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
 
 
 def test_collectors_record_without_the_key_is_replaced(tmp_path: Path) -> None:
-    """A stranger who may write to the storage must not make room that is not there."""
+    """Somebody with write access but without keys must not make a full root look empty."""
     bench = Bench(tmp_path)
     tier = bench.tier(OLD, **ENCRYPTED, max_bytes="1MiB")
     try:

@@ -1,4 +1,4 @@
-"""StoreTierManager over the memory and the local store: what it promises, with the store corrupted behind its back."""
+"""StoreTierManager over the memory and the local store, also with a store that fails or is corrupted."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Bench:
         return self.result(tier, job)
 
     def fail(self, what: str, tier: StoreTierManager, keys: Sequence[OffloadKey]) -> None:
-        """A load, store or lookup that does."""
+        """Run a load, store or lookup that must fail."""
         if what == "lookup":
             assert not any(self.present(tier, key) for key in keys)
         else:
@@ -124,11 +124,13 @@ class Bench:
 
     @staticmethod
     def results(tier: StoreTierManager, count: int) -> dict[int, bool]:
-        """Of the next jobs that end: whether each succeeded."""
+        """Wait for the next jobs to end. Returns for each whether it succeeded."""
         ended: dict[int, bool] = {}
 
         def all_ended() -> bool:
-            ended.update((result.job_id, result.success) for result in tier.get_finished())
+            for result in tier.get_finished():
+                assert result.job_id not in ended, "it was reported twice"
+                ended[result.job_id] = result.success
             return len(ended) >= count
 
         wait_for(all_ended)
@@ -136,13 +138,13 @@ class Bench:
 
     @staticmethod
     def first_result(tier: StoreTierManager) -> JobResult:
-        """Of the job that ends first, where others do not."""
+        """The result of the job that ends first."""
         (result,) = wait_for(lambda: list(tier.get_finished()))
         return result
 
     @staticmethod
     def told(tier: StoreTierManager) -> list[tuple[OffloadKey, bool]]:
-        """What events since say of keys, and whether it is that they were removed."""
+        """The keys of all new events, each with whether it was removed."""
         return [(key, event.removed) for event in tier.take_events() for key in event.keys]
 
     @staticmethod
@@ -165,7 +167,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier whose threads do not end in time leaves its store open and its rows mapped."""
+    """Small pieces, and a long time for threads to end: otherwise a tier leaves its store open and its rows mapped."""
     monkeypatch.setattr(channel, "END_S", 10.0)
     monkeypatch.setattr(server, "PIECE_BYTES_MIN", 3 * ROW_BYTES)
     monkeypatch.setattr(server, "PIECE_BYTES_MAX", 3 * ROW_BYTES)
@@ -203,19 +205,19 @@ def write(store: Store, name: str, data: bytes) -> None:
 
 
 def spoil_payload(store: Store, name: str) -> None:
-    """No store sees it, as the trailer is good."""
+    """Only a load can find this damage, because the trailer is good."""
     data = read(store, name)
     write(store, name, bytes([data[0] ^ 1]) + data[1:])
 
 
 def rot_payload(store: MemoryStore, name: str) -> None:
-    """As ``spoil_payload``, in place."""
+    """Like ``spoil_payload``, for a store that cannot delete."""
     data = read(store, name)
     store.put(name, [memoryview(bytes([data[0] ^ 1]) + data[1:])], overwrite=True)
 
 
 def make_newer(store: Store, name: str) -> bytes:
-    """Make a block one of a version to come. Returns it."""
+    """Turn a block into one of a newer version. Returns its bytes."""
     blob = bytearray(read(store, name))
     blob[ROW_BYTES + 8] = 2
     fields = blob[ROW_BYTES : ROW_BYTES + CHECK_AT]
@@ -224,7 +226,7 @@ def make_newer(store: Store, name: str) -> bytes:
     return bytes(blob)
 
 
-def test_blocks_come_back_in_another_tier_object(bench: Bench) -> None:
+def test_stored_blocks_load_in_another_tier_object(bench: Bench) -> None:
     writer, reader = bench.tier(), bench.tier()
     original = bench.fill(1)
     stored = bench.store(writer, KEYS)
@@ -240,7 +242,7 @@ def test_blocks_come_back_in_another_tier_object(bench: Bench) -> None:
     assert (bench.region == original).all()
 
 
-def test_a_key_never_stored_is_a_miss_of_exactly_that_key(bench: Bench) -> None:
+def test_missing_key_is_a_miss_of_only_that_key(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
     bench.store(tier, KEYS[:4])
@@ -251,7 +253,7 @@ def test_a_key_never_stored_is_a_miss_of_exactly_that_key(bench: Bench) -> None:
     assert not bench.present(tier, KEYS[9])
 
 
-def test_what_is_stored_is_not_written_again(bench: Bench) -> None:
+def test_stored_blocks_are_not_written_again(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
     bench.store(tier, KEYS[:3])
@@ -263,7 +265,7 @@ def test_what_is_stored_is_not_written_again(bench: Bench) -> None:
     assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "already_stored") == 3
 
 
-def test_what_a_store_finds_was_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storing_a_present_block_counts_as_its_use(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[OffloadKey] = []
     monkeypatch.setattr(StoreTierManager, "touch", lambda _, keys: used.extend(keys))
     tier = bench.tier()
@@ -276,7 +278,7 @@ def test_what_a_store_finds_was_used(bench: Bench, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("cut", [-1, TRAILER_BYTES, BLOB_BYTES])
-def test_a_store_replaces_a_blob_of_wrong_size_or_bad_trailer(bench: Bench, cut: int) -> None:
+def test_store_replaces_a_blob_of_wrong_size_or_bad_trailer(bench: Bench, cut: int) -> None:
     tier = bench.tier()
     original = bench.fill(1)
     bench.store(tier, KEYS[:1])
@@ -346,10 +348,9 @@ def test_bad_block_that_can_be_neither_replaced_nor_moved_aside_is_deleted(
     assert bench.load(tier, KEYS[:1]).success
 
 
+@ONE_BENCH
 @pytest.mark.parametrize("error", [StoreFullError, StoreConfigError, StorePermissionError])
-def test_a_bad_block_beside_which_no_other_can_be_written_is_removed_first(
-    bench: Bench, error: type[StoreError]
-) -> None:
+def test_bad_block_that_cannot_be_overwritten_is_removed_first(bench: Bench, error: type[StoreError]) -> None:
     store = NeverReplaces(error)
     tier = bench.tier(store=store)
     original = bench.fill(1)
@@ -362,8 +363,9 @@ def test_a_bad_block_beside_which_no_other_can_be_written_is_removed_first(
     assert (bench.region[0] == original[0]).all()
 
 
+@ONE_BENCH
 @pytest.mark.parametrize("tail_is_readable", [True, False])
-def test_a_block_that_cannot_be_read_is_healed_by_the_next_store(bench: Bench, tail_is_readable: bool) -> None:
+def test_unreadable_block_is_healed_by_the_next_store(bench: Bench, tail_is_readable: bool) -> None:
     store = PartlyRefused()
     tier = bench.tier(store=store)
     original = bench.fill(1)
@@ -382,8 +384,9 @@ def test_a_block_that_cannot_be_read_is_healed_by_the_next_store(bench: Bench, t
     assert bench.store(tier, KEYS[:2]).transfer_bytes == 0  # once
 
 
+@ONE_BENCH
 @pytest.mark.parametrize("error", [StoreTimeoutError, StoreThrottledError])
-def test_what_could_not_be_loaded_in_time_is_not_written_again(bench: Bench, error: type[StoreError]) -> None:
+def test_block_whose_load_timed_out_is_not_written_again(bench: Bench, error: type[StoreError]) -> None:
     store = PartlyRefused()
     tier = bench.tier(store=store)
     bench.fill(1)
@@ -393,7 +396,8 @@ def test_what_could_not_be_loaded_in_time_is_not_written_again(bench: Bench, err
     assert bench.store(tier, KEYS[:1]).transfer_bytes == 0
 
 
-def test_a_newer_writers_block_that_cannot_be_read_is_left_alone(bench: Bench) -> None:
+@ONE_BENCH
+def test_unreadable_block_of_a_newer_version_is_kept(bench: Bench) -> None:
     store = PartlyRefused()
     tier = bench.tier(store=store)
     bench.fill(1)
@@ -407,9 +411,7 @@ def test_a_newer_writers_block_that_cannot_be_read_is_left_alone(bench: Bench) -
     assert read(store, name) == blob
 
 
-def test_a_slot_that_changes_while_it_is_written_is_found_out_on_load(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slot_changed_during_a_store_fails_its_load(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = bench.tier()
     if isinstance(tier.store, MemoryStore):
         pytest.skip("copies the slot in one step")
@@ -427,7 +429,7 @@ def test_a_slot_that_changes_while_it_is_written_is_found_out_on_load(
     assert tier.metrics.value("kvtiers_verify_failures_total", "test", "payload_checksum") == 1
 
 
-def test_a_newer_writers_block_is_a_miss_and_is_left_alone(bench: Bench) -> None:
+def test_block_of_a_newer_version_is_a_miss_and_kept(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
     bench.store(tier, KEYS[:1])
@@ -439,7 +441,7 @@ def test_a_newer_writers_block_is_a_miss_and_is_left_alone(bench: Bench) -> None
     assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 0
 
 
-def test_a_key_given_twice_is_stored_once_and_loaded_into_both_slots(bench: Bench) -> None:
+def test_duplicate_key_is_stored_once_and_loaded_into_both_slots(bench: Bench) -> None:
     tier = bench.tier()
     original = bench.fill(1)
     stored = bench.store(tier, [KEYS[0], KEYS[0]], [4, 4])
@@ -451,7 +453,8 @@ def test_a_key_given_twice_is_stored_once_and_loaded_into_both_slots(bench: Benc
     assert (bench.region[2] == original[4]).all()
 
 
-def test_a_key_given_twice_of_which_one_slot_was_not_filled_has_failed(bench: Bench) -> None:
+@ONE_BENCH
+def test_duplicate_key_fails_if_one_of_its_slots_is_not_filled(bench: Bench) -> None:
     gated = GatedStore()
     tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1)
     bench.fill(1)
@@ -470,7 +473,7 @@ def test_a_key_given_twice_of_which_one_slot_was_not_filled_has_failed(bench: Be
 
 
 def test_successful_keys_are_in_the_order_of_the_job(bench: Bench) -> None:
-    """Batches take its blocks in turn, and end in any order."""
+    """Threads take its blocks in turn, and pieces end in any order."""
     tier = bench.tier(n_write_threads=3, n_read_threads=3)
     assert bench.store(tier, KEYS).successful_keys == tuple(KEYS)
     assert bench.load(tier, KEYS[::-1]).successful_keys == tuple(KEYS[::-1])
@@ -478,14 +481,16 @@ def test_successful_keys_are_in_the_order_of_the_job(bench: Bench) -> None:
     assert bench.load(tier, KEYS).successful_keys == (KEYS[0], *KEYS[2:])
 
 
-def test_an_empty_job_succeeds(bench: Bench) -> None:
+def test_empty_job_succeeds(bench: Bench) -> None:
     tier = bench.tier()
     assert bench.store(tier, []).success
     assert bench.load(tier, []).success
 
 
 @pytest.mark.parametrize(("keys", "blocks"), [(KEYS[:2], [0]), (KEYS[:1], [ROWS]), (KEYS[:1], [-1])])
-def test_bad_jobs_are_refused_before_anything_moves(bench: Bench, keys: list[OffloadKey], blocks: list[int]) -> None:
+def test_invalid_jobs_are_refused_before_any_block_moves(
+    bench: Bench, keys: list[OffloadKey], blocks: list[int]
+) -> None:
     tier = bench.tier()
     for submit in (tier.submit_load, tier.submit_store):
         with pytest.raises(ValueError, match="block"):
@@ -493,7 +498,7 @@ def test_bad_jobs_are_refused_before_anything_moves(bench: Bench, keys: list[Off
     assert list(tier.get_finished()) == []
 
 
-def test_events_tell_what_was_stored(bench: Bench) -> None:
+def test_store_emits_one_stored_event(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
     bench.store(tier, KEYS[:2])
@@ -503,8 +508,9 @@ def test_events_tell_what_was_stored(bench: Bench) -> None:
     assert list(tier.take_events()) == []
 
 
-def test_events_tell_of_a_load_only_what_is_gone(bench: Bench) -> None:
-    """What a storage that is away for a second has is still there, and nobody would take the event back."""
+@ONE_BENCH
+def test_failed_load_emits_removed_events_only_for_missing_blocks(bench: Bench) -> None:
+    """After an outage of a second the blocks are still there, and nobody would take the event back."""
     gated = GatedStore()
     tier = bench.tier(store=gated)
     bench.fill(1)
@@ -521,11 +527,10 @@ def test_events_tell_of_a_load_only_what_is_gone(bench: Bench) -> None:
     assert sorted(bench.told(tier)) == sorted((key, True) for key in KEYS[:3])
 
 
+@ONE_BENCH
 @pytest.mark.parametrize("loads_again", [False, True])
-def test_what_was_stored_while_a_load_of_it_was_under_way_is_not_told_as_removed(
-    bench: Bench, loads_again: bool
-) -> None:
-    """A load that found nothing and hangs at another block, whose request has computed and stored it meanwhile."""
+def test_block_stored_during_its_load_is_not_reported_as_removed(bench: Bench, loads_again: bool) -> None:
+    """A load found nothing and hangs at another block. Meanwhile its request computes and stores the missing block."""
     hanging = HangsAtOneKey()
     tier = bench.tier(store=hanging)
     bench.fill(1)
@@ -550,8 +555,9 @@ def test_what_was_stored_while_a_load_of_it_was_under_way_is_not_told_as_removed
     assert bench.told(tier) == [(KEYS[0], True)]
 
 
-def test_what_a_store_only_found_there_while_a_load_of_it_was_under_way_is_told_as_removed(bench: Bench) -> None:
-    """Whether the store looked before the load moved the bad block aside nobody knows; after it, nothing is there."""
+@ONE_BENCH
+def test_block_found_by_a_store_during_its_failing_load_is_reported_as_removed(bench: Bench) -> None:
+    """The store may have looked before the load moved the bad block aside. After the load, the block is gone."""
     hanging = HangsAtOneKey()
     tier = bench.tier(store=hanging)
     bench.fill(1)
@@ -570,8 +576,9 @@ def test_what_a_store_only_found_there_while_a_load_of_it_was_under_way_is_told_
     assert bench.told(tier) == [(KEYS[1], False), (KEYS[1], True)]
 
 
-def test_what_a_load_has_moved_aside_after_a_store_found_it_is_not_stored(bench: Bench) -> None:
-    """Nor told as stored, nor believed to be there: the engine offers it again."""
+@ONE_BENCH
+def test_block_that_a_load_found_bad_during_its_store_is_not_reported_as_stored(bench: Bench) -> None:
+    """It counts as absent, so the engine offers it again."""
     hanging = HangsAtOneKey()
     tier = bench.tier(store=hanging)
     bench.fill(1)
@@ -594,13 +601,14 @@ def test_what_a_load_has_moved_aside_after_a_store_found_it_is_not_stored(bench:
     assert bench.present(tier, KEYS[0])
 
 
-def test_own_stores_are_found_without_asking(bench: Bench) -> None:
+def test_stored_blocks_are_found_without_a_lookup(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
     bench.store(tier, KEYS[:1])
     assert tier.lookup(KEYS[0]) is True
 
 
+@ONE_BENCH
 def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench, record: Record) -> None:
     """D4."""
     gated = GatedStore()
@@ -618,10 +626,8 @@ def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench, record
 
 
 @ONE_BENCH
-def test_a_large_job_that_ended_is_booked_in_parts_and_reported_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or each call of a scheduler's step would take as long as its jobs are large."""
+def test_large_job_is_booked_in_parts_and_reported_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a large job would delay a scheduler step."""
     monkeypatch.setattr(store_tier, "BOOKED_KEYS_PER_CALL", 3)
     tier = bench.tier()
     bench.fill(1)
@@ -650,8 +656,9 @@ def test_a_large_job_that_ended_is_booked_in_parts_and_reported_once(
     assert bench.result(tier, again).success  # all at once where the engine waits for it
 
 
-def test_loads_are_not_refused_for_want_of_room_for_stores(bench: Bench) -> None:
-    """Its slots bound a load. One that was refused would be a miss of what is there, again and again."""
+@ONE_BENCH
+def test_loads_are_accepted_while_the_queue_of_stores_is_full(bench: Bench) -> None:
+    """A load is bounded by its slots. A refused load would be a miss of a stored block, again and again."""
     gated = GatedStore()
     tier = bench.tier(store=gated, jobs_max=1, max_bytes_in_flight=1)
     bench.fill(1)
@@ -669,7 +676,7 @@ def test_loads_are_not_refused_for_want_of_room_for_stores(bench: Bench) -> None
     )
 
 
-def test_a_tracer_that_raises_loses_no_result(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_tracer_loses_no_result(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     traced: list[JobTrace] = []
 
     def trace(job: JobTrace) -> None:
@@ -687,6 +694,7 @@ def test_a_tracer_that_raises_loses_no_result(bench: Bench, caplog: pytest.LogCa
     assert caplog.text.count("was not traced") == 1
 
 
+@ONE_BENCH
 def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     gated = GatedStore()
     tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1, shutdown_s=0.05)
@@ -698,18 +706,18 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     wait_for(lambda: gated.entered == 2)
     tier.shutdown()
     assert not gated.closed  # threads are in it
-    results = list(tier.get_finished())
-    assert jobs[0].job_id not in {result.job_id for result in results}
+    early = list(tier.get_finished())
+    assert jobs[0].job_id not in {result.job_id for result in early}
     gated.gate.set()
-    while len(results) < len(jobs):
-        results += wait_for(lambda: list(tier.get_finished()))
-    assert sorted(result.job_id for result in results) == [job.job_id for job in jobs]
-    assert not any(result.success for result in results)
+    results = bench.results(tier, len(jobs) - len(early)) | {result.job_id: result.success for result in early}
+    assert results == dict.fromkeys((job.job_id for job in jobs), False)
+    assert list(tier.get_finished()) == []
     tier.submit_store(bench.job(KEYS[:1]))
     assert [result.success for result in tier.get_finished()] == [False]
 
 
-def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@ONE_BENCH
+def test_shutdown_cancels_running_batches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_tier, "DRAIN_SHARE", 0.001)
     slow = GatedStore()
     tier = bench.tier(store=slow, n_read_threads=1, n_write_threads=1)
@@ -732,6 +740,7 @@ def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.Monkey
     assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "shutdown") == ROWS - 2
 
 
+@ONE_BENCH
 @pytest.mark.parametrize("error", [StoreFullError("full"), StoreUnavailableError("io"), SystemExit(1), MemoryError()])
 def test_errors_of_the_store_fail_the_job_and_nothing_else(bench: Bench, error: BaseException) -> None:
     broken = GatedStore()
@@ -748,7 +757,8 @@ def test_errors_of_the_store_fail_the_job_and_nothing_else(bench: Bench, error: 
     assert bench.load(tier, KEYS).success
 
 
-def test_a_tail_that_is_no_blob_is_replaced(bench: Bench) -> None:
+@ONE_BENCH
+def test_corrupt_tail_is_replaced(bench: Bench) -> None:
     odd = GatedStore()
     tier = bench.tier(store=odd)
     bench.fill(1)
@@ -758,13 +768,13 @@ def test_a_tail_that_is_no_blob_is_replaced(bench: Bench) -> None:
     assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
 
 
-def test_rows_that_are_no_page_multiple_are_refused(bench: Bench) -> None:
+def test_rows_that_are_not_a_multiple_of_4096_bytes_are_refused(bench: Bench) -> None:
     bench.region = np.zeros((2, 5000), np.int8)
     with pytest.raises(ConfigError, match="rows of 5000 bytes; must be a multiple of 4096"):
         bench.tier()
 
 
-def test_a_readonly_or_flat_view_is_refused() -> None:
+def test_readonly_or_flat_view_is_refused() -> None:
     spec = FakeSpec()
     mapper = FileMapper.from_offloading_spec("", spec)
     for view in (memoryview(bytes(8192)).cast("b", (2, 4096)), memoryview(bytearray(8192))):
@@ -773,7 +783,7 @@ def test_a_readonly_or_flat_view_is_refused() -> None:
 
 
 class GatedStore(Store):
-    """A memory store that can be held up or made to fail."""
+    """A memory store that can be paused or made to fail."""
 
     capabilities = Capabilities(exclusive_create=True, shared=False, latency_bound=False)
 
@@ -787,7 +797,7 @@ class GatedStore(Store):
         self.closed = False
 
     def hold(self) -> None:
-        """Hold up who comes from now on, and count them."""
+        """Pause all calls from now on, and count them."""
         self.gate.clear()
         self.entered = 0
 
@@ -827,7 +837,7 @@ class GatedStore(Store):
 
 
 class HangsAtOneKey(GatedStore):
-    """A store whose gate holds up the loads of one key, and the stores of one."""
+    """A store whose gate pauses loads of ``key`` and stores of ``stored_key``."""
 
     key = stored_key = ""
 
@@ -845,8 +855,9 @@ class HangsAtOneKey(GatedStore):
         self.inner.get_into(key, parts)
 
 
-def test_a_tier_without_a_mapper_of_its_own_takes_no_other_revisions_blocks(bench: Bench) -> None:
-    """W6, for tiers of other people's."""
+@ONE_BENCH
+def test_default_mapper_separates_model_revisions(bench: Bench) -> None:
+    """W6, for tiers that do not give a mapper."""
 
     def tier(revision: str) -> StoreTierManager:
         spec = FakeSpec().changed("model", revision=revision)
@@ -863,9 +874,9 @@ def test_a_tier_without_a_mapper_of_its_own_takes_no_other_revisions_blocks(benc
 
 
 class TestNamespace:
-    """``config.json``: written once, compared ever after."""
+    """``config.json`` is written once and compared at each start."""
 
-    def test_it_is_written_and_accepted_again(self, bench: Bench) -> None:
+    def test_config_json_is_written_once_and_accepted_again(self, bench: Bench) -> None:
         tier = bench.tier()
         assert b'"model_revision": "abc123"' in read(tier.store, tier.mapper.relative_config_name)
         bench.tier()
@@ -880,7 +891,7 @@ class TestNamespace:
             (bytes((1 << 20) + 1), ConfigError, "1048577 bytes"),
         ],
     )
-    def test_what_is_no_config_json(
+    def test_invalid_config_json_is_refused_and_kept(
         self, bench: Bench, content: bytes, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tier = bench.tier()
@@ -893,7 +904,7 @@ class TestNamespace:
         assert not puts
 
     @pytest.mark.parametrize("content", [b"", bytes(700)])
-    def test_what_a_power_cut_left_is_written_anew(
+    def test_empty_or_zeroed_config_json_is_written_again(
         self, bench: Bench, content: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:
         tier = bench.tier()
@@ -906,7 +917,7 @@ class TestNamespace:
         assert read(tier.store, name) == good
         assert "as after a power cut: it is written again" in caplog.text
 
-    def test_a_mismatch_names_the_field(self, bench: Bench) -> None:
+    def test_mismatch_error_names_the_field(self, bench: Bench) -> None:
         tier = bench.tier()
         name = tier.mapper.relative_config_name
         write(tier.store, name, read(tier.store, name).replace(b'"dtype": "float32"', b'"dtype": "float16"'))
@@ -914,7 +925,7 @@ class TestNamespace:
             bench.tier()
         assert caught.value.field == "dtype"
 
-    def test_a_mismatch_repeats_little_of_what_is_there(self, bench: Bench) -> None:
+    def test_mismatch_error_is_short_and_printable(self, bench: Bench) -> None:
         tier = bench.tier()
         name = tier.mapper.relative_config_name
         content = json.loads(read(tier.store, name)) | {"\x1b[2J\nINFO all is well": "a" * 100_000}
@@ -924,13 +935,15 @@ class TestNamespace:
         assert len(str(caught.value)) < 1000
         assert str(caught.value).isprintable()
 
-    def test_a_storage_that_is_out_of_order_or_full_does_not_stop_the_engine(self, bench: Bench) -> None:
+    @ONE_BENCH
+    def test_unavailable_or_full_storage_does_not_stop_the_engine(self, bench: Bench) -> None:
         for error in (StoreUnavailableError("hung"), StoreFullError("full")):
             broken = GatedStore()
             broken.error = error
             bench.tier(store=broken)
 
-    def test_a_storage_that_refuses_for_good_does(self, bench: Bench) -> None:
+    @ONE_BENCH
+    def test_permission_error_stops_the_engine(self, bench: Bench) -> None:
         broken = GatedStore()
         broken.error = StorePermissionError("no")
         with pytest.raises(StorePermissionError):
@@ -938,7 +951,7 @@ class TestNamespace:
 
 
 class InStepStore(GatedStore):
-    """A store that two threads put into side by side, until it is full."""
+    """A store that accepts puts of two threads in rounds, until it is full."""
 
     def __init__(self, rounds_max: int) -> None:
         super().__init__()
@@ -958,14 +971,14 @@ class InStepStore(GatedStore):
 
 @ONE_BENCH
 class TestLiveness:
-    """L3, L4: a job ends, a dead tier is cut off and comes back by itself. On a clock that only the test moves."""
+    """L3, L4: each job ends, and a dead tier is cut off and used again later. Only the test moves the clock."""
 
     @pytest.fixture
     def clock(self, bench: Bench) -> Clock:
         bench.clock = clock = Clock()
         return clock
 
-    def test_a_hung_store_is_cut_off_and_comes_back(self, bench: Bench, clock: Clock) -> None:
+    def test_hung_store_is_cut_off_and_used_again_later(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, circuit_probe_s=5, job_deadline_s=10)
         bench.fill(1)
@@ -974,7 +987,7 @@ class TestLiveness:
         stuck, *waiting = (bench.job(KEYS[:6]) for _ in range(3))
         for job in (stuck, *waiting):
             tier.submit_load(job)
-        wait_for(lambda: hung.entered == 3)  # each of the three threads is stuck in a read into a slot
+        wait_for(lambda: hung.entered == 2)  # each of the two threads is stuck in a read into a slot
         clock.now += 10.5
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
@@ -984,17 +997,17 @@ class TestLiveness:
         # Cut off: misses and refusals at once, but the stuck job is not reported: its slots may still be written.
         assert tier.lookup(KEYS[0]) is False
         tier.submit_store(refused := bench.job(KEYS[:3]))
-        assert bench.results(tier, 2) == {refused.job_id: False, waiting[-1].job_id: False}
+        assert bench.results(tier, 3) == dict.fromkeys((job.job_id for job in (refused, *waiting)), False)
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "circuit_open") == 3
         hung.gate.set()
         tier.drain_jobs()
-        assert {result.job_id for result in tier.get_finished()} == {stuck.job_id, waiting[0].job_id}
+        assert [result.job_id for result in tier.get_finished()] == [stuck.job_id]
         clock.now += 5
         bench.wait_until_closed(tier)
         assert bench.present(tier, KEYS[0])
         bench.load(tier, KEYS[:2])
 
-    def test_a_load_does_not_wait_for_the_stores_that_run(self, bench: Bench) -> None:
+    def test_load_does_not_wait_for_running_stores(self, bench: Bench) -> None:
         gated = GatedStore()
         tier = bench.tier(store=gated)
         bench.fill(1)
@@ -1010,7 +1023,7 @@ class TestLiveness:
         held.set()
         assert bench.result(tier, stores).success
 
-    def test_stores_behind_a_hung_one_are_counted(self, bench: Bench, clock: Clock) -> None:
+    def test_stores_dropped_behind_a_hung_store_are_counted(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
         hung.hold()
@@ -1023,8 +1036,8 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "deadline") == 10
         hung.gate.set()
 
-    def test_what_is_known_of_a_hung_store_is_not_believed(self, bench: Bench, clock: Clock) -> None:
-        """Or every request that comes before the cut-off would wait for a load that cannot end."""
+    def test_cached_answers_are_doubted_while_a_load_hangs(self, bench: Bench, clock: Clock) -> None:
+        """Otherwise each request before the cut-off would wait for a load that cannot end."""
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, lookup=LookupOptions(deadline_s=0.2))
         bench.fill(1)
@@ -1045,7 +1058,7 @@ class TestLiveness:
         assert tier.circuit_state == "closed"
         hung.gate.set()
 
-    def test_what_waits_behind_a_cut_off_is_dropped_not_tried(self, bench: Bench, clock: Clock) -> None:
+    def test_queued_blocks_are_dropped_when_the_tier_is_cut_off(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1)
         bench.fill(1)
@@ -1062,27 +1075,27 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
         assert "dropped" in tier.metrics.table["kvtiers_blocks_total"].help
 
-    def test_draining_does_not_wait_for_what_is_stuck(self, bench: Bench, clock: Clock) -> None:
+    def test_drain_does_not_wait_for_stuck_jobs(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
         hung.hold()
         tier.submit_load(bench.job(KEYS))
-        wait_for(lambda: hung.entered == 3)
+        wait_for(lambda: hung.entered == 2)
         clock.now += 11
         tier.drain_jobs()
         assert list(tier.get_finished()) == []
         hung.gate.set()
 
     def test_jobs_that_wait_behind_stuck_ones_end_at_the_deadline(self, bench: Bench, clock: Clock) -> None:
-        """Nothing touches their slots, which would be lost to the region as long as the storage hangs."""
+        """Nothing touches their slots. Without an end, the region would lose them while the storage hangs."""
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
         hung.hold()
-        stuck = [bench.job(KEYS[n : n + 1]) for n in range(3)]
-        waiting = [bench.job(KEYS[n : n + 1]) for n in range(3, 6)]
+        stuck = [bench.job(KEYS[n : n + 1]) for n in range(2)]
+        waiting = [bench.job(KEYS[n : n + 1]) for n in range(2, 5)]
         for job in (*stuck, *waiting):
             tier.submit_load(job)
-        wait_for(lambda: hung.entered == 3)
+        wait_for(lambda: hung.entered == 2)
         assert list(tier.get_finished()) == []
         clock.now += 11
         assert bench.results(tier, 3) == dict.fromkeys((job.job_id for job in waiting), False)
@@ -1105,7 +1118,7 @@ class TestLiveness:
         assert bench.store(tier, KEYS).success
 
     @pytest.mark.parametrize("what", ["load", "store", "lookup"])
-    def test_three_failures_in_a_row_cut_it_off(self, bench: Bench, what: str) -> None:
+    def test_three_consecutive_failures_cut_the_tier_off(self, bench: Bench, what: str) -> None:
         broken = GatedStore()
         tier = bench.tier(store=broken, circuit_failures=3, circuit_probe_s=1000)
         bench.fill(1)
@@ -1116,8 +1129,8 @@ class TestLiveness:
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
 
-    def test_loads_that_all_fail_cut_it_off_though_lookups_and_stores_are_answered(self, bench: Bench) -> None:
-        """Small packets pass and large ones do not: each load would wait for its deadline."""
+    def test_failing_loads_cut_the_tier_off_although_lookups_and_stores_work(self, bench: Bench) -> None:
+        """If only small packets pass, each load would wait for its deadline."""
         # The first read is the start's: if it failed, the tier would start cut off.
         fault = Fault("get_into", first=2, count=None, error=lambda: StoreUnavailableError("timed out"))
         deaf = FaultyStore(bench.make_store(), [fault])
@@ -1132,7 +1145,7 @@ class TestLiveness:
             bench.store(tier, KEYS[10 + n : 11 + n])
         assert tier.circuit_state == "open"
 
-    def test_a_batch_of_which_some_arrived_is_no_failure_of_the_storage(self, bench: Bench) -> None:
+    def test_partly_successful_batch_is_not_a_failure_of_the_storage(self, bench: Bench) -> None:
         faults = [
             Fault("put", first=number, error=lambda: StoreUnavailableError("now and then")) for number in (2, 5, 8)
         ]
@@ -1144,8 +1157,8 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_store_errors_total", "test", "store", "StoreUnavailableError") == 3
 
     @pytest.mark.parametrize("what", ["load", "store"])
-    def test_a_job_of_which_some_arrived_is_no_failure_of_the_storage(self, bench: Bench, what: str) -> None:
-        """Where each block is a batch of its own, three in a row mean little: a server that sheds load refuses many."""
+    def test_partly_successful_job_is_not_a_failure_of_the_storage(self, bench: Bench, what: str) -> None:
+        """If each block is a batch, three consecutive failures mean little: a server that sheds load refuses many."""
         faults = [
             Fault(operation, first=number, error=lambda: StoreThrottledError("slow down"))
             for number in (5, 6, 7, 8)
@@ -1167,22 +1180,22 @@ class TestLiveness:
             bench.store(tier, [key])
         assert tier.circuit_state == "open"
 
-    def test_a_job_that_ends_halfway_has_stored_its_first_blocks(self, bench: Bench) -> None:
-        """A prefix is of use up to its first gap."""
+    def test_job_that_ends_early_has_stored_its_first_blocks(self, bench: Bench) -> None:
+        """A prefix is only useful up to its first gap."""
         tier = bench.tier(store=InStepStore(rounds_max=5), n_read_threads=1, n_write_threads=1)
         bench.fill(1)
         stored = bench.store(tier, KEYS[:30]).successful_keys
         assert sorted(KEYS.index(key) for key in stored) == list(range(10))
 
     def test_blocks_of_several_kv_groups_are_stored_side_by_side(self, bench: Bench) -> None:
-        """A prefix is of use where all groups' blocks are there; a sliding window's group has fewer of them."""
+        """A prefix needs the blocks of all groups. A sliding window's group has fewer blocks."""
         full, window = KEYS[:20], [make_offload_key(bytes([n]) * 32, 1) for n in range(10)]
         tier = bench.tier(store=InStepStore(rounds_max=9), n_read_threads=1, n_write_threads=1)
         bench.fill(1)
         stored = bench.store(tier, [*full, *window]).successful_keys
         assert set(stored) == {*full[:12], *window[:6]}
 
-    def test_a_full_storage_is_still_read(self, bench: Bench) -> None:
+    def test_full_storage_is_still_read(self, bench: Bench) -> None:
         full = GatedStore()
         tier = bench.tier(store=full, circuit_failures=1)
         bench.fill(1)
@@ -1194,15 +1207,15 @@ class TestLiveness:
         assert tier.circuit_state == "closed"
         assert bench.load(tier, KEYS[:1]).success
 
-    def test_misses_are_no_failures(self, bench: Bench) -> None:
+    def test_misses_are_not_failures(self, bench: Bench) -> None:
         tier = bench.tier(circuit_failures=1)
         for n in range(5):
             assert not bench.present(tier, KEYS[n])
             assert not bench.load(tier, KEYS[n : n + 1]).success
         assert tier.circuit_state == "closed"
 
-    def test_keys_out_of_reach_are_misses_of_their_own(self, bench: Bench) -> None:
-        """A folder of somebody else's must not cut off all others."""
+    def test_forbidden_keys_are_misses_of_only_those_keys(self, bench: Bench) -> None:
+        """Another user's folder must not cut off all other blocks."""
         store = PartlyRefused()
         tier = bench.tier(store=store, circuit_failures=1)
         bench.fill(1)
@@ -1216,8 +1229,8 @@ class TestLiveness:
             tier._lookup.forget(KEYS)
         assert tier.circuit_state == "closed"
 
-    def test_one_block_that_cannot_be_read_cuts_nothing_off(self, bench: Bench) -> None:
-        """Also where it cannot be read once it was written again."""
+    def test_one_unreadable_block_does_not_cut_the_tier_off(self, bench: Bench) -> None:
+        """Also if it cannot be read after it was written again."""
         store = PartlyRefused()
         store.heals = False
         tier = bench.tier(store=store, circuit_failures=3)
@@ -1233,9 +1246,7 @@ class TestLiveness:
             assert not bench.load(tier, [key]).success
         assert tier.circuit_state == "open"
 
-    def test_a_load_that_times_out_counts_though_a_block_of_its_batch_is_known_to_be_unreadable(
-        self, bench: Bench
-    ) -> None:
+    def test_timed_out_load_counts_although_its_batch_has_an_unreadable_block(self, bench: Bench) -> None:
         store = PartlyRefused()
         tier = bench.tier(store=store, circuit_failures=3)
         bench.fill(1)
@@ -1247,8 +1258,8 @@ class TestLiveness:
             assert not bench.load(tier, KEYS[:2]).success
         assert tier.circuit_state == "open"
 
-    def test_one_key_out_of_reach_cuts_nothing_off_when_nothing_else_is_asked(self, bench: Bench) -> None:
-        """All else that a quiet engine needs is known; each opening would cost the others 5 s."""
+    def test_one_forbidden_key_does_not_cut_the_tier_off_if_no_other_is_asked(self, bench: Bench) -> None:
+        """A quiet engine has all other answers cached. Each cut-off would cost other blocks 5 s."""
         store = PartlyRefused()
         tier = bench.tier(store=store, circuit_failures=3)
         store.refused = tier.mapper.relative_name(KEYS[0])
@@ -1262,38 +1273,29 @@ class TestLiveness:
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
 
-    def test_a_dead_tier_is_cut_off_though_all_requests_ask_for_one_prompt(self, bench: Bench) -> None:
-        """Its first block is all that is looked up, as every request misses there."""
-        store = PartlyRefused()
-        tier = bench.tier(store=store, circuit_failures=3)
-        store.refused = tier.mapper.name_prefix
-        for _ in range(6):
-            bench.present(tier, KEYS[0])
-            tier._lookup.forget(KEYS)
-            tier.on_schedule_end()
-        assert tier.circuit_state == "open"
-
-    def test_a_dead_tier_is_cut_off_though_all_requests_ask_for_the_same_blocks(self, bench: Bench) -> None:
-        """In one step, as engines that do not stop at the first miss."""
+    @pytest.mark.parametrize("count", [1, 20])
+    def test_dead_tier_is_cut_off_although_all_requests_ask_for_one_prompt(self, bench: Bench, count: int) -> None:
+        """Each request asks for the first block only, or for many if its engine does not stop at the first miss."""
         store = PartlyRefused()
         tier = bench.tier(store=store, circuit_failures=3, circuit_probe_s=1000)
         store.refused = tier.mapper.name_prefix  # of all
 
         def answered() -> bool:
-            answers = [tier.lookup(key) for key in KEYS[:20]]
+            answers = [tier.lookup(key) for key in KEYS[:count]]
             tier.on_schedule_end()
             return None not in answers
 
         for _ in range(6):  # requests
             wait_for(answered)
             tier._lookup.forget(KEYS)
+            tier.on_schedule_end()
         assert tier.circuit_state == "open"
 
     @pytest.mark.parametrize("task_blocks", [1, 3, 20])
-    def test_reads_that_all_fail_cut_it_off_again(
+    def test_failing_reads_cut_the_tier_off_again_after_a_probe(
         self, bench: Bench, clock: Clock, task_blocks: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Lookups are answered, so that the probe lets it back. There are more blocks than are remembered."""
+        """Lookups work, so the probe closes the circuit. There are more blocks than the tier remembers."""
         monkeypatch.setattr(health, "KEYS_MAX", 10)
         store = PartlyRefused()
         tier = bench.tier(store=store, circuit_failures=3, circuit_probe_s=5, task_bytes=task_blocks * ROW_BYTES)
@@ -1311,10 +1313,10 @@ class TestLiveness:
 
     @pytest.mark.parametrize("task_blocks", [1, 20])
     @pytest.mark.parametrize("count", [1, 3, 20])
-    def test_blocks_that_cannot_be_read_are_loaded_ever_more_seldom_and_cut_nothing_off_again(
+    def test_unreadable_blocks_are_loaded_less_and_less_often(
         self, bench: Bench, clock: Clock, count: int, task_blocks: int
     ) -> None:
-        """Of a reader, which heals nothing: single blocks, or all reads fail."""
+        """In a read-only tier, which heals nothing. Some blocks are unreadable, or all."""
         store = PartlyRefused()
         options: dict[str, Any] = {
             "circuit_failures": 3,
@@ -1347,8 +1349,8 @@ class TestLiveness:
         store.unreadable = {}
         assert any(request(KEYS[:count]) for _ in range(int(REST_S_MAX) + 1))
 
-    def test_blocks_that_an_outage_hid_are_back_with_the_first_that_is_read(self, bench: Bench) -> None:
-        """Of loads alone, as behind a proxy that refuses GET: all were tried again and again, and rest for a minute."""
+    def test_blocks_hidden_by_an_outage_return_with_the_first_good_read(self, bench: Bench) -> None:
+        """Only loads fail, as behind a proxy that refuses GET. All blocks were tried often and now rest."""
         store = PartlyRefused()
         now = [1000.0]
         bench.clock = lambda: now[0]
@@ -1377,7 +1379,7 @@ class TestLiveness:
         now[0] += FAILED_S_MIN
         assert not bench.present(tier, hidden[0])
 
-    def test_one_block_that_cannot_be_read_cuts_nothing_off_where_others_of_its_prompt_come(self, bench: Bench) -> None:
+    def test_few_unreadable_blocks_of_a_prompt_do_not_cut_the_tier_off(self, bench: Bench) -> None:
         store = PartlyRefused()
         tier = bench.tier(store=store, circuit_failures=3, task_bytes=ROW_BYTES)
         bench.fill(1)
@@ -1391,7 +1393,7 @@ class TestLiveness:
     def probe_that_gets_no_answer(
         self, bench: Bench, clock: Clock, error: Exception
     ) -> tuple[StoreTierManager, GatedStore]:
-        """A tier that was cut off by ``error``, and whose probe is stuck."""
+        """A tier that ``error`` has cut off and whose probe hangs."""
         hung = GatedStore()
         tier = bench.tier(store=hung, circuit_failures=1, circuit_probe_s=5, lookup=LookupOptions(deadline_s=1))
         hung.error = error
@@ -1409,7 +1411,7 @@ class TestLiveness:
         assert tier.circuit_state == "open"
         return tier, hung
 
-    def test_a_probe_without_an_answer_is_asked_again(self, bench: Bench, clock: Clock) -> None:
+    def test_unanswered_probe_is_sent_again(self, bench: Bench, clock: Clock) -> None:
         tier, hung = self.probe_that_gets_no_answer(bench, clock, StoreUnavailableError("reset"))
         clock.now += 5
         tier.on_schedule_end()
@@ -1417,14 +1419,14 @@ class TestLiveness:
         hung.gate.set()
         bench.wait_until_closed(tier)
 
-    def test_a_late_answer_to_a_probe_is_followed_by_another_probe_at_once(self, bench: Bench, clock: Clock) -> None:
-        """Where the first answer takes long: a store whose credentials were renewed makes its clients anew."""
+    def test_late_answer_to_a_probe_is_followed_by_another_probe_at_once(self, bench: Bench, clock: Clock) -> None:
+        """The first answer may take long: a store creates new clients after its credentials were renewed."""
         tier, slow = self.probe_that_gets_no_answer(bench, clock, StorePermissionError("expired"))
         slow.gate.set()
         bench.wait_until_closed(tier)  # the clock stands still
 
     @pytest.mark.parametrize("what", ["load", "store", "lookup"])
-    def test_what_an_operator_must_mend_is_said_once_a_minute(
+    def test_permission_errors_are_logged_once_a_minute(
         self, bench: Bench, clock: Clock, what: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         refused = GatedStore()
@@ -1440,7 +1442,7 @@ class TestLiveness:
 
 
 class PartlyRefused(MemoryStore):
-    """Errors of single blobs. What is put over an unreadable one can be read."""
+    """Single blobs fail. Replacing an unreadable blob makes it readable."""
 
     refused = tail_refused = ""
     heals = True
@@ -1537,8 +1539,9 @@ class BareStore(Store):
         self._inner.close()
 
 
+@ONE_BENCH
 @pytest.mark.parametrize("says", [True, False])
-def test_a_store_with_six_methods_is_healed_too(bench: Bench, says: bool) -> None:
+def test_blocks_of_a_store_with_six_methods_are_healed(bench: Bench, says: bool) -> None:
     tier = bench.tier(store=BareStore(says=says))
     original = bench.fill(1)
     assert bench.store(tier, KEYS[:2]).transfer_bytes == 2 * ROW_BYTES
@@ -1568,8 +1571,8 @@ def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"short"])
-def test_a_bad_block_holds_no_rows(damage: bytes) -> None:
-    """At every flipped bit the region could not be unmapped before the cyclic collector ran."""
+def test_bad_block_keeps_no_view_of_the_region(damage: bytes) -> None:
+    """After each bad block the region could not be unmapped until the garbage collector ran."""
     store = MemoryStore()
     rows = bytearray(ROWS * ROW_BYTES)
     view = memoryview(rows).cast("b", (ROWS, ROW_BYTES))
@@ -1593,7 +1596,7 @@ def test_a_bad_block_holds_no_rows(damage: bytes) -> None:
 
 
 @pytest.mark.parametrize(("name", "label"), [(1, "1"), (0, "0"), (None, "test"), ("", "test")])
-def test_a_tiers_name_is_text_whatever_yaml_makes_of_it(name: Any, label: str) -> None:
+def test_name_of_a_tier_is_text_for_any_yaml_value(name: Any, label: str) -> None:
     tier = Bench(MemoryStore).tier(name=name)
     assert tier.name == label
     tier.shutdown()
@@ -1758,7 +1761,7 @@ class NoConfig(MemoryStore):
 
 
 @ONE_BENCH
-def test_namespace_that_cannot_be_opened_is_tried_as_seldom_as_probes(bench: Bench) -> None:
+def test_namespace_that_cannot_be_opened_is_tried_once_a_probe(bench: Bench) -> None:
     clock = bench.clock = Clock()
     store = NoConfig()
     tier = bench.tier(store=store, circuit_probe_s=5.0)

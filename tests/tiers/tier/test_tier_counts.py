@@ -1,4 +1,4 @@
-"""TierCounts: when the log says that a storage refuses blocks, and that it takes them again."""
+"""TierCounts: when refused blocks, and the end of refusals, are logged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counts(clock: Clock) -> TierCounts:
     return TierCounts(Metrics(), "fs", collects=False, clock=clock)
 
 
-def test_a_storage_that_refuses_blocks_is_in_the_log_once_a_minute(
+def test_refused_blocks_are_logged_once_a_minute(
     counts: TierCounts, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(5):
@@ -44,9 +44,7 @@ def test_a_storage_that_refuses_blocks_is_in_the_log_once_a_minute(
     assert caplog.messages[1:] == ["tier fs: 12 blocks were not stored: StoreFullError"]
 
 
-def test_a_storage_that_takes_blocks_again_is_in_the_log_once(
-    counts: TierCounts, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_end_of_refusals_is_logged_once(counts: TierCounts, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     counts.moved(refused("StoreFullError"), "store")
     counts.moved(stored(), "store")
@@ -61,7 +59,7 @@ def test_a_storage_that_takes_blocks_again_is_in_the_log_once(
 
 
 @pytest.mark.parametrize("reason", ["circuit_open", "shutdown", "StorePermissionError"])
-def test_what_is_said_elsewhere_is_not_said_again(
+def test_errors_logged_elsewhere_are_not_logged_again(
     reason: str, counts: TierCounts, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts.moved(refused(reason), "store")

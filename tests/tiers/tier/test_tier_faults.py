@@ -1,4 +1,4 @@
-"""W4 on whole tiers on files: a system call that fails costs the keys it was for, while it fails, and nothing else."""
+"""W4 on whole tiers on files: a failing system call fails only its own keys, and only while it fails."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_system_call_that_fails_costs_its_key_only(tier: Tier, operation: str, forever: bool, record: Record) -> None:
+def test_failed_system_call_fails_only_its_key(tier: Tier, operation: str, forever: bool, record: Record) -> None:
     run = tier.load if operation == "load" else tier.store
     everything = set(range(ROWS))
     assert tier.store() == everything

@@ -1,4 +1,4 @@
-"""What an engine with a new namespace says of the others of its model."""
+"""What an engine with a new namespace logs about other namespaces of its model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_one_option_that_differs_is_named_with_its_values(caplog: pytest.Log
     assert not any("a.bin" in name for name in store.read)
 
 
-def test_of_several_the_nearest_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_nearest_of_several_namespaces_is_named(caplog: pytest.LogCaptureFixture) -> None:
     store = FolderMemory()
     open_namespace(store, mapper_of(option1=0, option2=0, option3=0))
     open_namespace(store, mapper_of(option1=2))
@@ -100,7 +100,7 @@ def test_many_fields_are_counted_and_the_first_are_shown(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", b'{"model_name": "another"}'])
-def test_nothing_is_said_where_there_is_no_other_of_the_model(
+def test_nothing_is_logged_without_another_namespace_of_the_model(
     content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, own = FolderMemory(), mapper_of()
@@ -124,7 +124,7 @@ def test_only_some_namespaces_are_read_and_only_for_some_time(
     assert told(store, mapper_of(), caplog) == ""
 
 
-def test_a_storage_that_hangs_or_fails_holds_nobody_up_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_or_failing_storage_delays_nothing_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     goes_on = threading.Event()
 
     class Hanging(FolderMemory):
@@ -143,7 +143,7 @@ def test_a_storage_that_hangs_or_fails_holds_nobody_up_and_says_nothing(caplog: 
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_tier_says_it_at_its_start(
+def test_tier_logs_the_difference_at_its_start(
     isolation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     view = SharedOffloadRegion.anonymous(8, 4096).create_kv_memoryview()
@@ -151,7 +151,7 @@ def test_a_tier_says_it_at_its_start(
     heard = ""
 
     def said() -> str:
-        """By the log, or by the tier's processes."""
+        """Texts in the log, or from the tier's processes."""
         nonlocal heard
         heard += capfd.readouterr().err
         return caplog.text if isolation == "thread" else heard

@@ -232,15 +232,15 @@ def test_every_system_call_fails(place: Place, name: str, forever: bool, record:
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_read_and_write_stops_short(place: Place, name: str, forever: bool) -> None:
-    """Legal, and no error at all."""
+    """A short read or write is legal and not an error."""
     operation = OPERATIONS[name]
     for n in range(len(calls_of(place, operation))):
         assert check(place, operation, SyscallFaults(at=n, short=True, forever=forever), StoreError)
 
 
 @pytest.mark.parametrize("name", ["put", "overwrite"])
-def test_what_close_refuses_is_not_stored(place: Place, name: str) -> None:
-    """A close that fails may have lost the bytes: what was there before is there after."""
+def test_blob_whose_close_fails_is_not_published(place: Place, name: str) -> None:
+    """A failed close may have lost the bytes, so the old blob must stay."""
     operation = OPERATIONS[name]
     calls = calls_of(place, operation)
     written_then_closed = calls.index("close", calls.index("pwritev"))
@@ -316,8 +316,8 @@ def test_no_inodes(small: Path) -> None:
         assert fetch(store, stored[0], 1) == b"2"
 
 
-def test_a_bad_block_is_healed_where_there_are_no_inodes(small: Path) -> None:
-    """Neither the folder for what is moved aside can be made, nor a file beside the bad one."""
+def test_bad_block_is_healed_without_free_inodes(small: Path) -> None:
+    """Neither the quarantine folder nor a second file next to the bad one can be created."""
     with LocalStoreOn(small) as store:
         region = np.random.default_rng(1).integers(-128, 128, (2, 4096), np.int8)
         good = region.copy()
@@ -348,9 +348,7 @@ def run(tier: StoreTierManager, submit: Callable[[JobMetadata], None], keys: Seq
 
 
 @pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
-def test_a_collector_makes_room_where_there_are_no_inodes(
-    small: Path, store_class: type[LocalStore | NfsStore]
-) -> None:
+def test_collector_makes_room_without_free_inodes(small: Path, store_class: type[LocalStore | NfsStore]) -> None:
     store = store_class(small / "root")
     try:
         mapper = FileMapper.from_offloading_spec("", FakeSpec())
@@ -511,10 +509,10 @@ def test_folder_of_somebody_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
-def test_a_file_system_without_hard_links_is_named(
+def test_file_system_without_hard_links_is_named(
     tmp_path: Path, store_class: type[LocalStore | NfsStore], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no matter of rights, which is what EPERM says everywhere else."""
+    """Here EPERM is not about permissions, as it is everywhere else."""
 
     def link(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -532,8 +530,10 @@ def owners(root: Path) -> set[int]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
 @pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
-def test_what_root_leaves_is_the_root_folders_owners(tmp_path: Path, store_class: type[LocalStore | NfsStore]) -> None:
-    """As of kvtiers doctor, gc and warm: the engine must be able to use it."""
+def test_files_made_by_root_belong_to_the_root_folders_owner(
+    tmp_path: Path, store_class: type[LocalStore | NfsStore]
+) -> None:
+    """Such as files of ``kvtiers doctor``, ``gc`` and ``warm``. The engine must be able to use them."""
     root = tmp_path / "root"
     root.mkdir(mode=0o700)
     os.chown(root, 65534, 65534)
@@ -563,7 +563,7 @@ def test_what_root_leaves_is_the_root_folders_owners(tmp_path: Path, store_class
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
-def test_root_gives_away_only_what_it_has_just_made(tmp_path: Path) -> None:
+def test_root_changes_the_owner_only_of_files_it_made(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     LocalStore(root).put("mine/a", as_parts(b"1"))
     outside.mkdir()
@@ -579,8 +579,8 @@ def test_root_gives_away_only_what_it_has_just_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
-def test_where_nothing_can_be_given_away_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user namespace without the owner; a server that lets nobody give files away."""
+def test_put_succeeds_if_the_owner_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as in a user namespace without that owner, or on a server that forbids chown."""
     os.chown(tmp_path, 65534, 65534)
 
     def refuse(*_: object) -> None:
@@ -593,8 +593,8 @@ def test_where_nothing_can_be_given_away_it_is_stored(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
-def test_root_without_its_rights_keeps_what_it_makes(tmp_path: Path) -> None:
-    """A container that dropped CAP_DAC_OVERRIDE: what it gave away it could not use itself."""
+def test_root_without_dac_override_keeps_the_files_it_makes(tmp_path: Path) -> None:
+    """A container without CAP_DAC_OVERRIDE could not use files that it has given away."""
     os.chown(tmp_path, 65534, 65534)
     tmp_path.chmod(0o777)
 
@@ -622,8 +622,8 @@ def drop_capability(number: int) -> None:
     assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
-def test_what_somebody_else_keeps_to_himself_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """lost+found of a mount point, or what a command left that was run by root: the rest is listed and swept."""
+def test_unreadable_folders_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as lost+found, or folders left by a command that root ran. Everything else is listed and swept."""
     tmp_path.chmod(0o777)
     for folder in tmp_path.parents:
         if folder.stat().st_mode & 0o001 == 0:
@@ -681,9 +681,7 @@ class Damaged:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBUSY])
-def test_a_few_damaged_files_in_the_stores_own_folders_keep_no_others(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_continues_past_a_few_damaged_files(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
     made = publish.PrivateNames()
     names = {".tmp": [made.make() for _ in range(40)], ".quarantine": [f"{made.make()}-a.bin" for _ in range(40)]}
@@ -709,7 +707,7 @@ def test_a_few_damaged_files_in_the_stores_own_folders_keep_no_others(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
-def test_what_is_damaged_is_passed_over(
+def test_damaged_files_are_skipped_and_counted(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = LocalStore(tmp_path)
@@ -725,10 +723,10 @@ def test_what_is_damaged_is_passed_over(
 
 
 @pytest.mark.parametrize("code", [errno.ENOTCONN, errno.ETIMEDOUT])
-def test_only_a_mount_of_its_own_that_has_lost_its_server_is_passed_over(
+def test_disconnected_mount_is_skipped_unless_it_is_the_roots_own(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a short outage of the root's own server the rest would be taken for all that is stored."""
+    """If the root's own server is away for a moment, a partial listing would count as the whole root."""
     store = LocalStore(tmp_path / "my root")
     for key in ("a/1", "b/1"):
         store.put(key, as_parts(b"1"))
@@ -793,10 +791,10 @@ class AwayHalfway:
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("calls", [1, 2, 100])
-def test_a_server_that_is_away_for_a_moment_is_no_damaged_folder(
+def test_short_outage_is_not_taken_for_a_damaged_folder(
     tmp_path: Path, calls: int, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All blocks are in one folder: the root would count as empty, and be filled up to its bound once more."""
+    """All blocks are in one folder. If it were skipped, the root would count as empty and be filled once more."""
     policy = CapacityPolicy(max_bytes=1_000_000)
     store = LocalStore(tmp_path)
     names = [FileMapper.from_offloading_spec("", FakeSpec()).relative_name(block_key(n)) for n in range(20)]
@@ -824,8 +822,8 @@ def test_a_server_that_is_away_for_a_moment_is_no_damaged_folder(
     assert store.damaged == 0
 
 
-def test_where_much_is_damaged_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is gone: what it still lists would be taken for all that is stored."""
+def test_listing_fails_if_many_folders_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is gone. What it still lists must not count as the whole root."""
     store = LocalStore(tmp_path)
     names = {f"f{number}" for number in range(20)}
     for name in sorted(names):

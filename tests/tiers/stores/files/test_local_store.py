@@ -187,7 +187,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_no_file_under_a_key(
+def test_non_file_under_a_key_is_a_corrupt_blob(
     store: LocalStore, tmp_path: Path, outside: Path, plant: Callable[[Path, Path], None]
 ) -> None:
     path = tmp_path / "root" / "f" / "a"
@@ -214,7 +214,7 @@ def test_what_is_no_file_under_a_key(
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_overwrite_and_delete_take_the_place_of_what_is_no_file(
+def test_overwrite_and_delete_replace_a_non_file(
     store: LocalStore, tmp_path: Path, outside: Path, plant: Callable[[Path, Path], None]
 ) -> None:
     for key in ("f/a", "f/b"):
@@ -236,7 +236,9 @@ def test_overwrite_and_delete_take_the_place_of_what_is_no_file(
 
 
 @pytest.mark.parametrize("target", ["outside", "file", "dangling"])
-def test_link_where_a_folder_should_be(store: LocalStore, tmp_path: Path, outside: Path, target: str) -> None:
+def test_link_in_place_of_a_folder_is_not_followed(
+    store: LocalStore, tmp_path: Path, outside: Path, target: str
+) -> None:
     targets = {"outside": outside, "file": outside / "secret", "dangling": outside / "not-there"}
     (tmp_path / "root" / "f").symlink_to(targets[target])
     fds = open_fds()
@@ -256,7 +258,9 @@ def test_link_where_a_folder_should_be(store: LocalStore, tmp_path: Path, outsid
 
 
 @pytest.mark.parametrize("name", [".tmp", ".quarantine"])
-def test_link_in_place_of_the_stores_own_folders(store: LocalStore, tmp_path: Path, outside: Path, name: str) -> None:
+def test_link_in_place_of_the_stores_own_folders_is_not_followed(
+    store: LocalStore, tmp_path: Path, outside: Path, name: str
+) -> None:
     store.put("f/a", as_parts(b"1"))
     own = tmp_path / "root" / name
     if own.is_dir():
@@ -272,7 +276,9 @@ def test_link_in_place_of_the_stores_own_folders(store: LocalStore, tmp_path: Pa
     assert own.is_symlink()
 
 
-def test_folders_that_turn_into_links_meanwhile(store: LocalStore, tmp_path: Path, outside: Path) -> None:
+def test_folder_exchanged_with_a_link_during_calls_is_not_followed(
+    store: LocalStore, tmp_path: Path, outside: Path
+) -> None:
     """Somebody exchanges a folder and a link to the outside, again and again, while we work below it."""
     folder, link = tmp_path / "root" / "f", tmp_path / "root" / "link"
     folder.mkdir()
@@ -312,7 +318,7 @@ def test_folders_that_turn_into_links_meanwhile(store: LocalStore, tmp_path: Pat
     assert refused, "the folder was never met as a link: the test shows nothing"
 
 
-def test_root_that_is_a_link_or_no_folder(tmp_path: Path, outside: Path) -> None:
+def test_root_that_is_a_link_or_a_file_is_refused(tmp_path: Path, outside: Path) -> None:
     (tmp_path / "link").symlink_to(outside)
     (tmp_path / "file").write_bytes(b"")
     fds = open_fds()
@@ -322,7 +328,7 @@ def test_root_that_is_a_link_or_no_folder(tmp_path: Path, outside: Path) -> None
     assert open_fds() <= fds
 
 
-def test_root_behind_a_link(tmp_path: Path, outside: Path) -> None:
+def test_link_above_the_root_is_followed(tmp_path: Path, outside: Path) -> None:
     (tmp_path / "mnt").mkdir()
     (tmp_path / "cache").symlink_to(tmp_path / "mnt")
     LocalStore(tmp_path / "cache" / "root").put("a", as_parts(b"1"))
@@ -376,18 +382,14 @@ MISSES: dict[str, Callable[[LocalStore], object]] = {
 
 
 @pytest.mark.parametrize("miss", MISSES)
-def test_root_removed_and_made_again_by_somebody_else(store: LocalStore, tmp_path: Path, miss: str) -> None:
-    """A store that only reads finds the new root after its first miss."""
-    shutil.rmtree(tmp_path / "root")
-    LocalStore(tmp_path / "root").put("f/a", as_parts(b"new"))
-    with contextlib.suppress(BlobNotFoundError):
-        MISSES[miss](store)
-    assert fetch(store, "f/a", 3) == b"new"
-
-
-@pytest.mark.parametrize("miss", MISSES)
-def test_root_moved_aside_and_made_again_by_somebody_else(store: LocalStore, tmp_path: Path, miss: str) -> None:
-    (tmp_path / "root").rename(tmp_path / "aside")
+@pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "moved"])
+def test_root_replaced_by_another_process_is_found_after_the_first_miss(
+    store: LocalStore, tmp_path: Path, miss: str, is_removed: bool
+) -> None:
+    if is_removed:
+        shutil.rmtree(tmp_path / "root")
+    else:
+        (tmp_path / "root").rename(tmp_path / "aside")
     LocalStore(tmp_path / "root").put("f/a", as_parts(b"new"))
     with contextlib.suppress(BlobNotFoundError):
         MISSES[miss](store)
@@ -418,7 +420,7 @@ def test_root_of_an_images_layer_removed_while_running(tmp_path: Path, made_agai
         subprocess.run(["umount", "--lazy", str(tmp_path / "merged")], check=True)
 
 
-def test_root_removed_again_and_again_under_writers(store: LocalStore, tmp_path: Path) -> None:
+def test_puts_succeed_after_the_root_was_removed_under_writers(store: LocalStore, tmp_path: Path) -> None:
     ended = threading.Event()
 
     def remove() -> None:
@@ -538,7 +540,7 @@ def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -
     assert store.hidden_names() == []
 
 
-def test_a_private_file_of_a_living_writer_stays(tmp_path: Path) -> None:
+def test_private_file_of_a_living_writer_is_kept(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "root")
     (tmp_path / "root" / ".tmp").mkdir()
     go_read, go_write = os.pipe()
@@ -563,7 +565,7 @@ def test_a_private_file_of_a_living_writer_stays(tmp_path: Path) -> None:
     assert list((tmp_path / "root" / ".tmp").iterdir()) == []
 
 
-def test_what_a_folder_is_called_is_one_line_of_the_log(
+def test_folder_name_with_line_breaks_is_logged_on_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may write below the root names it."""
@@ -580,7 +582,9 @@ def test_what_a_folder_is_called_is_one_line_of_the_log(
     assert message.isprintable()
 
 
-def test_litter_that_cannot_be_swept_is_told_and_no_hindrance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_that_cannot_be_swept_are_logged_and_the_store_opens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / ".tmp").write_bytes(b"no folder")
     with caplog.at_level(logging.WARNING, "kvtiers.tiers.stores.files.local"):
@@ -590,7 +594,7 @@ def test_litter_that_cannot_be_swept_is_told_and_no_hindrance(tmp_path: Path, ca
     assert fetch(store, "a", 1) == b"1"
 
 
-def test_quarantine_keeps_what_was_there_up_to_a_limit(tmp_path: Path) -> None:
+def test_quarantine_keeps_blobs_up_to_a_limit(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "root", quarantine_count_max=2)
     aside = tmp_path / "root" / ".quarantine"
     for i in range(4):
@@ -604,7 +608,7 @@ def test_quarantine_keeps_what_was_there_up_to_a_limit(tmp_path: Path) -> None:
 # ---- descriptors, threads, processes ---------------------------------------------------------------------------------
 
 
-def test_no_descriptor_is_left(store: LocalStore, tmp_path: Path) -> None:
+def test_calls_leave_no_descriptor_open(store: LocalStore, tmp_path: Path) -> None:
     fds = open_fds()
     for overwrite in (False, False, True):
         store.put("f/g/h/a", as_parts(b"1"), overwrite=overwrite)
@@ -629,7 +633,7 @@ def test_no_descriptor_is_left(store: LocalStore, tmp_path: Path) -> None:
     assert str(tmp_path / "root") not in dict(open_fds()).values()
 
 
-def test_close_leaves_calls_under_way_alone(tmp_path: Path) -> None:
+def test_close_does_not_disturb_running_calls(tmp_path: Path) -> None:
     fds = open_fds()
     store = LocalStore(tmp_path / "root")
     for i in range(10):
@@ -676,7 +680,7 @@ def test_listing_memory_does_not_grow(tmp_path: Path) -> None:
     assert peak_bytes(4000) < peak_bytes(40) + 32_768
 
 
-def test_a_foreign_tree_that_is_deep_does_not_end_a_listing(store: LocalStore, tmp_path: Path) -> None:
+def test_deep_foreign_folders_do_not_fail_a_listing(store: LocalStore, tmp_path: Path) -> None:
     """A listing holds two descriptors for each folder on the way; earlier tests may have left some open, too."""
     deepest = "/".join(["f"] * FOLDERS_DEEP_MAX) + "/a"
     for key in ("b", deepest):
@@ -707,7 +711,7 @@ def test_foreign_names_are_not_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "long name/", "naïve/", "x" * 250 + "/"])
-def test_the_names_that_are_listed_are_those_that_a_store_may_be_asked_for(tmp_path: Path, prefix: str) -> None:
+def test_listed_names_are_exactly_the_valid_keys(tmp_path: Path, prefix: str) -> None:
     root = tmp_path / "root"
     store = LocalStore(root)
     names = [
@@ -757,7 +761,7 @@ def test_min_free_bytes_refuses_before_anything_is_made(tmp_path: Path) -> None:
     assert list((tmp_path / "root").iterdir()) == []
 
 
-def test_arguments_that_mean_nothing(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"durability: 'full'.*none or data"):
         LocalStore(tmp_path / "root", durability="full")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="min_free_bytes: -1"):

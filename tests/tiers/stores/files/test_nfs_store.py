@@ -30,7 +30,7 @@ class TestNfsStore(FolderContract):
         return NfsStore(self.tmp_path / "root")
 
 
-def test_nothing_that_nfs_lacks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nfs_store_uses_no_call_that_nfs_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
     real_open = os.open
 
@@ -50,7 +50,7 @@ def test_nothing_that_nfs_lacks_is_used(tmp_path: Path, monkeypatch: pytest.Monk
     assert not {"fsync", "fdatasync"} & set(calls.calls)
 
 
-def test_a_put_looks_no_name_up(tmp_path: Path) -> None:
+def test_put_looks_up_no_name(tmp_path: Path) -> None:
     """An absent name that was looked up stays absent here for 30 s although another host makes it."""
     store = NfsStore(tmp_path / "root")
     store.put("f/first", as_parts(b"1"))
@@ -168,7 +168,7 @@ def test_estale_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("call", ["open", "stat", "scandir"])
-def test_what_another_host_removes_while_it_is_listed_is_missing_and_nothing_else(tmp_path: Path, call: str) -> None:
+def test_blob_removed_during_a_listing_hides_no_other_blob(tmp_path: Path, call: str) -> None:
     place = tmp_path / "root"
     keys = [f"{folder}/{n}" for folder in "abc" for n in range(3)]
     store = NfsStore(place)
@@ -188,7 +188,7 @@ def test_what_another_host_removes_while_it_is_listed_is_missing_and_nothing_els
         assert len({key[0] for key in gone}) == 1
 
 
-def test_a_listing_of_a_root_that_is_gone_does_not_end_as_if_nothing_were_there(tmp_path: Path) -> None:
+def test_listing_of_a_vanished_root_fails(tmp_path: Path) -> None:
     store = NfsStore(tmp_path / "root")
     for key in ("a/0", "b/0"):
         store.put(key, as_parts(b"1"))
@@ -201,7 +201,7 @@ def test_a_listing_of_a_root_that_is_gone_does_not_end_as_if_nothing_were_there(
 # ---- D2: litter ------------------------------------------------------------------------------------------------------
 
 
-def test_age_is_told_by_the_servers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_age_of_leftovers_is_measured_by_the_servers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose clock is days ahead must not remove what another host is writing now."""
     prepare(tmp_path)
     live = tmp_path / ".tmp" / "other-host-0badcafe-4026531836-1-2-0123abcd-4"
@@ -253,7 +253,7 @@ def findings(tmp_path: Path, options: str, *, own: str = "rw,noatime", path: str
     return mount_findings(path, mountinfo=str(table))
 
 
-def test_a_good_mount_has_no_findings(tmp_path: Path) -> None:
+def test_good_mount_has_no_findings(tmp_path: Path) -> None:
     assert findings(tmp_path, GOOD) == []
 
 
@@ -271,7 +271,7 @@ def test_a_good_mount_has_no_findings(tmp_path: Path) -> None:
         ("wsize=1048576", "wsize=32768", "wsize=32768"),
     ],
 )
-def test_unwise_options_are_named(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+def test_unsafe_mount_options_are_named(tmp_path: Path, good: str, bad: str, expected: str) -> None:
     assert good in GOOD
     finding, recommended = findings(tmp_path, GOOD.replace(good, bad))
     assert finding.startswith("/mnt/a: ")
@@ -299,7 +299,7 @@ def test_the_mount_is_found(tmp_path: Path) -> None:
     assert findings(tmp_path, bad, path=str(loop)) == []
 
 
-def test_nothing_is_known_of_mounts_where_proc_is_hidden(tmp_path: Path) -> None:
+def test_mounts_are_unknown_if_proc_is_hidden(tmp_path: Path) -> None:
     assert mounts.file_system_type(tmp_path, mountinfo=str(tmp_path / "none")) == ""
     assert not mounts.is_mount_point("/", mountinfo=str(tmp_path / "none"))
 
@@ -309,7 +309,7 @@ def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "ceph", "lustre"])
-def test_nothing_is_asked_of_a_mount_that_may_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_mount_findings_make_no_call_on_the_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """An engine looks at mounts while it starts."""
     table = tmp_path / "mountinfo"
     table.write_text(
