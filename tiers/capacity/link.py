@@ -335,12 +335,12 @@ class CollectorLink:
             self._was_refused = False
             message["refused"] = True
         try:
-            if message:
-                process.stdin.write(json.dumps(message).encode() + b"\n")
-                process.stdin.flush()
             for start in range(0, len(keys), NAMES_A_LINE):
                 names = [self._mapper.relative_name(key) for key in keys[start : start + NAMES_A_LINE]]
                 process.stdin.write(json.dumps(names).encode() + b"\n")
+                process.stdin.flush()
+            if message:  # last: a process that hears of a full disk removes what it does not know to be used
+                process.stdin.write(json.dumps(message).encode() + b"\n")
                 process.stdin.flush()
         except (OSError, ValueError):
             pass
