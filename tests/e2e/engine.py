@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULT_PREFIX = "E2E-RESULT "
+ANSWER_TOKENS_MAX = 512
 DEFAULTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}  # the job's ``engine`` overrides them
 
 
@@ -23,10 +24,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
 
     transfer = job.get("kv_transfer_config")
+    longest = max(map(len, [*job["prompts"], job.get("warm_up", []), *job.get("at_once", [])]))
     started = time.monotonic()
     llm = LLM(
         model=job["model"],
-        max_model_len=job.get("max_model_len", 4096),
+        max_model_len=job.get("max_model_len", max(4096, longest + ANSWER_TOKENS_MAX)),
         disable_log_stats=False,
         enable_prefix_caching=True,
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,

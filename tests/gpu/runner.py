@@ -128,7 +128,11 @@ def _timed(report: Report, ends_at: float, task: Task) -> None:
     if ends_at - time.monotonic() < ROW_S_MIN:
         report.skip(name)
         return
-    report.add(call())
+    row = call()
+    if not row.ok and time.monotonic() >= ends_at:  # its engines were ended by the time limit
+        report.skip(name)
+    else:
+        report.add(row)
 
 
 def _tasks(setting: GpuSetting, on_cpu: bool, side_by_side: int, out: Path) -> Iterable[tuple[list[Task], int]]:
