@@ -24,7 +24,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
 
     transfer = job.get("kv_transfer_config")
-    longest = max(map(len, [*job["prompts"], job.get("warm_up", []), *job.get("at_once", [])]))
+    longest = max(map(len, [*job["prompts"], job.get("warm_up") or [], *job.get("at_once", [])]))
     started = time.monotonic()
     llm = LLM(
         model=job["model"],

@@ -40,7 +40,7 @@ from tests.tiers.server.in_threads import in_threads
 ROW_BYTES = 64 << 10
 NUM_SLOTS = 96
 NUM_BLOCKS = 512
-#: Short: what is believed is asked again, and blocks are removed all the time.
+#: Short, because blocks are removed all the time: an old answer "present" would often be wrong.
 TTLS: dict[str, Any] = {"present_ttl_s": 2.0, "absent_ttl_s": 0.2}
 JOB_DEADLINE_S = 2.0
 WARM_UP_SHARE = 0.25  # of the run, before memory counts

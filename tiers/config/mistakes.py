@@ -54,7 +54,7 @@ _REMOVED = {
             "circuit_failures", "circuit_probe_s", "shutdown_s", "n_threads_max", "worker_memory", "connect_timeout",
             "retries",
         ),
-        "one value fits every deployment, and is a constant now. Leave it out",
+        "it is a constant now. Leave it out",
     ),
     "request_timeout": "it is two thirds of job_deadline_s. Leave it out, or change job_deadline_s",
     "client": "boto3 is used by itself wherever obstore cannot be. Leave it out",

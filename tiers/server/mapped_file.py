@@ -1,4 +1,6 @@
-"""MappedRegion: the file behind a memory region that other code (vLLM, a test) mapped, for processes to map it, too.
+"""MappedRegion: finds the file behind a memory region that other code (vLLM, a test) has mapped.
+
+Other processes can then map the same file.
 
 ``/proc/self/maps`` shows the device and inode of a mapping's file. The file is opened, in this order, through a
 descriptor that this process already has (a memfd, or a file whose name was removed), by its name, or through

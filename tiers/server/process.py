@@ -31,7 +31,7 @@ from ..blocks.file_mapper import FileMapper
 from ..blocks.keyring import KEY_VARIABLES
 from ..blocks.rows import Rows
 from ..blocks.seal import Seal
-from ..frames import TAG_BYTES, Seats, Work, pack_frame
+from ..frames import TAG_BYTES, Seats, Work
 from ..loaded_code import OWN_CODE
 from ..plain_logs import get_logger
 from ..processes import (
@@ -235,7 +235,7 @@ def main() -> None:
     server = Server(sock, tag, partial(make_store, config), rows, work, seats, give_up=give_up)
     # Before the store is created, which may end this process: the engine would take that for a start that failed, and
     # create the store in its own process.
-    sock.sendall(pack_frame(tag, ["alive"]))
+    server.say_alive()
     threading.Thread(target=_prepare, args=(server, mapping), name="kvtiers-prepare", daemon=True).start()
     server.serve([parent])
     threading.Thread(target=server.close_store, daemon=True).start()

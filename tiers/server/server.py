@@ -134,7 +134,6 @@ class Server:
         """Serve until the other end of the socket is closed, or a descriptor in ``ends`` is readable."""
         for thread in self._threads:
             thread.start()
-        self._send("alive")
         reader = FrameReader(self._tag)
         poll = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
         for fd in (self._sock.fileno(), *ends):
@@ -172,6 +171,10 @@ class Server:
         """Close the store, if there is one, after ``join`` or as the last thing that this process does."""
         if self._mover is not None:
             self._mover.store.close()
+
+    def say_alive(self) -> None:
+        """Tell the engine that this server runs. Call it before anything that could end this process."""
+        self._send("alive")
 
     def prepare(self) -> None:
         """Create the store before the first request. If that fails, requests try again, and report the error."""

@@ -26,6 +26,7 @@ class ServerThreads:
         self.tag = tag
         self._server = server
         self._theirs = theirs
+        server.say_alive()
         self._loop = threading.Thread(target=server.serve, name="kvtiers-server", daemon=True)
         self._loop.start()
 

@@ -270,7 +270,7 @@ time.sleep(600)
 
 
 def test_fork_of_the_engine_does_not_keep_a_process_that_is_told_to_end(bench: Bench) -> None:
-    """It holds the engine's end of the socket, too."""
+    """The child also holds the engine's end of the socket."""
     read_end, write_end = os.pipe()
     child = fork()
     if not child:

@@ -172,7 +172,7 @@ def test_read_only_memory_tier_is_refused() -> None:
 def test_read_only_tier_works_on_a_read_only_mount(
     tmp_path: Path, isolation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without read_only such a mount can be read, too, but stores are tried and their error is logged once a minute."""
+    """Without read_only, a tier also reads such a mount, but it tries to store and logs the error once a minute."""
     subprocess.run(["mount", "-t", "tmpfs", "none", str(tmp_path)], check=True)
     bench = Bench(type="fs", root_dir=str(tmp_path / "kv"), min_free=0, isolation=isolation)
     try:
