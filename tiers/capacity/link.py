@@ -41,7 +41,6 @@ LISTEN_S = 1.0
 # It doubles after each kill, because the process may only be slow.
 SILENT_S, SILENT_S_MAX = 20.0, 600.0
 SILENT_POLLS = 8
-DEAD_OWNERS_MAX = 16
 CLOSE_S = 0.5
 FAILING_S_MAX = 60.0  # a collector that has failed for so long no longer bounds the root, so its engine stops to put
 
@@ -79,6 +78,7 @@ class CollectorLink:
     ) -> None:
         self._name = name
         config = {"policy": asdict(policy), "prefix": mapper.block_prefix, "log_level": own_log_level()}
+        config["owner"] = secrets.token_hex(8)  # the same for the next process, which then need not wait
         config["record_keys"] = None if keys is None else keys.to_json()
         self._config = recipe.encode() | config
         json.dumps(self._config)  # fails here, not in a thread
@@ -103,8 +103,6 @@ class CollectorLink:
         if not policy.waits:
             self._needed.set()
         self._silent_s = self._silent_s_min = max(SILENT_S, SILENT_POLLS * policy.poll_s)
-        self._owner = ""  # the process's name in its lease
-        self._dead_owners: deque[str] = deque(maxlen=DEAD_OWNERS_MAX)  # of processes that have ended
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread(target=self._read, name=f"kvtiers-{name}-collector", daemon=True)
         self._feeder = threading.Thread(target=self._feed, name=f"kvtiers-{name}-uses", daemon=True)
@@ -211,7 +209,6 @@ class CollectorLink:
     def _serve(self) -> None:
         """One process, from its start to its end."""
         OWN_CODE.check()
-        self._owner = secrets.token_hex(8)
         process = subprocess.Popen(
             python_command("kvtiers.tiers.capacity.process", str(os.getpid())),
             stdin=subprocess.PIPE,
@@ -222,8 +219,7 @@ class CollectorLink:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            own = {"owner": self._owner, "dead_owners": list(self._dead_owners)}
-            process.stdin.write(json.dumps(self._config | own).encode() + b"\n")
+            process.stdin.write(json.dumps(self._config).encode() + b"\n")
             process.stdin.flush()
             self._process = process
             self._wake_feeder()  # it sends this process the uses that are not noted yet
@@ -238,7 +234,6 @@ class CollectorLink:
             if not self._closed.is_set():
                 kill_group(process)
             reap_group(process)
-            self._dead_owners.append(self._owner)
             process.stdout.close()
             try:
                 process.stdin.close()

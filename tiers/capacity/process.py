@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 NICENESS = 19
 FAILED_USES_MAX = 8  # failures in a row that mean that the storage is down, rather than single blocks
-NOTE_S_MAX = 2.0  # time limit to record uses in one go; the lease is renewed in between
+NOTE_S_MAX = 2.0  # time limit to record uses in one go; the collector publishes its record in between
 ERROR_PAUSE_S_MAX = 60.0
 ALIVE_EVERY_S = 5.0
 EXIT_S = 0.3
@@ -58,7 +58,7 @@ def main() -> None:
     os.nice(NICENESS)
     limit_memory(MEMORY_BYTES_MAX)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the lease is released
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the collector gives up its work
     pid = os.getpid()
     output = own_output()
     told_at = time.monotonic()
@@ -98,8 +98,8 @@ def main() -> None:
             try:
                 if store is None or collector is None:
                     store = make_store(config)
-                    lease = {"owner": config.get("owner"), "dead_owners": config.get("dead_owners", ())}
-                    collector = Collector(store, policy, on_removed=tell_removed, keys=keys, **lease)
+                    owner = config.get("owner")
+                    collector = Collector(store, policy, on_removed=tell_removed, keys=keys, owner=owner)
                 if (put_bytes := inbox.take_put()) is not None:
                     collector.note_put(put_bytes)
                 if inbox.take_refused():

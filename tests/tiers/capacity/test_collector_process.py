@@ -22,11 +22,11 @@ import pytest
 from kvtiers.tiers.base import JobMetadata, OffloadingEvent
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.capacity.lease import LEASE_PREFIX, Lease
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.process import _note_uses
 from kvtiers.tiers.capacity.records import OWN_PREFIX
+from kvtiers.tiers.capacity.usage import Usage, publish_usage, read_usage
 from kvtiers.tiers.config.deployment import parse_config, parse_tier
 from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
 from kvtiers.tiers.metrics import Metrics
@@ -203,7 +203,7 @@ def test_idle_collector_sends_heartbeats(
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_lease_of_a_dead_collector_is_taken_over_by_its_engine(
+def test_killed_collector_is_followed_at_once_by_the_next_of_its_engine(
     root: Path, is_own: bool, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
 ) -> None:
     monkeypatch.setattr("kvtiers.tiers.capacity.link.RESTART_S", (0.01, 60.0))
@@ -213,9 +213,8 @@ def test_lease_of_a_dead_collector_is_taken_over_by_its_engine(
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     store = LocalStore(root)
-    for key in list_keys(store, LEASE_PREFIX):
-        store.delete(key)
-    assert Lease(store, link._owner if is_own else "another engine's").try_acquire()  # as if killed within a run
+    if not is_own:
+        publish_usage(store, Usage(holder="another engine's"))
     process.kill()
     wait_for(lambda: link._process is not process and link.works)
     link.take_reports()
@@ -227,7 +226,8 @@ def test_lease_of_a_dead_collector_is_taken_over_by_its_engine(
     else:
         link.touch([KEYS[0]])
         wait_for(lambda: not link._unnoted)  # it works, and waits
-        assert list_keys(store, LEASE_PREFIX)
+        assert (usage := read_usage(store)) is not None
+        assert usage.holder == "another engine's"
 
 
 @pytest.mark.parametrize("policy", [{}, {"min_free_bytes": 1 << 20}])
@@ -372,7 +372,7 @@ def test_collector_that_dies_within_a_message_is_restarted(
     assert len(starts) == 2
 
 
-def test_close_leaves_no_process_and_no_lease(
+def test_close_leaves_no_process_and_lets_another_collector_work(
     root: Path, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
 ) -> None:
     monkeypatch.setattr(
@@ -384,7 +384,8 @@ def test_close_leaves_no_process_and_no_lease(
     assert process is not None
     link.close()
     assert process.poll() is not None
-    assert not [key for key in list_keys(LocalStore(root)) if key.startswith(f"{OWN_PREFIX}lease/")]
+    assert (usage := read_usage(LocalStore(root))) is not None
+    assert not usage.holder
 
 
 @pytest.mark.parametrize("forks", [False, True])
