@@ -1,20 +1,17 @@
-"""Boto3Client: S3's data plane on AWS's own client, where obstore cannot be used: see ``ProcessClients``.
+"""Boto3Client: S3's data plane on AWS's own client, behind a proxy and for directory buckets.
 
-It gives the same guarantees as ObstoreClient at two to six times the CPU:
+It gives the same guarantees as ``DirectClient`` at two to six times the CPU:
 
 - A put reads the parts through a file object that returns views of them, so botocore never joins them.
 - A get receives from the socket straight into the slot: we read the body from http.client's response underneath.
   botocore's own ``readinto`` reads into a new bytes object and copies that, at half the speed.
 - boto3's timeouts are per socket call, so a server that trickles bytes never triggers them. ``BoundedHttp`` ends late
   requests, and a watchdog in this module ends late bodies.
-- CRC-64/NVME comes from awscrt, as in botocore itself.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,12 +22,13 @@ from typing import Any
 from botocore import exceptions as boto_errors
 from urllib3.exceptions import HTTPError
 
-from ...errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
+from ...errors import BlobCorruptError, BlobNotFoundError
 from ...store import Look, parts_size
 from ..vectored_io import look_at
 from ..watchdog import Watchdog
+from .answer import fill
 from .boto_errors import BOTO_ERRORS, is_from_s3
-from .direct import fill
+from .checksums import crc64nvme, sha256
 from .errors import connection_error, deadline_error, missing_header, without_absence
 from .put_form import PutForm
 from .session import S3Session
@@ -43,9 +41,6 @@ class Boto3Client:
     """Data plane on boto3; each method makes one attempt. Any thread may call.
 
     Only the watchdog has state, under a lock. Keys are the objects' whole names. Methods raise only StoreError.
-
-    Raises:
-        StoreConfigError: awscrt, which computes the checksum, is not installed.
     """
 
     def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +48,6 @@ class Boto3Client:
         self._client = session.client
         self._options = session.options
         self._clock = clock
-        self._checksum = _crc64nvme()
         self._unsigned = session.make_client(sign_payload=False)
         self._watchdog = Watchdog(session.options.attempt_timeout_s, clock)
         self._put_arguments: dict[str, Any] = {
@@ -82,12 +76,11 @@ class Boto3Client:
         if metadata:
             arguments["Metadata"] = metadata
         client = self._client
-        proof = self._checksum if form is PutForm.CHECKED else _SHA256 if form is PutForm.SIGNED else None
-        if proof is not None:
-            name, compute = proof
-            arguments[name] = base64.b64encode(compute(parts)).decode()
         if form is PutForm.CHECKED:
             client = self._unsigned
+            arguments["ChecksumCRC64NVME"] = crc64nvme(parts)
+        elif form is PutForm.SIGNED:
+            arguments["ChecksumSHA256"] = base64.b64encode(sha256(parts)).decode()
         body = _Body(parts)
         try:
             answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
@@ -215,29 +208,3 @@ def _shut(response: Any) -> None:
         response.shutdown()
     except (OSError, ValueError, RuntimeError):
         pass  # the response completed at this very moment
-
-
-def _crc64nvme() -> tuple[str, Callable[[Sequence[memoryview]], bytes]]:
-    """The name of put_object's checksum argument and a function for its value."""
-    try:
-        checksums = importlib.import_module("awscrt.checksums")
-    except ImportError:
-        raise StoreConfigError("boto3 needs awscrt for checksums: pip install awscrt") from None
-
-    def compute(parts: Sequence[memoryview]) -> bytes:
-        value = 0
-        for part in parts:
-            value = checksums.crc64nvme(part, value)
-        return int(value).to_bytes(8, "big")
-
-    return "ChecksumCRC64NVME", compute
-
-
-def _sha256(parts: Sequence[memoryview]) -> bytes:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
-
-
-_SHA256 = ("ChecksumSHA256", _sha256)

@@ -19,12 +19,6 @@ Page = Callable[[int], str]
 
 
 @pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer() as server:
-        yield server
-
-
-@pytest.fixture
 def store(server: HttpFaultServer, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
     use_credentials(monkeypatch)
     options = S3Options(bucket="bucket", prefix="p", endpoint_url=server.endpoint_url, request_timeout_s=60.0)

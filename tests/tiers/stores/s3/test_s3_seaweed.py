@@ -19,7 +19,7 @@ from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.servers import SeaweedServer
-from tests.s3_clients import CLIENTS, use_credentials
+from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.full
@@ -41,13 +41,12 @@ def behind(seaweed: SeaweedServer) -> Any:
     return client
 
 
-@pytest.fixture(params=CLIENTS)
-def options(seaweed: SeaweedServer, behind: Any, request: pytest.FixtureRequest) -> S3Options:
+@pytest.fixture
+def options(seaweed: SeaweedServer, behind: Any, client: str) -> S3Options:
     return S3Options(
         bucket="kvtiers",
         prefix=f"test-{next(_numbers)}",
         endpoint_url=seaweed.s3.endpoint_url,
-        client=request.param,
         request_timeout_s=60.0,
     )
 

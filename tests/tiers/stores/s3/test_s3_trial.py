@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,23 +20,10 @@ from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import as_parts, fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from tests.certificate import make_certificate
-from tests.s3_clients import CLIENTS, set_s3_options
 from tests.tiers.stores.s3.test_s3_config import _credentials as _credentials  # an autouse fixture
 from tests.tiers.stores.s3.test_s3_config import serve_by_tls
 
 DATA = bytes(range(256))
-
-
-@pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer() as server:
-        yield server
-
-
-@pytest.fixture(params=CLIENTS)
-def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
-    return replace(options, request_timeout_s=120.0)
 
 
 def of_trial(server: HttpFaultServer, *methods: str) -> list[tuple[str, int]]:
@@ -65,7 +52,7 @@ def test_nothing_is_written_where_nothing_may_be(options: S3Options, server: Htt
     ("method", "step"), [("PUT", "put"), ("GET", "get"), ("DELETE", "delete")], ids=["put", "get", "delete"]
 )
 def test_step_that_fails_is_named_and_nothing_stays(
-    options: S3Options, server: HttpFaultServer, method: str, step: str, monkeypatch: pytest.MonkeyPatch
+    options: S3Options, server: HttpFaultServer, method: str, step: str
 ) -> None:
     server.inject(Fault.ACCESS_DENIED, methods=(method,), path_contains=TRIAL_FOLDER)
     store = S3Store(options)
@@ -73,7 +60,6 @@ def test_step_that_fails_is_named_and_nothing_stays(
     with pytest.raises(StoreError, match=rf"^secret: these credentials may not do this.*in the trial's {step}"):
         store.try_out(read_only=False)
     tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url}
-    set_s3_options(monkeypatch, client=options.client)
     found = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})).texts("problem")
     assert [problem for problem in found if "these credentials may not do this" in problem]
     if method != "DELETE":
