@@ -1,8 +1,8 @@
 """Answer: one HTTP response, read from the socket straight into the caller's memory.
 
-The usual response has one Content-Length. Its headers are recognized in the first bytes that arrive, because
-http.client takes 0.1 ms to parse headers, and all threads contend for the GIL at each return to Python. http.client
-handles every other response.
+The usual response has a Content-Length and keeps the connection. Its headers are recognized in the first bytes that
+arrive, because http.client takes 0.1 ms to parse headers, and all threads contend for the GIL at each return to Python.
+http.client handles every other response.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..vectored_io import transfer
 
 FIRST_BYTES: Final = 16 << 10  # of a TLS record. http.client gets responses with longer headers; S3's are under 1 KiB
 
-_USUAL = re.compile(rb"http/1\.1 ([2-5]\d\d) ", re.IGNORECASE)
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,19})[ \t]*(?=\r\n)")
+_STATUS = re.compile(rb"http/1\.1 ([2-5][0-9][0-9]) ")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,19})[ \t]*(?=\r\n)")
 _SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive[ \t]*\r\n))")
 
 
@@ -39,30 +39,41 @@ class Answer:
     """
 
     def __init__(self, sock: socket.socket, method: str) -> None:
-        self._unread = _Unread(sock, sock.recv(FIRST_BYTES))
+        first = sock.recv(FIRST_BYTES)
+        self._unread = _Unread(sock, first)
         self._response: http.client.HTTPResponse | None = None
-        self._head = _usual_head(self._unread.first)
-        if self._head:
+        self._head = first[: first.find(b"\r\n\r\n") + 2]
+        self._lower = self._head.lower()
+        status, lengths = _STATUS.match(self._lower), _LENGTH.findall(self._lower)
+        has_length = len(lengths) == 1 or (not lengths and status is not None and status[1] == b"204")
+        self.announced: int | None
+        if status is not None and has_length and not _SPECIAL.search(self._lower):
             self._unread.skip(len(self._head) + 2)
-            self.status = int(self._head[9:12])
-            has_none = self.status == http.HTTPStatus.NO_CONTENT
-            self.announced: int | None = 0 if has_none else int(self.header("content-length"))
+            self.status = int(status[1])
+            self.announced = int(lengths[0]) if lengths else 0
             self._left = 0 if method == "HEAD" else self.announced
             return
-        self._response = http.client.HTTPResponse(self._unread, method=method)  # type: ignore[arg-type] # only makefile
-        self._response.begin()
-        self.status = self._response.status
-        self.announced = self._response.length
-        if method == "HEAD":  # http.client says that its body has 0 bytes
-            length = self.header("content-length")
+        response = http.client.HTTPResponse(self._unread, method=method)  # type: ignore[arg-type] # it calls makefile
+        response.begin()
+        self._response = response
+        self.status = response.status
+        self.announced = response.length
+        if method == "HEAD":  # of which http.client says that its body has 0 bytes
+            length = response.getheader("content-length")
             self.announced = int(length) if length else None
 
     def header(self, name: str) -> str:
-        """A header's value; "" if it is absent."""
+        """A header's value; "" if it is absent.
+
+        Args:
+            name: in lower case.
+        """
         if self._response is not None:
             return self._response.getheader(name, "")
-        found = re.search(rb"\r\n%b:[ \t]*([^\r\n]*)" % name.encode(), self._head, re.IGNORECASE)
-        return found[1].decode("iso-8859-1").rstrip() if found else ""
+        start = self._lower.find(f"\r\n{name}:".encode()) + len(name) + 3
+        if start < len(name) + 3:
+            return ""
+        return self._head[start : self._head.index(b"\r\n", start)].decode("iso-8859-1").strip()
 
     def fill(self, parts: Sequence[memoryview]) -> None:
         """Receive the next bytes of the body, as many as the parts hold.
@@ -84,8 +95,7 @@ class Answer:
         if self._response is not None:
             return self._response.read(bytes_max)
         body = bytearray(min(self._left, bytes_max))
-        if body:
-            self.fill([memoryview(body)])
+        self.fill([memoryview(body)] if body else [])
         return bytes(body)
 
     @property
@@ -94,17 +104,6 @@ class Answer:
         if self._response is None:
             return self._left == 0 and not self._unread.first
         return not self._response.will_close and (self._response.isclosed() or self._response.length == 0)
-
-
-def _usual_head(first: memoryview) -> bytes:
-    """The usual response's first line and headers; empty: another response, or its headers are incomplete."""
-    head, end, _ = bytes(first).partition(b"\r\n\r\n")
-    head += b"\r\n"
-    low = head.lower()
-    if not end or not low.startswith(b"http/1.1 ") or _SPECIAL.search(low):
-        return b""
-    lengths = 0 if low.startswith(b"http/1.1 204 ") else 1
-    return head if len(_LENGTH.findall(low)) == lengths else b""
 
 
 class _Unread(io.RawIOBase):
@@ -127,7 +126,7 @@ class _Unread(io.RawIOBase):
             return self._sock.recv_into(buffer)
         count = min(len(self.first), len(buffer))
         buffer[:count] = self.first[:count]
-        self.first = self.first[count:]
+        self.skip(count)
         return count
 
     def readinto_many(self, _: int, parts: Sequence[memoryview], done: int) -> int:  # noqa: ARG002 - as os.preadv
@@ -140,7 +139,7 @@ class _Unread(io.RawIOBase):
         return io.BufferedReader(self)
 
 
-def fill(response: http.client.HTTPResponse, part: memoryview) -> None:
+def fill(response: Any, part: memoryview) -> None:
     """Receive a whole part of a body.
 
     Raises:
