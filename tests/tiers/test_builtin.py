@@ -74,7 +74,7 @@ def test_kms_key_reaches_the_store() -> None:
 
 
 def test_no_option_of_the_s3_store_is_left_out() -> None:
-    told = {field for _, field in S3_KEYS.values()} | {"retries", "client"}
+    told = {field for _, field in S3_KEYS.values()} | {"retries"}
     assert told == set(S3Options.__dataclass_fields__)
 
 

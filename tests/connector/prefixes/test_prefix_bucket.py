@@ -141,8 +141,9 @@ def test_a_publication_that_fails_leaves_nothing(
 ) -> None:
     set_s3_options(monkeypatch, retries=0)
     store, hashes = store_at(server), hashes_of(1, 2)
-    # A put that is denied is made again with a signed payload, and then without a checksum.
-    times = 3 if fault is Fault.ACCESS_DENIED else 1
+    # A put that is denied is made again with a signed payload, and then without a checksum. One whose connection breaks
+    # is made again on a new connection.
+    times = {Fault.ACCESS_DENIED: 3, Fault.RESET_BEFORE: 2}.get(fault, 1)
     server.inject(fault, methods=("PUT",), path_contains=which, times=times)
     with pytest.raises(StoreError):
         store.publish(hashes, layers_of(2))

@@ -23,7 +23,7 @@ from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 
 ENGINE_BYTES_MAX = 400 << 20  # an engine in order takes 120 MiB
-WORKER_BYTES_MAX = 500 << 20  # 64 MiB that it may allocate, what a worker starts with, and its threads
+WORKER_BYTES_MAX = 500 << 20  # 128 MiB that it may allocate, and what a worker starts with
 JOB_DEADLINE_S = 8.0
 IN_TIME_S = 2 * JOB_DEADLINE_S + 120  # on a busy machine; without a deadline there is no end
 KINDS = ("load", "store", "lookup")
