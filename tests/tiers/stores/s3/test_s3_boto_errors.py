@@ -44,6 +44,12 @@ CONNECTION_ERRORS = (
 TIMEOUTS = (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)
 
 
+@pytest.fixture
+def client() -> str:
+    """Nothing here depends on the client that moves blocks."""
+    return "direct"
+
+
 def subclasses(kind: type[Exception]) -> Iterator[type[Any]]:
     """Of botocore's own, and of nobody who inherits from them."""
     for one in kind.__subclasses__():

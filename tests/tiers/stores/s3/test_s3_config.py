@@ -948,15 +948,6 @@ def test_put_that_may_not_be_made_is_told_by_its_first_refusal(options: S3Option
     store.close()
 
 
-def test_refusal_for_another_reason_does_not_drop_the_checksum(options: S3Options, server: HttpFaultServer) -> None:
-    server.inject(Fault.NOT_IMPLEMENTED, methods=("PUT",), times=6)
-    store = S3Store(options)
-    with pytest.raises(StoreConfigError, match="NotImplemented, HTTP 501"):
-        store.put("a", as_parts(DATA))
-    store.put("a", as_parts(DATA))
-    assert "x-amz-checksum-crc64nvme" in server.requests("PUT")[-1].headers
-
-
 # -- bad values --------------------------------------------------------------------------------------------------------
 
 

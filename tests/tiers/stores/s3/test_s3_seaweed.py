@@ -98,10 +98,6 @@ class TestContract(StoreContract):
         return data
 
 
-def test_check(store: S3Store) -> None:
-    store.check()
-
-
 def test_wrong_secret(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     store = S3Store(options)
@@ -164,14 +160,6 @@ def test_paging(store: S3Store, behind: Any) -> None:
     assert store.size_many(asked) == [expected.get(key) for key in asked]
     assert store.delete_many(list(expected)) == [None] * 2500
     assert list_keys(store) == []
-
-
-def test_prefix_does_not_see_its_neighbours(store: S3Store) -> None:
-    neighbour = S3Store(replace(store.options, prefix=f"{store.options.prefix}-neighbour"))
-    neighbour.put("a", as_parts(b"1"))
-    assert list_keys(store) == []
-    assert store.size("a") is None
-    neighbour.close()
 
 
 def test_virtual_hosts(store: S3Store, seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:

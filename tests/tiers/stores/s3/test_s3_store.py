@@ -135,14 +135,6 @@ class TestBoto3S3Store(StoreContract):
         pytest.skip("the server keeps no metadata")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("client", ["boto3"], indirect=True)
-@pytest.mark.usefixtures("client")
-class TestBoto3S3StoreOnMoto(S3Contract):
-    def make_store(self) -> S3Store:
-        return S3Store(self.options)
-
-
 def test_protocols_and_repr(store: S3Store) -> None:
     assert isinstance(store, SupportsTail)
     assert repr(store).startswith(f"S3Store('{store.options.bucket}'")

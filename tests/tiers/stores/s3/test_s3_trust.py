@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.tiers.errors import StoreConfigError
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
@@ -65,14 +66,17 @@ def forwarding_proxy(port: int) -> Iterator[str]:
 
 @pytest.mark.usefixtures("client")
 @pytest.mark.parametrize("style", ["old", "strict", "intermediate", "self-signed"])
-@pytest.mark.parametrize("source", ["ca_bundle", "AWS_CA_BUNDLE", "SSL_CERT_FILE"])
+@pytest.mark.parametrize("source", ["ca_bundle", "profile", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"])
 def test_private_authority_is_trusted_by_all_clients(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: Style, source: str
 ) -> None:
     """Strict mode, Python's default since 3.13, refuses the old one. Without it, Python refuses the intermediate."""
     make_certificate(tmp_path, style=style)
     bundle = str(tmp_path / "ca.pem")
-    if source != "ca_bundle":
+    if source == "profile":
+        (tmp_path / "config").write_text(f"[default]\nca_bundle = {bundle}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    elif source != "ca_bundle":
         monkeypatch.setenv(source, bundle)
     with serve_by_tls(tmp_path) as server:
         server.put_object("bucket", "f/a", DATA)
@@ -82,6 +86,15 @@ def test_private_authority_is_trusted_by_all_clients(
         store.put("f/b", as_parts(DATA))
         assert fetch(store, "f/a", len(DATA)) == DATA
         store.close()
+        monkeypatch.undo()
+        use_credentials(monkeypatch)
+        untrusting = S3Store(trusting)
+        for call in (untrusting.check, lambda: fetch(untrusting, "f/a", len(DATA))):
+            with pytest.raises(
+                StoreConfigError, match=r"^endpoint: the certificate of .* is not trusted; set ca_bundle"
+            ):
+                call()
+        untrusting.close()
 
 
 def test_certificate_behind_proxy_is_trusted_by_system_authorities(
