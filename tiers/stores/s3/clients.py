@@ -166,8 +166,8 @@ class ProcessClients:
         from .session import S3Session
 
         session = S3Session(self._options)
-        data = Boto3Client if needs_boto3(session) else DirectClient
-        return Clients(session, S3Control(session), data(session, clock=self._clock))
+        data = Boto3Client(session) if needs_boto3(session) else DirectClient(session, clock=self._clock)
+        return Clients(session, S3Control(session), data)
 
 
 def needs_boto3(session: S3Session) -> bool:

@@ -65,7 +65,7 @@ class S3Session:
         self._proxies: dict[str, str] | None = None
         self._endpoint_url = options.endpoint_url
         self._bucket_in_host = False
-        self._http = BoundedHttp(options.attempt_timeout_s)
+        self.http = BoundedHttp(options.attempt_timeout_s)
         self._client: Any = None
         self._making = threading.Lock()
         # For error messages. Until the client is made, only the options are known.
@@ -190,13 +190,13 @@ class S3Session:
         with self._making:
             if self._client is not None:
                 self._client.close()
-        self._http.close()
+        self.http.close()
 
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _make_botocore_session(self, source: BotoConfig) -> botocore.session.Session:
         options = self.options
-        session = source.make_session(self._http)
+        session = source.make_session(self.http)
         # For the STS, SSO and web identity clients that the chain makes: a refresh must also end within an attempt.
         session.set_default_client_config(
             Config(

@@ -389,7 +389,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, names: str, started: int = 0
 
 
 def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+    stored: S3Store, server: HttpFaultServer, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = hurried(stored)
     store.prepare()
@@ -397,8 +397,8 @@ def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
         refuse_threads(scarce, "kvtiers-s3-watchdog")
         with pytest.raises(StoreUnavailableError, match="cannot start another thread"):
             fetch(store, "f/a", len(DATA))
-    data: Any = store._attempts.current().get().data
-    watchdog = getattr(data, "_connections", data)._watchdog
+    clients: Any = store._attempts.current().get()
+    watchdog = clients.session.http.watchdog if client == "boto3" else clients.data._connections._watchdog
     assert not watchdog._guarded
     assert in_time(lambda: fetch(store, "f/a", len(DATA))) == DATA
     assert watchdog._thread.is_alive()
