@@ -19,7 +19,7 @@ from .blocks.seal import TRAILER_BYTES, Seal
 from .capacity.policy import CapacityPolicy
 from .capacity.records import RecordKeys
 from .config.deployment import parse_tier
-from .config.open_store import for_engine, store_recipe, tool_recipe
+from .config.open_store import store_recipe, tool_recipe
 from .config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
@@ -47,9 +47,8 @@ from .tracing import make_job_tracer
 logger = get_logger(__name__)
 
 BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
-CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
-#: A worker for a network storage may allocate so much more than it starts with, its blocks and its cores. A server's
-#: response may be endless: the worker that reads such a response is killed and replaced.
+#: A worker for a network storage may allocate so much more than it starts with and its blocks. A server's response may
+#: be endless: the worker that reads such a response is killed and replaced.
 WORKER_BYTES = 512 << 20
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
 LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
@@ -178,7 +177,7 @@ def _start(
             region.close()
             region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
     if region is None:
-        make_store, arguments = for_engine(store_recipe(config), f"tier {name}", why_here)
+        make_store, arguments = store_recipe(config)
         start(make_backend=partial(_threads, config, make_store(**arguments)))
     try:
         if not tier.capabilities.shared:
@@ -308,8 +307,7 @@ def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int |
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
     copies += config.encrypt == "aes-gcm"  # a block is encrypted into its thread's buffer
-    cores = os.cpu_count() or 1
-    return WORKER_BYTES + cores * CORE_BYTES + copies * threads * row_bytes
+    return WORKER_BYTES + copies * threads * row_bytes
 
 
 def _check_room(name: str, policy: CapacityPolicy) -> None:

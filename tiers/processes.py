@@ -122,7 +122,6 @@ def limit_memory(bytes_max: int) -> None:
     Shared memory, such as the region, does not count. If the process aborts, no core file is written.
     """
     threading.stack_size(_THREAD_STACK_BYTES)
-    os.environ.setdefault("RUST_BACKTRACE", "0")  # if obstore panics, it prints a line and not a screen
     with open("/proc/self/status", encoding="ascii") as f:
         used_kib = next(int(line.split()[1]) for line in f if line.startswith("VmData:"))
     for kind, limit in ((resource.RLIMIT_DATA, (used_kib << 10) + bytes_max), (resource.RLIMIT_CORE, 0)):

@@ -54,7 +54,7 @@ logging.getLogger("elsewhere").info("not of ours")
 @pytest.mark.parametrize("module", ["kvtiers.tiers.server.process", "kvtiers.tiers.capacity.process"])
 def test_process_imports_little(module: str) -> None:
     """A process that is started again keeps an engine waiting. A file store needs none of these either."""
-    heavy = {"torch", "pydantic", "numpy", "yaml", "boto3", "obstore", "fsspec", "typer", "cryptography", "pytest"}
+    heavy = {"torch", "pydantic", "numpy", "yaml", "botocore", "fsspec", "typer", "cryptography", "pytest"}
     loaded = set(run(f"import sys, {module}, kvtiers.tiers.stores.files.nfs; print(*sys.modules)").stdout.split())
     assert module in loaded
     assert not heavy & loaded

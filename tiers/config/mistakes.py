@@ -57,7 +57,7 @@ _REMOVED = {
         "it is a constant now. Leave it out",
     ),
     "request_timeout": "it is two thirds of job_deadline_s. Leave it out, or change job_deadline_s",
-    "client": "boto3 is used by itself wherever obstore cannot be. Leave it out",
+    "client": "kvtiers has a client of its own, and boto3 is used where that cannot be. Leave it out",
     "checksum": "crc64nvme is sent, and payloads are signed where a server refuses it. Leave it out",
     "sse_kms_key_id": "write sse: with the key's ARN or id, which means aws:kms",
     "addressing_style": "the bucket is part of the host on AWS and where endpoint_url has it before its host, else of "

@@ -301,7 +301,7 @@ class S3TierConfig(NetworkTierConfig):
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto",
         description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
-        "the region, else thread. With thread, the client is always boto3.",
+        "the region, else thread.",
     )
     job_deadline_s: Seconds = Field(
         15.0, description="As for every tier. A request, with its retries, may take two thirds of it."

@@ -23,7 +23,7 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import S3Server, SeaweedServer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import set_s3_options, use_credentials
+from tests.s3_clients import CLIENTS, use_client, use_credentials
 from tests.tiers.tier.test_store_tier import Bench as StoreBench
 from tests.waiting import PATIENT
 
@@ -245,14 +245,14 @@ def test_read_only_tier_works_on_a_web_server(bench: Bench, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("client", ["obstore", "boto3"])
+@pytest.mark.parametrize("client", CLIENTS)
 def test_read_only_tier_works_with_credentials_that_may_only_read(
     seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, client: str
 ) -> None:
     use_credentials(monkeypatch, seaweed.s3)
     bucket = f"kv-reader-{client}"
     seaweed.s3.client().create_bucket(Bucket=bucket)
-    set_s3_options(monkeypatch, client=client)
+    use_client(monkeypatch, client)
     bench = Bench(type="s3", bucket=bucket, endpoint_url=seaweed.s3.endpoint_url)
     try:
         stored = bench.fill(1)
