@@ -6,7 +6,6 @@ and the store works again as soon as the fault is gone.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import os
@@ -15,7 +14,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.stores.files import cleanup as folder_cleanup
 from kvtiers.tiers.stores.files import listing as folder_listing
-from kvtiers.tiers.stores.files import mounts, posix, publish
+from kvtiers.tiers.stores.files import publish
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.stores.os_errors import ERRORS
@@ -60,7 +58,6 @@ ERRNOS = (
     errno.EACCES,
     errno.EROFS,
     errno.EMFILE,
-    errno.ESTALE,
 )
 
 
@@ -74,8 +71,7 @@ class Operation:
         after: what is under ``key`` when it succeeded.
         after_failure: what may be there when it did not.
         again: what ``call`` returns where its work had been done already; None: ``answer`` too.
-        passes_over: what this user may not read, another host has removed or is damaged is missing in the answer, and
-            no error.
+        passes_over: what this user may not read or is damaged is missing in the answer, and no error.
     """
 
     call: Callable[[LocalStore], object]
@@ -109,7 +105,7 @@ OPERATIONS = {
     "open": Operation(lambda store: LocalStore(store.root_dir).close(), "f/old", OLD, (OLD,)),
 }
 
-WAYS = ("openat2", "stepwise", "private names", "durable, with a reserve")
+WAYS = ("unnamed files", "private names", "durable, with a reserve")
 
 
 class Place:
@@ -139,9 +135,7 @@ class Place:
 
 
 @pytest.fixture(params=WAYS)
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    if request.param == "stepwise":
-        monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     gc.collect()  # of descriptors that earlier tests left in cycles: they would vanish in the middle of a check
     # In memory where there is some: it is thousands of stores, and a way that syncs each.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
@@ -173,7 +167,7 @@ def check(place: Place, operation: Operation, faults: SyscallFaults, expected: t
         succeeded = False
     assert open_fds() <= fds, f"{faults.calls} left a descriptor"
     if succeeded:
-        if operation.passes_over and faults._error in (errno.EACCES, errno.ESTALE, errno.EIO):
+        if operation.passes_over and faults._error in (errno.EACCES, errno.EIO):
             assert isinstance(answer, list)
             assert isinstance(operation.answer, list)
             assert set(answer) <= set(operation.answer)
@@ -307,7 +301,7 @@ def test_no_space(small: Path, private: bool) -> None:
 
 def test_no_inodes(small: Path) -> None:
     with LocalStoreOn(small) as store:
-        fill(store, b"1", "ENOSPC.*no free inodes")
+        fill(store, b"1", "ENOSPC")
         stored = list_keys(store)
         assert 10 < len(stored) < 20
         assert all(fetch(store, key, 1) == b"1" for key in stored)
@@ -592,36 +586,6 @@ def test_put_succeeds_if_the_owner_cannot_be_changed(tmp_path: Path, monkeypatch
     assert fetch(store, "f/a", 1) == b"1"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
-def test_root_without_dac_override_keeps_the_files_it_makes(tmp_path: Path) -> None:
-    """A container without CAP_DAC_OVERRIDE could not use files that it has given away."""
-    os.chown(tmp_path, 65534, 65534)
-    tmp_path.chmod(0o777)
-
-    def use() -> None:
-        drop_capability(CAP_DAC_OVERRIDE)
-        store = LocalStore(tmp_path)
-        for key in ("f/a", "f/b", "c"):
-            store.put(key, as_parts(b"1"))
-            assert fetch(store, key, 1) == b"1"
-
-    assert run_in_child(use) == 0
-    assert owners(tmp_path / "f") == {0}
-
-
-CAP_DAC_OVERRIDE = 1
-
-
-def drop_capability(number: int) -> None:
-    """From the effective ones of this thread (capset(2), version 3)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    sets = (ctypes.c_uint32 * 6)()
-    assert libc.capget(header, sets) == 0
-    sets[0] &= ~(1 << number)
-    assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
-
-
 def test_unreadable_folders_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Such as lost+found, or folders left by a command that root ran. Everything else is listed and swept."""
     tmp_path.chmod(0o777)
@@ -644,7 +608,7 @@ def test_unreadable_folders_are_skipped_and_logged(tmp_path: Path, caplog: pytes
             assert list_keys(store) == list_keys(store, "f") == ["f/a"]
         store.sweep(0.0)
         told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
-        assert sorted(text.split()[1] for text in told) == [".tmp", "f/theirs", "g/c", "theirs"]
+        assert sorted(text.split()[1] for text in told) == ["f/theirs", "g/c", "theirs"]
         for prefix in ("theirs/", "f/theirs/b"):  # what was asked for by name
             with pytest.raises(StorePermissionError, match="EACCES"):
                 list_keys(store, prefix)
@@ -680,8 +644,7 @@ class Damaged:
             raise OSError(self.code, os.strerror(self.code))
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBUSY])
-def test_sweep_continues_past_a_few_damaged_files(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_continues_past_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
     made = publish.PrivateNames()
     names = {".tmp": [made.make() for _ in range(40)], ".quarantine": [f"{made.make()}-a.bin" for _ in range(40)]}
@@ -690,53 +653,28 @@ def test_sweep_continues_past_a_few_damaged_files(tmp_path: Path, code: int, mon
         for name in names[folder]:
             (tmp_path / folder / name).write_bytes(b"x")
             os.utime(tmp_path / folder / name, (0, 0))
-
-    def left() -> list[int]:
-        return [len(list((tmp_path / folder).iterdir())) for folder in names]
-
-    for module in (folder_cleanup, publish):
-        monkeypatch.setattr(module, "os", Damaged({each[n] for each in names.values() for n in (7, 23)}, code))
+    monkeypatch.setattr(folder_cleanup, "os", Damaged({each[n] for each in names.values() for n in (7, 23)}, errno.EIO))
     assert store.sweep(0.0) == 0
-    assert left() == [2, 2]
-    for module in (folder_cleanup, publish):
-        monkeypatch.setattr(module, "os", Damaged({name for each in names.values() for name in each}, code))
-    for name in names[".quarantine"]:
-        (tmp_path / ".quarantine" / name).write_bytes(b"x")
-    with pytest.raises(StoreError):  # the disk is gone
-        store.sweep(0.0)
+    assert [len(list((tmp_path / folder).iterdir())) for folder in names] == [2, 2]
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.ENOTCONN])
 def test_damaged_files_are_skipped_and_counted(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """ENOTCONN: a mount below the root that has lost its server."""
     store = LocalStore(tmp_path)
+    folder = "x\nERROR all is lost\x1b[2J"  # whoever may write below the root names it
     for key in ("a/1", "a/2", "b/1", "c/3"):
         store.put(key, as_parts(b"1"))
-    monkeypatch.setattr(folder_listing, "os", Damaged({"b", "2"}, code))
+    (tmp_path / folder).mkdir()
+    monkeypatch.setattr(folder_listing, "os", Damaged({"b", "2", folder}, code))
     for _ in range(2):
         assert list_keys(store) == ["a/1", "c/3"]
-    assert store.damaged == 4
+    assert store.damaged == 6
     told = [record.getMessage() for record in caplog.records]
-    assert sorted(text.split()[1] for text in told) == ["a/2", "b"]
-    assert all("is skipped, it cannot be read: " in text for text in told)
-
-
-@pytest.mark.parametrize("code", [errno.ENOTCONN, errno.ETIMEDOUT])
-def test_disconnected_mount_is_skipped_unless_it_is_the_roots_own(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the root's own server is away for a moment, a partial listing would count as the whole root."""
-    store = LocalStore(tmp_path / "my root")
-    for key in ("a/1", "b/1"):
-        store.put(key, as_parts(b"1"))
-    monkeypatch.setattr(folder_listing, "os", Damaged({"b"}, code))
-    with pytest.raises(StoreError):
-        list_keys(store)
-    table = tmp_path / "mountinfo"
-    table.write_text(f"36 25 0:49 / {tmp_path}/my\\040root/b rw shared:1 - nfs4 server:/export rw,vers=4.2\n")
-    monkeypatch.setattr(folder_listing, "is_mount_point", partial(mounts.is_mount_point, mountinfo=str(table)))
-    assert list_keys(store) == ["a/1"]
+    assert sorted(text.split()[1] for text in told) == ["a/2", "b", "x\\nERROR"]
+    assert all("is skipped, it cannot be read: " in text and text.isprintable() for text in told)
 
 
 class Away:
@@ -777,7 +715,12 @@ class AwayHalfway:
     def __init__(self, entries: Any, ask: Callable[[], None]) -> None:
         self._entries, self._ask = entries, ask
         self._count = 0
-        self.close = entries.close
+
+    def __enter__(self) -> AwayHalfway:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entries.close()
 
     def __iter__(self) -> AwayHalfway:
         return self
