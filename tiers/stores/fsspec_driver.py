@@ -65,7 +65,6 @@ _ABSENT_STATUSES: Final = (404, 410)
 _OURS: Final = ("asynchronous", "loop")
 _LINK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*", re.ASCII)  # a protocol
 _CLOSE: Final = 0.75  # difflib's ratio: "endpiont_url" is 0.92 of "endpoint_url"; "region" is 0.67 of "session"
-_OPTIONS_SHOWN_MAX: Final = 12
 
 
 class OptionsError(StoreConfigError):
@@ -200,34 +199,24 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
 def explain_options(url: str, options: Mapping[str, Any]) -> str:
     """Say which of a driver's options may be wrong, for the end of an error message. "": there are no options.
 
-    Shows only the options' names. Most drivers take more options than their constructors name, and pass them on. So an
-    unknown name is not an error by itself.
+    Shows only the options' names.
     """
     if not options:
         return ""
-    known = _known_options(url)
-    odd = [name for name in options if name not in known]
-    if not odd:
-        return f"; check the values of storage_options ({', '.join(map(str, options))})"
-    meant = [f"did you mean {close}?" for name in odd if (close := _meant_option(name, known))]
-    accepted = sorted(known)[:_OPTIONS_SHOWN_MAX]
-    more = ", …" if len(known) > len(accepted) else ""
-    told = " ".join(meant) or f"its parameters are {', '.join(accepted)}{more}"
-    return f"; storage_options: the driver's constructor has no parameter {', '.join(map(str, odd))}: {told}"
+    wrong = [f"{name}: did you mean {meant}?" for name, meant in misspelt_options(url, options).items()]
+    if wrong:
+        return f"; storage_options: the driver's constructor has no parameter {' '.join(wrong)}"
+    return f"; check the names and values of storage_options ({', '.join(map(str, options))})"
 
 
 def misspelt_options(url: str, options: Mapping[str, Any]) -> dict[str, str]:
     """Options that are no parameters of the driver and resemble one of its parameters: name -> probably meant name.
 
-    Drivers drop unknown options, pass them on or fail on them.
+    Drivers drop unknown options, pass them on or fail on them, so an unknown name is not an error by itself.
     """
     known = _known_options(url)
-    close = {name: _meant_option(name, known) for name in options if name not in known}
-    return {name: meant for name, meant in close.items() if meant}
-
-
-def _meant_option(name: object, known: Sequence[str]) -> str:
-    return next(iter(get_close_matches(str(name), known, 1, _CLOSE)), "")
+    close = {name: get_close_matches(str(name), known, 1, _CLOSE) for name in options if name not in known}
+    return {name: meant[0] for name, meant in close.items() if meant}
 
 
 def _known_options(url: str) -> list[str]:

@@ -427,9 +427,9 @@ def test_check_of_read_only_fsspec_url_that_holds_nothing_is_a_problem() -> None
     ("options", "expected"),
     [
         ({"endpiont_url": "http://127.0.0.1:9"}, "has no parameter endpiont_url: did you mean endpoint_url?"),
-        ({"force_path_style": True}, "has no parameter force_path_style: its parameters are anon, batch_size, "),
-        ({"client_kwargs": {"regoin": "x"}}, "check the values of storage_options (client_kwargs, secret)"),
-        ({"key": 123}, "check the values of storage_options (key, secret)"),
+        ({"force_path_style": True}, "check the names and values of storage_options (force_path_style, secret)"),
+        ({"client_kwargs": {"regoin": "x"}}, "check the names and values of storage_options (client_kwargs, secret)"),
+        ({"key": 123}, "check the names and values of storage_options (key, secret)"),
         ({"asynchronous": True}, "asynchronous is not accepted, because kvtiers calls the driver from threads;"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -45,7 +44,6 @@ from kvtiers.tiers.stores.fsspec import FsspecStore
 from kvtiers.tiers.stores.fsspec_driver import check_drivers, lists_trees, mtime_of
 from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
-from kvtiers.tiers.testing.faults import fork
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
 from tests.tiers.stores.files.root_folder import FolderContract
@@ -454,7 +452,7 @@ def test_folder_that_cannot_be_listed_fails_the_listing(listed: tuple[FsspecStor
 def test_driver_that_lists_trees_is_asked_for_the_tree(local: FsspecStore, s3: FsspecStore) -> None:
     """A listing of S3 by folders would be thousands of requests."""
     stores = (local, s3, FsspecStore("memory://kv"), FsspecStore("http://host/kv", read_only=True))
-    assert [lists_trees(store._place.fs) for store in stores] == [False, True, True, False]
+    assert [lists_trees(store._fs) for store in stores] == [False, True, True, False]
 
 
 def test_folder_that_contains_itself_is_listed_once(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +472,7 @@ def test_listing_of_names_not_asked_for_is_refused(
 ) -> None:
     """A collector would delete the blob that has the same key in this root."""
     local.put("a/b", as_parts(b"1"))
-    entry = {"name": other.format(root=local._place.root), "size": 1, "type": "file"}
+    entry = {"name": other.format(root=local._root), "size": 1, "type": "file"}
     ls = LocalFileSystem.ls
     monkeypatch.setattr(LocalFileSystem, "ls", lambda fs, path, **options: [entry, *ls(fs, path, **options)])
     with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
@@ -484,12 +482,12 @@ def test_listing_of_names_not_asked_for_is_refused(
 def test_tree_with_names_outside_the_folder_is_refused(s3: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.put("a/b/c/d", as_parts(b"1"))
     assert list_keys(s3) == ["a/b/c/d"]
-    root = s3._place.root
+    root = s3._root
 
     async def find(*_: object, **__: object) -> dict[str, dict[str, object]]:
         return {"other": {"name": f"{root}/a/x/c", "size": 1, "type": "file"}}
 
-    monkeypatch.setattr(s3._place.fs, "_find", find)
+    monkeypatch.setattr(s3._fs, "_find", find)
     with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
         list_keys(s3)
 
@@ -525,7 +523,7 @@ def test_credentials_that_expire_during_a_listing_fail_it(local: FsspecStore, mo
 
 def test_size_many_asks_at_once(s3: FsspecStore) -> None:
     for i in range(0, 60, 2):
-        backend().put_object(s3._place.root, f"f/{i}", bytes(i))
+        backend().put_object(s3._root, f"f/{i}", bytes(i))
     assert s3.size_many([f"f/{i}" for i in range(60)]) == [None if i % 2 else i for i in range(60)]
 
 
@@ -740,46 +738,6 @@ def test_hugging_face_url_is_opened_without_stale_listings(monkeypatch: pytest.M
     assert store.size_many(["c"]) == [3]
 
 
-def test_driver_with_own_listings_cache_is_not_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    drivers: dict[int, Any] = {}  # kept, or a thread's driver may get the address of one that ended before
-
-    def info(driver: Any, path: str) -> dict[str, Any]:
-        drivers[id(driver)] = driver
-        return {"type": "file", "size": 1}
-
-    def with_own_cache(driver: Any, *_: object, **__: object) -> None:
-        driver.dircache = {}
-
-    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
-    monkeypatch.setattr(PlainFileSystem, "__init__", with_own_cache)
-    monkeypatch.setattr(PlainFileSystem, "info", info)
-    store = FsspecStore("plain://kv", read_only=True)
-    threads = [threading.Thread(target=store.size, args=("a",)) for _ in range(2)]
-    store.size("a")
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    store.size("b")
-    assert len(drivers) == 3
-
-
-def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
-    s3.put("a", as_parts(b"1234"))
-    child = fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.alarm(300)
-            s3.put("b", as_parts(b"from the child"))
-            code = 0 if fetch(s3, "b", 14) == b"from the child" and fetch(s3, "a", 4) == b"1234" else 2
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert fetch(s3, "b", 14) == b"from the child"
-
-
 # -- what an operator gets wrong, and what drivers tell ----------------------------------------------------------------
 
 
@@ -854,5 +812,5 @@ def test_drivers_log_nothing_at_debug(
 
 def test_loggers_of_what_a_driver_requires_are_capped() -> None:
     check_drivers("s3://bucket")
-    for name in ("aiohttp.client", "aiobotocore", "yarl", "fsspec.asyn"):
+    for name in ("aiohttp.client", "aiobotocore", "fsspec.asyn"):
         assert not logging.getLogger(name).isEnabledFor(logging.DEBUG)
