@@ -124,21 +124,6 @@ class Turn:
         os.close(self.fd)
 
 
-class LeavesALock(PlainFiles):
-    """A lock that is a file: who dies has it for ever."""
-
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        lock = self.root / ".lock"
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            raise StoreError("somebody else writes", key=key) from None
-        try:
-            return super().put(key, parts, overwrite=overwrite)
-        finally:
-            lock.unlink()
-
-
 class SweepsAtItsStart(PlainFiles):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -240,7 +225,6 @@ def test_correct_store_passes(rule: str, tmp_path: Path) -> None:
     [
         (InPlace, KILLED),
         (LockedInPlace, KILLED),
-        (LeavesALock, KILLED),
         (SweepsAtItsStart, HANDLES),
         (SweepsTheLiving, HANDLES),
         (ClosesForAll, HANDLES),

@@ -21,7 +21,7 @@ CPU cost per blob on tmpfs (Linux 6.18), beyond plain open, pwritev and close of
 and renamed 13 µs, private and linked 14 µs. Only way 1 leaves nothing behind when the writer is killed.
 
 In way 2, a writer that dies leaves its private file. The file's name, ``<host>-<boot>-<pid namespace>-<pid>-<start
-time>-<store>-<count>``, identifies the writer. The next store that opens the root removes the file: at once if the
+time>-<random>-<count>``, identifies the writer. The next store that opens the root removes the file: at once if the
 writer was a process of this host that has ended, and after ``cleanup.STALE_AGE_S_MAX`` if it was on another host.
 """
 
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import re
@@ -49,7 +50,7 @@ from .posix import (
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
-#: Names that PrivateNames makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
+#: Names that private_name makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
 _PRIVATE = r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+"
 PRIVATE_NAME = re.compile(rf"{_PRIVATE}|\.[0-9a-f]{{32}}")
 QUARANTINED_NAME = re.compile(rf"{_PRIVATE}-.+")
@@ -73,7 +74,6 @@ class Publisher:
         self._durable = durable
         # Any thread may set this to False. A thread that still reads True finds out by its own failed attempt.
         self._unnamed_files = unnamed_files
-        self._names = PrivateNames()
 
     def publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         """Store a file under ``key``. Returns False if the key exists and was left unchanged.
@@ -117,7 +117,7 @@ class Publisher:
             try:
                 aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
                 try:
-                    aside = f"{self._names.make()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
+                    aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
                     os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
                 finally:
                     close_reader(aside_fd)
@@ -166,7 +166,7 @@ class Publisher:
     ) -> bool:
         temp_fd = _make_own_folder(root, PRIVATE_FOLDER)
         try:
-            temp = self._names.make()
+            temp = private_name()
             fd = os.open(temp, OPEN_PRIVATE, FILE_MODE, dir_fd=temp_fd)
             renamed = False
             try:
@@ -232,7 +232,7 @@ def storage_time(root: RootFolder) -> float:
     """Unix seconds by the clock that sets files' times below a root: on NFS, the server's clock, not this host's."""
     dir_fd = _make_own_folder(root, PRIVATE_FOLDER)
     try:
-        name = PrivateNames().make()
+        name = private_name()
         fd = os.open(name, OPEN_PRIVATE, FILE_MODE, dir_fd=dir_fd)
         try:
             return os.fstat(fd).st_mtime
@@ -243,21 +243,18 @@ def storage_time(root: RootFolder) -> float:
         close_reader(dir_fd)
 
 
-class PrivateNames:
-    """Creates file names for ``PRIVATE_FOLDER`` that no other writer uses."""
+def private_name() -> str:
+    """A file name for ``PRIVATE_FOLDER`` that no other writer uses."""
+    return f"{_writer(os.getpid())}-{next(_count)}"
 
-    def __init__(self) -> None:
-        self._store = secrets.token_hex(4)  # a process may have several stores
-        self._count = itertools.count()
-        self._writer = (0, "")  # pid, and the part of the name that contains it; recomputed in a forked child
 
-    def make(self) -> str:
-        pid, writer = self._writer
-        if pid != os.getpid():
-            pid = os.getpid()
-            writer = f"{_machine()}-{pid}-{_start_time(pid)}-{self._store}"
-            self._writer = pid, writer
-        return f"{writer}-{next(self._count)}"
+_count = itertools.count()
+
+
+@functools.cache
+def _writer(pid: int) -> str:
+    """The part of a private file's name that identifies the process. Computed anew in a forked child."""
+    return f"{_machine()}-{pid}-{_start_time(pid)}-{secrets.token_hex(4)}"
 
 
 def is_writer_dead(name: str) -> bool:

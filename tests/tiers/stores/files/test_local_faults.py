@@ -646,8 +646,8 @@ class Damaged:
 
 def test_sweep_continues_past_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
-    made = publish.PrivateNames()
-    names = {".tmp": [made.make() for _ in range(40)], ".quarantine": [f"{made.make()}-a.bin" for _ in range(40)]}
+    endings = {".tmp": "", ".quarantine": "-a.bin"}
+    names = {folder: [f"{publish.private_name()}{end}" for _ in range(40)] for folder, end in endings.items()}
     for folder in names:
         (tmp_path / folder).mkdir()
         for name in names[folder]:

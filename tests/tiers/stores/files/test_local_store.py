@@ -22,7 +22,6 @@ from kvtiers.tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
     ConfigError,
-    StoreClosedError,
     StoreConfigError,
     StoreError,
     StoreFullError,
@@ -33,7 +32,7 @@ from kvtiers.tiers.stores.files.listing import FOLDERS_DEEP_MAX
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys
-from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
+from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
 from tests.leaks import open_fds
 from tests.tiers.stores.files.root_folder import FolderContract, use_private_names
 
@@ -424,10 +423,9 @@ def test_private_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
     private = tmp_path / "root" / ".tmp"
     store = LocalStore(tmp_path / "root")
     store.put("a", as_parts(b"1"), overwrite=True)  # makes the folder
-    names = store._publisher._names
 
     def plant() -> str:
-        (private / (name := names.make())).write_bytes(b"half a blob")
+        (private / (name := publish.private_name())).write_bytes(b"half a blob")
         return name
 
     ours = plant()
@@ -455,20 +453,19 @@ def test_foreign_files_in_the_stores_folders_are_kept_and_not_counted(
     tmp_path: Path, store_class: type[LocalStore]
 ) -> None:
     """Other programs may use folders with these names, too."""
-    names = publish.PrivateNames()
-    own = names.make()
+    own = publish.private_name()
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine")
     others = []
     for folder, ending in ((".tmp", ""), (".quarantine", "-a.bin")):
         inside = tmp_path / "root" / folder
         inside.mkdir(parents=True)
-        for name in ("thesis.txt", "sample", f"{own}.txt", own[:-1], "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
+        for name in ("thesis.txt", "sample", f"{own}.txt", own.rpartition("-")[0], "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
             (inside / name).write_bytes(b"mine")
         if folder == ".tmp":  # stores write only regular files, but move whatever has a block's name aside
-            (inside / names.make()).symlink_to(outside)
-            os.mkfifo(inside / names.make())
-        (inside / f"{names.make()}{ending}").mkdir()
+            (inside / publish.private_name()).symlink_to(outside)
+            os.mkfifo(inside / publish.private_name())
+        (inside / f"{publish.private_name()}{ending}").mkdir()
         others += list(inside.iterdir())
         for path in inside.iterdir():
             os.utime(path, (0, 0), follow_symlinks=False)
@@ -500,7 +497,7 @@ def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -
     store = LocalStore(root)
     store.put("f/a", as_parts(b"1"), overwrite=True)
     store.quarantine("f/a")
-    stale = root / ".tmp" / f"elsewhere-{store._publisher._names.make()}"
+    stale = root / ".tmp" / f"elsewhere-{publish.private_name()}"
     stale.write_bytes(b"half a blob")
     os.utime(stale, (0, 0))
     store = LocalStore(root, read_only=True)
@@ -512,31 +509,6 @@ def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -
     assert store.sweep(0.0) == 0
     assert store.leftovers(0.0) == 2
     assert store.hidden_names() == []
-
-
-def test_private_file_of_a_living_writer_is_kept(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "root")
-    (tmp_path / "root" / ".tmp").mkdir()
-    go_read, go_write = os.pipe()
-    done_read, done_write = os.pipe()
-
-    def write() -> None:
-        name = store._publisher._names.make()
-        (tmp_path / "root" / ".tmp" / name).write_bytes(b"")
-        os.write(done_write, b"1")
-        os.read(go_read, 1)
-
-    child = start_child(write)
-    os.read(done_read, 1)
-    LocalStore(tmp_path / "root")
-    left = list((tmp_path / "root" / ".tmp").iterdir())
-    os.write(go_write, b"1")
-    assert wait_child(child) == 0
-    for fd in (go_read, go_write, done_read, done_write):
-        os.close(fd)
-    assert len(left) == 1
-    LocalStore(tmp_path / "root")
-    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
 
 
 def test_quarantined_blob_shows_its_key(tmp_path: Path) -> None:
@@ -574,36 +546,6 @@ def test_calls_leave_no_descriptor_open(store: LocalStore, tmp_path: Path) -> No
     store.close()
     assert str(tmp_path / "root") in dict(fds).values()
     assert str(tmp_path / "root") not in dict(open_fds()).values()
-
-
-def test_close_does_not_disturb_running_calls(tmp_path: Path) -> None:
-    fds = open_fds()
-    store = LocalStore(tmp_path / "root")
-    for i in range(10):
-        store.put(f"f{i}/a", as_parts(b"1"))
-    listing = store.keys()
-    seen = {next(listing).key}
-    store.close()
-    with pytest.raises(StoreClosedError):
-        store.size("f0/a")
-    seen |= {info.key for info in listing}
-    assert len(seen) == 10
-    del listing
-    assert open_fds() <= fds
-
-
-def test_store_of_the_parent_works_in_a_forked_child(store: LocalStore, tmp_path: Path) -> None:
-    store.put("f/a", as_parts(b"parent"))
-
-    def use() -> None:
-        assert fetch(store, "f/a", 6) == b"parent"
-        store.put("f/b", as_parts(b"child"))
-        store.put("f/a", as_parts(b"child"), overwrite=True)
-        store.close()
-
-    assert run_in_child(use) == 0
-    assert fetch(store, "f/a", 5) == b"child"
-    assert fetch(store, "f/b", 5) == b"child"
 
 
 def test_listing_memory_does_not_grow(tmp_path: Path) -> None:
