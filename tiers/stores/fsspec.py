@@ -11,13 +11,11 @@ root's ``.tmp`` folder and then moved. The next process that opens the root remo
 from __future__ import annotations
 
 import copy
-import errno
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -40,7 +38,6 @@ from ..store import Capabilities, KeyInfo, Store, check_key, parts_size
 from .chatty_loggers import cap_chatty_loggers
 from .fsspec_driver import (
     ATOMIC_PUT,
-    EXCLUSIVE_CREATE,
     LOCAL,
     TEMPORARY_FOLDER,
     TEMPORARY_NAME,
@@ -110,7 +107,7 @@ class FsspecStore(Store):
         if not self._root and self._is_atomic and "memory" not in protocols:
             raise StoreConfigError(f"{self!r} does not name a bucket; write protocol://bucket/folder")
         self.capabilities = Capabilities(
-            exclusive_create=bool(protocols & EXCLUSIVE_CREATE),
+            exclusive_create=False,  # most drivers have no conditional put
             shared="memory" not in protocols,
             latency_bound=not protocols & {*LOCAL, "memory"},
         )
@@ -122,12 +119,13 @@ class FsspecStore(Store):
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         path = self._path(key)
-        if not overwrite and not self.capabilities.exclusive_create and self.size(key) is not None:
+        if not overwrite and self.size(key) is not None:
             return False
         try:
             if self._is_atomic:
-                return self._run(key, lambda: self._put_in_one_call(path, parts, overwrite=overwrite))
-            self._run(key, lambda: put_and_move(self._driver(), path, parts, self._below(TEMPORARY_FOLDER)))
+                self._run(key, lambda: self._call("pipe_file", path, b"".join(parts)))
+            else:
+                self._run(key, lambda: put_and_move(self._driver(), path, parts, self._below(TEMPORARY_FOLDER)))
             return True
         except BlobNotFoundError:
             raise StoreConfigError(f"{self!r}: the bucket or the root does not exist; create it", key=key) from None
@@ -220,17 +218,6 @@ class FsspecStore(Store):
             StoreError: a step failed.
         """
         key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
-        try:
-            self._try_key(key, read_only=read_only)
-        except StoreError as e:
-            error = type(e)(str(e).removesuffix(f" (key {key!r})"))
-        else:
-            return
-        raise error
-
-    # -- private ---------------------------------------------------------------------------------------------------
-
-    def _try_key(self, key: str, *, read_only: bool) -> None:
         self.size(key)
         if read_only:
             try:
@@ -343,30 +330,6 @@ class FsspecStore(Store):
             if isinstance(translate(e, ""), BlobNotFoundError) or is_absent(e):
                 return None
             raise
-
-    def _put_in_one_call(self, path: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
-        create = self.capabilities.exclusive_create and not overwrite
-        options = {"mode": "create"} if create else {}
-        try:
-            self._call("pipe_file", path, b"".join(parts), **options)
-            return True
-        except FileExistsError:
-            if not create:
-                raise
-            return False
-        except OSError as e:
-            # s3fs raises FileExistsError only if the 412 response names the failed condition. Not every server does.
-            if not create:
-                raise
-            if self._size(path) is not None:
-                return False
-            if e.errno != errno.ENOSYS:
-                raise
-        self._call("pipe_file", path, b"".join(parts))
-        if self.capabilities.exclusive_create:
-            self.capabilities = replace(self.capabilities, exclusive_create=False)
-            logger.warning("%r: the server refuses If-None-Match; each put looks up the key first instead", self)
-        return True
 
     def _read_in_one_call(self, path: str, parts: Sequence[memoryview], size: int) -> None:
         """Read with one request, for one byte more than the parts hold, to detect a blob that is too long."""

@@ -25,7 +25,6 @@ from ..errors import (
 from ..plain_logs import get_logger
 from .chatty_loggers import cap_loggers_of
 from .os_errors import store_error
-from .s3.errors import Place, RequestRefusedError, server_error
 
 logger = get_logger(__name__)
 
@@ -35,8 +34,6 @@ LOCAL: Final = frozenset(["file", "local"])
 ATOMIC_PUT: Final = frozenset(
     ["abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "r2", "s3", "s3a"]
 )
-#: Protocols whose drivers put with If-None-Match.
-EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
 _CACHES: Final = (
     "its cache returns stale blocks after a block is replaced or removed, and has no size limit; "
     "take it out of the URL, or put an fs tier in front"
@@ -179,9 +176,6 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
         return StorePermissionError(f"access was denied to the driver ({name}); check its storage_options", key=key)
     if isinstance(error, FileNotFoundError) or status in _ABSENT_STATUSES:
         return BlobNotFoundError("not stored", key=key)
-    answer = _s3_response(error)
-    if answer is not None:
-        return _s3_error(*answer, key)
     if isinstance(error, OSError):
         # Without the error's text, which may contain a URL with a signature.
         return store_error(OSError(error.errno or 0, name), key)
@@ -233,27 +227,6 @@ def _known_options(url: str) -> list[str]:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 named.add(parameter.name)
     return sorted(named - {"self", *_OURS})
-
-
-def _s3_response(error: Exception) -> tuple[int, str] | None:
-    """Status and error code of the S3 response behind an OSError of s3fs; None if there was no response."""
-    response = getattr(error.__cause__ or error, "response", None)
-    if not isinstance(response, Mapping):
-        return None
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    code = response.get("Error", {}).get("Code")
-    return (status, code if isinstance(code, str) and not code.isdigit() else "") if isinstance(status, int) else None
-
-
-def _s3_error(status: int, code: str, key: str) -> StoreError:
-    error = server_error(status, code, place=Place("the bucket of the URL", "this region", "the endpoint"))
-    hint = ""
-    if isinstance(error, RequestRefusedError):
-        hint = (
-            "; for an older server without checksum support, set storage_options: {config_kwargs: "
-            "{request_checksum_calculation: when_required}}"
-        )
-    return type(error)(f"{error}{hint}", key=key)
 
 
 def _unwrap_not_found(error: Exception) -> Exception:

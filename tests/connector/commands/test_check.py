@@ -392,7 +392,8 @@ def s3fs(url: str = "s3://kvb/kv", **options: Any) -> dict[str, Any]:
 def test_check_of_fsspec_url_whose_server_refuses_is_a_problem(code: Fault, expected: str) -> None:
     with HttpFaultServer() as server:
         server.inject(code)
-        assert problems(s3fs(endpoint_url=server.endpoint_url)) == [expected]
+        (found,) = problems(s3fs(endpoint_url=server.endpoint_url))
+    assert found.startswith(expected)
 
 
 def test_check_of_fsspec_url_whose_server_is_silent_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,16 +110,12 @@ def _find_bad_options(options: dict[str, str]) -> Iterator[str]:
             f"host for up to {options.get('acdirmax', NAMES_CACHED_S_MAX)} s"
         )
     version = options.get("vers", "")
-    if version.startswith(("2", "3")):
+    if version.startswith("3"):
         yield f"vers={version}: a block that another host deletes during a read is a miss (ESTALE); use vers=4.2"
     if "noac" in options:
         yield "noac: attributes are not cached, and every write waits for the server's disk"
     if int(options.get("acdirmax", NAMES_CACHED_S_MAX)) > NAMES_CACHED_S_MAX:
         yield f"acdirmax={options['acdirmax']} (or actimeo): other hosts' changes are seen up to that many seconds late"
-    if "sync" in options:
-        yield "sync: every write waits for the server's disk"
-    if options.get("proto", "tcp").startswith("udp"):
-        yield "proto=udp: lost packets stall whole blocks, and above 1 Gbit/s data may be corrupted (nfs(5))"
     for name in ("rsize", "wsize"):
         if int(options.get(name, TRANSFER_BYTES_MIN)) < TRANSFER_BYTES_MIN:
             yield f"{name}={options[name]}: too many small requests for each block; use 1048576"

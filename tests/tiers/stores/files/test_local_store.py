@@ -460,7 +460,8 @@ def test_foreign_files_in_the_stores_folders_are_kept_and_not_counted(
     for folder, ending in ((".tmp", ""), (".quarantine", "-a.bin")):
         inside = tmp_path / "root" / folder
         inside.mkdir(parents=True)
-        for name in ("thesis.txt", "sample", f"{own}.txt", own.rpartition("-")[0], "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
+        torn = own.rpartition("-")[0]
+        for name in ("thesis.txt", "sample", f"{own}.txt", torn, "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
             (inside / name).write_bytes(b"mine")
         if folder == ".tmp":  # stores write only regular files, but move whatever has a block's name aside
             (inside / publish.private_name()).symlink_to(outside)

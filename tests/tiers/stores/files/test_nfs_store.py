@@ -256,8 +256,6 @@ def test_good_mount_has_no_findings(tmp_path: Path) -> None:
         ("vers=4.2", "vers=3", "vers=3"),
         ("timeo=50", "timeo=50,noac", "noac"),
         ("timeo=50", "timeo=50,acdirmin=600,acdirmax=600", "acdirmax=600"),
-        ("timeo=50", "timeo=50,sync", "sync"),
-        ("proto=tcp", "proto=udp", "udp"),
         ("wsize=1048576", "wsize=32768", "wsize=32768"),
     ],
 )
