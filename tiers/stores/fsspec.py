@@ -1,7 +1,7 @@
 """FsspecStore: blobs under any URL that fsspec supports: s3://, gs://, abfs://, hf://, sftp://, file://, memory:// …
 
 fsspec supports the most storage systems, but is not the fastest client. Its calls take and return one bytes object, so
-a put to an object store joins the parts and a get copies the data once; only local files need neither. Prefer kvtiers'
+a put to an object store joins the parts and a get copies the data once. Prefer kvtiers'
 own stores (``fs``, ``nfs``, ``s3``) where they support the protocol.
 
 An object store publishes a blob with one put. On all other storage, the blob is written under a temporary name in the
@@ -11,7 +11,6 @@ root's ``.tmp`` folder and then moved. The next process that opens the root remo
 from __future__ import annotations
 
 import copy
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -76,7 +75,6 @@ class FsspecStore(Store):
         storage_options: options of the driver. They may hold secrets, so they are never logged or shown.
         request_timeout_s: limit of one operation; only for asynchronous drivers, such as all drivers of object stores.
         read_only: opening the store removes nothing. (Callers make no writing calls.)
-        clock: Unix seconds.
 
     Raises:
         StoreConfigError: fsspec or the driver is not installed, or the URL, its protocol or an option is not accepted.
@@ -90,17 +88,14 @@ class FsspecStore(Store):
         *,
         request_timeout_s: float = 30.0,
         read_only: bool = False,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = url
         self._storage_options = dict(storage_options or {})
         self._timeout_s = request_timeout_s
-        self._clock = clock
         self._closed = False
         self._logged_folders: set[str] = set()
         self._fs, self._root = self._connect()
         protocols = protocols_of(self._fs)
-        self._is_local = bool(protocols & LOCAL)
         self._is_atomic = bool(protocols & ATOMIC_PUT)
         self._lists_trees = lists_trees(self._fs)
         self._keeps_listings = _turn_off_listings(self._fs)
@@ -133,8 +128,7 @@ class FsspecStore(Store):
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         path = self._path(key)
         plain = [part.cast("B") for part in parts if part.nbytes]
-        read = self._read_local if self._is_local else self._read_in_one_call
-        self._run(key, lambda: read(path, plain, parts_size(plain)))
+        self._run(key, lambda: self._read(path, plain, parts_size(plain)))
 
     def size(self, key: str) -> int | None:
         path = self._path(key)
@@ -331,7 +325,7 @@ class FsspecStore(Store):
                 return None
             raise
 
-    def _read_in_one_call(self, path: str, parts: Sequence[memoryview], size: int) -> None:
+    def _read(self, path: str, parts: Sequence[memoryview], size: int) -> None:
         """Read with one request, for one byte more than the parts hold, to detect a blob that is too long."""
         try:
             data = self._call("cat_file", path, start=0, end=size + 1)
@@ -352,16 +346,6 @@ class FsspecStore(Store):
         for part in parts:
             np.frombuffer(part, np.uint8)[:] = source[: len(part)]  # numpy releases the GIL while it copies
             source = source[len(part) :]
-
-    def _read_local(self, path: str, parts: Sequence[memoryview], size: int) -> None:
-        with self._driver().open(path, "rb") as file:
-            actual = file.seek(0, os.SEEK_END)
-            if actual != size:
-                raise BlobCorruptError(f"{actual} bytes are stored, {size} were asked for")
-            file.seek(0)
-            for part in parts:
-                if file.readinto(part) != len(part):
-                    raise StoreUnavailableError("the file ended early")
 
     def _walk(self, path: str, depth: int, wanted: str) -> Iterator[Mapping[str, Any]]:
         """Yield the files below ``path``. Folders that cannot hold a path that starts with ``wanted`` are skipped."""
@@ -425,7 +409,7 @@ class FsspecStore(Store):
                 if entry["type"] != "file" or not TEMPORARY_NAME.fullmatch(entry["name"].rpartition("/")[2]):
                     continue
                 written_at = mtime_of(entry)
-                if written_at and self._clock() - written_at > TEMPORARY_S_MAX:  # 0.0: unknown; the writer may be alive
+                if written_at and time.time() - written_at > TEMPORARY_S_MAX:  # 0.0: unknown; the writer may be alive
                     self._call("rm_file", entry["name"])
         except Exception as e:  # noqa: BLE001 - drivers may raise anything, and leftover files must not prevent a start
             if not isinstance(e, FileNotFoundError):

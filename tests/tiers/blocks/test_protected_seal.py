@@ -164,7 +164,7 @@ def test_10000_forged_or_moved_blocks_are_refused() -> None:
     def own_key(_: bytearray) -> bytes:
         """Sealed with the attacker's key under the ID of ours."""
         forged = bytearray(stored_by(outsider, mine, small))
-        forged[8192 + 176 : 8192 + 180] = RING.current_id.to_bytes(4, "little")
+        forged[8192 + 176 : 8192 + 180] = RING.ids[0].to_bytes(4, "little")
         return resealed(bytes(forged))
 
     def no_key(_: bytearray) -> bytes:
@@ -278,7 +278,7 @@ def test_keys_are_read_from_files_and_from_the_environment(tmp_path: Path) -> No
     path.touch(mode=0o600)
     path.write_text(f"# the new one\n{NEW.hex()}  # since May\n\n{OLD.hex().upper()}\n")
     ring = load_keys(keys_file=str(path))
-    assert ring.current_id == KeyRing(NEW).current_id
+    assert ring.ids[0] == KeyRing(NEW).ids[0]
     assert repr(ring) == repr(load_keys(keys_env="K", environ={"K": f"{NEW.hex()},{OLD.hex()}"}))
 
 
@@ -292,7 +292,7 @@ def test_a_key_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mo
     with pytest.raises(ConfigError, match=rf"keys_file: .*\(mode {mode:04o}\).*chmod 600 {path}"):
         load_keys(keys_file=str(path))
     path.chmod(0o400)
-    assert load_keys(keys_file=str(path)).current_id == KeyRing(NEW).current_id
+    assert load_keys(keys_file=str(path)).ids[0] == KeyRing(NEW).ids[0]
 
 
 def test_a_key_file_is_its_readers_own_or_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
