@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import threading
 import uuid
@@ -89,39 +88,6 @@ class InPlace(PlainFiles):
     def get_into(self, key: str, parts: Parts) -> None:
         with _ANY_PROCESS_LOCK:
             super().get_into(key, parts)
-
-
-class LockedInPlace(InPlace):
-    """The turns are for other processes as well; still a writer that dies leaves what it has written."""
-
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        with self.turn():
-            return super().put(key, parts, overwrite=overwrite)
-
-    def get_into(self, key: str, parts: Parts) -> None:
-        with self.turn():
-            super().get_into(key, parts)
-
-    def size(self, key: str) -> int | None:
-        with self.turn():
-            return super().size(key)
-
-    def turn(self) -> Turn:
-        return Turn(self.root / ".lock")
-
-
-class Turn:
-    """The file is locked as long as its descriptor is open."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT)
-        os.lockf(self.fd, os.F_LOCK, 0)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
 
 
 class SweepsAtItsStart(PlainFiles):
@@ -224,7 +190,6 @@ def test_correct_store_passes(rule: str, tmp_path: Path) -> None:
     ("bad", "rule"),
     [
         (InPlace, KILLED),
-        (LockedInPlace, KILLED),
         (SweepsAtItsStart, HANDLES),
         (SweepsTheLiving, HANDLES),
         (ClosesForAll, HANDLES),

@@ -360,25 +360,6 @@ def test_tail_is_read_from_a_server_without_range_requests(web: tuple[FsspecStor
         assert web[0].get_tail("a", length) == (5, expected)
 
 
-def test_listed_blob_without_a_size_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FsspecStore(f"memory://kv-{next(_numbers)}")
-    for key in ("f/a", "f/b"):
-        store.put(key, as_parts(b"12"))
-    find, info = MemoryFileSystem.find, MemoryFileSystem.info
-
-    def find_without_sizes(self: MemoryFileSystem, *args: Any, **options: Any) -> Any:
-        return {path: entry | {"size": None} for path, entry in find(self, *args, **options).items()}
-
-    def info_of_one(self: MemoryFileSystem, path: str, **options: Any) -> Any:
-        found = info(self, path, **options)
-        return found | {"size": None} if path.endswith("b") else found
-
-    monkeypatch.setattr(MemoryFileSystem, "find", find_without_sizes)
-    monkeypatch.setattr(MemoryFileSystem, "info", info_of_one)
-    monkeypatch.setattr("kvtiers.tiers.stores.fsspec.LISTED_DEPTH", 0)
-    assert [(each.key, each.size) for each in store.keys("f/")] == [("f/a", 2)]
-
-
 # -- listings ----------------------------------------------------------------------------------------------------------
 
 
@@ -487,18 +468,6 @@ def test_size_many_says_which_key_failed() -> None:
         assert (good, absent) == (1, None)
         assert isinstance(denied, StorePermissionError)
         assert denied.key == "b"
-
-
-def test_folders_are_no_blobs(local: FsspecStore, s3: FsspecStore) -> None:
-    for store in (local, s3, FsspecStore(f"memory://kv-{next(_numbers)}")):
-        store.put("f/g/a", as_parts(b"1"))
-        assert store.size("f") is None
-        assert store.size_many(["f", "f/g", "f/g/a"]) == [None, None, 1]
-        assert store.get_tail("f/g", 10) is None
-        with pytest.raises((BlobNotFoundError, BlobCorruptError)):
-            fetch(store, "f", 1)
-        store.delete("f")
-        assert store.size("f/g/a") == 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtiers.tiers.errors import StoreFullError
 from kvtiers.tiers.stores.files.posix import OPEN_FOLDER, OPEN_READ, RootFolder
 from kvtiers.tiers.stores.files.publish import FreeSpace
-from kvtiers.tiers.stores.vectored_io import IOV_COUNT_MAX, transfer
+from kvtiers.tiers.stores.vectored_io import transfer
 from tests.leaks import open_fds
 
 # ---- opening below a folder ------------------------------------------------------------------------------------------
@@ -97,23 +97,6 @@ def test_transfer_moves_everything_however_often_it_stops(sizes: list[int], step
 
     assert transfer(call, 99, parts, offset) == len(data)
     assert bytes(written) == data
-
-
-def test_transfer_ends_where_a_call_moves_nothing() -> None:
-    moves = iter([3, 0])
-    assert transfer(lambda fd, buffers, at: next(moves), 0, [memoryview(b"12345")]) == 3
-
-
-def test_transfer_keeps_to_the_limit_of_buffers() -> None:
-    counts = []
-
-    def call(fd: int, buffers: Sequence[memoryview], at: int) -> int:
-        counts.append(len(buffers))
-        return sum(map(len, buffers))
-
-    parts = [memoryview(b"1")] * (2 * IOV_COUNT_MAX + 1)
-    assert transfer(call, 0, parts) == len(parts)
-    assert counts == [IOV_COUNT_MAX, IOV_COUNT_MAX, 1]
 
 
 # ---- the reserve of free space ---------------------------------------------------------------------------------------
