@@ -1,8 +1,8 @@
 """FsspecStore: blobs under any URL that fsspec supports: s3://, gs://, abfs://, hf://, sftp://, file://, memory:// …
 
 fsspec supports the most storage systems, but is not the fastest client. Its calls take and return one bytes object, so
-a put to an object store joins the parts and a get copies the data once. Prefer kvtiers'
-own stores (``fs``, ``nfs``, ``s3``) where they support the protocol.
+a put to an object store joins the parts and a get copies the data once. Prefer kvtiers' own stores (``fs``, ``nfs``,
+``s3``) where they support the protocol.
 
 An object store publishes a blob with one put. On all other storage, the blob is written under a temporary name in the
 root's ``.tmp`` folder and then moved. The next process that opens the root removes temporary files older than an hour.
@@ -27,9 +27,7 @@ from ..errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
-    StorePermissionError,
     StoreUnavailableError,
-    printable,
     public_url,
 )
 from ..plain_logs import get_logger
@@ -59,15 +57,13 @@ TEMPORARY_S_MAX: Final = 3600.0
 # Folders above this depth are listed one by one. A folder at this depth is listed with its whole tree in one call, if
 # the driver can. The layout has 4,096 folders at depth 2, so a listing holds 1/4096 of a namespace in memory.
 LISTED_DEPTH: Final = 2
-LOGGED_FOLDERS_MAX: Final = 16  # folders that are logged, each once, because this user may not list them
 ASKED_AT_ONCE: Final = 128  # keys in one batch of concurrent requests
 TRIAL_FOLDER: Final = "kvtiers-check"
 TRIAL_BYTES: Final = 4096
 
 
 class FsspecStore(Store):
-    """Stores blobs below a URL. Any thread may call, but not in forked children. ``_logged_folders`` only grows;
-    without a lock, two threads may log the same folder twice.
+    """Stores blobs below a URL. Any thread may call, but not in forked children.
 
     Args:
         url: URL of the root folder, as the driver takes it, including chains with ``::``. Protocols in ``REFUSED``,
@@ -93,7 +89,6 @@ class FsspecStore(Store):
         self._storage_options = dict(storage_options or {})
         self._timeout_s = request_timeout_s
         self._closed = False
-        self._logged_folders: set[str] = set()
         self._fs, self._root = self._connect()
         protocols = protocols_of(self._fs)
         self._is_atomic = bool(protocols & ATOMIC_PUT)
@@ -359,14 +354,6 @@ class FsspecStore(Store):
             entries = self._list(path)
         except BlobNotFoundError:
             return
-        except StorePermissionError:
-            if depth == 0:
-                raise
-            # If the root may not be listed either, the credentials have expired. Raise then, because the listing would
-            # end without an error and miss all remaining blobs.
-            self._list(self._root)
-            self._log_skipped(path.removeprefix(self._root).lstrip("/"))
-            return
         for entry in entries:
             name = entry["name"].rstrip("/")  # folder names of web servers end with a slash
             if self._is_folder_itself(entry, path):
@@ -386,12 +373,6 @@ class FsspecStore(Store):
         if name != folder and folder and not name.startswith(f"{folder}/"):
             raise StoreConfigError(f"{self!r}: the driver lists names that were not asked for")
         return bool(name == folder)
-
-    def _log_skipped(self, folder: str) -> None:
-        # A root that is a mount point may have a lost+found folder. One such folder must not fail the whole listing.
-        if folder not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
-            self._logged_folders.add(folder)
-            logger.warning("%r: %s is skipped: no permission to list it", self, printable(folder))
 
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
         """Yield the blobs among keys that were listed without a size, after a request for each key's size."""

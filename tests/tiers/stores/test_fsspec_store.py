@@ -401,6 +401,9 @@ def test_folder_that_cannot_be_listed_fails_the_listing(listed: tuple[FsspecStor
     refusals.names = {name}
     with pytest.raises(StoreUnavailableError):
         list_keys(store)
+    refusals.error = PermissionError(errno.EACCES, "expired")
+    with pytest.raises(StorePermissionError):
+        list_keys(store)
     refusals.error = FileNotFoundError(errno.ENOENT, "removed meanwhile")
     assert list_keys(store) == (["n_r0/000/00_g0/k.bin"] if name == "001" else [])
 
@@ -422,32 +425,6 @@ def test_listing_of_names_not_asked_for_is_refused(
     monkeypatch.setattr(LocalFileSystem, "ls", lambda fs, path, **options: [entry, *ls(fs, path, **options)])
     with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
         list_keys(local)
-
-
-@pytest.mark.parametrize("name", ["n_r0", "001"])
-def test_unreadable_folders_are_skipped_and_logged(
-    listed: tuple[FsspecStore, Refusals], caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    """lost+found of a mount point, or what a command left that was run by root."""
-    store, refusals = listed
-    refusals.names, refusals.error = {name}, PermissionError(errno.EACCES, "refused")
-    for _ in range(2):
-        assert list_keys(store) == (["n_r0/000/00_g0/k.bin"] if name == "001" else [])
-    assert caplog.text.count(f"{name} is skipped") == 1
-    with pytest.raises(StorePermissionError):  # what was asked for by name
-        list_keys(store, "n_r0/001/" if name == "001" else "n_r0/")
-
-
-def test_credentials_that_expire_during_a_listing_fail_it(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in ("a/b/c/d", "a/c/d/e"):
-        local.put(key, as_parts(b"1"))
-    refusals = Refusals(monkeypatch, LocalFileSystem, "ls")
-    refusals.error = PermissionError(errno.EACCES, "expired")
-    listing = local.keys()
-    next(listing)
-    refusals.names = {"kv"}
-    with pytest.raises(StorePermissionError):
-        list(listing)
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------

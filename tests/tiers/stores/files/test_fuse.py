@@ -31,7 +31,6 @@ from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.fuse import OPERATIONS, FuseFault, FuseMount, why_no_fuse
 from kvtiers.tiers.tier import channel
 from tests.tiers.server.process_bench import DEADLINE_S, SEATS, Bench
-from tests.tiers.stores.files.root_folder import FolderContract
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
@@ -65,30 +64,6 @@ def store(request: pytest.FixtureRequest, mount: FuseMount) -> Iterator[Store]:
 
 
 # ---- the mount itself ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-class TestNfsStoreOnFuse(FolderContract):
-    """Without a fault it is a file system like any other."""
-
-    def make_store(self) -> Store:
-        self.mount = FuseMount(self.tmp_path / "backing", self.tmp_path / "mount")
-        return NfsStore(self.mount.path / "root")
-
-    @pytest.fixture(autouse=True)
-    def _unmount(self) -> Iterator[None]:
-        yield
-        self.mount.close()
-
-    def reopen(self, store: Store) -> Store:
-        return NfsStore(self.mount.path / "root")
-
-    @property
-    def root(self) -> Path:
-        return self.mount.backing / "root"
-
-    def test_blob_that_is_replaced_is_always_there(self, store: Store) -> None:
-        pytest.skip("libfuse moves an open file aside before another takes its name")
 
 
 def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:

@@ -404,44 +404,6 @@ def test_file_size_limit(tmp_path: Path, private: bool) -> None:
     assert sorted(path.name for path in (tmp_path / "root").rglob("*") if path.is_file()) == ["a"]
 
 
-def test_out_of_descriptors(tmp_path: Path) -> None:
-    def use() -> None:
-        store = LocalStore(tmp_path / "root")
-        store.put("f/old", as_parts(b"old"))
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used_up = max(map(int, open_fds()))
-        while os.open(os.devnull, os.O_RDONLY) < used_up:
-            pass  # no gaps: the next descriptor is the highest
-        calls: list[Callable[[], object]] = [
-            lambda: store.put("f/new", as_parts(b"new")),
-            lambda: store.put("g/new", as_parts(b"new")),
-            lambda: store.put("f/old", as_parts(b"old"), overwrite=True),
-            lambda: fetch(store, "f/old", 3),
-            lambda: store.size("f/old"),
-            lambda: store.get_tail("f/old", 1),
-            lambda: list_keys(store),
-            lambda: store.delete("f/new"),
-            lambda: store.quarantine("f/new"),
-            lambda: LocalStore(tmp_path / "root"),
-        ]
-        refused = 0
-        for free in range(5):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used_up + 1 + free, hard))
-            for call in calls:
-                try:
-                    call()
-                except StoreUnavailableError:
-                    refused += 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert fetch(store, "f/old", 3) == b"old"
-        assert refused >= len(calls)
-        for key in ("f/new", "g/new"):
-            store.put(key, as_parts(b"new"))
-            assert fetch(store, key, 3) == b"new"
-
-    assert run_in_child(use) == 0
-
-
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
 def test_file_system_without_hard_links_is_named(
