@@ -32,7 +32,7 @@ from ..vectored_io import write_all
 from .cleanup import hidden_names, own_bytes, remove_blobs, sweep, touch_blob
 from .listing import folder_names, walk
 from .posix import RootFolder, blob_size, read_blob, read_tail, remove_blob
-from .publish import QUARANTINE_FOLDER, FreeSpace, Publisher
+from .publish import FreeSpace, Publisher, quarantine_blob
 
 T = TypeVar("T")
 
@@ -148,12 +148,8 @@ class LocalStore(Store):
         return self._call(read_tail, key, length, absent=(errno.ENOENT, errno.ESTALE))
 
     def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target).
-
-        If it cannot be moved, it is deleted, except for a folder that is not empty.
-        """
-        if why := self._call(self._publisher.quarantine, key):
-            self._log_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
+        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target)."""
+        self._call(quarantine_blob, key)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``Store``. Folders that become empty are removed too."""
@@ -284,13 +280,10 @@ class LocalStore(Store):
     def _log_skipped(self, name: str, e: OSError) -> None:
         is_damaged = not isinstance(e, PermissionError)
         self.damaged += is_damaged
-        reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
-        self._log_once(name, f"is skipped, {reason}", e.strerror or str(e))
-
-    def _log_once(self, name: str, what: str, why: str) -> None:
         if name not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
             self._logged_folders.add(name)
-            logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, why)
+            reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
+            logger.warning("%s: %s is skipped, %s: %s", self.root_dir, printable(name), reason, e.strerror or str(e))
 
     def _use_root(self, key: str | None) -> RootFolder:
         """Return the current root, which stays usable until the caller drops it. Checks ``key`` unless it is None."""

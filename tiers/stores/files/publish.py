@@ -101,38 +101,6 @@ class Publisher:
         finally:
             close_reader(dir_fd)
 
-    def quarantine(self, root: RootFolder, key: str) -> str:
-        """Move the file under ``key`` into quarantine. Delete it if that fails.
-
-        Returns:
-            Why the file could not be moved; "" if it was moved.
-
-        Raises:
-            FileNotFoundError: there is no file under ``key``.
-            OSError: the file can be neither moved nor deleted.
-        """
-        folder, _, name = key.rpartition("/")
-        dir_fd = root.open(folder or ".", OPEN_FOLDER)
-        try:
-            try:
-                aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
-                try:
-                    aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
-                    os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
-                finally:
-                    close_reader(aside_fd)
-                return ""
-            except (OSError, StoreConfigError) as e:
-                why = str(e)  # text only, because the exception's frames would keep the root open
-            # Also after ENOENT, which may concern the quarantine folder: the unlink shows whether the blob exists.
-            try:
-                os.unlink(name, dir_fd=dir_fd)
-            except IsADirectoryError:
-                os.rmdir(name, dir_fd=dir_fd)
-            return why
-        finally:
-            close_reader(dir_fd)
-
     def _open_unnamed(self, dir_fd: int) -> int:
         """Open an unnamed file and return its descriptor; -1 if this file system has no unnamed files."""
         try:
@@ -190,6 +158,21 @@ class Publisher:
         write(fd)
         if self._durable:
             os.fdatasync(fd)
+
+
+def quarantine_blob(root: RootFolder, key: str) -> None:
+    """Move the file, link or folder under ``key`` into quarantine."""
+    folder, _, name = key.rpartition("/")
+    dir_fd = root.open(folder or ".", OPEN_FOLDER)
+    try:
+        aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
+        try:
+            aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
+            os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
+        finally:
+            close_reader(aside_fd)
+    finally:
+        close_reader(dir_fd)
 
 
 class FreeSpace:

@@ -34,6 +34,7 @@ from kvtiers.tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from kvtiers.tiers.store import put_aside
 from kvtiers.tiers.stores.files import cleanup as folder_cleanup
 from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files import publish
@@ -384,7 +385,7 @@ def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None
         with pytest.raises(StoreConfigError, match="EXDEV"):
             store.put("small/a", as_parts(b"2"), overwrite=True)
         assert fetch(store, "small/a", 1) == b"1"
-        store.quarantine("small/a")
+        put_aside(store, "small/a")
         assert store.size("small/a") is None
 
 
