@@ -191,10 +191,14 @@ class FsspecStore(Store):
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``Store``. Requests run concurrently if the driver is asynchronous, else one by one."""
+        if not self._fs.async_impl:
+            return super().size_many(keys)
         return self._many(keys, "info", size_of, BlobNotFoundError)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``Store``. Requests run as in ``size_many``."""
+        if not self._fs.async_impl:
+            return super().delete_many(keys)
         return self._many(keys, "rm_file", _raise_if_error, BlobNotFoundError, BlobCorruptError)
 
     def try_out(self, *, read_only: bool) -> None:
@@ -301,11 +305,9 @@ class FsspecStore(Store):
 
     def _call_many(self, method: str, paths: Sequence[str]) -> list[Any]:
         """Return the driver's result or exception for each path."""
-        fs = self._driver()
-        if not fs.async_impl:
-            return [_result_or_error(getattr(fs, method), path) for path in paths]
         from fsspec.asyn import _run_coros_in_chunks, sync  # private, but drivers import it, too
 
+        fs = self._driver()
         limits = {"batch_size": fs.batch_size or ASKED_AT_ONCE, "timeout": self._timeout_s}
         asked = [getattr(fs, f"_{method}")(path) for path in paths]
         found: list[Any] = sync(fs.loop, partial(_run_coros_in_chunks, asked, return_exceptions=True, **limits))
@@ -416,13 +418,6 @@ def _turn_off_listings(fs: Any) -> bool:
         cache.use_listings_cache = False
         return False
     return isinstance(cache, MutableMapping)
-
-
-def _result_or_error(call: Callable[[str], Any], path: str) -> Any:
-    try:
-        return call(path)
-    except Exception as e:  # noqa: BLE001 - drivers may raise anything; the caller translates it
-        return e
 
 
 def _raise_if_error(outcome: Any) -> None:
