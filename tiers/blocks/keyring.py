@@ -143,7 +143,7 @@ def _check_is_secret(status: os.stat_result, path: str) -> None:
     if status.st_uid not in (0, uid):
         raise ConfigError(
             f"{path} belongs to uid {status.st_uid}, who can read and change it; the owner must be this process's user "
-            f"or root: chown {uid} {path}",
+            f"or root; chown {uid} {path}",
             field="keys_file",
         )
     # A non-root process may read a root-owned file through its group: a Kubernetes secret with fsGroup is such a file.
@@ -153,7 +153,7 @@ def _check_is_secret(status: os.stat_result, path: str) -> None:
     if mode & others:
         raise ConfigError(
             f"{path} can be read or changed by others (mode {mode:04o}); accepted is mode 0600 or 0400, and for a file "
-            f"owned by root also 0440 (for a Kubernetes secret set defaultMode: 0400): chmod 600 {path}",
+            f"owned by root also 0440 (for a Kubernetes secret set defaultMode: 0400); chmod 600 {path}",
             field="keys_file",
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import stat
@@ -94,14 +95,14 @@ def sweep(root: RootFolder, now: Callable[[], float], quarantine_s_max: float, *
 
     Args:
         now: Unix seconds by the clock that sets files' times; called for files whose removal depends on their age.
-        quarantine_s_max: age of the bad blobs that are removed, in seconds. 0: remove all.
+        quarantine_s_max: age of the bad blobs that are removed, in seconds. 0: remove all; inf: none.
         remove: False: only count the files.
 
     Returns:
         How many files were removed.
     """
     count = 0
-    for folder in OWN_FOLDERS:
+    for folder in OWN_FOLDERS if quarantine_s_max < math.inf else (PRIVATE_FOLDER,):
         for fd, name, status in _own_files(root, folder):
             if folder == PRIVATE_FOLDER:
                 is_leftover = is_writer_dead(name) or now() - status.st_mtime > STALE_AGE_S_MAX

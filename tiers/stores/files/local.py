@@ -7,6 +7,7 @@ root also holds ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, k
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -97,7 +98,7 @@ class LocalStore(Store):
         if read_only:
             return
         try:
-            self._swept_count = self._sweep(root, float("inf"))
+            self._swept_count = self._sweep(root, math.inf)
         except (OSError, StoreError) as e:
             # Blobs can be read even if leftover files cannot be removed (in a read-only root, say).
             # Log the text: a handler that keeps the record would keep the exception's frames, and so the root open.
