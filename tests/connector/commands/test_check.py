@@ -517,7 +517,7 @@ def test_check_of_store_names_module_or_options_that_are_wrong(tmp_path: Path, m
         ("no_such_module", ".module_path: no_such_module cannot be imported: ModuleNotFoundError: No module named "),
         ("kvtiers_check_needs", ".module_path: kvtiers_check_needs cannot be imported: ModuleNotFoundError: No modul"),
         ("kvtiers_check_store:nope", ".module_path: kvtiers_check_store has no function nope(options) that returns"),
-        ("kvtiers_check_store", ".options: kvtiers_check_store.make_store failed with its options: ValueError: 1"),
+        ("kvtiers_check_store", ".options: kvtiers_check_store failed with its options: ValueError: 1"),
     ):
         (found,) = problems({"type": "store", "module_path": module_path, "options": {"x": 1}})
         assert found.startswith(f"tiers[0]{expected}")

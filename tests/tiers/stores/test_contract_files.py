@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -93,31 +92,8 @@ class InPlace(PlainFiles):
 class SweepsAtItsStart(PlainFiles):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.remove_begun()
-
-    def remove_begun(self) -> None:
         for path in self.begun.iterdir():
             path.unlink(missing_ok=True)
-
-
-class SweepsTheLiving(SweepsAtItsStart):
-    def __init__(self, root: Path) -> None:
-        PlainFiles.__init__(self, root)
-
-    def sweep(self, quarantine_s_max: float) -> int:
-        self.remove_begun()
-        return 0
-
-    def leftovers(self, quarantine_s_max: float) -> int:
-        return 0
-
-    def hidden_names(self) -> list[str]:
-        return []
-
-
-class ClosesForAll(PlainFiles):
-    def close(self) -> None:
-        shutil.rmtree(self.begun, ignore_errors=True)
 
 
 class KeptUntilItIsClosed(PlainFiles):
@@ -191,8 +167,6 @@ def test_correct_store_passes(rule: str, tmp_path: Path) -> None:
     [
         (InPlace, KILLED),
         (SweepsAtItsStart, HANDLES),
-        (SweepsTheLiving, HANDLES),
-        (ClosesForAll, HANDLES),
         (KeptUntilItIsClosed, SEEN),
         (OneWinsInEachProcess, ONE_WINS),
     ],

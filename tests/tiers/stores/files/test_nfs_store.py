@@ -147,10 +147,10 @@ def test_estale_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     store = NfsStore(tmp_path)
     real, errors = vectored_io.transfer, [errno.ESTALE]
 
-    def stale(*arguments: object, size: int) -> int:
+    def stale(*arguments: object) -> int:
         if errors:
             raise OSError(errors.pop(), "stale")
-        return real(*arguments, size=size)  # type: ignore[arg-type, misc]
+        return real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(vectored_io, "transfer", stale)
     assert fetch(store, "f/a", 5000) == make_data(5000)
