@@ -22,7 +22,7 @@ from kvtiers.tiers.errors import StorePermissionError
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.stores.files.publish import PrivateNames
+from kvtiers.tiers.stores.files.publish import private_name
 from kvtiers.tiers.testing.contract import as_parts
 from kvtiers.tiers.testing.servers import S3Server, moto_server
 from tests.identity import FakeSpec, block_key
@@ -98,7 +98,7 @@ def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: 
 @pytest.mark.parametrize("command", [("ls",), ("verify",), ("gc", "--dry-run")])
 def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tuple[str, ...]) -> None:
     (root / ".tmp").mkdir()
-    left = root / ".tmp" / f"elsewhere-{PrivateNames().make()}"
+    left = root / ".tmp" / f"elsewhere-{private_name()}"
     left.write_bytes(bytes(SIZE))
     os.utime(left, (0, 0))
     out = run(*command, write_config(root, "ttl: 9h"))[1]

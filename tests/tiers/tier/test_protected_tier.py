@@ -214,9 +214,9 @@ def test_planted_unauthenticated_blocks_are_not_loaded(bench: Bench) -> None:
     plain, guarded = bench.tier(), bench.tier(OLD, **ENCRYPTED)
     bench.run(plain, "store", KEYS)
     for key in KEYS:
-        path = Path(guarded.mapper.get_file_name(key))
+        path = bench.root / guarded.mapper.relative_name(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(Path(plain.mapper.get_file_name(key)).read_bytes())
+        path.write_bytes((bench.root / plain.mapper.relative_name(key)).read_bytes())
     assert not bench.loads(guarded, expected)
     assert failures(guarded, "fingerprint") == ROWS
 
