@@ -123,34 +123,29 @@ class FileMapper:
         cls,
         root_dir: str,
         offloading_spec: Any,
+        gpu_blocks_per_file: int = 1,
         parallel_agnostic: bool = False,
         extra_fields: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Create a mapper from an engine's spec.
+        """Create a mapper from an engine's spec, in the current form (with ``spec.config``) or the older form.
 
         Args:
+            gpu_blocks_per_file: 1, the default, means the spec's own number of blocks per chunk.
             parallel_agnostic: takes effect only if the spec says that its bytes do not depend on the parallel layout.
+                The older form cannot say so; the caller is trusted then.
         """
-        config = offloading_spec.config
-        parallel: Any = getattr(config, "parallel", None)
-        is_agnostic = getattr(parallel, "is_parallelism_agnostic", False) or getattr(config, "replicated_layout", False)
-        chunk: Any = getattr(offloading_spec, "blocks_per_chunk", None) or getattr(config.cache, "blocks_per_chunk", 1)
-        sizes: dict[str, Any] = {name: getattr(parallel, name, 1) for name in _SIZES[2:]}
-        return cls(
-            root_dir,
-            model_name=config.model.name,
-            hash_block_size=config.cache.tokens_per_hash,
-            gpu_blocks_per_file=chunk,
-            **sizes,
-            rank=getattr(parallel, "rank", 0),
-            dtype=str(config.model.dtype).removeprefix("torch."),
-            kv_cache_groups=[
-                {"block_size": group.tokens_per_block, "layer_names": list(group.layer_names)}
-                for group in getattr(config, "groups", ())
-            ],
-            parallel_agnostic=bool(parallel_agnostic and is_agnostic),
-            extra_fields=extra_fields,
-        )
+        if getattr(offloading_spec, "config", None) is not None:
+            fields = _fields_of_config(offloading_spec)
+            config = offloading_spec.config
+            agnostic = getattr(getattr(config, "parallel", None), "is_parallelism_agnostic", False) or getattr(
+                config, "replicated_layout", False
+            )
+            parallel_agnostic = bool(parallel_agnostic and agnostic)
+        else:
+            fields = _fields_of_older_spec(offloading_spec)
+        if gpu_blocks_per_file != 1:
+            fields["gpu_blocks_per_file"] = gpu_blocks_per_file
+        return cls(root_dir, **fields, parallel_agnostic=parallel_agnostic, extra_fields=extra_fields)
 
     def to_json(self) -> dict[str, Any]:
         """The fields for a child process to create an equal mapper."""
@@ -180,10 +175,14 @@ class FileMapper:
         """Prefix of every block's ``relative_name``."""
         return f"{self.name_prefix}/"
 
+    def get_file_name(self, key: OffloadKey) -> str:
+        """The block's full name: ``<base>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``."""
+        return self.rooted(self.relative_name(key))
+
     @property
     def base_path(self) -> str:
         """``<root_dir>/<model>_<digest12>``, without the rank."""
-        return self._rooted(self._base)
+        return self.rooted(self._base)
 
     @property
     def relative_config_name(self) -> str:
@@ -192,14 +191,15 @@ class FileMapper:
 
     def get_config_file_path(self) -> str:
         """``<base>/config.json``."""
-        return self._rooted(self.relative_config_name)
+        return self.rooted(self.relative_config_name)
 
     def get_run_config(self) -> dict[str, Any]:
         """A copy of the fields."""
         copy: dict[str, Any] = json.loads(json.dumps(self._fields))
         return copy
 
-    def _rooted(self, name: str) -> str:
+    def rooted(self, name: str) -> str:
+        """Prepend ``root_dir`` to a name."""
         return f"{self.root_dir}/{name}" if self.root_dir else name
 
 
@@ -273,6 +273,44 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
         "canonical_layout": bool(getattr(config, "canonical_layout", False)),
         "hash_algorithm": getattr(getattr(config, "cache", None), "hash_algorithm", None),
         "format": FORMAT_SEALED,
+    }
+
+
+def _fields_of_config(spec: Any) -> dict[str, Any]:
+    config = spec.config
+    parallel = getattr(config, "parallel", None)
+    chunk = getattr(spec, "blocks_per_chunk", None) or getattr(config.cache, "blocks_per_chunk", 1)
+    return {
+        "model_name": config.model.name,
+        "hash_block_size": config.cache.tokens_per_hash,
+        "gpu_blocks_per_file": chunk,
+        **{name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "pcp_size", "dcp_size")},
+        "rank": getattr(parallel, "rank", 0),
+        "dtype": str(config.model.dtype).removeprefix("torch."),
+        "kv_cache_groups": [
+            {"block_size": group.tokens_per_block, "layer_names": list(group.layer_names)}
+            for group in getattr(config, "groups", ())
+        ],
+    }
+
+
+def _fields_of_older_spec(spec: Any) -> dict[str, Any]:
+    config = spec.vllm_config
+    parallel = getattr(config, "parallel_config", None)
+    groups = getattr(getattr(spec, "kv_cache_config", None), "kv_cache_groups", ())
+    return {
+        "model_name": config.model_config.model,
+        "hash_block_size": config.cache_config.block_size,
+        "gpu_blocks_per_file": getattr(spec, "block_size_factor", 1),
+        "tp_size": getattr(parallel, "tensor_parallel_size", 1),
+        "pp_size": getattr(parallel, "pipeline_parallel_size", 1),
+        "pcp_size": getattr(parallel, "prefill_context_parallel_size", 1),
+        "dcp_size": getattr(parallel, "decode_context_parallel_size", 1),
+        "rank": getattr(parallel, "rank", 0),
+        "dtype": str(config.cache_config.cache_dtype).removeprefix("torch."),
+        "kv_cache_groups": [
+            {"block_size": group.kv_cache_spec.block_size, "layer_names": list(group.layer_names)} for group in groups
+        ],
     }
 
 

@@ -39,7 +39,7 @@ def test_golden_paths() -> None:
     for case in json.loads(GOLDEN.read_text()):
         key = make_offload_key(bytes.fromhex(case["hash"]), case["group"])
         made = FileMapper(**case["args"])
-        assert f"{made.root_dir}/{made.relative_name(key)}" == case["file"]
+        assert made.get_file_name(key) == case["file"]
         assert made.get_config_file_path() == case["config"]
 
 
@@ -58,7 +58,7 @@ def test_digest_is_exactly_that_of_the_ten_fields() -> None:
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     key = make_offload_key(bytes.fromhex("abcde" + "0" * 59), 7)
     base = f"/kv/meta-llama_Llama-3.1-8B_{digest[:12]}"
-    assert f"/kv/{mapper().relative_name(key)}" == f"{base}_r1/abc/de_g7/{'abcde' + '0' * 59}.bin"
+    assert mapper().get_file_name(key) == f"{base}_r1/abc/de_g7/{'abcde' + '0' * 59}.bin"
     assert mapper().get_config_file_path() == f"{base}/config.json"
     assert mapper().fingerprint.hex() == digest
     assert mapper().get_run_config() == fields
@@ -85,9 +85,38 @@ def test_each_field_is_in_the_digest(change: dict[str, Any]) -> None:
     assert mapper(**change).base_path != mapper().base_path
 
 
+def test_rank_is_in_the_path_but_not_in_the_digest() -> None:
+    one, two = mapper(rank=0), mapper(rank=1)
+    assert one.get_config_file_path() == two.get_config_file_path()
+    assert one.get_file_name(block_key(1)) != two.get_file_name(block_key(1))
+
+
 def test_parallel_agnostic_collapses_layouts() -> None:
     wide = mapper(parallel_agnostic=True, tp_size=8, pp_size=4, pcp_size=2, dcp_size=2, rank=5)
-    assert wide.relative_name(block_key(1)) == mapper(tp_size=1, rank=0).relative_name(block_key(1))
+    assert wide.get_file_name(block_key(1)) == mapper(tp_size=1, rank=0).get_file_name(block_key(1))
+
+
+def test_current_and_older_spec_give_the_same_namespace() -> None:
+    new = FakeSpec().changed("cache", blocks_per_chunk=4)
+    groups = [
+        SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=g.tokens_per_block), layer_names=list(g.layer_names))
+        for g in new.config.groups
+    ]
+    old = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(model=new.config.model.name),
+            cache_config=SimpleNamespace(cache_dtype="float32", block_size=32),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, rank=0),
+        ),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+        block_size_factor=4,
+    )
+    of_new = FileMapper.from_offloading_spec("/kv", new)
+    of_old = FileMapper.from_offloading_spec("/kv", old)
+    assert of_new.get_run_config() == of_old.get_run_config()
+    assert of_new.get_run_config()["gpu_blocks_per_file"] == 4
+    assert of_new.get_run_config()["dtype"] == "float32"
+    assert FileMapper.from_offloading_spec("/kv", old, 2).get_run_config()["gpu_blocks_per_file"] == 2
 
 
 def test_parallel_agnostic_needs_the_specs_word() -> None:

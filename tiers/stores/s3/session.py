@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import boto3
 import botocore.session
 from botocore import exceptions as boto_errors
 from botocore.config import Config
@@ -157,7 +158,7 @@ class S3Session:
             "addressing_style": "virtual" if self._bucket_in_host else "auto",
             "payload_signing_enabled": sign_payload,
         }
-        client = self._session.create_client(
+        client = boto3.Session(botocore_session=self._session).client(
             "s3",
             region_name=self.region,
             endpoint_url=self._endpoint_url,
