@@ -137,7 +137,7 @@ def test_10000_forged_or_moved_blocks_are_refused() -> None:
         lambda: patched(good, proof.start, other[proof]),
         lambda: patched(good, tail + 14, bytes([dice.choice([0, 1, 3])])),  # another kind of authentication
         lambda: other,
-        # Good blocks of another key, rank or namespace, or sealed with the attacker's key, with the name that is wanted.
+        # Good blocks of another key, rank or namespace, or sealed with the attacker's key, under the wanted name.
         lambda: patched(other, tail + 66, mine[:32]),
         lambda: patched(made_by(GcmSeal(FINGERPRINT, 1, keys=RING)), tail + 60, b"\2"),
         lambda: patched(made_by(GcmSeal(bytes(32), 2, keys=RING)), tail + 24, FINGERPRINT),

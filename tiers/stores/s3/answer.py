@@ -86,7 +86,7 @@ class Answer:
                 fill(self._response, part)
             return
         size = parts_size(parts)
-        if size > self._left or transfer(self._unread.readinto_many, -1, parts, size=size) < size:
+        if size > self._left or transfer(self._unread.readinto_many, -1, parts) < size:
             raise http.client.IncompleteRead(b"")
         self._left -= size
 
