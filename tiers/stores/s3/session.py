@@ -73,7 +73,8 @@ class S3Session:
         source = BotoConfig(options.profile)
         self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS", str(source))
         try:
-            session = self._session = self._make_botocore_session(source)
+            session = self._make_botocore_session(source)
+            self._session = boto3.Session(botocore_session=session)
             self.region: str = options.region or session.get_config_variable("region") or DEFAULT_REGION
             source.check_region(self.region)
             session.set_config_variable("region", self.region)  # for STS, where the profile assumes a role
@@ -158,7 +159,7 @@ class S3Session:
             "addressing_style": "virtual" if self._bucket_in_host else "auto",
             "payload_signing_enabled": sign_payload,
         }
-        client = boto3.Session(botocore_session=self._session).client(
+        client = self._session.client(
             "s3",
             region_name=self.region,
             endpoint_url=self._endpoint_url,
