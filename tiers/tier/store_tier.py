@@ -32,7 +32,7 @@ from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
 from .counts import TierCounts
 from .events import KeysSinceJobStart, UnreadEvents
-from .health import TierHealth
+from .health import REST_S, TierHealth
 from .lookup import AsyncLookup, LookupCounts, LookupOptions
 
 logger = get_logger(__name__)
@@ -489,7 +489,7 @@ class StoreTierManager(SecondaryTierManager):
         batches = finished.batches
         for batch in batches:
             self._counts.moved(batch, op)
-        self._lookup.forget(self._health.moved(batches, op))
+        self._health.moved(batches, op)
         succeeded = [key for batch in batches for key in batch.succeeded]
         found = [key for batch in batches for key in batch.found]
         # If this store found a block already stored, but a load has since found the block gone, it is not stored.
@@ -543,8 +543,7 @@ class StoreTierManager(SecondaryTierManager):
                 self._lookup.mark(part, present=False)
                 yield len(part)
         for batch in batches:
-            for key in (*batch.unreadable, *batch.bad):
-                self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
+            self._lookup.mark((*batch.unreadable, *batch.bad), present=False, rest_s=REST_S)
         # Report "removed" only for blocks that are gone, not for every failed load: storage that is down for a second
         # still has its blocks, and nothing would announce them again. Skip blocks published by a store since the load
         # began: listeners go by the last event. A block that a store only found there was there before it was gone.
