@@ -19,16 +19,13 @@ from typing import Any
 
 from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
 from ..blocks.namespace import CONFIG_BYTES_MAX
-from ..blocks.seal import TRAILER_BYTES
 from ..errors import (
-    BlobCorruptError,
     BlobNotFoundError,
-    SealError,
     StoreError,
     StoreFullError,
     StorePermissionError,
 )
-from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob
+from ..store import KeyInfo, Store, SupportsAges, read_blob
 from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
@@ -40,7 +37,7 @@ Block = tuple[KeyInfo, BlockName]
 
 
 class _Unusable(Exception):
-    """One namespace or block cannot be copied; the copy continues with the others."""
+    """One namespace cannot be copied; the copy continues with the others."""
 
 
 @dataclass(slots=True)
@@ -51,10 +48,9 @@ class CopyReport:
         dry_run: nothing was written. ``copied`` then counts blocks that the target lacks and has space for. Payloads
             were not read, so some of these blocks may turn out to be bad.
         copied, copied_bytes: copied blocks, and their bytes including trailers.
-        present: blocks that the target already had, with the same size and a good trailer. (If the target's store
-            cannot read only a blob's end: with the same size.)
+        present: blocks of which the target already had a blob. Whether it is good is for ``verify`` to say.
         bad: blocks whose seal check failed, and blocks that only a newer version can judge.
-        errors: blocks that could not be read or written, or whose name in the target holds a block of a newer version.
+        errors: blocks that could not be read or written.
         left_out: namespaces whose blocks are not copied, and why; the blocks also count as ``errors``.
         no_room: the target is full or reached its limit; the remaining blocks were not checked.
         seen_bytes: bytes of all blocks that were looked at, as listed: copied, present, bad and others.
@@ -130,7 +126,6 @@ class Copier:
     ) -> None:
         self._source = source
         self._target = target
-        self._tails = target if isinstance(target, SupportsTail) else None
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._rate = rate
@@ -148,7 +143,7 @@ class Copier:
         left = iter(blocks)
         with ThreadPoolExecutor(THREADS) as pool:
             while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
-                wanted = self._take_wanted(batch, self._look(batch, pool))
+                wanted = self._take_wanted(batch)
                 wanted_bytes = sum(info.size for info, _ in wanted)
                 self.report.seen_bytes += sum(info.size for info, _ in batch) - wanted_bytes
                 if self.report.dry_run:
@@ -179,49 +174,23 @@ class Copier:
         for future in futures:
             future.result()
 
-    def _look(self, blocks: list[Block], pool: ThreadPoolExecutor) -> list[Any]:
-        """(size, trailer) of the target's blob for each block; None if there is none; an exception if a call failed."""
-        keys = [info.key for info, _ in blocks]
-        found: list[Any] = list(self._target.size_many(keys))
-        parts = [(keys[seat::THREADS], found[seat::THREADS]) for seat in range(THREADS)]
-        for seat, ends in enumerate(pool.map(lambda part: list(map(self._end, *part)), parts)):
-            found[seat::THREADS] = ends
-        return found
-
-    def _end(self, key: str, size: Any) -> Any:
-        if not isinstance(size, int):
-            return size
-        if self._tails is None:
-            return size, None
-        try:
-            return self._tails.get_tail(key, TRAILER_BYTES)
-        except BlobCorruptError:
-            return None  # it is no longer a blob
-        except StoreError as e:
-            # Do not replace the blob: it may be a newer version's. If the storage is down, size_many fails as well.
-            return _Unusable(str(e)) if e.retryable else e
-
-    def _take_wanted(self, blocks: list[Block], found: list[Any]) -> list[Block]:
-        """The blocks that the target lacks or has damaged, as far as it has space; counts the others."""
+    def _take_wanted(self, blocks: list[Block]) -> list[Block]:
+        """The blocks that the target lacks, as far as it has space; counts the others."""
         wanted = []
-        for (info, name), there in zip(blocks, found, strict=True):
-            if isinstance(there, _Unusable) or _is_refused(there):
+        found = self._target.size_many([info.key for info, _ in blocks])
+        for (info, name), size in zip(blocks, found, strict=True):
+            if isinstance(size, Exception):
+                if not _is_refused(size):
+                    raise size
                 self.report.errors += 1
                 continue
-            if isinstance(there, Exception):
-                raise there
-            is_present = there is not None and self._is_good(info, name, *there)
-            if is_present is None:
-                self.report.errors += 1
-                continue
-            if is_present:
+            if size is not None:
                 self.report.present += 1
                 continue
             if name.namespace in self.report.left_out:
                 self.report.errors += 1
                 continue
-            more_bytes = info.size - (0 if there is None else there[0])
-            if self._room_bytes is not None and more_bytes > self._room_bytes:
+            if self._room_bytes is not None and info.size > self._room_bytes:
                 self.report.no_room = True
                 break
             try:
@@ -237,24 +206,9 @@ class Copier:
                 self.report.errors += 1
                 continue
             if self._room_bytes is not None:
-                self._room_bytes -= more_bytes
+                self._room_bytes -= info.size
             wanted.append((info, name))
         return wanted
-
-    def _is_good(self, info: KeyInfo, name: BlockName, size: int, tail: bytes | None) -> bool | None:
-        """Whether the target's blob is the block and is good, by the checks of a store job.
-
-        None: the blob is a newer version's, and must never be replaced.
-        """
-        if tail is None:
-            return size == info.size
-        if size != info.size:
-            return False
-        try:
-            self._readers[0].seal_for(name).check_trailer(name.offload_key, tail, size - TRAILER_BYTES)
-        except SealError as e:
-            return None if e.foreign else False
-        return True
 
     def _copy_namespace(self, namespace: str) -> None:
         key = f"{namespace}/{CONFIG_FILE_NAME}"
@@ -299,12 +253,11 @@ class Copier:
             report.copied_bytes += info.size
 
     def _put(self, info: KeyInfo, parts: list[memoryview]) -> None:
-        """Write the block; an existing blob is not a good block of this namespace and is replaced."""
         used_at = self._source.used_at(info) if isinstance(self._source, SupportsAges) else info.mtime
         if used_at > 0 and isinstance(self._target, SupportsAges):
             self._target.put_aged(info.key, parts, used_at=min(used_at, time.time()))
         else:
-            self._target.put(info.key, parts, overwrite=True)
+            self._target.put(info.key, parts)
 
 
 def _sum(total: CopyReport, parts: Iterable[CopyReport]) -> CopyReport:
