@@ -27,7 +27,7 @@ from ..frames import Work
 from ..metrics import Metrics
 from ..plain_logs import get_logger
 from ..store import Capabilities
-from ..tracing import JobTrace
+from ..tracing import TraceJob
 from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
 from .counts import TierCounts
@@ -76,7 +76,7 @@ class TierOptions:
     circuit_probe_s: float = 5.0
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
-    trace_job: Callable[[JobTrace], None] | None = None
+    trace_job: TraceJob | None = None
     read_only: bool = False
 
 
@@ -565,11 +565,11 @@ class StoreTierManager(SecondaryTierManager):
             yield len(part)
 
     def _trace(self, *fields: Any) -> None:
-        """Pass a job that ended to ``trace_job``. ``fields`` are those of ``JobTrace``."""
+        """Pass a job that ended to ``trace_job``. ``fields``: see ``TraceJob``."""
         if self._options.trace_job is None:
             return
         try:
-            self._options.trace_job(JobTrace(*fields))
+            self._options.trace_job(*fields)
         except Exception:  # whatever an exporter raises, the job has ended
             if not self._trace_failed:
                 self._trace_failed = True
