@@ -22,11 +22,10 @@ from .config.tier_options import (
     FsspecTierConfig,
     NetworkTierConfig,
     NfsTierConfig,
-    S3TierConfig,
-    StoreTierConfig,
     TierConfig,
+    shown_place,
 )
-from .errors import ConfigError, RegionError, printable, public_url
+from .errors import ConfigError, RegionError
 from .frames import Seats, Work
 from .plain_logs import get_logger
 from .recipe import StoreRecipe
@@ -106,7 +105,7 @@ class BuiltInTier(StoreTierManager):
             "A stored block has %s tokens: shorter prompts are not stored",
             name,
             "started" if self.missing is None else "waits for its storage",
-            _shown_place(config),
+            shown_place(config),
             mapper.base_path.rpartition("/")[2],
             mapper.rank,
             min(most, config.n_read_threads),
@@ -154,18 +153,6 @@ def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_processes: bool)
                 f"needs other processes, but only the process that puts a blob into this store sees it; {accepted}",
                 field=field,
             )
-
-
-def _shown_place(config: TierConfig) -> str:
-    """Describe where a tier stores its blocks, for the log: without a URL's password."""
-    if isinstance(config, S3TierConfig):
-        at = f" at {public_url(config.endpoint_url)}" if config.endpoint_url else ""
-        return f"s3://{config.bucket}/{config.prefix or ''}{at}"
-    if isinstance(config, FsspecTierConfig):
-        return public_url(config.url)
-    if isinstance(config, StoreTierConfig):
-        return f"a store of {config.module_path}"
-    return f"{config.type} in {printable(getattr(config, 'root_dir', 'memory'))}"
 
 
 def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[MappedRegion | None, str]:

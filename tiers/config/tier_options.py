@@ -48,8 +48,7 @@ MIN_FREE = (
 ISOLATION = (
     "process: I/O runs in worker processes, which do not wait for the engine's GIL and are killed when they hang. "
     "thread: I/O runs in threads of the engine; on nfs this is safe only if the mount's I/O times out by itself (soft, "
-    "softerr), and on s3 the client is then always boto3. auto: process if other processes can map the region, else "
-    "thread."
+    "softerr). auto: process if other processes can map the region, else thread."
 )
 LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
@@ -393,6 +392,15 @@ class ExternalTierConfig(BaseModel):
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         return self.model_dump().items()
+
+
+def shown_place(tier: TierConfig) -> str:
+    """Where a tier stores its blocks, for logs and commands: without a URL's login."""
+    options: dict[str, Any] = tier.model_dump()
+    if "bucket" in options:
+        return f"s3://{options['bucket']}/{options['prefix']}".rstrip("/")
+    places = ("root_dir", "url", "module_path")
+    return next((str(options[name]) for name in places if name in options), "this process's memory")
 
 
 TIER_MODELS: dict[str, type[TierConfig]] = {

@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
@@ -31,7 +31,6 @@ from .inventory import list_blocks
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once
-PROGRESS_EVERY_S = 0.5
 
 Block = tuple[KeyInfo, BlockName]
 
@@ -111,7 +110,7 @@ class Copier:
         room_bytes: maximum bytes to copy; None: until the target refuses.
         dry_run: only find out what would be copied; the target is only read.
         rate: bounds how fast blocks are copied; None: no bound.
-        on_progress: called with the report after each batch, and every ``PROGRESS_EVERY_S``.
+        on_progress: called with the report after each block and each batch.
     """
 
     def __init__(
@@ -130,7 +129,8 @@ class Copier:
         self._on_progress = on_progress
         self._rate = rate
         self._stopped = threading.Event()  # set if the copy ends early: threads then stop between two blocks
-        self._readers = [BlockReader(source) for _ in range(THREADS)]
+        self._own = threading.local()  # each thread's BlockReader
+        self._lock = threading.Lock()  # guards the report's counts
         self._namespaces: set[str] = set()
         self.report = CopyReport(dry_run=dry_run)
 
@@ -142,37 +142,30 @@ class Copier:
         """
         left = iter(blocks)
         with ThreadPoolExecutor(THREADS) as pool:
-            while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
-                wanted = self._take_wanted(batch)
-                wanted_bytes = sum(info.size for info, _ in wanted)
-                self.report.seen_bytes += sum(info.size for info, _ in batch) - wanted_bytes
-                if self.report.dry_run:
-                    self.report.copied += len(wanted)
-                    self.report.copied_bytes += wanted_bytes
-                    self.report.seen_bytes += wanted_bytes
-                else:
-                    self._copy_batch(wanted, pool)
-                self._on_progress(self.report)
+            try:
+                while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
+                    self._copy_batch(batch, pool)
+            except BaseException:  # such as Ctrl-C: threads stop after their current blocks
+                self._stopped.set()
+                raise
         return self.report
 
-    def _copy_batch(self, blocks: list[Block], pool: ThreadPoolExecutor) -> None:
-        """Copy in several threads. If the copy ends early, such as on Ctrl-C, they stop after their current blocks."""
-        parts = [blocks[seat::THREADS] for seat in range(THREADS)]
-        reports = [CopyReport() for _ in parts]
-        futures = list(map(pool.submit, repeat(self._copy_some), parts, self._readers, reports))
-        before = self.report
-        try:
-            while wait(futures, PROGRESS_EVERY_S).not_done:
-                self.report = _sum(before, reports)
+    def _copy_batch(self, batch: list[Block], pool: ThreadPoolExecutor) -> None:
+        wanted = self._take_wanted(batch)
+        wanted_bytes = sum(info.size for info, _ in wanted)
+        self._count(seen_bytes=sum(info.size for info, _ in batch) - wanted_bytes)
+        if self.report.dry_run:
+            self._count(copied=len(wanted), copied_bytes=wanted_bytes, seen_bytes=wanted_bytes)
+        else:
+            for copied in as_completed([pool.submit(self._copy_block, *block) for block in wanted]):
+                copied.result()
                 self._on_progress(self.report)
-        except BaseException:
-            self._stopped.set()
-            wait(futures)
-            raise
-        finally:
-            self.report = _sum(before, reports)
-        for future in futures:
-            future.result()
+        self._on_progress(self.report)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, count in more.items():
+                setattr(self.report, name, getattr(self.report, name) + count)
 
     def _take_wanted(self, blocks: list[Block]) -> list[Block]:
         """The blocks that the target lacks, as far as it has space; counts the others."""
@@ -224,33 +217,33 @@ class Copier:
             raise _Unusable(f"the target's {key} is damaged or belongs to another namespace")
         self._namespaces.add(namespace)
 
-    def _copy_some(self, blocks: list[Block], reader: BlockReader, report: CopyReport) -> None:
-        for info, name in blocks:
-            if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(info.size)):
-                break
-            report.seen_bytes += info.size
+    def _copy_block(self, info: KeyInfo, name: BlockName) -> None:
+        if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(info.size)):
+            return
+        self._count(seen_bytes=info.size)
+        if not hasattr(self._own, "reader"):
+            self._own.reader = BlockReader(self._source)
+        reader: BlockReader = self._own.reader
+        try:
             try:
-                try:
-                    reason, _ = reader.read(info, name)
-                except StorePermissionError:  # one file, perhaps written by a command run as root: continue
-                    report.errors += 1
-                    continue
-                if reason is not None:
-                    report.bad += 1
-                    continue
-                self._put(info, [reader.data])
-            except BlobNotFoundError:
-                continue  # removed since it was listed
-            except StoreFullError:
-                report.no_room = True
-                break
-            except StoreError as e:
-                if not (e.retryable or _is_refused(e)):
-                    raise
-                report.errors += 1
-                continue
-            report.copied += 1
-            report.copied_bytes += info.size
+                reason, _ = reader.read(info, name)
+            except StorePermissionError:  # one file, perhaps written by a command run as root: continue
+                self._count(errors=1)
+                return
+            if reason is not None:
+                self._count(bad=1)
+                return
+            self._put(info, [reader.data])
+            self._count(copied=1, copied_bytes=info.size)
+        except BlobNotFoundError:
+            pass  # removed since it was listed
+        except StoreFullError:
+            self.report.no_room = True
+            self._stopped.set()
+        except StoreError as e:
+            if not (e.retryable or _is_refused(e)):
+                raise
+            self._count(errors=1)
 
     def _put(self, info: KeyInfo, parts: list[memoryview]) -> None:
         used_at = self._source.used_at(info) if isinstance(self._source, SupportsAges) else info.mtime
@@ -258,15 +251,6 @@ class Copier:
             self._target.put_aged(info.key, parts, used_at=min(used_at, time.time()))
         else:
             self._target.put(info.key, parts)
-
-
-def _sum(total: CopyReport, parts: Iterable[CopyReport]) -> CopyReport:
-    total = replace(total)
-    for part in parts:
-        for name in ("copied", "copied_bytes", "present", "bad", "errors", "seen_bytes"):
-            setattr(total, name, getattr(total, name) + getattr(part, name))
-        total.no_room |= part.no_room
-    return total
 
 
 def _is_refused(e: Any) -> bool:
