@@ -93,7 +93,8 @@ class _Asker:
 
     Attributes:
         came_at: when it asked first.
-        question: the value in ``_asked`` for keys that it asks in the current epoch.
+        question: the value in ``_asked`` for all keys that it asks in the current epoch: a tuple each would cost the
+            garbage collector milliseconds a step.
         queue: keys that no probe has taken yet.
         owed: number of keys it waits for, including keys that another request asked first.
         queued_at: when it was last flushed with new keys.
@@ -104,7 +105,7 @@ class _Asker:
 
     req_id: str
     came_at: float
-    question: _Question = field(init=False)
+    question: tuple[_Asker, int] | None = None
     queue: deque[OffloadKey] = field(default_factory=deque)
     owed: int = 0
     queued_at: float = 0.0
@@ -126,19 +127,6 @@ class _Turn:
     epoch: int
     silent_since: float
     is_expired: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Question:
-    """A pending question. One object serves all keys that a request asks within an epoch.
-
-    Attributes:
-        epoch: how often ``mark``, ``forget`` or ``_expire`` was called before. A probe that began in an earlier epoch
-            may not reflect those changes, so its answer is ignored.
-    """
-
-    asker: _Asker
-    epoch: int
 
 
 class AsyncLookup:
@@ -165,12 +153,14 @@ class AsyncLookup:
         self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._doubted_until = float("-inf")  # a positive answer that expires before this is older than the last doubt()
         self._said_absent: dict[OffloadKey, bool] = {}  # keys of ``lookup_surely``
-        self._asked: dict[OffloadKey, _Question] = {}
+        # key -> who asks, and the epoch in which it did: a probe that began in an earlier one may not reflect what
+        # ``mark``, ``forget`` and ``_expire`` have changed since, so its answer is ignored.
+        self._asked: dict[OffloadKey, tuple[_Asker, int]] = {}
         self._joined: dict[OffloadKey, list[_Asker]] = {}  # key -> requests that wait besides the one that asked it
         self._askers: dict[str, _Asker] = {}  # by request id, the oldest first
         self._fresh: list[_Asker] = []
         self._answered_at = float("-inf")  # when any probe last returned
-        self._epoch = 0
+        self._epoch = 0  # how often these methods were called
         self._turn_keys = FAR_TURN_KEYS if is_far else NEAR_TURN_KEYS
         self._probes_max = max(1, options.asked_max // self._turn_keys)
         self._answered: dict[str, list[OffloadKey]] = {}  # by request id, since the last take_answered
@@ -257,18 +247,21 @@ class AsyncLookup:
         """Ask for a key without a valid answer. ``old`` is the expired answer."""
         asker = self._askers.get(req_id)
         if asker is None:
-            asker = self._remember(req_id)
+            asker = self._askers[req_id] = _Asker(req_id, self._clock())
         elif asker.is_over:
             return False
         question = self._asked.get(key)
         if question is not None:
-            if question.asker is not asker:
-                self._join(asker, key)
+            if question[0] is not asker:
+                joined = self._joined.setdefault(key, [])
+                if asker not in joined:
+                    joined.append(asker)
+                    asker.owed += 1
             return None
         if old is not None and req_id and not old[0] and old[1] > asker.came_at:
             return False  # expired, but a request that repeats all its lookups would otherwise never get all answers
-        if asker.question.epoch != self._epoch:
-            asker.question = _Question(asker, self._epoch)
+        if asker.question is None or asker.question[1] != self._epoch:
+            asker.question = asker, self._epoch
         self._asked[key] = asker.question
         asker.queue.append(key)
         asker.owed += 1
@@ -277,21 +270,10 @@ class AsyncLookup:
             self._fresh.append(asker)
         return None
 
-    def _remember(self, req_id: str) -> _Asker:
-        asker = self._askers[req_id] = _Asker(req_id, self._clock())
-        asker.question = _Question(asker, self._epoch)
-        return asker
-
-    def _join(self, asker: _Asker, key: OffloadKey) -> None:
-        joined = self._joined.setdefault(key, [])
-        if asker not in joined:
-            joined.append(asker)
-            asker.owed += 1
-
-    def _end_question(self, key: OffloadKey, question: _Question) -> None:
+    def _end_question(self, key: OffloadKey, first: _Asker) -> None:
         """End a key's question. The requests that waited for it look the key up again and get what is known then."""
         del self._asked[key]
-        for asker in (question.asker, *self._joined.pop(key, ())):
+        for asker in (first, *self._joined.pop(key, ())):
             asker.owed -= 1
             if asker.req_id in self._askers:
                 self._answered.setdefault(asker.req_id, []).append(key)
@@ -300,15 +282,15 @@ class AsyncLookup:
         if self._asked:
             for key in keys:
                 if (question := self._asked.get(key)) is not None:
-                    self._end_question(key, question)
+                    self._end_question(key, question[0])
 
     def _drop_queue(self, asker: _Asker) -> None:
         """Drop a request's keys that no probe has taken yet. Other requests that wait for them look them up again."""
         while asker.queue:
             key = asker.queue.pop()
             question = self._asked.get(key)
-            if question is not None and question.asker is asker:
-                self._end_question(key, question)
+            if question is not None and question[0] is asker:
+                self._end_question(key, asker)
 
     # -- limits ----------------------------------------------------------------------------------------------------
 
@@ -349,9 +331,7 @@ class AsyncLookup:
         """End the wait of a request after ``total_s``: for this request, all keys still unknown are absent."""
         self._counts.given_up += asker.owed
         asker.is_over = True
-        awaited = [
-            key for key, each in self._asked.items() if each.asker is asker or asker in self._joined.get(key, ())
-        ]
+        awaited = [key for key, each in self._asked.items() if each[0] is asker or asker in self._joined.get(key, ())]
         self._answered.setdefault(asker.req_id, []).extend(awaited)
         self._drop_queue(asker)
 
@@ -370,7 +350,7 @@ class AsyncLookup:
     def _is_answered_by(self, turn: _Turn, key: OffloadKey) -> bool:
         """Whether the turn answers the key's current question, rather than one that expired or was overruled."""
         question = self._asked.get(key)
-        return question is not None and question.epoch <= turn.epoch
+        return question is not None and question[1] <= turn.epoch
 
     def take_replies(self) -> None:
         """Take the answers that have come, and begin further probes."""
@@ -390,13 +370,13 @@ class AsyncLookup:
         for key, found in zip(turn.keys, answers, strict=True):
             if not self._is_answered_by(turn, key):
                 continue
-            question = self._asked[key]
-            self._end_question(key, question)
+            first, _ = self._asked[key]
+            self._end_question(key, first)
             if found:
                 present.append(key)
                 continue
             absent.append(key)
-            dropping.add(question.asker)
+            dropping.add(first)
             if found is None:
                 counts.failed.append(key)
             else:

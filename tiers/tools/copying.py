@@ -35,10 +35,6 @@ BATCH_BLOCKS = 256  # looked up in the target at once
 Block = tuple[KeyInfo, BlockName]
 
 
-class _Unusable(Exception):
-    """One namespace cannot be copied; the copy continues with the others."""
-
-
 @dataclass(slots=True)
 class CopyReport:
     """Result of a copy.
@@ -172,50 +168,50 @@ class Copier:
         wanted = []
         found = self._target.size_many([info.key for info, _ in blocks])
         for (info, name), size in zip(blocks, found, strict=True):
-            if isinstance(size, Exception):
-                if not _is_refused(size):
-                    raise size
-                self.report.errors += 1
-                continue
-            if size is not None:
+            if isinstance(size, Exception) and not _is_refused(size):
+                raise size
+            if isinstance(size, int):
                 self.report.present += 1
-                continue
-            if name.namespace in self.report.left_out:
+            elif size is not None or not self._has_namespace(name.namespace):
                 self.report.errors += 1
-                continue
-            if self._room_bytes is not None and info.size > self._room_bytes:
+            elif self.report.no_room or (self._room_bytes is not None and info.size > self._room_bytes):
                 self.report.no_room = True
                 break
-            try:
-                if name.namespace not in self._namespaces:
-                    self._copy_namespace(name.namespace)
-            except StoreFullError:
-                self.report.no_room = True
-                break
-            except (_Unusable, StorePermissionError) as e:
-                if not (isinstance(e, _Unusable) or _is_refused(e)):
-                    raise
-                self.report.left_out[name.namespace] = str(e)
-                self.report.errors += 1
-                continue
-            if self._room_bytes is not None:
-                self._room_bytes -= info.size
-            wanted.append((info, name))
+            else:
+                if self._room_bytes is not None:
+                    self._room_bytes -= info.size
+                wanted.append((info, name))
         return wanted
 
-    def _copy_namespace(self, namespace: str) -> None:
+    def _has_namespace(self, namespace: str) -> bool:
+        """Whether the target has the namespace's identity, which is copied first; if not, notes why."""
+        if namespace not in self._namespaces and namespace not in self.report.left_out:
+            try:
+                problem = self._copy_identity(namespace)
+            except StoreFullError:
+                self.report.no_room = True
+                return True
+            except StorePermissionError as e:
+                if not _is_refused(e):
+                    raise
+                problem = str(e)
+            if problem:
+                self.report.left_out[namespace] = problem
+            else:
+                self._namespaces.add(namespace)
+        return namespace in self._namespaces
+
+    def _copy_identity(self, namespace: str) -> str:
         key = f"{namespace}/{CONFIG_FILE_NAME}"
-        data = (
-            None if read_identity(self._source, namespace) is None else read_blob(self._source, key, CONFIG_BYTES_MAX)
-        )
-        if data is None:
-            raise _Unusable(f"the source's {key} is missing or damaged")
+        data = read_identity(self._source, namespace) and read_blob(self._source, key, CONFIG_BYTES_MAX)
+        if not data:
+            return f"the source's {key} is missing or damaged"
         if not self.report.dry_run:
             self._target.put(key, [memoryview(data)])  # an existing file is kept
         is_new = self.report.dry_run and self._target.size(key) is None
         if not is_new and read_identity(self._target, namespace) is None:
-            raise _Unusable(f"the target's {key} is damaged or belongs to another namespace")
-        self._namespaces.add(namespace)
+            return f"the target's {key} is damaged or belongs to another namespace"
+        return ""
 
     def _copy_block(self, info: KeyInfo, name: BlockName) -> None:
         if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(info.size)):
