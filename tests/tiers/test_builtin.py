@@ -21,7 +21,7 @@ from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import store_recipe
-from kvtiers.tiers.config.tier_options import FsspecTierConfig, NfsTierConfig, S3TierConfig
+from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.s3.options import S3Options
@@ -132,35 +132,13 @@ def store_and_load(tier: StoreTierManager, region: np.ndarray[Any, Any]) -> None
     assert (region == original).all()
 
 
+@pytest.mark.parametrize("kind", ["fs", "nfs", "fsspec"])
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], isolation: str) -> None:
-    tier = BuiltInTier(
-        FakeSpec(),
-        region.data,
-        "nfs",
-        root_dir=str(tmp_path / "kv"),
-        min_free=0,
-        isolation=isolation,
-        job_deadline_s=60.0,
-    )
+def test_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], kind: str, isolation: str) -> None:
+    place = {"url": f"file://{tmp_path}/kv"} if kind == "fsspec" else {"root_dir": str(tmp_path / "kv"), "min_free": 0}
+    tier = BuiltInTier(FakeSpec(), region.data, kind, isolation=isolation, job_deadline_s=60.0, **place)
     try:
         assert bool(tier._channel.pids) == (isolation == "process")
-        store_and_load(tier, region)
-    finally:
-        tier.shutdown()
-
-
-def test_nfs_is_isolated_by_default() -> None:
-    tier = parse_tier({"type": "nfs", "root_dir": "/x"})
-    assert isinstance(tier, NfsTierConfig)
-    assert tier.isolation == "auto"
-
-
-def test_local_files_in_processes(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
-    config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": "process", "job_deadline_s": 60.0}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
-    assert isinstance(tier, StoreTierManager)
-    try:
         store_and_load(tier, region)
     finally:
         tier.shutdown()
@@ -202,21 +180,6 @@ def test_endpoint_that_does_not_answer_does_not_stop_the_engine(
     config = s3 | {"endpoint_url": "http://127.0.0.1:9"}
     tier = BuiltInTier(FakeSpec(), region.data, "s3", **config)
     tier.shutdown()
-
-
-def test_fsspec_tier(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
-    pytest.importorskip("fsspec")
-    tier = BuiltInTier(FakeSpec(), region.data, "fsspec", url=f"file://{tmp_path}/kv", job_deadline_s=60.0)
-    try:
-        store_and_load(tier, region)
-    finally:
-        tier.shutdown()
-
-
-def test_fsspec_options_reach_the_file_system() -> None:
-    tier = parse_tier({"type": "fsspec", "url": "gs://b", "storage_options": {"project": "p"}})
-    assert isinstance(tier, FsspecTierConfig)
-    assert tier.storage_options == {"project": "p"}
 
 
 def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

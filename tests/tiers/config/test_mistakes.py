@@ -39,62 +39,86 @@ def told_of(tier: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"region": REGION, "Tiers": []}, "Tiers: is not a known key; did you mean tiers?"),
-        (
-            {"region": REGION, "blocks-per-chunk": 1},
-            "blocks-per-chunk: is not a known key; did you mean blocks_per_chunk?",
-        ),
+        (None, "must be a mapping with the keys blocks_per_chunk, handler, identity, metrics, region, tiers"),
+        ([], "a mapping with the keys"),
+        ({}, "region: is required"),
+        ({"region": 3}, "region: 3 is not accepted"),
+        ({"region": {}}, "region.size: is required"),
+        ({"region": {"size": 4095}}, "region.size: 4095 is not accepted; write a size from 4KiB to 1024PiB"),
+        ({"region": {"size": 1 << 20_000}}, "region.size: a number is not accepted; write a size from 4KiB to 1024PiB"),
         ({"region": {"size": 1 << 20, "evict_policy": "lru"}}, "did you mean eviction_policy?"),
-        ({"region": REGION, "identity": {"ignored": []}}, "identity.ignored: is not a known key; did you mean ignore?"),
-        ({"region": REGION, "metrics": {"adress": "::1"}}, "metrics.adress: is not a known key; did you mean address?"),
-        (
-            {"region": REGION, "handler": {"pinned": True}},
-            "handler.pinned: is not a known key; accepted: kernel_copies_min, ",
+        *(
+            ({"region": REGION, name: value}, expected)
+            for name, value, expected in (
+                ("Tiers", [], "Tiers: is not a known key; did you mean tiers?"),
+                ("blocks-per-chunk", 1, "blocks-per-chunk: is not a known key; did you mean blocks_per_chunk?"),
+                ("blocks_per_chunk", True, "blocks_per_chunk: true is not a number"),
+                ("identity", {"ignored": []}, "identity.ignored: is not a known key; did you mean ignore?"),
+                ("metrics", {"adress": "::1"}, "metrics.adress: is not a known key; did you mean address?"),
+                ("metrics", {"port": True}, "metrics.port: true is not a number"),
+                ("handler", {"pinned": True}, "handler.pinned: is not a known key; accepted: kernel_copies_min, "),
+                ("eviction_policy", "lru", "eviction_policy: is not a known key here; it belongs in region"),
+                ("root_dir", "/x", "root_dir: is not a known key here; it belongs in tiers"),
+                ("tiers", {}, "tiers: {} is not a list"),
+                ("tiers", {"type": "fs"}, "tiers: a mapping is not a list of tiers; begin each"),
+                ("tiers", None, "tiers: nothing is not a list of tiers; begin each"),
+                ("tiers", "s3://id:key@b/kv", "tiers: '***@b/kv' is not a list"),
+                ("tiers", [3], "tiers[0]: 3 is not a mapping"),
+                ("tiers", ["s3://id:k/ey@b/kv"], "tiers[0]: '***@b/kv' is not a mapping"),
+                ("tiers", [{}], "tiers[0].type: is required; accepted: fs"),
+                ("tiers", [FS, FS | {"n_threads": 1}], "tiers[1].n_threads: is not a known key; did you mean n_read_"),
+                (1, 2, "1: is not a text; keys are text"),
+            )
         ),
-        ({"region": REGION, "tiers": [FS | {"max_byte": 1}]}, "tiers[0].max_byte: is not a known key; did you mean"),
         (
-            {"region": REGION, "tiers": [FS | {"size": "1GiB"}]},
-            "tiers[0].size: is not a known key; did you mean max_bytes?",
+            {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
+            "'a' is the name of 2 tiers; names must differ",
         ),
-        ({"region": REGION, "tiers": [FS | {"zzz": 1}]}, "tiers[0].zzz: is not a known key; accepted: children"),
-        ({"region": REGION, "tiers": [FS | {"bucket": "b"}]}, "bucket: is not a known key here; it belongs to"),
         (
-            {"region": REGION, "eviction_policy": "lru"},
-            "eviction_policy: is not a known key here; it belongs in region",
+            {"region": REGION, "tiers": [FS | {"name": "fs1"}, FS | {"root_dir": "/kv2"}]},
+            "'fs1' is the name of 2 tiers, for one of them by default; names must differ",
         ),
-        ({"region": REGION, "root_dir": "/x"}, "root_dir: is not a known key here; it belongs in tiers"),
-        ({"region": REGION, "tiers": [{"type": "nsf"}]}, "'nsf' is not a tier type; did you mean nfs? (accepted: fs, "),
-        ({"region": REGION, "tiers": [{"type": "redis"}]}, "'redis' is not a tier type; accepted: fs, fsspec, "),
-        ({"region": REGION, "tiers": {"type": "fs"}}, "tiers: a mapping is not a list of tiers; begin each"),
-        ({"region": REGION, "tiers": None}, "tiers: nothing is not a list of tiers; begin each"),
-        ({"region": REGION, 1: 2}, "1: is not a text; keys are text"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": "a" * 4000}]}, "' is too long; write at most 3072 characters"),
-        (
-            {"region": REGION, "tiers": [S3 | {"ca_bundle": ""}]},
-            "ca_bundle: '' is too short; write at least 1 character(s)",
-        ),
-        ({"region": REGION, "tiers": [{"type": "fsspec"}]}, "tiers[0].url: is required; write a URL"),
     ],
 )
-def test_unknown_keys_and_types_are_told_what_was_meant(data: object, expected: str) -> None:
+def test_mistake_names_its_field_and_what_is_accepted(data: object, expected: str) -> None:
     assert expected in told(data)
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        ({"type": "me:key@b?sig=key"}, "type: '***@b?***' is not a tier type"),
+        ({"type": "nsf"}, "type: 'nsf' is not a tier type; did you mean nfs? (accepted: fs, "),
+        ({"type": "redis"}, "type: 'redis' is not a tier type; accepted: fs, fsspec, "),
+        ({"type": "fs"}, "root_dir: is required"),
+        ({"type": "fsspec"}, "url: is required; write a URL"),
+        ({"type": "s3", "bucket": "https://id:key@h/b"}, "bucket: '***@h/b' is not a valid bucket name"),
+        (FS | {"root_dir": 3}, "root_dir: 3 is not accepted"),
+        (FS | {"root_dir": ""}, "root_dir: '' is too short"),
+        (FS | {"root_dir": b"kv\0"}, "root_dir: binary is not text"),
+        (FS | {"root_dir": "~nobody-here/kv"}, "root_dir: '~nobody-here/kv' begins with the home"),
+        (FS | {"root_dir": "/a\0b"}, "root_dir: '/a\\x00b' contains a NUL"),
+        (FS | {"root_dir": "a" * 4000}, f"root_dir: '{'a' * 76}…' is too long; write at most 3072 characters"),
+        (S3 | {"ca_bundle": ""}, "ca_bundle: '' is too short; write at least 1 character(s)"),
+        (FS | {"lookup_deadline_s": True}, "lookup_deadline_s: true is not a duration"),
+        (FS | {"n_read_threads": True}, "n_read_threads: true is not a number"),
+        (FS | {"durability": False}, "durability: false is not accepted; write none or data"),
+        (FS | {"max_byte": 1}, "max_byte: is not a known key; did you mean max_bytes?"),
+        (FS | {"size": "1GiB"}, "size: is not a known key; did you mean max_bytes?"),
+        (FS | {"zzz": 1}, "zzz: is not a known key; accepted: children"),
+        (FS | {"bucket": "b"}, "bucket: is not a known key here; it belongs to"),
+        ({"type": "fsspec", "url": "gs://$NOT_SET/kv"}, "url: a text names the variable $NOT_SET, which is not set"),
+    ],
+)
+def test_mistake_in_a_tier_names_its_field_and_what_is_accepted(tier: dict[str, Any], expected: str) -> None:
+    assert told_of(tier).startswith(expected)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "access_key_id",
-        "secret_access_key",
-        "aws_secret_access_key",
-        "session_token",
-        "password",
-        "AccessKey",
-        "api_key",
-        "account_key",
-        "sas_token",
-        "connection_string",
-        "client_secret",
-        "credentials",
+        *("access_key_id", "secret_access_key", "aws_secret_access_key", "session_token", "password", "AccessKey"),
+        *("api_key", "account_key", "sas_token", "connection_string", "client_secret", "credentials"),
     ],
 )
 def test_credentials_are_told_where_they_belong_and_are_not_repeated(name: str) -> None:
