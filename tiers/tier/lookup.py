@@ -120,13 +120,11 @@ class _Turn:
 
     Attributes:
         silent_since: when the keys were flushed, or when any probe last returned before this one began, if later.
-        is_expired: its keys were answered without it.
     """
 
     keys: list[OffloadKey]
     epoch: int
     silent_since: float
-    is_expired: bool = False
 
 
 class AsyncLookup:
@@ -298,13 +296,10 @@ class AsyncLookup:
         """Expire keys that the storage has not answered in time, and end waits that have taken too long."""
         options = self._options
         for turn in self._under_way.values():
-            if turn.is_expired:
-                continue
             if (
                 now - max(turn.silent_since, self._answered_at) >= options.deadline_s
                 or now - turn.silent_since >= SILENT_TURNS_MAX * options.deadline_s
             ):
-                turn.is_expired = True
                 self._expire([key for key in turn.keys if self._is_answered_by(turn, key)], now)
         for asker in list(self._askers.values()):
             if asker.queue and now - max(asker.queued_at, self._answered_at) >= options.deadline_s:
@@ -322,6 +317,8 @@ class AsyncLookup:
 
     def _expire(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Mark unanswered keys absent. A late answer is ignored, because a load may have failed meanwhile."""
+        if not keys:
+            return
         self._epoch += 1
         self._counts.expired += len(keys)
         self._end_asking(keys)

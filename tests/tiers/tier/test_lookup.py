@@ -309,7 +309,7 @@ def test_miss_stops_questions_for_later_keys_of_its_request(make: Make) -> None:
 
 def test_keys_behind_a_miss_are_answered_if_the_request_asks_for_them(make: Make) -> None:
     """As with a sliding window, whose first blocks may be missing."""
-    bench = make(LONG[:500], turns=1, absent_ttl_s=0.5)
+    bench = make(LONG[:500], turns=1, absent_ttl_s=0.5, per_second=500)
     wanted = LONG[1_000:0:-1]
     while None in (known := bench.answers(wanted, "r")):
         pass
