@@ -147,7 +147,7 @@ class TieringOffloadingSpec(OffloadingSpec):
 
         try:
             server = MetricsServer([self.metrics], port=where.port, address=where.address)
-        except OSError as e:
+        except (OSError, ValueError) as e:  # ValueError: of a host name that cannot be one
             # For example, another engine on this host has the port. That must not keep the model from being served.
             logger.warning("metrics are not served on %s:%d: %s", where.address, where.port, e)
             return None

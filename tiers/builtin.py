@@ -1,11 +1,7 @@
-"""The built-in tiers. Each combines a config model, a store and StoreTierManager.
-
-A tier that needs a client library imports its store in its constructor, so a process loads only the clients it uses.
-"""
+"""BuiltInTier: a config model, a store and StoreTierManager put together."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .blocks.file_mapper import FileMapper, strict_fields
-from .blocks.keyring import load_keys, show_key_id
+from .blocks.keyring import KeyRing, load_keys, show_key_id
 from .blocks.rows import Rows
 from .blocks.seal import TRAILER_BYTES, Seal
 from .capacity.policy import CapacityPolicy
@@ -22,16 +18,13 @@ from .config.deployment import parse_tier
 from .config.open_store import store_recipe, tool_recipe
 from .config.tier_options import (
     BoundedTierConfig,
-    ExternalTierConfig,
     FsspecTierConfig,
-    FsTierConfig,
     NetworkTierConfig,
     NfsTierConfig,
-    S3TierConfig,
-    StoreTierConfig,
     TierConfig,
+    shown_place,
 )
-from .errors import ConfigError, RegionError, printable, public_url
+from .errors import ConfigError, RegionError
 from .frames import Seats, Work
 from .plain_logs import get_logger
 from .recipe import StoreRecipe
@@ -56,11 +49,73 @@ AT_ONCE_BYTES_MAX = 128 << 20  # in flight in a worker for a network storage: on
 ENGINE_REQUESTS_MAX = 8  # of each kind in the engine's own process, whose GIL more threads would take from the engine
 
 
-class FileSystemTierManager(StoreTierManager):
-    """Blocks as files on a local file system. ``options``: see ``tiers.config.tier_options.FsTierConfig``.
+class BuiltInTier(StoreTierManager):
+    """A tier of a built-in type. ``options``: see the type's model in ``tiers.config.tier_options``.
 
-    Thread counts of None fit the machine, because each thread may have a worker process.
+    Raises:
+        ConfigError: an option is wrong, or the store sees only its own process's blobs and must be shared.
+        StoreError: the storage answered with a permanent error. On s3, the message says what is wrong with credentials,
+            bucket, region or clock. An endpoint that does not respond is only logged, because it may come back.
     """
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
+        config = parse_tier({"type": tier_type, **options})
+        assert isinstance(config, TierConfig)
+        name = config.name or tier_type
+        if isinstance(config, NfsTierConfig) and (problem := missing_mount(config.root_dir)):
+            logger.warning("tier %s: root_dir: %s", name, problem)
+        policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
+        if policy is not None:
+            policy = replace(policy, block_bytes=Rows(primary_kv_view).row_bytes + TRAILER_BYTES)
+            _check_room(name, policy)
+        mapper = FileMapper.from_offloading_spec(
+            getattr(config, "root_dir", ""),
+            offloading_spec,
+            parallel_agnostic=config.parallel_agnostic,
+            extra_fields=strict_fields(offloading_spec) | _protection_fields(config),
+        )
+        start = partial(
+            super().__init__, offloading_spec, primary_kv_view, tier_type, mapper=mapper, options=_tier_options(config)
+        )
+        region, why_here = _map_region(name, config, primary_kv_view)
+        if region is not None:
+            try:
+                start(make_backend=partial(_processes, config, region))
+            except (OSError, RuntimeError) as e:  # no process can be started, or none lives
+                region.close()
+                region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
+        if region is None:
+            make_store, arguments = store_recipe(config)
+            start(make_backend=partial(_threads, config, make_store(**arguments)))
+        try:
+            if not self.capabilities.shared:
+                check_needs_no_sharing(policy, in_processes=not why_here)
+            if policy is not None:
+                self.collect(_start_collector(name, config, policy, mapper))
+        except BaseException:
+            self.shutdown()
+            raise
+        if policy is not None and policy.max_bytes is not None:
+            self.metrics.set("kvtiers_storage_max_bytes", self.name, value=policy.max_bytes)
+        most = _threads_max(config) if why_here else sys.maxsize
+        logger.info(
+            "tier %s: %s: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
+            "A stored block has %s tokens: shorter prompts are not stored",
+            name,
+            "started" if self.missing is None else "waits for its storage",
+            shown_place(config),
+            mapper.base_path.rpartition("/")[2],
+            mapper.rank,
+            min(most, config.n_read_threads),
+            min(most, config.n_write_threads),
+            "this process" if why_here else "processes of its own",
+            ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
+            mapper.block_tokens,
+        )
+
+
+class FileSystemTierManager(BuiltInTier):
+    """The ``fs`` tier, for code that names its class. ``options``: see ``tiers.config.tier_options.FsTierConfig``."""
 
     def __init__(
         self,
@@ -74,60 +129,7 @@ class FileSystemTierManager(StoreTierManager):
     ) -> None:
         threads = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads}
         options |= {name: count for name, count in threads.items() if count is not None}
-        config = parse_tier({"type": "fs", "root_dir": root_dir, **options})
-        _start(self, offloading_spec, primary_kv_view, tier_type, config)
-
-
-class NfsTierManager(StoreTierManager):
-    """Blocks as files on an NFS mount. ``options``: see ``tiers.config.tier_options.NfsTierConfig``.
-
-    By default the I/O runs in worker processes, because a thread that hangs on a dead mount can be neither cancelled
-    nor abandoned.
-    """
-
-    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        config = parse_tier({"type": "nfs", **options})
-        assert isinstance(config, NfsTierConfig)
-        if problem := missing_mount(config.root_dir):
-            logger.warning("tier %s: root_dir: %s", config.name or tier_type, problem)
-        _start(self, offloading_spec, primary_kv_view, tier_type, config)
-
-
-class MemoryTierManager(StoreTierManager):
-    """Blocks in this process's memory. ``options``: see ``tiers.config.tier_options.MemoryTierConfig``."""
-
-    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        config = parse_tier({"type": "memory", **options})
-        _start(self, offloading_spec, primary_kv_view, tier_type, config)
-
-
-class S3TierManager(StoreTierManager):
-    """Blocks as objects in a bucket. ``options``: see ``tiers.config.tier_options.S3TierConfig``.
-
-    Raises:
-        StorePermissionError, StoreConfigError: credentials, bucket, region or clock are wrong; the message says which,
-            and what to do. An endpoint that does not respond is only logged, because it may come back.
-    """
-
-    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        config = parse_tier({"type": "s3", **options})
-        _start(self, offloading_spec, primary_kv_view, tier_type, config)
-
-
-class FsspecTierManager(StoreTierManager):
-    """Blocks under any fsspec URL. ``options``: see ``tiers.config.tier_options.FsspecTierConfig``."""
-
-    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        config = parse_tier({"type": "fsspec", **options})
-        _start(self, offloading_spec, primary_kv_view, tier_type, config)
-
-
-class CustomTierManager(StoreTierManager):
-    """Blocks in a third-party store. ``options``: see ``tiers.config.tier_options.StoreTierConfig``."""
-
-    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        config = parse_tier({"type": "store", **options})
-        _start(self, offloading_spec, primary_kv_view, tier_type, config)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, type="fs", root_dir=root_dir, **options)
 
 
 def make_seal(config: TierConfig) -> Callable[..., Seal]:
@@ -136,76 +138,21 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     Raises:
         ConfigError: the keys cannot be read, or cryptography is not installed.
     """
-    if config.encrypt == "none":
+    keys = _keys(config)
+    if keys is None:
         return Seal
-    keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
     from .blocks.protected_seal import GcmSeal
 
     return partial(GcmSeal, keys=keys)
 
 
+def _keys(config: TierConfig) -> KeyRing | None:
+    return None if config.encrypt == "none" else load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
+
+
 def _protection_fields(config: TierConfig) -> dict[str, str]:
     """Put protected blocks into a separate namespace, so that replicas with and without keys do not interfere."""
     return {} if config.encrypt == "none" else {"protection": config.encrypt}
-
-
-def _start(
-    tier: StoreTierManager, spec: Any, view: memoryview, tier_type: str, config: TierConfig | ExternalTierConfig
-) -> None:
-    """Shared part of all constructors: create the store and start the tier. If anything fails, close the store."""
-    assert isinstance(config, TierConfig)
-    name = config.name or tier_type
-    row_bytes = Rows(view).row_bytes
-    policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
-    if policy is not None:
-        policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
-        _check_room(name, policy)
-    mapper = FileMapper.from_offloading_spec(
-        getattr(config, "root_dir", ""),
-        spec,
-        parallel_agnostic=config.parallel_agnostic,
-        extra_fields=strict_fields(spec) | _protection_fields(config),
-    )
-    start = partial(
-        StoreTierManager.__init__, tier, spec, view, tier_type, mapper=mapper, options=_tier_options(config)
-    )
-    region, why_here = _map_region(name, config, view)
-    if region is not None:
-        try:
-            start(make_backend=partial(_processes, config, region))
-        except (OSError, RuntimeError) as e:  # no process can be started, or none lives
-            region.close()
-            region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
-    if region is None:
-        make_store, arguments = store_recipe(config)
-        start(make_backend=partial(_threads, config, make_store(**arguments)))
-    try:
-        if not tier.capabilities.shared:
-            check_needs_no_sharing(policy, in_processes=not why_here)
-        if policy is not None:
-            if isinstance(config, FsTierConfig):
-                _check_reserve(name, config)
-            tier.collect(_start_collector(tier_type, config, policy, mapper))
-    except BaseException:
-        tier.shutdown()
-        raise
-    if policy is not None and policy.max_bytes is not None:
-        tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
-    most = _threads_max(config) if why_here else sys.maxsize
-    logger.info(
-        "tier %s: %s: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
-        "A stored block has %s tokens: shorter prompts are not stored",
-        name,
-        "started" if tier.missing is None else "waits for its storage",
-        _shown_place(config),
-        mapper.base_path.rpartition("/")[2],
-        mapper.rank,
-        min(most, config.n_read_threads),
-        min(most, config.n_write_threads),
-        "this process" if why_here else "processes of its own",
-        ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
-        mapper.block_tokens,
-    )
 
 
 def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_processes: bool) -> None:
@@ -222,18 +169,6 @@ def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_processes: bool)
                 f"needs other processes, but only the process that puts a blob into this store sees it; {accepted}",
                 field=field,
             )
-
-
-def _shown_place(config: TierConfig) -> str:
-    """Describe where a tier stores its blocks, for the log: without a URL's password."""
-    if isinstance(config, S3TierConfig):
-        at = f" at {public_url(config.endpoint_url)}" if config.endpoint_url else ""
-        return f"s3://{config.bucket}/{config.prefix or ''}{at}"
-    if isinstance(config, FsspecTierConfig):
-        return public_url(config.url)
-    if isinstance(config, StoreTierConfig):
-        return f"a store of {config.module_path}"
-    return f"{config.type} in {printable(getattr(config, 'root_dir', 'memory'))}"
 
 
 def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[MappedRegion | None, str]:
@@ -314,48 +249,14 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
     """Check that ``max_bytes`` has room for blocks. Checked here because only the engine knows the size of a block.
 
     Raises:
-        ConfigError: not even one block has room.
+        ConfigError: it has room for so few that hardly any block would be found again.
     """
-    if policy.max_bytes is None:
-        return
-    if policy.max_bytes < policy.block_bytes:
+    least = BLOCKS_OF_BOUND_MIN * policy.block_bytes
+    if policy.max_bytes is not None and policy.max_bytes < least:
         raise ConfigError(
-            f"{policy.max_bytes} bytes do not hold a block of {policy.block_bytes} bytes; write at least twice that",
+            f"{policy.max_bytes} bytes do not hold {BLOCKS_OF_BOUND_MIN} blocks of {policy.block_bytes} bytes; write "
+            f"at least {least}",
             field=f"tier {name}: max_bytes",
-        )
-    if policy.block_bytes > policy.max_bytes // BLOCKS_OF_BOUND_MIN:
-        logger.warning(
-            "tier %s: max_bytes = %d holds fewer than %d blocks of %d bytes, so hardly any block is found again; raise "
-            "max_bytes",
-            name,
-            policy.max_bytes,
-            BLOCKS_OF_BOUND_MIN,
-            policy.block_bytes,
-        )
-
-
-def _check_reserve(name: str, config: FsTierConfig) -> None:
-    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang."""
-    try:
-        status = os.statvfs(config.root_dir)
-    except OSError:  # not made yet, or not accessible, which the store will report
-        return
-    total = status.f_blocks * status.f_frsize
-    if config.min_free and not total:
-        logger.warning(
-            "tier %s: min_free: the file system of %s does not report its size (a FUSE mount?), so no free space is "
-            "kept; set max_bytes",
-            name,
-            printable(config.root_dir),
-        )
-    elif total and config.min_free >= total:
-        logger.warning(
-            "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is "
-            "stored; lower min_free",
-            name,
-            config.min_free,
-            printable(config.root_dir),
-            total,
         )
 
 
@@ -365,9 +266,8 @@ def record_keys(config: TierConfig) -> RecordKeys | None:
     Raises:
         ConfigError: the keys cannot be read.
     """
-    if config.encrypt == "none":
-        return None
-    return RecordKeys.of(load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
+    keys = _keys(config)
+    return None if keys is None else RecordKeys.of(keys)
 
 
 def key_ids(config: TierConfig) -> frozenset[str] | None:
@@ -375,26 +275,19 @@ def key_ids(config: TierConfig) -> frozenset[str] | None:
 
     A tier without keys has no ids.
     """
-    if config.encrypt == "none":
-        return frozenset()
     try:
-        ring = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
+        keys = _keys(config)
     except ConfigError:
         return None
-    return frozenset(map(show_key_id, ring.ids))
+    return frozenset() if keys is None else frozenset(map(show_key_id, keys.ids))
 
 
-def _start_collector(
-    tier_type: str,
-    config: TierConfig,
-    policy: CapacityPolicy,
-    mapper: FileMapper,
-) -> CollectorEnd:
+def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapper: FileMapper) -> CollectorEnd:
     from .capacity.link import CollectorLink
 
     make_store, store_options = tool_recipe(config)
     return CollectorLink(
-        config.name or tier_type,
+        name,
         StoreRecipe.of(make_store, **store_options),
         policy,
         mapper,

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from .plain_logs import get_logger
 
 logger = get_logger(__name__)
-
-LOOK_EVERY_S = 5.0  # after a mismatch
 
 
 class LoadedCode:
@@ -28,10 +24,8 @@ class LoadedCode:
     Any thread may call. If two call at once, both read the files.
     """
 
-    def __init__(self, package: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, package: str) -> None:
         self._package = package
-        self._clock = clock
-        self._refused_until = float("-inf")
         self._told = False
         self._loaded = self._digest()
 
@@ -42,10 +36,8 @@ class LoadedCode:
             RuntimeError: the package was replaced or removed.
             OSError: the package cannot be read.
         """
-        if self._clock() >= self._refused_until:
-            if self._digest() == self._loaded:
-                return
-            self._refused_until = self._clock() + LOOK_EVERY_S
+        if self._digest() == self._loaded:
+            return
         text = "kvtiers was replaced on disk while this engine runs: restart it"
         if not self._told:
             self._told = True
@@ -61,18 +53,18 @@ class LoadedCode:
                     path = os.path.join(folder, name)
                     content = b""
                     # A file that is being replaced right now counts as empty, so the digest differs as well.
-                    with (
-                        suppress(FileNotFoundError, NotADirectoryError, PermissionError),
-                        open(path, "rb", buffering=0) as f,
-                    ):
+                    with suppress(*_GONE), open(path, "rb", buffering=0) as f:
                         content = f.read()
                     digest.update(f"{path} {len(content)}\n".encode(errors="surrogateescape") + content)
         return digest.digest()
 
 
+_GONE = (FileNotFoundError, NotADirectoryError, PermissionError)
+
+
 def _raise_unless_gone(e: OSError) -> None:
     # Other errors (out of descriptors, a failing disk) do not mean that the code was replaced.
-    if not isinstance(e, FileNotFoundError | NotADirectoryError | PermissionError):
+    if not isinstance(e, _GONE):
         raise e
 
 

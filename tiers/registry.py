@@ -10,24 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 # Looks at the package while it is loaded, not when a process starts: a model is loaded in between, for minutes.
 from . import loaded_code  # noqa: F401
 from .base import SecondaryTierManager
 from .config.deployment import ENTRY_POINT_GROUP, as_store_tier, known_types
+from .config.tier_options import TIER_MODELS
 from .errors import ConfigError, printable
 
-#: Tier type -> (module, class).
-_BUILT_IN: Mapping[str, tuple[str, str]] = {
-    "fs": ("kvtiers.tiers.builtin", "FileSystemTierManager"),
-    "fsspec": ("kvtiers.tiers.builtin", "FsspecTierManager"),
-    "memory": ("kvtiers.tiers.builtin", "MemoryTierManager"),
-    "nfs": ("kvtiers.tiers.builtin", "NfsTierManager"),
-    "s3": ("kvtiers.tiers.builtin", "S3TierManager"),
-    "store": ("kvtiers.tiers.builtin", "CustomTierManager"),
-}
+_BUILT_IN = ("kvtiers.tiers.builtin", "BuiltInTier")
 
 
 class SecondaryTierFactory:
@@ -43,7 +35,7 @@ class SecondaryTierFactory:
             ConfigError: another class is already registered under this name.
         """
         place = (module_path, class_name)
-        taken = _BUILT_IN.get(tier_type) or cls._registered.get(tier_type)
+        taken = _BUILT_IN if tier_type in TIER_MODELS else cls._registered.get(tier_type)
         if taken not in (None, place):
             raise ConfigError(f"{tier_type!r} is registered as {taken}; choose another name", field="tier_type")
         cls._registered[tier_type] = place
@@ -91,7 +83,10 @@ class SecondaryTierFactory:
         Raises:
             ConfigError: unknown type, a module that cannot be imported, or something that is not a tier class.
         """
-        place = (module_path, tier_type) if module_path else _BUILT_IN.get(tier_type) or cls._registered.get(tier_type)
+        if module_path:
+            place: tuple[str, str] | None = (module_path, tier_type)
+        else:
+            place = _BUILT_IN if tier_type in TIER_MODELS else cls._registered.get(tier_type)
         try:
             if place is not None:
                 loaded = getattr(importlib.import_module(place[0]), place[1], None)

@@ -24,8 +24,8 @@ from ...tiers.config.tier_options import (
     FsTierConfig,
     MemoryTierConfig,
     NfsTierConfig,
-    StoreTierConfig,
     TierConfig,
+    shown_place,
 )
 from ...tiers.config.values import show_duration, show_size
 from ...tiers.daemon_pool import DaemonPool
@@ -256,7 +256,7 @@ def _tier_in_words(
         yield "  not a kvtiers tier; its options are not checked here"
         return
     name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
-    yield f"tiers[{index}]{name}: {tier.type}, {_where(tier)}"
+    yield f"tiers[{index}]{name}: {tier.type}, {shown_place(tier)}"
     yield (
         f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads in {tier.children} "
         f"processes, isolation {tier.isolation}"
@@ -285,14 +285,3 @@ def _tier_in_words(
     for model, size in sizes.items():
         room = f"the region has room for about {region_bytes // size:,}"
         yield f"  holds blocks of {model}, {human_bytes(size)} each: {room}"
-
-
-def _where(tier: TierConfig) -> str:
-    if isinstance(tier, FsTierConfig | NfsTierConfig):
-        return tier.root_dir
-    if isinstance(tier, StoreTierConfig):
-        return tier.module_path
-    shown = tier.model_dump()  # without a URL's login
-    if "bucket" in shown:
-        return f"s3://{shown['bucket']}/{shown['prefix']}"
-    return str(shown.get("url", "this process's memory"))

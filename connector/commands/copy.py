@@ -288,7 +288,7 @@ def _show(result: dict[str, Any]) -> None:
     for name, text in (
         ("present", "already present"),
         ("bad", "not copied, because the seal is bad or from a newer version (see kvtiers verify)"),
-        ("errors", "could not be read or written, or a newer version's block has the name"),
+        ("errors", "could not be read or written"),
     ):
         if result[name]:
             say(f"  {text}: {counted(result[name])}")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.config.deployment import DeploymentConfig, load_named, parse_config
@@ -18,6 +17,7 @@ from ...tiers.config.tier_options import (
     MemoryTierConfig,
     NfsTierConfig,
     TierConfig,
+    shown_place,
 )
 from ...tiers.errors import ConfigError, StoreConfigError, public_url
 from ...tiers.registry import SecondaryTierFactory
@@ -123,7 +123,7 @@ def find_prefixes(config: str, tier: str | None) -> list[Place]:
         except ConfigError as e:
             reasons.append(f"{place.name}: {e}")
             continue
-        found.append(PrefixPlace(place.name, prefixes, _where(prefixes)))
+        found.append(PrefixPlace(place.name, prefixes, shown_place(prefixes)))
     if not found:
         raise ConfigError(f"{_shown(config)} has no place for prefixes: {'; '.join(reasons)}", field="--prefixes")
     return found
@@ -145,7 +145,7 @@ def find_places(config: str, tier: str | None, *, tells: bool = True) -> list[Pl
         if not isinstance(one, TierConfig):
             others.append(one.type)
         elif not isinstance(one, MemoryTierConfig):
-            found.append(Place(one.name or one.type, one, _where(one)))
+            found.append(Place(one.name or one.type, one, shown_place(one)))
     if not found:
         what = "whose storage outlives its process"
         if others:
@@ -204,10 +204,3 @@ def _bare_tier(config: str) -> TierConfig:
 
 def _shown(config: str) -> str:
     return public_url(config) if _URL.match(config) else config
-
-
-def _where(config: TierConfig) -> str:
-    options: dict[str, Any] = config.model_dump()
-    if "bucket" in options:
-        return f"s3://{options['bucket']}/{options['prefix']}".rstrip("/")
-    return str(options.get("root_dir") or options.get("url") or options["module_path"])

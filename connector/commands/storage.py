@@ -35,7 +35,7 @@ from ...tiers.tools.namespaces import (
 )
 from ...tiers.tools.neighbors import namespaces_in
 from ...tiers.tools.ownership import check_is_ours
-from ...tiers.tools.seal_kinds import Sample, count_misses, sample_seals
+from ...tiers.tools.seal_kinds import count_misses, sample_seals
 from .options import AsJson, Config, DryRun, TierName
 from .output import (
     Results,
@@ -137,15 +137,14 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
     """
     results = Results()
     for place in find_places(config, tier):
-        inventory, sample = Inventory(), Sample()
+        inventory = Inventory()
         started_at = time.monotonic()
         now = time.time()
         with results.of(place):
             with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
                 for info in ticker.each(store.keys()):
                     inventory.add(info, now)
-                    sample.add(info.key)
-                seals = sample_seals(store, sample.names)
+                seals = sample_seals(store)
                 used = used_bytes(store)
                 namespaces, _ = namespaces_in(store)
             limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None

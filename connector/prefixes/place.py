@@ -94,7 +94,7 @@ def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> fl
         seconds = parse_duration(value)
     except ValueError as e:
         raise ConfigError(f"{value!r} {e}", field=name) from None
-    if not seconds:
+    if not 0 < seconds < float("inf"):
         raise ConfigError(f"{value!r} is not accepted; write a duration above 0s", field=name)
     return seconds
 

@@ -37,7 +37,7 @@ from kvtiers.tiers.base import ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
@@ -110,7 +110,7 @@ def paced_tier(per_second: float, view: memoryview) -> Iterator[SecondaryTierMan
 @contextmanager
 def files_tier(root: str, view: memoryview) -> Iterator[SecondaryTierManager]:
     """The fs tier, as it is by default."""
-    tier = FileSystemTierManager(FakeSpec(), view, "fs", root_dir=root, min_free=0)
+    tier = BuiltInTier(FakeSpec(), view, "fs", root_dir=root, min_free=0)
     try:
         time.sleep(1.0)  # its worker processes begin
         yield tier

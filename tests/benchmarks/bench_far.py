@@ -31,7 +31,7 @@ from rich.table import Table
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.builtin import S3TierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server, nginx_stub
 from tests.benchmarks.bench_fs import KIB, MIB
 from tests.identity import FakeSpec, block_key
@@ -68,9 +68,9 @@ class Lookup:
 
 
 @contextmanager
-def tier_on(url: str, view: memoryview, prefix: str, **options: Any) -> Iterator[S3TierManager]:
+def tier_on(url: str, view: memoryview, prefix: str, **options: Any) -> Iterator[BuiltInTier]:
     """A tier whose workers have begun."""
-    tier = S3TierManager(FakeSpec(), view, "s3", bucket=STUB_BUCKET, endpoint_url=url, prefix=prefix, **options)
+    tier = BuiltInTier(FakeSpec(), view, "s3", bucket=STUB_BUCKET, endpoint_url=url, prefix=prefix, **options)
     try:
         time.sleep(1.0)
         yield tier
@@ -78,7 +78,7 @@ def tier_on(url: str, view: memoryview, prefix: str, **options: Any) -> Iterator
         tier.shutdown()
 
 
-def run(tier: S3TierManager, submit: Callable[[JobMetadata], None], keys: Sequence[OffloadKey]) -> float:
+def run(tier: BuiltInTier, submit: Callable[[JobMetadata], None], keys: Sequence[OffloadKey]) -> float:
     """Seconds of one job."""
     started = time.perf_counter()
     submit(JobMetadata(1, keys, np.arange(len(keys), dtype=np.int32)))

@@ -39,7 +39,7 @@ from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.config.tier_options import default_threads
 from tests.identity import FakeSpec, block_key
 from tests.tier_limits import tier_limits
@@ -102,11 +102,11 @@ class Setup:
         self.keys = [block_key(n) for n in range(self.count)]
         self.job_id = 0
 
-    def tier(self, root: Path) -> FileSystemTierManager:
+    def tier(self, root: Path) -> BuiltInTier:
         with tier_limits(max_bytes_in_flight=1 << 40):
-            return FileSystemTierManager(
-                FakeSpec(), self.view, "fs", str(root), self.threads, self.threads, isolation=self.isolation,
-                job_deadline_s=600, min_free=0,
+            return BuiltInTier(
+                FakeSpec(), self.view, "fs", root_dir=str(root), n_read_threads=self.threads,
+                n_write_threads=self.threads, isolation=self.isolation, job_deadline_s=600, min_free=0,
             )  # fmt: skip
 
     def job(self, part: slice = slice(None)) -> JobMetadata:
@@ -166,14 +166,14 @@ def raw_load(setup: Setup, paths: Sequence[str], part: slice = slice(None)) -> N
     in_batches(setup, read, part)
 
 
-def run_job(setup: Setup, tier: FileSystemTierManager, part: slice = slice(None), *, is_load: bool) -> None:
+def run_job(setup: Setup, tier: BuiltInTier, part: slice = slice(None), *, is_load: bool) -> None:
     (tier.submit_load if is_load else tier.submit_store)(setup.job(part))
     tier.drain_jobs()
     (result,) = tier.get_finished()
     assert result.success
 
 
-def load_thrice(setup: Setup, tier: FileSystemTierManager) -> None:
+def load_thrice(setup: Setup, tier: BuiltInTier) -> None:
     for _ in range(3):
         run_job(setup, tier, is_load=True)
 
@@ -210,9 +210,7 @@ def fresh(where: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def placed(
-    setup: Setup, where: Path, *, folders_made: bool = False
-) -> Iterator[tuple[FileSystemTierManager, list[str]]]:
+def placed(setup: Setup, where: Path, *, folders_made: bool = False) -> Iterator[tuple[BuiltInTier, list[str]]]:
     """A tier in a fresh root, and paths for the same blocks in another one."""
     with fresh(where) as raw_root, fresh(where) as our_root:
         tier = setup.tier(our_root)
@@ -249,7 +247,7 @@ def stall_while(busy: Callable[[], None]) -> tuple[float, float]:
     return percentile(late, 50), percentile(late, 99)
 
 
-def busy_speed(setup: Setup, tier: FileSystemTierManager, *, is_load: bool) -> float:
+def busy_speed(setup: Setup, tier: BuiltInTier, *, is_load: bool) -> float:
     """Speed of a job beside a main thread that runs Python all the time, as a scheduler does between two steps."""
 
     def run() -> None:
@@ -266,7 +264,7 @@ def percentile(values: Sequence[float], p: float) -> float:
     return float(np.percentile(values, p)) if values else float("nan")
 
 
-def call_times_us(setup: Setup, tier: FileSystemTierManager, seconds: float) -> list[float]:
+def call_times_us(setup: Setup, tier: BuiltInTier, seconds: float) -> list[float]:
     """Times of scheduler-thread calls while loads keep the tier busy."""
     times: list[float] = []
     pending = 0

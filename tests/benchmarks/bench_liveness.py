@@ -38,7 +38,7 @@ from kvtiers.connector.manager.tiering import TieringOffloadingManager
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata, ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.builtin import FileSystemTierManager, NfsTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.testing.fuse import FuseMount, why_no_fuse
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
@@ -194,17 +194,17 @@ def measure_hung(kind: str, where: Path, hang_s: float, turn_s: float) -> HungRo
 
             def make(spec: FakeSpec, view: memoryview) -> SecondaryTierManager:
                 with tier_limits(lookup={"present_ttl_s": 3600.0}):
-                    return FileSystemTierManager(spec, view, "fs", root, 2, 2, name="healthy", min_free=0)
+                    return BuiltInTier(
+                        spec, view, "fs", root_dir=root, n_read_threads=2, n_write_threads=2, name="healthy", min_free=0
+                    )
 
             return make
 
         def hung(spec: FakeSpec, view: memoryview) -> SecondaryTierManager:
             root = str(mount.path / "blocks")
-            if kind == "nfs":
-                return NfsTierManager(
-                    spec, view, kind, root_dir=root, name="hung", min_free=0, n_read_threads=2, n_write_threads=2
-                )
-            return FileSystemTierManager(spec, view, kind, root, 2, 2, name="hung", min_free=0)
+            return BuiltInTier(
+                spec, view, kind, root_dir=root, name="hung", min_free=0, n_read_threads=2, n_write_threads=2
+            )
 
         alone = Work(lambda spec, view: [healthy("alone")(spec, view)])
         beside = Work(lambda spec, view: [hung(spec, view), healthy("beside")(spec, view)])
@@ -253,7 +253,7 @@ class Jobs:
     def __init__(self, root: Path, isolation: str, view: memoryview, threads: int) -> None:
         assert view.shape is not None
         with tier_limits(max_bytes_in_flight=1 << 40):
-            self.tier = NfsTierManager(
+            self.tier = BuiltInTier(
                 FakeSpec(), view, "nfs", root_dir=str(root), isolation=isolation, min_free=0, job_deadline_s=600.0,
                 n_read_threads=threads, n_write_threads=threads,
             )  # fmt: skip

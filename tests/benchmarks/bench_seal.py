@@ -27,7 +27,7 @@ from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keyring import KeyRing
 from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.blocks.seal import Seal
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from tests.identity import FakeSpec, block_key
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -60,7 +60,16 @@ class Bench:
         options: dict[str, Any] = dict(KINDS[kind])
         if options:
             options["keys_file"] = str(self.keys_file)
-        tier = FileSystemTierManager(FakeSpec(), self.region.data, "fs", str(root), 1, 1, min_free=0, **options)
+        tier = BuiltInTier(
+            FakeSpec(),
+            self.region.data,
+            "fs",
+            root_dir=str(root),
+            n_read_threads=1,
+            n_write_threads=1,
+            min_free=0,
+            **options,
+        )
         try:
             return {"store": self._job(tier.submit_store, tier), "load": self._job(tier.submit_load, tier)}
         finally:
@@ -85,7 +94,7 @@ class Bench:
             opening_s += time.perf_counter() - start
         return {"seal": sealed - began, "open": opening_s}
 
-    def _job(self, submit: Callable[[JobMetadata], None], tier: FileSystemTierManager) -> float:
+    def _job(self, submit: Callable[[JobMetadata], None], tier: BuiltInTier) -> float:
         began = time.perf_counter()
         submit(JobMetadata(1, self.keys, np.arange(self.count, dtype=np.int32)))
         tier.drain_jobs()

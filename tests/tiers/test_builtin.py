@@ -18,10 +18,10 @@ import pytest
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
-from kvtiers.tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManager
+from kvtiers.tiers.builtin import BuiltInTier, FileSystemTierManager
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import store_recipe
-from kvtiers.tiers.config.tier_options import FsspecTierConfig, NfsTierConfig, S3TierConfig
+from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.s3.options import S3Options
@@ -132,17 +132,11 @@ def store_and_load(tier: StoreTierManager, region: np.ndarray[Any, Any]) -> None
     assert (region == original).all()
 
 
+@pytest.mark.parametrize("kind", ["fs", "nfs", "fsspec"])
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], isolation: str) -> None:
-    tier = NfsTierManager(
-        FakeSpec(),
-        region.data,
-        "nfs",
-        root_dir=str(tmp_path / "kv"),
-        min_free=0,
-        isolation=isolation,
-        job_deadline_s=60.0,
-    )
+def test_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], kind: str, isolation: str) -> None:
+    place = {"url": f"file://{tmp_path}/kv"} if kind == "fsspec" else {"root_dir": str(tmp_path / "kv"), "min_free": 0}
+    tier = BuiltInTier(FakeSpec(), region.data, kind, isolation=isolation, job_deadline_s=60.0, **place)
     try:
         assert bool(tier._channel.pids) == (isolation == "process")
         store_and_load(tier, region)
@@ -150,37 +144,27 @@ def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], is
         tier.shutdown()
 
 
-def test_nfs_is_isolated_by_default() -> None:
-    tier = parse_tier({"type": "nfs", "root_dir": "/x"})
-    assert isinstance(tier, NfsTierConfig)
-    assert tier.isolation == "auto"
-
-
-def test_local_files_in_processes(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
-    config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": "process", "job_deadline_s": 60.0}
-    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
-    assert isinstance(tier, StoreTierManager)
+def test_files_have_a_class_of_their_own(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
+    tier = FileSystemTierManager(FakeSpec(), region.data, "disk", str(tmp_path), 2, 3, min_free=0, isolation="thread")
     try:
+        assert (tier.name, tier._channel._backend.seats[0].stores_first) == ("disk", 3)
         store_and_load(tier, region)
     finally:
         tier.shutdown()
 
 
-def test_a_bound_has_room_for_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bound_has_room_for_blocks(tmp_path: Path) -> None:
     config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "max_bytes": "1MiB", "isolation": "thread"}
-    for row_bytes, warned in ((200 << 10, False), (600 << 10, True)):
-        rows = np.zeros((2, row_bytes), np.int8)
-        SecondaryTierFactory.create_secondary_tier(config, rows.data, FakeSpec()).shutdown()
-        assert ("holds fewer than 4 blocks" in caplog.text) is warned
+    SecondaryTierFactory.create_secondary_tier(config, np.zeros((2, 200 << 10), np.int8).data, FakeSpec()).shutdown()
     with pytest.raises(ConfigError) as caught:
         SecondaryTierFactory.create_secondary_tier(config, np.zeros((2, 1 << 20), np.int8).data, FakeSpec())
     assert str(caught.value) == (
-        "tier fs: max_bytes: 1048576 bytes do not hold a block of 1052672 bytes; write at least twice that"
+        "tier fs: max_bytes: 1048576 bytes do not hold 4 blocks of 1052672 bytes; write at least 4210688"
     )
 
 
 def test_s3_tier(s3: dict[str, Any], region: np.ndarray[Any, Any]) -> None:
-    tier = S3TierManager(FakeSpec(), region.data, "s3", **s3)
+    tier = BuiltInTier(FakeSpec(), region.data, "s3", **s3)
     try:
         store_and_load(tier, region)
     finally:
@@ -191,7 +175,7 @@ def test_wrong_bucket_stops_the_engine_with_one_line(s3: dict[str, Any], region:
     # In a process of its own, the clients would have 3 s on a busy machine: see use_credentials.
     config = s3 | {"bucket": "not-there", "isolation": "thread"}
     with pytest.raises((StoreConfigError, StorePermissionError), match="bucket") as caught:
-        S3TierManager(FakeSpec(), region.data, "s3", **config)
+        BuiltInTier(FakeSpec(), region.data, "s3", **config)
     assert "\n" not in str(caught.value)
 
 
@@ -199,23 +183,8 @@ def test_endpoint_that_does_not_answer_does_not_stop_the_engine(
     s3: dict[str, Any], region: np.ndarray[Any, Any]
 ) -> None:
     config = s3 | {"endpoint_url": "http://127.0.0.1:9"}
-    tier = S3TierManager(FakeSpec(), region.data, "s3", **config)
+    tier = BuiltInTier(FakeSpec(), region.data, "s3", **config)
     tier.shutdown()
-
-
-def test_fsspec_tier(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
-    pytest.importorskip("fsspec")
-    tier = FsspecTierManager(FakeSpec(), region.data, "fsspec", url=f"file://{tmp_path}/kv", job_deadline_s=60.0)
-    try:
-        store_and_load(tier, region)
-    finally:
-        tier.shutdown()
-
-
-def test_fsspec_options_reach_the_file_system() -> None:
-    tier = parse_tier({"type": "fsspec", "url": "gs://b", "storage_options": {"project": "p"}})
-    assert isinstance(tier, FsspecTierConfig)
-    assert tier.storage_options == {"project": "p"}
 
 
 def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kvtiers.tiers import loaded_code
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.loaded_code import LOOK_EVERY_S, LoadedCode
+from kvtiers.tiers.loaded_code import LoadedCode
 from kvtiers.tiers.recipe import StoreRecipe
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.tier import channel
@@ -33,11 +33,10 @@ class Package:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.now = 0.0
         (folder / "inner").mkdir(parents=True)
         (folder / "a.py").write_text("a = 1\n")
         (folder / "inner" / "b.py").write_text("b = 1\n")
-        self.code = LoadedCode(str(folder), clock=lambda: self.now)
+        self.code = LoadedCode(str(folder))
 
 
 @pytest.fixture
@@ -55,9 +54,6 @@ def test_what_is_installed_again_is_the_same(package: Package) -> None:
         package.code.check()
     package.folder.with_name("copy").rename(package.folder)
     (package.folder / "a.pyc").write_text("made at the first import")
-    with pytest.raises(RuntimeError):
-        package.code.check()  # not looked at again so soon
-    package.now = LOOK_EVERY_S
     package.code.check()
 
 
@@ -68,7 +64,6 @@ def test_what_differs_is_told_once(package: Package, name: str, caplog: pytest.L
     for _ in range(3):
         with pytest.raises(RuntimeError, match=MESSAGE):
             package.code.check()
-        package.now += LOOK_EVERY_S
     assert [record.levelno for record in caplog.records if MESSAGE in record.message] == [logging.ERROR]
 
 
@@ -108,7 +103,6 @@ def test_killed_process_is_not_replaced_by_one_of_other_code(
         assert bench.pids == []
         assert not bench.run("get").success
         (package.folder / "a.py").write_text("a = 1\n")
-        package.now = LOOK_EVERY_S
         wait_for(bench.works)
     finally:
         bench.tier.shutdown()

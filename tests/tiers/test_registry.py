@@ -10,7 +10,7 @@ import pytest
 from kvtiers.tiers import registry
 from kvtiers.tiers.base import JobMetadata, JobResult, ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from tests.identity import FakeSpec
@@ -75,16 +75,9 @@ def create(view: memoryview, **config: Any) -> SecondaryTierManager:
 
 def test_built_in_by_name(view: memoryview, tmp_path: Path) -> None:
     tier = create(view, type="fs", root_dir=str(tmp_path))
-    assert isinstance(tier, FileSystemTierManager)
+    assert isinstance(tier, BuiltInTier)
     assert tier.tier_type == "fs"
     tier.shutdown()
-
-
-def test_the_table_is_sorted_and_every_row_exists() -> None:
-    table = registry._BUILT_IN
-    assert list(table) == sorted(table)
-    for tier_type in table:
-        assert issubclass(SecondaryTierFactory.find_class(tier_type), SecondaryTierManager)
 
 
 def test_registered(view: memoryview, plugin: str) -> None:

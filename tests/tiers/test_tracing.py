@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvtiers.tiers.base import JobMetadata
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from tests.identity import FakeSpec, block_key
 
 ROW_BYTES = 4096
@@ -32,25 +32,35 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
-def make_tier(root: Path, **options: Any) -> FileSystemTierManager:
+def make_tier(root: Path, **options: Any) -> BuiltInTier:
     region = np.zeros((4, ROW_BYTES), np.int8)
-    return FileSystemTierManager(FakeSpec(), region.data, "fs", str(root), 1, 1, min_free=0, name="disk", **options)
+    return BuiltInTier(
+        FakeSpec(),
+        region.data,
+        "fs",
+        root_dir=str(root),
+        n_read_threads=1,
+        n_write_threads=1,
+        min_free=0,
+        name="disk",
+        **options,
+    )
 
 
 @pytest.fixture
-def tier(tmp_path: Path, spans: InMemorySpanExporter) -> Iterator[FileSystemTierManager]:
+def tier(tmp_path: Path, spans: InMemorySpanExporter) -> Iterator[BuiltInTier]:
     made = make_tier(tmp_path / "kv")
     yield made
     made.shutdown()
 
 
-def run(tier: FileSystemTierManager, job: JobMetadata, *, is_load: bool) -> None:
+def run(tier: BuiltInTier, job: JobMetadata, *, is_load: bool) -> None:
     (tier.submit_load if is_load else tier.submit_store)(job)
     tier.drain_jobs()
     tier.get_finished()
 
 
-def test_each_job_is_a_span(tier: FileSystemTierManager, spans: InMemorySpanExporter) -> None:
+def test_each_job_is_a_span(tier: BuiltInTier, spans: InMemorySpanExporter) -> None:
     before = time.time_ns()
     run(tier, JobMetadata(1, KEYS[:2], np.array([0, 1], np.int32)), is_load=False)
     run(tier, JobMetadata(2, KEYS, np.array([0, 1, 2], np.int32)), is_load=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from datetime import date
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import ConfigError, printable, quoted, without_keys
-from .values import OutOfRangeError, show_duration, show_size
+from .values import show_duration, show_size
 from .variables import AS_WRITTEN, VariableError
 
 CLOSE = 0.7  # difflib's ratio: "teirs" is 0.8 of "tiers"; at 0.6, unrelated keys are suggested
@@ -71,14 +70,6 @@ _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"
 #: pydantic's error type -> our words. ``accepted`` is what the field accepts; other names are in the error's context.
 _WORDS: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "bool_parsing", "bool_type", "dict_type", "finite_number", "float_parsing", "float_type", "greater_than",
-            "greater_than_equal", "int_from_float", "int_parsing", "int_parsing_size", "int_type", "less_than",
-            "less_than_equal", "literal_error", "model_type", "string_pattern_mismatch", "string_type", "tuple_type",
-        ),
-        _ACCEPTED,
-    ),
     "invalid_key": "is not a text; keys are text",
     "missing": "is required; write {accepted}",
     "string_too_long": _TOO_LONG,
@@ -86,7 +77,7 @@ _WORDS: Mapping[str, str] = {
     "too_long": _TOO_LONG,
     "too_short": _TOO_SHORT,
     "value_error": "{shown} {error}",
-}  # fmt: skip
+}
 _OTHERS = "{shown} is not accepted: {plain}"
 
 
@@ -143,11 +134,12 @@ def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object, homes
     cause = context.get("error")
     if isinstance(data, str) and "$" in data and not (isinstance(cause, VariableError) or AS_WRITTEN & {*loc}):
         shown += ", with its variables replaced,"
-    words = _ACCEPTED if isinstance(cause, OutOfRangeError) else _WORDS.get(kind, _OTHERS)
+    accepted = in_words(_schema_at(schema, loc))
+    words = _WORDS.get(kind, _ACCEPTED if accepted else _OTHERS)
     if kind == "string_type" and (looks := _looks_like(data)):
         words += f"; put a text that looks like {looks} in quotes"
     plain = f"{item['msg'][:1].lower()}{item['msg'][1:]}"
-    return path, words.format(**context, shown=shown, accepted=in_words(_schema_at(schema, loc)), plain=plain)
+    return path, words.format(**context, shown=shown, accepted=accepted, plain=plain)
 
 
 def did_you_mean(name: str, known: Mapping[str, Any] | list[str]) -> str:
@@ -232,10 +224,10 @@ def show(value: object) -> str:
     """A value as an error message may show it: short and printable, otherwise only its kind."""
     if isinstance(value, bool) or value is None:
         return kind_of(value) if value is None else str(value).lower()
-    if value and not isinstance(value, (int, float, str, date)):
+    if value and not isinstance(value, (int, float, str)):
         return kind_of(value)
     try:
-        text = quoted(value) if isinstance(value, str) else str(value) if isinstance(value, date) else repr(value)
+        text = quoted(value) if isinstance(value, str) else repr(value)
     except ValueError:  # an integer with more digits than Python converts to text
         return kind_of(value)
     return text if len(text) <= 80 else text[:77] + ("…'" if isinstance(value, str) else "…")
@@ -251,7 +243,7 @@ def _looks_like(value: object) -> str:
     """The type that YAML gave to text without quotes; "" if the value cannot come from such text."""
     if isinstance(value, bool):
         return "true or false (yes, no, on, off)"
-    return "a number" if isinstance(value, int | float) else "a date" if isinstance(value, date) else ""
+    return "a number" if isinstance(value, int | float) else ""
 
 
 def _child(data: object, part: int | str) -> object:

@@ -45,6 +45,11 @@ MIN_FREE = (
     "Free space the tier leaves on the file system. When it is reached, stores are dropped until the collector has "
     "removed the least recently used blocks."
 )
+ISOLATION = (
+    "process: I/O runs in worker processes, which do not wait for the engine's GIL and are killed when they hang. "
+    "thread: I/O runs in threads of the engine; on nfs this is safe only if the mount's I/O times out by itself (soft, "
+    "softerr). auto: process if other processes can map the region, else thread."
+)
 LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
@@ -59,6 +64,7 @@ def _reject_key(value: object) -> object:
     return value
 
 
+Isolation = Literal["auto", "thread", "process"]
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
 
@@ -132,11 +138,7 @@ class TierConfig(Model):
         description="Blocks of a job fail if their transfer has not begun after this time. A single task that takes "
         "longer cuts the tier off.",
     )
-    isolation: Literal["auto", "thread", "process"] = Field(
-        "thread",
-        description="process: I/O runs in worker processes, which do not wait for the engine's GIL and are killed when "
-        "they hang. thread: I/O runs in threads of the engine. auto: process if other processes can map the region.",
-    )
+    isolation: Isolation = Field("auto", description=ISOLATION)
     parallel_agnostic: bool = Field(
         False, description="Share blocks between parallel layouts, if the engine says that its block format allows it."
     )
@@ -232,11 +234,6 @@ class FsTierConfig(BoundedTierConfig):
     type: Literal["fs"] = "fs"
     root_dir: Folder = Field(description="Folder for the blocks; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description=MIN_FREE)
-    isolation: Literal["auto", "thread", "process"] = Field(
-        "auto",
-        description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
-        "the region, else thread.",
-    )
     durability: Literal["none", "data"] = Field(
         "none", description="data: fsync each block before it becomes visible (8 ms instead of 0.6 ms at 2 MiB)."
     )
@@ -250,11 +247,6 @@ class NfsTierConfig(BoundedTierConfig):
     type: Literal["nfs"] = "nfs"
     root_dir: Folder = Field(description="Folder on the mount; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description=MIN_FREE)
-    isolation: Literal["auto", "thread", "process"] = Field(
-        "auto",
-        description="process: a hung mount is given up by killing a process. auto: process if other processes can map "
-        "the region, else thread, which is safe only on mounts whose I/O times out by itself (soft, softerr).",
-    )
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
 
 
@@ -262,16 +254,10 @@ class MemoryTierConfig(TierConfig):
     """Blocks in the engine process's own memory, for tests and experiments."""
 
     type: Literal["memory"] = "memory"
+    isolation: Isolation = Field("thread", description=ISOLATION)
     max_bytes: Annotated[int, SizeIn(1)] | None = Field(
         None, description="Maximum size; beyond it the least recently used blocks are removed."
     )
-
-    def check(self) -> None:
-        super().check()
-        if self.isolation != "thread":
-            raise ConfigError(
-                f"{self.isolation} would give each process its own set of blocks; leave it out", field="isolation"
-            )
 
 
 class NetworkTierConfig(BoundedTierConfig):
@@ -298,11 +284,6 @@ class S3TierConfig(NetworkTierConfig):
     """Blocks as objects in an S3 bucket. Credentials come from boto3's credential chain, never from this file."""
 
     type: Literal["s3"] = "s3"
-    isolation: Literal["auto", "thread", "process"] = Field(
-        "auto",
-        description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
-        "the region, else thread.",
-    )
     job_deadline_s: Seconds = Field(
         15.0, description="As for every tier. A request, with its retries, may take two thirds of it."
     )
@@ -315,7 +296,8 @@ class S3TierConfig(NetworkTierConfig):
     endpoint_url: str | None = Field(
         None,
         description="Endpoint of an S3 other than AWS, such as https://minio:9000. For a server that wants buckets in "
-        "the host name (Alibaba OSS, Tencent COS), write the bucket before the host: https://BUCKET.HOST.",
+        "the host name (Alibaba OSS, Tencent COS), write the bucket before the host: https://BUCKET.HOST. "
+        "For any other server whose own name begins with the bucket and a dot, write https://BUCKET.HOST/BUCKET.",
     )
     region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
     profile: str | None = Field(None, description="Profile in ~/.aws/config.")
@@ -365,18 +347,12 @@ class FsspecTierConfig(NetworkTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// (with s3fs), hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
+    isolation: Isolation = Field("thread", description=ISOLATION)
     lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
     url: Annotated[ExpandedPath, AfterValidator(_check_url)] = Field(
         json_schema_extra={"x-accepted": "a URL"}, description="Location, such as gs://bucket/folder."
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
-
-    def check(self) -> None:
-        super().check()
-        if any(part.partition(":")[0] == "memory" for part in self.url.split("::")):
-            wanted = {"isolation": self.isolation != "thread", "ttl": self.ttl, "max_bytes": self.max_bytes}
-            if field := next((name for name, value in wanted.items() if value), None):
-                raise ConfigError("needs other processes, which cannot see memory://; leave it out", field=field)
 
     @field_serializer("url")
     def _hide_login(self, url: str) -> str:
@@ -396,10 +372,6 @@ class StoreTierConfig(BoundedTierConfig):
         "store in the entry point group `kvtiers.stores`: then write its name as `type`."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function unchanged.")
-    isolation: Literal["auto", "thread", "process"] = Field(
-        "auto",
-        description="process: the store runs in worker processes. auto: process if other processes can map the region.",
-    )
 
     @field_serializer("options")
     def _hide_values(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -420,6 +392,15 @@ class ExternalTierConfig(BaseModel):
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         return self.model_dump().items()
+
+
+def shown_place(tier: TierConfig) -> str:
+    """Where a tier stores its blocks, for logs and commands: without a URL's login."""
+    options: dict[str, Any] = tier.model_dump()
+    if "bucket" in options:
+        return f"s3://{options['bucket']}/{options['prefix']}".rstrip("/")
+    places = ("root_dir", "url", "module_path")
+    return next((str(options[name]) for name in places if name in options), "this process's memory")
 
 
 TIER_MODELS: dict[str, type[TierConfig]] = {

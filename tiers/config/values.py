@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,82 +17,47 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGTP", 1)
     for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
 }
-_UNIT_WORDS = {word: f"{word[0].upper()}iB" for word in ("kilo", "meg", "gig", "tera", "peta")}
 # At most 40 digits, so that a float cannot overflow.
 _NUMBER = r"\d{1,40}(?:\.\d{1,40})?"
 _SIZE = re.compile(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*")
 SIZE_MAX = 1 << 60
 
 _SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-_SECOND_WORDS = {
-    "msec": "ms",
-    "milli": "ms",
-    "millisecond": "ms",
-    "sec": "s",
-    "second": "s",
-    "minute": "m",
-    "hour": "h",
-    "hr": "h",
-    "day": "d",
-    "week": "w",
-}
 DURATION_S_MAX = 100 * 365 * 86_400
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _EXPORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(/.*)", re.ASCII)
 
 
-class OutOfRangeError(ValueError):
-    """A number that no size or duration may have. A field may accept less."""
-
-
 def parse_size(value: object) -> int:
     """Parse a size in bytes: "10GiB", "1.5 MiB", "4096" or 4096. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
+
+    A number may be out of a field's range.
 
     Raises:
         ValueError: says what would be accepted.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[2] not in _UNITS:
-            meant = _meant(value, _UNITS, _UNIT_WORDS) or "a number and a unit, such as 10GiB"
-            raise ValueError(f"is not a size; write {meant}")
-        size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-    if not 0 <= size <= SIZE_MAX:
-        raise OutOfRangeError("is out of range; accepted is 0 up to 1024PiB")
-    return size
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("is not a size; write a number and a unit, such as 10GiB")
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
 def parse_duration(value: object) -> float:
     """Parse a duration in seconds: "500ms", "10s", "30m", "12h", "7d", "2w" or a number of seconds.
 
+    A number may be out of a field's range.
+
     Raises:
         ValueError: says what would be accepted.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = value  # no float() yet: it raises OverflowError for a large int
-    else:
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[2] not in _SECONDS:
-            meant = _meant(value, _SECONDS, _SECOND_WORDS) or "a number and a unit, such as 500ms, 10s, 30m, 12h or 7d"
-            raise ValueError(f"is not a duration; write {meant}")
-        seconds = float(match[1]) * _SECONDS[match[2]]
-    if not 0 <= seconds <= DURATION_S_MAX:
-        raise OutOfRangeError("is out of range; accepted is 0s up to 100 years")
-    return float(seconds)
-
-
-def _meant(value: object, units: Iterable[str], words: Mapping[str, str]) -> str:
-    """The value that was probably meant, only if all of it is understood: the amount must not change. "": none."""
-    near = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if near is None or len(near[1]) > 25:
-        return ""
-    unit = near[2].lower()
-    found = [each for each in units if each.lower() == unit] or [
-        words[word] for word in (unit, unit.rstrip("s")) if word in words
-    ]
-    return f"{near[1]}{found[0]}" if found else ""
+        return value  # no float() here: it raises OverflowError for a large int
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _SECONDS:
+        raise ValueError("is not a duration; write a number and a unit, such as 500ms, 10s, 30m, 12h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def show_size(size: int) -> str:

@@ -9,23 +9,13 @@ from typing import Any
 
 import yaml
 from yaml.composer import ComposerError
-from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
-from yaml.scanner import ScannerError
 
 from ..errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
-NODES_MAX = 10_000  # an alias counts as all values that it repeats: a few hundred bytes may expand to billions
-DEPTH_MAX = 32
-MERGE_TAG = "tag:yaml.org,2002:merge"
-NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_NOT_VALID = {
-    "tag:yaml.org,2002:timestamp": "a text that looks like a date is not a valid date; put it in quotes",
-    "tag:yaml.org,2002:int": "a text that looks like a number is not a valid number, or is too long; put it in quotes",
-    "tag:yaml.org,2002:float": "a text that looks like a number is not a valid number; put it in quotes",
-}
-_HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")  # invalid in file names, terminals and JSON
+_TAG = "tag:yaml.org,2002:"
+MERGE_TAG, INT_TAG, FLOAT_TAG, DATE_TAG = (f"{_TAG}{name}" for name in ("merge", "int", "float", "timestamp"))
 _QUOTED = re.compile(r"( alias| tag| handle|:) ['\"].*", re.DOTALL)  # where PyYAML's messages quote the file
 
 
@@ -48,60 +38,17 @@ def read_yaml(path: str | os.PathLike[str]) -> object:
         return _Loader(raw).get_single_data()
     except yaml.YAMLError as e:
         problem = _problem(e)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except (ValueError, LookupError, AttributeError, ArithmeticError, TypeError):
+        # Python's own errors: of chr() for an escape, or of text that has a type's tag and is not a value of that type.
+        problem = "an escape is not a valid character, or a value does not fit its tag"
     # Raised outside the handlers: those exceptions quote the file, so they must not appear in the traceback.
     raise ConfigError(f"is not valid YAML: {problem}", field=str(path))
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that rejects duplicate keys and unpaired surrogates, and reads 12:00 as text.
-
-    It counts values and their depth before it builds any, and raises only YAMLErrors, each with its place.
-    """
-
-    def __init__(self, raw: bytes) -> None:
-        super().__init__(raw)
-        self._nodes = 0
-        self._depth = self._deepest = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # anchor -> its value's nodes and depth, once it is complete
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        mark = event.start_mark
-        nodes, deepest = self._nodes, self._deepest
-        self._depth += 1
-        self._deepest = self._depth
-        self._nodes += 1
-        if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
-            if event.anchor not in self._sizes:
-                raise ComposerError(None, None, "an alias repeats the value that contains it", mark)
-            size, depth = self._sizes[event.anchor]
-            self._nodes += size - 1
-            self._deepest += depth - 1
-        if self._nodes > NODES_MAX:
-            problem = f"it has more than {NODES_MAX:,} values, counting each alias as the values that it repeats"
-            raise ComposerError(None, None, problem, mark)
-        if self._deepest > DEPTH_MAX:
-            raise ComposerError(None, None, "it is nested too deeply", mark)
-        node = super().compose_node(parent, index)
-        if not isinstance(event, yaml.AliasEvent) and event.anchor is not None:
-            self._sizes[event.anchor] = (self._nodes - nodes, self._deepest - self._depth + 1)
-        self._depth -= 1
-        self._deepest = max(deepest, self._deepest)
-        return node
-
-    def scan_flow_scalar_non_spaces(self, double: Any, start_mark: Any) -> Any:
-        try:
-            return super().scan_flow_scalar_non_spaces(double, start_mark)
-        except (ValueError, OverflowError):  # of chr()
-            raise ScannerError(None, None, "an escape is not a valid character", self.get_mark()) from None
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError, ArithmeticError, TypeError):
-            # Python's own errors: the text matches a type's pattern or has its tag, but is not a valid value.
-            problem = _NOT_VALID.get(node.tag, "a value does not fit its tag")
-            raise ConstructorError(None, None, problem, node.start_mark) from None
+    """SafeLoader that rejects duplicate keys. As in YAML 1.2, dates, 12:00 (720 in YAML 1.1) and 0755 are text."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked here, not when dicts are built: by then "<<" has merged other mappings' keys in.
@@ -116,13 +63,16 @@ class _Loader(yaml.SafeLoader):
             lines[key.value] = key.start_mark.line + 1
         return node
 
-    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        node = super().compose_scalar_node(anchor)
-        if _HALF_CHARACTER.search(node.value):
-            raise ComposerError(None, None, "an escape is an unpaired surrogate", node.start_mark)
-        if node.tag in NUMBER_TAGS and ":" in node.value:
-            node.tag = "tag:yaml.org,2002:str"  # base 60 would make 12:00 the number 720; number fields reject the text
-        return node
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (INT_TAG, FLOAT_TAG, DATE_TAG)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in (
+    (INT_TAG, r"^[-+]?(?:0|[1-9][0-9]{0,99})$"),
+    (FLOAT_TAG, r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$"),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
 
 
 def _problem(error: yaml.YAMLError) -> str:
@@ -138,8 +88,4 @@ def _problem(error: yaml.YAMLError) -> str:
     if "\\t" in problem:
         problem = "a line is indented with a tab, which YAML does not allow; use spaces"
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-    return f"{_without_quotes(problem)}{where}"
-
-
-def _without_quotes(text: str) -> str:
-    return _QUOTED.sub(r"\1", text).rstrip(":")
+    return _QUOTED.sub(r"\1", problem).rstrip(":") + where

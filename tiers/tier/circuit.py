@@ -6,8 +6,7 @@
   a read of some blocks.
 - half-open -> closed: the probe was answered. In LMCache#4368, a circuit that never closed again left pods without
   their cache for 45 hours.
-- half-open -> open: the probe failed. If its answer arrives late after all, the next probe follows at once: the cause
-  of the delay is over, such as a credential chain that was queried again.
+- half-open -> open: the probe failed.
 
 Loads are counted separately. If only small packets pass, lookups are answered but each load waits for its deadline. The
 probe, a lookup, does not reset the count of failed loads: the next load shows whether loads work again.
@@ -60,32 +59,24 @@ class Circuit:
         self._clock = clock
         self._failures: Counter[Kind] = Counter()
         self._probe_at = 0.0
-        self._probe_failed = False  # since the circuit opened
         self.state = CircuitState.CLOSED
         self.closed = True  # an attribute and not a property, because each lookup reads it
         self.openings = 0
 
-    def succeed(self, kind: Kind) -> bool:
+    def succeed(self, kind: Kind) -> None:
         """Record that an operation or the probe was answered.
 
         Any answer also resets the count of failed stores, because storage that cannot be written may still be read.
-
-        Returns:
-            Whether at least ``failures_max`` operations of this kind had failed in a row.
         """
-        ends_outage = self._failures[kind] >= self._failures_max
         self._failures[kind] = self._failures["store"] = 0
         if self.state is CircuitState.HALF_OPEN:
             self._become(CircuitState.CLOSED, "it answers again", logger.info)
-        return ends_outage
 
     def fail(self, kind: Kind, why: str) -> None:
         """Record that an operation or the probe failed."""
         self._failures[kind] += 1
-        if self.state is CircuitState.HALF_OPEN:
-            self._open(None)
-        elif self.state is CircuitState.CLOSED and self._failures[kind] >= self._failures_max:
-            self._open(f"{self._failures[kind]} failures in a row, the last: {why}")
+        if self.state is CircuitState.HALF_OPEN or self._failures[kind] >= self._failures_max:
+            self.trip(f"{self._failures[kind]} failures in a row, the last: {why}")
 
     def trip(self, why: str, *, is_error: bool = False) -> None:
         """Open at once: an operation overran its deadline, or reads cannot be trusted.
@@ -93,15 +84,14 @@ class Circuit:
         Args:
             is_error: log an error instead of a warning, because an operator must act.
         """
-        if self.state is CircuitState.CLOSED:
-            self._open(why, logger.error if is_error else logger.warning)
-        elif self.state is CircuitState.HALF_OPEN:
-            self._open(None)
-
-    def answer_late(self) -> None:
-        """Record that a lookup was answered after its deadline."""
-        if self._probe_failed:  # otherwise it was not a probe: a tier that is slow under load gets time to recover
-            self._probe_at = self._clock()
+        if self.state is CircuitState.OPEN:
+            return
+        self._probe_at = self._clock() + self._probe_every_s
+        if self.state is CircuitState.HALF_OPEN:
+            self.state = CircuitState.OPEN  # not logged: it tells nothing new
+        else:
+            self.openings += 1
+            self._become(CircuitState.OPEN, why, logger.error if is_error else logger.warning)
 
     def take_probe(self) -> bool:
         """Whether the caller must probe the storage now. True once every ``probe_every_s`` while open."""
@@ -109,15 +99,6 @@ class Circuit:
             return False
         self.state = CircuitState.HALF_OPEN  # not logged: it tells nothing new
         return True
-
-    def _open(self, why: str | None, log: Callable[..., None] = logger.warning) -> None:
-        self._probe_at = self._clock() + self._probe_every_s
-        self._probe_failed = why is None
-        if why is None:
-            self.state = CircuitState.OPEN
-        else:
-            self.openings += 1
-            self._become(CircuitState.OPEN, why, log)
 
     def _become(self, state: CircuitState, why: str, log: Callable[..., None]) -> None:
         self.state = state

@@ -48,7 +48,6 @@ class TierCounts:
         self._clock = clock
         self._not_stored = 0  # blocks that were not stored since the last "stored again" in the log
         self._say_at = float("-inf")
-        self._collector_works: bool | None = None
         for series, values in _INITIAL_SERIES:
             for value in values:
                 metrics.inc(series, name, *value, by=0)
@@ -78,9 +77,7 @@ class TierCounts:
 
     def collector_works(self, works: bool) -> None:
         """Show whether the collector's process runs and answers."""
-        if works is not self._collector_works:
-            self._collector_works = works
-            self._metrics.set("kvtiers_collector_up", self._name, value=float(works))
+        self._metrics.set("kvtiers_collector_up", self._name, value=float(works))
 
     def collected(self, message: dict[str, Any]) -> None:
         """Count polls in which the collector worked. ``message`` is from ``CollectorEnd.take_reports``."""

@@ -17,12 +17,11 @@ from collections.abc import Iterable, Sequence
 from ..blocks.batches import BAD_READS_MAX, Batch
 from ..blocks.keys import OffloadKey
 from .circuit import Circuit, Kind
-from .lookup import FAILED_S_MIN, LookupCounts
+from .lookup import LookupCounts
 
 KEYS_MAX = 64  # failed keys remembered per kind; with more, the cause is not single blocks
 BAD_KEYS_MAX = 65_536  # about 10 MB
-TIMES_MAX = 32  # failures of one key are counted up to this number
-REST_S_MAX = 60.0  # removals by other hosts may go unnoticed for as long
+REST_S = 10.0  # how long a block that could not be read or is bad counts as absent: each load of it fails
 
 
 class TierHealth:
@@ -52,17 +51,12 @@ class TierHealth:
             self._circuit.fail("lookup", "lookups fail")
         elif counts.failed:
             return True
-        elif counts.late:
-            self._circuit.answer_late()
         return False
 
-    def moved(self, batches: Sequence[Batch], op: Kind) -> list[OffloadKey]:
+    def moved(self, batches: Sequence[Batch], op: Kind) -> None:
         """Record the batches of a job that ended.
 
         One success counts for the whole job: a batch may be a single block, and three failed blocks say little.
-
-        Returns:
-            Blocks to load again at once: they failed in an outage of loads that is over now.
         """
         arrived = False
         faults = []
@@ -76,13 +70,11 @@ class TierHealth:
             if batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
                 faults.append(batch.fault)
         self._judge_reads(batches, op)
-        if arrived:
-            if self.doubts_reads:
-                return []
-            return self._unreadable.count_anew() if self._circuit.succeed(op) and op == "load" else []
-        for fault in faults:
-            self._circuit.fail(op, fault)
-        return []
+        if not arrived:
+            for fault in faults:
+                self._circuit.fail(op, fault)
+        elif not self.doubts_reads:
+            self._circuit.succeed(op)
 
     def probed(self, batch: Batch) -> None:
         """Record a probe that has read blocks."""
@@ -137,22 +129,13 @@ class TierHealth:
             return []
         return [key for key in keys if key in self._unreadable or key in self._bad]
 
-    def rest_s(self, key: OffloadKey) -> float:
-        """How long a block that could not be read or is bad counts as absent: about as long as it has been failing."""
-        times = max(self._unreadable.times(key), self._bad.times(key))
-        return min(REST_S_MAX, FAILED_S_MIN * 2.0 ** max(0, times - 1))
-
 
 class FailedKeys:
     """The keys that failed most recently, up to ``keys_max``."""
 
     def __init__(self, keys_max: int) -> None:
         self._keys_max = keys_max
-        self._keys: OrderedDict[OffloadKey, int] = OrderedDict()  # key -> number of failures
-
-    def times(self, key: OffloadKey) -> int:
-        """How often a key has failed since ``forget`` or ``count_anew``."""
-        return self._keys.get(key, 0)
+        self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -165,16 +148,11 @@ class FailedKeys:
         is_news = False
         for key in keys:
             is_news |= key not in self._keys
-            self._keys[key] = min(TIMES_MAX, self.times(key) + 1)
+            self._keys[key] = None
             self._keys.move_to_end(key)
             if len(self._keys) > self._keys_max:
                 self._keys.popitem(last=False)
         return is_news
-
-    def count_anew(self) -> list[OffloadKey]:
-        """Reset the count of every key, and return all keys. They stay known: failing again is not news."""
-        self._keys.update(dict.fromkeys(self._keys, 0))
-        return list(self._keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Remove keys that did not fail again."""

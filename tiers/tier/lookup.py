@@ -4,7 +4,7 @@
 scheduler step, sends the step's questions to the tier's servers. A later ``lookup`` returns the answer.
 
 - Order: a request's keys are asked in the order of its lookups, so a prompt's first blocks are known first. Requests
-  take turns. A turn is a group of keys small enough for the storage to answer well within the deadline.
+  take turns. A turn is a group of keys that the storage answers well within the deadline.
 - Silence: when no probe has returned for ``deadline_s``, the pending keys count as absent. While other answers arrive,
   they keep waiting, but a probe ``SILENT_TURNS_MAX`` times as late expires whatever other probes return.
 - Bound: after ``total_s`` a request gets "absent" for every key it still waits for. Other requests keep waiting.
@@ -30,12 +30,9 @@ logger = get_logger(__name__)
 
 FAILED_S_MIN = 1.0  # a block whose load failed counts as absent for at least this long
 SILENT_TURNS_MAX = 5
-TURN_SHARE = 0.25  # share of deadline_s that a turn should take; after a turn of twice that, the next one is smaller
-TURN_KEYS_FIRST = 32  # until the storage's speed is known
-TURN_GROWTH = 4
-LATENCY_SHARE = 0.75  # if half the keys still take more than this share of the time, the storage is far, not slow
+NEAR_TURN_KEYS = 64  # mostly answered one after the other: on a slow disk a turn must end within the deadline
+FAR_TURN_KEYS = 128  # answered all at once
 TOTAL_S = 15.0  # a request's wait while the storage keeps answering; computing a long prompt takes as long
-REQUESTS_MAX = 65_536  # requests remembered; only an engine that never reports a request's end reaches this limit
 
 
 class Asks(Protocol):
@@ -53,7 +50,6 @@ class LookupOptions:
     """Limits of an AsyncLookup.
 
     Attributes:
-        probes_max: probes under way at once.
         deadline_s: how long the storage may be silent before the pending keys count as absent. An answer is valid for
             at least as long.
         total_s: the longest time that a request waits for answers.
@@ -62,16 +58,15 @@ class LookupOptions:
             request that is still waiting for other answers it does not expire, because a request needs the answers
             to all its keys at once. After a failed load, the block is absent for at least ``FAILED_S_MIN``.
         keys_max: cached answers.
-        batch_keys_max: keys in one probe.
+        asked_max: keys under way at once; more than an engine's step takes to be answered.
     """
 
-    probes_max: int = 4
     deadline_s: float = 0.2
     total_s: float = TOTAL_S
     present_ttl_s: float = 60.0
     absent_ttl_s: float = 1.0
     keys_max: int = 262_144
-    batch_keys_max: int = 256
+    asked_max: int = 1024
 
 
 @dataclass(slots=True)
@@ -83,7 +78,6 @@ class LookupCounts:
         failed: keys whose lookup failed.
         expired: keys for which the storage did not answer in time.
         given_up: keys that a request stopped waiting for after ``total_s``.
-        late: answers to questions that had expired or been overruled.
     """
 
     hits: int = 0
@@ -91,7 +85,6 @@ class LookupCounts:
     failed: list[OffloadKey] = field(default_factory=list)
     expired: int = 0
     given_up: int = 0
-    late: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -100,56 +93,38 @@ class _Asker:
 
     Attributes:
         came_at: when it asked first.
-        question: the value in ``_asked`` for keys that it asks in the current epoch.
+        question: the value in ``_asked`` for all keys that it asks in the current epoch: a tuple each would cost the
+            garbage collector milliseconds a step.
         queue: keys that no probe has taken yet.
         owed: number of keys it waits for, including keys that another request asked first.
         queued_at: when it was last flushed with new keys.
         idle_at: since when it has been waiting for nothing; None while it waits.
         is_fresh: it has asked since the last flush.
         is_over: ``total_s`` has passed, so it waits no longer.
-        is_gone: it has finished.
     """
 
     req_id: str
     came_at: float
-    question: _Question = field(init=False)
+    question: tuple[_Asker, int] | None = None
     queue: deque[OffloadKey] = field(default_factory=deque)
     owed: int = 0
     queued_at: float = 0.0
     idle_at: float | None = None
     is_fresh: bool = False
     is_over: bool = False
-    is_gone: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One probe: keys of one request, and the storage's answers.
+    """One probe: keys of one request.
 
     Attributes:
         silent_since: when the keys were flushed, or when any probe last returned before this one began, if later.
-        is_expired: its keys were answered without it.
     """
 
     keys: list[OffloadKey]
     epoch: int
     silent_since: float
-    took_s: float = 0.0
-    found: Sequence[bool | None] = ()
-    is_expired: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Question:
-    """A pending question. One object serves all keys that a request asks within an epoch.
-
-    Attributes:
-        epoch: how often ``mark``, ``forget`` or ``_expire`` was called before. A probe that began in an earlier epoch
-            may not reflect those changes, so its answer is ignored.
-    """
-
-    asker: _Asker
-    epoch: int
 
 
 class AsyncLookup:
@@ -176,16 +151,16 @@ class AsyncLookup:
         self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._doubted_until = float("-inf")  # a positive answer that expires before this is older than the last doubt()
         self._said_absent: dict[OffloadKey, bool] = {}  # keys of ``lookup_surely``
-        self._asked: dict[OffloadKey, _Question] = {}
+        # key -> who asks, and the epoch in which it did: a probe that began in an earlier one may not reflect what
+        # ``mark``, ``forget`` and ``_expire`` have changed since, so its answer is ignored.
+        self._asked: dict[OffloadKey, tuple[_Asker, int]] = {}
         self._joined: dict[OffloadKey, list[_Asker]] = {}  # key -> requests that wait besides the one that asked it
         self._askers: dict[str, _Asker] = {}  # by request id, the oldest first
         self._fresh: list[_Asker] = []
-        self._looked_at = clock()  # time of the last flush, or of the first question since
         self._answered_at = float("-inf")  # when any probe last returned
-        self._epoch = 0
-        self._turn_keys = min(TURN_KEYS_FIRST, options.batch_keys_max)
-        self._doubles = is_far  # double the turn after each full turn, until one is slow or of the largest size
-        self._last_turn = self._other_turn = (0, 0.0)  # number of keys, and duration; the last one of another size
+        self._epoch = 0  # how often these methods were called
+        self._turn_keys = FAR_TURN_KEYS if is_far else NEAR_TURN_KEYS
+        self._probes_max = max(1, options.asked_max // self._turn_keys)
         self._answered: dict[str, list[OffloadKey]] = {}  # by request id, since the last take_answered
         self._turns: deque[_Asker] = deque()
         self._under_way: dict[int, _Turn] = {}
@@ -213,12 +188,13 @@ class AsyncLookup:
     def flush(self) -> None:
         """Send this step's questions, and give up questions that have waited too long."""
         self.take_replies()
-        now = self._looked_at = self._clock()
-        self._give_up(now)
+        now = self._clock()
         for asker in self._fresh:
             asker.is_fresh = False
+            asker.queued_at = now
             self._turns.append(asker)
         self._fresh.clear()
+        self._give_up(now)
         self._send()
 
     def take_answered(self) -> dict[str, list[OffloadKey]]:
@@ -231,7 +207,6 @@ class AsyncLookup:
         """Drop a request that has ended."""
         asker = self._askers.pop(req_id, None)
         if asker is not None:
-            asker.is_gone = True
             self._drop_queue(asker)
             self._answered.pop(req_id, None)
 
@@ -270,66 +245,50 @@ class AsyncLookup:
         """Ask for a key without a valid answer. ``old`` is the expired answer."""
         asker = self._askers.get(req_id)
         if asker is None:
-            asker = self._remember(req_id)
+            asker = self._askers[req_id] = _Asker(req_id, self._clock())
         elif asker.is_over:
             return False
         question = self._asked.get(key)
         if question is not None:
-            if question.asker is not asker:
-                self._join(asker, key)
-            # A step may take long, and not every engine reports the end of a step.
-            if self._clock() - self._looked_at < self._options.deadline_s:
-                return None
-            self.flush()
-            return False if asker.is_over else self._known(key)
+            if question[0] is not asker:
+                joined = self._joined.setdefault(key, [])
+                if asker not in joined:
+                    joined.append(asker)
+                    asker.owed += 1
+            return None
         if old is not None and req_id and not old[0] and old[1] > asker.came_at:
             return False  # expired, but a request that repeats all its lookups would otherwise never get all answers
-        if asker.question.epoch != self._epoch:
-            asker.question = _Question(asker, self._epoch)
+        if asker.question is None or asker.question[1] != self._epoch:
+            asker.question = asker, self._epoch
         self._asked[key] = asker.question
         asker.queue.append(key)
         asker.owed += 1
         if not asker.is_fresh:
             asker.is_fresh = True
-            if not self._fresh:
-                self._looked_at = self._clock()
             self._fresh.append(asker)
         return None
 
-    def _remember(self, req_id: str) -> _Asker:
-        if len(self._askers) >= REQUESTS_MAX:
-            self.finish(next(iter(self._askers)))
-        asker = self._askers[req_id] = _Asker(req_id, self._clock())
-        asker.question = _Question(asker, self._epoch)
-        return asker
-
-    def _join(self, asker: _Asker, key: OffloadKey) -> None:
-        joined = self._joined.setdefault(key, [])
-        if asker not in joined:
-            joined.append(asker)
-            asker.owed += 1
-
-    def _end_question(self, key: OffloadKey, question: _Question) -> None:
+    def _end_question(self, key: OffloadKey, first: _Asker) -> None:
         """End a key's question. The requests that waited for it look the key up again and get what is known then."""
         del self._asked[key]
-        for asker in (question.asker, *self._joined.pop(key, ())):
+        for asker in (first, *self._joined.pop(key, ())):
             asker.owed -= 1
-            if not asker.is_gone:
+            if asker.req_id in self._askers:
                 self._answered.setdefault(asker.req_id, []).append(key)
 
     def _end_asking(self, keys: Iterable[OffloadKey]) -> None:
         if self._asked:
             for key in keys:
                 if (question := self._asked.get(key)) is not None:
-                    self._end_question(key, question)
+                    self._end_question(key, question[0])
 
     def _drop_queue(self, asker: _Asker) -> None:
         """Drop a request's keys that no probe has taken yet. Other requests that wait for them look them up again."""
         while asker.queue:
             key = asker.queue.pop()
             question = self._asked.get(key)
-            if question is not None and question.asker is asker:
-                self._end_question(key, question)
+            if question is not None and question[0] is asker:
+                self._end_question(key, asker)
 
     # -- limits ----------------------------------------------------------------------------------------------------
 
@@ -337,25 +296,20 @@ class AsyncLookup:
         """Expire keys that the storage has not answered in time, and end waits that have taken too long."""
         options = self._options
         for turn in self._under_way.values():
-            if turn.is_expired:
-                continue
             if (
                 now - max(turn.silent_since, self._answered_at) >= options.deadline_s
                 or now - turn.silent_since >= SILENT_TURNS_MAX * options.deadline_s
             ):
-                turn.is_expired = True
                 self._expire([key for key in turn.keys if self._is_answered_by(turn, key)], now)
         for asker in list(self._askers.values()):
-            if asker.is_fresh:
-                asker.queued_at = now
-            elif asker.queue and now - max(asker.queued_at, self._answered_at) >= options.deadline_s:
+            if asker.queue and now - max(asker.queued_at, self._answered_at) >= options.deadline_s:
                 keys = list(asker.queue)
                 asker.queue.clear()
                 self._expire([key for key in keys if key in self._asked], now)
             if asker.owed:
                 asker.idle_at = None
-                if now - asker.came_at >= options.total_s:
-                    self._end_wait(asker, now)
+                if asker.req_id and now - asker.came_at >= options.total_s:
+                    self._end_wait(asker)
             elif asker.idle_at is None:
                 asker.idle_at = now
             elif now - asker.idle_at >= options.deadline_s and not asker.is_over:
@@ -363,33 +317,22 @@ class AsyncLookup:
 
     def _expire(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Mark unanswered keys absent. A late answer is ignored, because a load may have failed meanwhile."""
+        if not keys:
+            return
         self._epoch += 1
         self._counts.expired += len(keys)
         self._end_asking(keys)
         self._record(keys, False, now + self._options.absent_ttl_s)
 
-    def _end_wait(self, asker: _Asker, now: float) -> None:
+    def _end_wait(self, asker: _Asker) -> None:
         """End the wait of a request after ``total_s``: for this request, all keys still unknown are absent."""
         self._counts.given_up += asker.owed
-        if asker.req_id:
-            asker.is_over = True
-            awaited = [
-                key for key, each in self._asked.items() if each.asker is asker or asker in self._joined.get(key, ())
-            ]
-            self._answered.setdefault(asker.req_id, []).extend(awaited)
-        else:
-            asker.came_at = now  # lookups outside of a request: this asker is never finished, so its wait starts anew
-            self._record(list(asker.queue), False, now + self._options.absent_ttl_s)
+        asker.is_over = True
+        awaited = [key for key, each in self._asked.items() if each[0] is asker or asker in self._joined.get(key, ())]
+        self._answered.setdefault(asker.req_id, []).extend(awaited)
         self._drop_queue(asker)
 
     # -- answers ---------------------------------------------------------------------------------------------------
-
-    def _known(self, key: OffloadKey) -> bool | None:
-        """The last answer if it is still valid, else None."""
-        present, until = self._answers.get(key, (False, float("-inf")))
-        if self._clock() >= until or (present and until < self._doubted_until):
-            return None
-        return present
 
     def _record(self, keys: Iterable[OffloadKey], present: bool, until: float) -> None:
         answers = self._answers
@@ -404,7 +347,7 @@ class AsyncLookup:
     def _is_answered_by(self, turn: _Turn, key: OffloadKey) -> bool:
         """Whether the turn answers the key's current question, rather than one that expired or was overruled."""
         question = self._asked.get(key)
-        return question is not None and question.epoch <= turn.epoch
+        return question is not None and question[1] <= turn.epoch
 
     def take_replies(self) -> None:
         """Take the answers that have come, and begin further probes."""
@@ -412,28 +355,25 @@ class AsyncLookup:
         if not looked:
             return
         self._answered_at = self._clock()
-        for number, found, took_s in looked:
+        for number, answers, _ in looked:
             if (turn := self._under_way.pop(number, None)) is not None:
-                turn.found, turn.took_s = found, took_s
-                self._adapt_turn_keys(turn)
-                self._take_reply(turn)
+                self._take_reply(turn, answers)
         self._send()
 
-    def _take_reply(self, turn: _Turn) -> None:
+    def _take_reply(self, turn: _Turn, answers: Sequence[bool | None]) -> None:
         options, counts = self._options, self._counts
         present, absent = [], []
         dropping: set[_Asker] = set()
-        for key, found in zip(turn.keys, turn.found, strict=True):
+        for key, found in zip(turn.keys, answers, strict=True):
             if not self._is_answered_by(turn, key):
-                counts.late += found is not None
                 continue
-            question = self._asked[key]
-            self._end_question(key, question)
+            first, _ = self._asked[key]
+            self._end_question(key, first)
             if found:
                 present.append(key)
                 continue
             absent.append(key)
-            dropping.add(question.asker)
+            dropping.add(first)
             if found is None:
                 counts.failed.append(key)
             else:
@@ -447,32 +387,9 @@ class AsyncLookup:
         for asker in dropping:
             self._drop_queue(asker)
 
-    def _adapt_turn_keys(self, turn: _Turn) -> None:
-        """Choose the number of keys of the next turn, by how long this turn took."""
-        count, took_s = len(turn.keys), turn.took_s
-        if count != self._last_turn[0]:
-            self._other_turn = self._last_turn
-        self._last_turn = count, took_s
-        before, before_s = self._other_turn
-        wanted_s = TURN_SHARE * self._options.deadline_s
-        if self._doubles and count >= self._turn_keys:
-            # The first turns of a far storage measure its latency and the opening of connections, not its speed.
-            self._doubles = took_s <= 2 * wanted_s or count <= TURN_KEYS_FIRST
-            if self._doubles:
-                self._turn_keys = min(self._options.batch_keys_max, 2 * count)
-                self._doubles = self._turn_keys < self._options.batch_keys_max
-                return
-        fits = count * wanted_s / took_s if took_s else float("inf")
-        if took_s > 2 * wanted_s:
-            is_far = 2 * count <= max(before, self._turn_keys) and took_s > LATENCY_SHARE * before_s
-            if not is_far:  # with a far storage, fewer keys would take as long
-                self._turn_keys = max(1, int(min(count / 2, fits)) if took_s > 4 * wanted_s else count // 2)
-        elif count >= self._turn_keys and fits > count:  # a smaller turn says little: most of it may be latency
-            self._turn_keys = int(min(self._options.batch_keys_max, TURN_GROWTH * count, fits))
-
     def _send(self) -> None:
         """Begin probes of the requests that wait, which take turns."""
-        while self._turns and len(self._under_way) < self._options.probes_max:
+        while self._turns and len(self._under_way) < self._probes_max:
             asker = self._turns.popleft()
             taken = [asker.queue.popleft() for _ in range(min(self._turn_keys, len(asker.queue)))]
             if asker.queue:

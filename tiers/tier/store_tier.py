@@ -27,12 +27,12 @@ from ..frames import Work
 from ..metrics import Metrics
 from ..plain_logs import get_logger
 from ..store import Capabilities
-from ..tracing import JobTrace
+from ..tracing import TraceJob
 from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
 from .counts import TierCounts
 from .events import KeysSinceJobStart, UnreadEvents
-from .health import TierHealth
+from .health import REST_S, TierHealth
 from .lookup import AsyncLookup, LookupCounts, LookupOptions
 
 logger = get_logger(__name__)
@@ -76,7 +76,7 @@ class TierOptions:
     circuit_probe_s: float = 5.0
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
-    trace_job: Callable[[JobTrace], None] | None = None
+    trace_job: TraceJob | None = None
     read_only: bool = False
 
 
@@ -489,7 +489,7 @@ class StoreTierManager(SecondaryTierManager):
         batches = finished.batches
         for batch in batches:
             self._counts.moved(batch, op)
-        self._lookup.forget(self._health.moved(batches, op))
+        self._health.moved(batches, op)
         succeeded = [key for batch in batches for key in batch.succeeded]
         found = [key for batch in batches for key in batch.found]
         # If this store found a block already stored, but a load has since found the block gone, it is not stored.
@@ -543,8 +543,7 @@ class StoreTierManager(SecondaryTierManager):
                 self._lookup.mark(part, present=False)
                 yield len(part)
         for batch in batches:
-            for key in (*batch.unreadable, *batch.bad):
-                self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
+            self._lookup.mark((*batch.unreadable, *batch.bad), present=False, rest_s=REST_S)
         # Report "removed" only for blocks that are gone, not for every failed load: storage that is down for a second
         # still has its blocks, and nothing would announce them again. Skip blocks published by a store since the load
         # began: listeners go by the last event. A block that a store only found there was there before it was gone.
@@ -566,11 +565,11 @@ class StoreTierManager(SecondaryTierManager):
             yield len(part)
 
     def _trace(self, *fields: Any) -> None:
-        """Pass a job that ended to ``trace_job``. ``fields`` are those of ``JobTrace``."""
+        """Pass a job that ended to ``trace_job``. ``fields``: see ``TraceJob``."""
         if self._options.trace_job is None:
             return
         try:
-            self._options.trace_job(JobTrace(*fields))
+            self._options.trace_job(*fields)
         except Exception:  # whatever an exporter raises, the job has ended
             if not self._trace_failed:
                 self._trace_failed = True

@@ -12,35 +12,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
 from ..blocks.namespace import CONFIG_BYTES_MAX
-from ..blocks.seal import TRAILER_BYTES
 from ..errors import (
-    BlobCorruptError,
     BlobNotFoundError,
-    SealError,
     StoreError,
     StoreFullError,
     StorePermissionError,
 )
-from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob
+from ..store import KeyInfo, Store, SupportsAges, read_blob
 from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
 THREADS = 8  # either reading or writing mostly waits, or both
 BATCH_BLOCKS = 256  # looked up in the target at once
-PROGRESS_EVERY_S = 0.5
 
 Block = tuple[KeyInfo, BlockName]
-
-
-class _Unusable(Exception):
-    """One namespace or block cannot be copied; the copy continues with the others."""
 
 
 @dataclass(slots=True)
@@ -51,10 +43,9 @@ class CopyReport:
         dry_run: nothing was written. ``copied`` then counts blocks that the target lacks and has space for. Payloads
             were not read, so some of these blocks may turn out to be bad.
         copied, copied_bytes: copied blocks, and their bytes including trailers.
-        present: blocks that the target already had, with the same size and a good trailer. (If the target's store
-            cannot read only a blob's end: with the same size.)
+        present: blocks of which the target already had a blob. Whether it is good is for ``verify`` to say.
         bad: blocks whose seal check failed, and blocks that only a newer version can judge.
-        errors: blocks that could not be read or written, or whose name in the target holds a block of a newer version.
+        errors: blocks that could not be read or written.
         left_out: namespaces whose blocks are not copied, and why; the blocks also count as ``errors``.
         no_room: the target is full or reached its limit; the remaining blocks were not checked.
         seen_bytes: bytes of all blocks that were looked at, as listed: copied, present, bad and others.
@@ -115,7 +106,7 @@ class Copier:
         room_bytes: maximum bytes to copy; None: until the target refuses.
         dry_run: only find out what would be copied; the target is only read.
         rate: bounds how fast blocks are copied; None: no bound.
-        on_progress: called with the report after each batch, and every ``PROGRESS_EVERY_S``.
+        on_progress: called with the report after each block and each batch.
     """
 
     def __init__(
@@ -130,12 +121,12 @@ class Copier:
     ) -> None:
         self._source = source
         self._target = target
-        self._tails = target if isinstance(target, SupportsTail) else None
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._rate = rate
         self._stopped = threading.Event()  # set if the copy ends early: threads then stop between two blocks
-        self._readers = [BlockReader(source) for _ in range(THREADS)]
+        self._own = threading.local()  # each thread's BlockReader
+        self._lock = threading.Lock()  # guards the report's counts
         self._namespaces: set[str] = set()
         self.report = CopyReport(dry_run=dry_run)
 
@@ -147,173 +138,115 @@ class Copier:
         """
         left = iter(blocks)
         with ThreadPoolExecutor(THREADS) as pool:
-            while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
-                wanted = self._take_wanted(batch, self._look(batch, pool))
-                wanted_bytes = sum(info.size for info, _ in wanted)
-                self.report.seen_bytes += sum(info.size for info, _ in batch) - wanted_bytes
-                if self.report.dry_run:
-                    self.report.copied += len(wanted)
-                    self.report.copied_bytes += wanted_bytes
-                    self.report.seen_bytes += wanted_bytes
-                else:
-                    self._copy_batch(wanted, pool)
-                self._on_progress(self.report)
+            try:
+                while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
+                    self._copy_batch(batch, pool)
+            except BaseException:  # such as Ctrl-C: threads stop after their current blocks
+                self._stopped.set()
+                raise
         return self.report
 
-    def _copy_batch(self, blocks: list[Block], pool: ThreadPoolExecutor) -> None:
-        """Copy in several threads. If the copy ends early, such as on Ctrl-C, they stop after their current blocks."""
-        parts = [blocks[seat::THREADS] for seat in range(THREADS)]
-        reports = [CopyReport() for _ in parts]
-        futures = list(map(pool.submit, repeat(self._copy_some), parts, self._readers, reports))
-        before = self.report
-        try:
-            while wait(futures, PROGRESS_EVERY_S).not_done:
-                self.report = _sum(before, reports)
+    def _copy_batch(self, batch: list[Block], pool: ThreadPoolExecutor) -> None:
+        wanted = self._take_wanted(batch)
+        wanted_bytes = sum(info.size for info, _ in wanted)
+        self._count(seen_bytes=sum(info.size for info, _ in batch) - wanted_bytes)
+        if self.report.dry_run:
+            self._count(copied=len(wanted), copied_bytes=wanted_bytes, seen_bytes=wanted_bytes)
+        else:
+            for copied in as_completed([pool.submit(self._copy_block, *block) for block in wanted]):
+                copied.result()
                 self._on_progress(self.report)
-        except BaseException:
-            self._stopped.set()
-            wait(futures)
-            raise
-        finally:
-            self.report = _sum(before, reports)
-        for future in futures:
-            future.result()
+        self._on_progress(self.report)
 
-    def _look(self, blocks: list[Block], pool: ThreadPoolExecutor) -> list[Any]:
-        """(size, trailer) of the target's blob for each block; None if there is none; an exception if a call failed."""
-        keys = [info.key for info, _ in blocks]
-        found: list[Any] = list(self._target.size_many(keys))
-        parts = [(keys[seat::THREADS], found[seat::THREADS]) for seat in range(THREADS)]
-        for seat, ends in enumerate(pool.map(lambda part: list(map(self._end, *part)), parts)):
-            found[seat::THREADS] = ends
-        return found
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, count in more.items():
+                setattr(self.report, name, getattr(self.report, name) + count)
 
-    def _end(self, key: str, size: Any) -> Any:
-        if not isinstance(size, int):
-            return size
-        if self._tails is None:
-            return size, None
-        try:
-            return self._tails.get_tail(key, TRAILER_BYTES)
-        except BlobCorruptError:
-            return None  # it is no longer a blob
-        except StoreError as e:
-            # Do not replace the blob: it may be a newer version's. If the storage is down, size_many fails as well.
-            return _Unusable(str(e)) if e.retryable else e
-
-    def _take_wanted(self, blocks: list[Block], found: list[Any]) -> list[Block]:
-        """The blocks that the target lacks or has damaged, as far as it has space; counts the others."""
+    def _take_wanted(self, blocks: list[Block]) -> list[Block]:
+        """The blocks that the target lacks, as far as it has space; counts the others."""
         wanted = []
-        for (info, name), there in zip(blocks, found, strict=True):
-            if isinstance(there, _Unusable) or _is_refused(there):
-                self.report.errors += 1
-                continue
-            if isinstance(there, Exception):
-                raise there
-            is_present = there is not None and self._is_good(info, name, *there)
-            if is_present is None:
-                self.report.errors += 1
-                continue
-            if is_present:
+        found = self._target.size_many([info.key for info, _ in blocks])
+        for (info, name), size in zip(blocks, found, strict=True):
+            if isinstance(size, Exception) and not _is_refused(size):
+                raise size
+            if isinstance(size, int):
                 self.report.present += 1
-                continue
-            if name.namespace in self.report.left_out:
+            elif size is not None or not self._has_namespace(name.namespace):
                 self.report.errors += 1
-                continue
-            more_bytes = info.size - (0 if there is None else there[0])
-            if self._room_bytes is not None and more_bytes > self._room_bytes:
+            elif self.report.no_room or (self._room_bytes is not None and info.size > self._room_bytes):
                 self.report.no_room = True
                 break
-            try:
-                if name.namespace not in self._namespaces:
-                    self._copy_namespace(name.namespace)
-            except StoreFullError:
-                self.report.no_room = True
-                break
-            except (_Unusable, StorePermissionError) as e:
-                if not (isinstance(e, _Unusable) or _is_refused(e)):
-                    raise
-                self.report.left_out[name.namespace] = str(e)
-                self.report.errors += 1
-                continue
-            if self._room_bytes is not None:
-                self._room_bytes -= more_bytes
-            wanted.append((info, name))
+            else:
+                if self._room_bytes is not None:
+                    self._room_bytes -= info.size
+                wanted.append((info, name))
         return wanted
 
-    def _is_good(self, info: KeyInfo, name: BlockName, size: int, tail: bytes | None) -> bool | None:
-        """Whether the target's blob is the block and is good, by the checks of a store job.
+    def _has_namespace(self, namespace: str) -> bool:
+        """Whether the target has the namespace's identity, which is copied first; if not, notes why."""
+        if namespace not in self._namespaces and namespace not in self.report.left_out:
+            try:
+                problem = self._copy_identity(namespace)
+            except StoreFullError:
+                self.report.no_room = True
+                return True
+            except StorePermissionError as e:
+                if not _is_refused(e):
+                    raise
+                problem = str(e)
+            if problem:
+                self.report.left_out[namespace] = problem
+            else:
+                self._namespaces.add(namespace)
+        return namespace in self._namespaces
 
-        None: the blob is a newer version's, and must never be replaced.
-        """
-        if tail is None:
-            return size == info.size
-        if size != info.size:
-            return False
-        try:
-            self._readers[0].seal_for(name).check_trailer(name.offload_key, tail, size - TRAILER_BYTES)
-        except SealError as e:
-            return None if e.foreign else False
-        return True
-
-    def _copy_namespace(self, namespace: str) -> None:
+    def _copy_identity(self, namespace: str) -> str:
         key = f"{namespace}/{CONFIG_FILE_NAME}"
-        data = (
-            None if read_identity(self._source, namespace) is None else read_blob(self._source, key, CONFIG_BYTES_MAX)
-        )
-        if data is None:
-            raise _Unusable(f"the source's {key} is missing or damaged")
+        data = read_identity(self._source, namespace) and read_blob(self._source, key, CONFIG_BYTES_MAX)
+        if not data:
+            return f"the source's {key} is missing or damaged"
         if not self.report.dry_run:
             self._target.put(key, [memoryview(data)])  # an existing file is kept
         is_new = self.report.dry_run and self._target.size(key) is None
         if not is_new and read_identity(self._target, namespace) is None:
-            raise _Unusable(f"the target's {key} is damaged or belongs to another namespace")
-        self._namespaces.add(namespace)
+            return f"the target's {key} is damaged or belongs to another namespace"
+        return ""
 
-    def _copy_some(self, blocks: list[Block], reader: BlockReader, report: CopyReport) -> None:
-        for info, name in blocks:
-            if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(info.size)):
-                break
-            report.seen_bytes += info.size
+    def _copy_block(self, info: KeyInfo, name: BlockName) -> None:
+        if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(info.size)):
+            return
+        self._count(seen_bytes=info.size)
+        if not hasattr(self._own, "reader"):
+            self._own.reader = BlockReader(self._source)
+        reader: BlockReader = self._own.reader
+        try:
             try:
-                try:
-                    reason, _ = reader.read(info, name)
-                except StorePermissionError:  # one file, perhaps written by a command run as root: continue
-                    report.errors += 1
-                    continue
-                if reason is not None:
-                    report.bad += 1
-                    continue
-                self._put(info, [reader.data])
-            except BlobNotFoundError:
-                continue  # removed since it was listed
-            except StoreFullError:
-                report.no_room = True
-                break
-            except StoreError as e:
-                if not (e.retryable or _is_refused(e)):
-                    raise
-                report.errors += 1
-                continue
-            report.copied += 1
-            report.copied_bytes += info.size
+                reason, _ = reader.read(info, name)
+            except StorePermissionError:  # one file, perhaps written by a command run as root: continue
+                self._count(errors=1)
+                return
+            if reason is not None:
+                self._count(bad=1)
+                return
+            self._put(info, [reader.data])
+            self._count(copied=1, copied_bytes=info.size)
+        except BlobNotFoundError:
+            pass  # removed since it was listed
+        except StoreFullError:
+            self.report.no_room = True
+            self._stopped.set()
+        except StoreError as e:
+            if not (e.retryable or _is_refused(e)):
+                raise
+            self._count(errors=1)
 
     def _put(self, info: KeyInfo, parts: list[memoryview]) -> None:
-        """Write the block; an existing blob is not a good block of this namespace and is replaced."""
         used_at = self._source.used_at(info) if isinstance(self._source, SupportsAges) else info.mtime
         if used_at > 0 and isinstance(self._target, SupportsAges):
             self._target.put_aged(info.key, parts, used_at=min(used_at, time.time()))
         else:
-            self._target.put(info.key, parts, overwrite=True)
-
-
-def _sum(total: CopyReport, parts: Iterable[CopyReport]) -> CopyReport:
-    total = replace(total)
-    for part in parts:
-        for name in ("copied", "copied_bytes", "present", "bad", "errors", "seen_bytes"):
-            setattr(total, name, getattr(total, name) + getattr(part, name))
-        total.no_room |= part.no_room
-    return total
+            self._target.put(info.key, parts)
 
 
 def _is_refused(e: Any) -> bool:

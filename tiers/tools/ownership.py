@@ -13,16 +13,13 @@ engine has not started yet.
 from __future__ import annotations
 
 import contextlib
-from itertools import islice
 
-from ..capacity.records import OWN_PREFIX, UNREADABLE, get_record
+from ..capacity.records import OWN_PREFIX, UNREADABLE
 from ..capacity.walker import is_block
 from ..errors import ConfigError, printable
 from ..store import KeepsFiles, NamesBlocks, Store
 from .block_reader import read_identity
 from .namespaces import namespace_names
-
-RECORDS_TRIED_MAX = 16
 
 
 def check_is_ours(store: Store) -> None:
@@ -34,7 +31,7 @@ def check_is_ours(store: Store) -> None:
     """
     hidden = store.hidden_names() if isinstance(store, KeepsFiles) else []
     found = next((info.key for info in store.keys()), hidden[0] if hidden else None)  # noqa: SIM118 - not a dict
-    if found is None or _has_identity(store) or _has_record(store) or _has_block(store):
+    if found is None or _has_identity(store) or _has_record_or_block(store):
         return
     raise ConfigError(
         f"is not a storage of kvtiers, so nothing is changed: it holds {printable(found)!r}, but no namespace with a "
@@ -50,14 +47,6 @@ def _has_identity(store: Store) -> bool:
     return False
 
 
-def _has_record(store: Store) -> bool:
-    for info in islice(store.keys(OWN_PREFIX), RECORDS_TRIED_MAX):
-        with contextlib.suppress(*UNREADABLE):
-            if get_record(store, info.key):
-                return True
-    return False
-
-
-def _has_block(store: Store) -> bool:
+def _has_record_or_block(store: Store) -> bool:
     names = store.is_block if isinstance(store, NamesBlocks) else is_block
-    return any(names(info.key) for info in store.keys())  # noqa: SIM118 - not a dict
+    return any(info.key.startswith(OWN_PREFIX) or names(info.key) for info in store.keys())  # noqa: SIM118 - not a dict

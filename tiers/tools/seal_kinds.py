@@ -7,8 +7,8 @@ key file, or another version wrote it. A tool that says "all blocks are intact" 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
-from heapq import heappush, heapreplace
+from collections.abc import Container, Mapping
+from heapq import nsmallest
 from itertools import islice
 
 from ..blocks.file_mapper import parse_block_name
@@ -37,37 +37,10 @@ def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
     return OTHER if protection is None else f"{protection} {show_key_id(fields['key_id'])}"
 
 
-class Sample:
-    """An even sample of blocks: those with the smallest hashes.
-
-    Attributes:
-        names: of the sampled blocks.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, str]] = []
-
-    def add(self, name: str) -> None:
-        """Add a name, if it is a block's and its hash is among the smallest."""
-        block = parse_block_name(name)
-        if block is None:
-            return
-        entry = (-int(block.digits, 16), name)
-        if len(self._heap) < SAMPLE_BLOCKS:
-            heappush(self._heap, entry)
-        elif entry > self._heap[0]:
-            heapreplace(self._heap, entry)
-
-    @property
-    def names(self) -> list[str]:
-        return [name for _, name in self._heap]
-
-
-def sample_seals(store: Store, names: Iterable[str] | None = None) -> Counter[str]:
+def sample_seals(store: Store) -> Counter[str]:
     """Count the kinds of seal of some blocks. Empty if the store cannot read only the end of a block.
 
-    Args:
-        names: of the blocks; None: chosen from the first ``SAMPLED_FROM_MAX`` that are listed.
+    Of the first ``SAMPLED_FROM_MAX`` blobs that are listed, blocks with the smallest hashes are taken: an even sample.
 
     Raises:
         StoreError: the blocks cannot be listed.
@@ -75,12 +48,9 @@ def sample_seals(store: Store, names: Iterable[str] | None = None) -> Counter[st
     kinds: Counter[str] = Counter()
     if not isinstance(store, SupportsTail):
         return kinds
-    if names is None:
-        sample = Sample()
-        for info in islice(store.keys(), SAMPLED_FROM_MAX):
-            sample.add(info.key)
-        names = sample.names
-    for name in names:
+    names = (info.key for info in islice(store.keys(), SAMPLED_FROM_MAX))
+    blocks = ((block.digits, name) for name in names if (block := parse_block_name(name)) is not None)
+    for _, name in nsmallest(SAMPLE_BLOCKS, blocks):
         try:
             found = store.get_tail(name, TRAILER_BYTES)
         except StoreError:  # counted by verify

@@ -6,10 +6,11 @@ Units are independent, so they can be checked in parallel, and a finished unit i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 
 import xxhash
 
@@ -96,7 +97,8 @@ class Verifier:
         self._store = store
         self._subset = subset
         self._threads = NETWORK_THREADS if store.capabilities.latency_bound else 1
-        self._readers = [BlockReader(store) for _ in range(self._threads)]
+        self._own = threading.local()  # each thread's BlockReader
+        self._lock = threading.Lock()  # guards a result
         self._damaged_folders = 0
 
     def check(self, unit: str) -> UnitResult:
@@ -110,14 +112,7 @@ class Verifier:
         with ThreadPoolExecutor(self._threads) as pool:
             blocks = (block for block in self._list(unit, result) if self._subset.has(block[1]))
             while batch := list(islice(blocks, BATCH_BLOCKS)):
-                if self._threads == 1:
-                    self._check_some(batch, self._readers[0], result)
-                    continue
-                shares = [UnitResult(unit) for _ in range(self._threads)]
-                parts = [batch[seat :: self._threads] for seat in range(self._threads)]
-                list(pool.map(self._check_some, parts, self._readers, shares))
-                for share in shares:
-                    _add(result, share)
+                list(pool.map(self._check_block, batch, repeat(result)))
         result.errors += damaged_count(self._store) - damaged
         return result
 
@@ -137,27 +132,35 @@ class Verifier:
                     raise
                 result.errors += 1
 
-    def _check_some(self, batch: list[tuple[KeyInfo, BlockName]], reader: BlockReader, result: UnitResult) -> None:
-        for info, name in batch:
-            try:
-                self._check_block(info, name, reader, result)
-            except BlobNotFoundError:
-                pass  # removed since it was listed
-            except StoreError:
-                result.errors += 1
-
-    def _check_block(self, info: KeyInfo, name: BlockName, reader: BlockReader, result: UnitResult) -> None:
-        result.blocks += 1
-        result.bytes += info.size
-        reason, foreign = reader.read(info, name)
-        if reason is None or foreign:
-            result.foreign += foreign
+    def _check_block(self, block: tuple[KeyInfo, BlockName], result: UnitResult) -> None:
+        info, name = block
+        if not hasattr(self._own, "reader"):
+            self._own.reader = BlockReader(self._store)
+        reader: BlockReader = self._own.reader
+        reason: str | None = None
+        foreign = failed = False
+        kind = ""
+        try:
+            reason, foreign = reader.read(info, name)
             if len(reader.data) == info.size:
                 kind = seal_kind(reader.data[-TRAILER_BYTES:])
-                result.seals[kind] = result.seals.get(kind, 0) + 1
-            return
-        _note_bad(result, info.key, reason)
-        result.kept += reason == NO_IDENTITY
+        except BlobNotFoundError:
+            pass  # removed since it was listed
+        except StoreError:
+            failed = True
+        with self._lock:
+            result.blocks += 1
+            result.bytes += info.size
+            result.errors += failed
+            if reason is None or foreign:
+                result.foreign += foreign
+                if kind:
+                    result.seals[kind] = result.seals.get(kind, 0) + 1
+                return
+            result.bad_count += 1
+            result.kept += reason == NO_IDENTITY
+            if len(result.bad) < BAD_KEYS_MAX:
+                result.bad.append((info.key, str(reason)))
 
 
 @dataclass(slots=True)
@@ -204,12 +207,6 @@ def damaged_count(store: Store) -> int:
     """How many files and folders a store's listings have skipped because the disk could not read them."""
     count: int = getattr(store, "damaged", 0)
     return count
-
-
-def _note_bad(result: UnitResult, key: str, reason: str) -> None:
-    result.bad_count += 1
-    if len(result.bad) < BAD_KEYS_MAX:
-        result.bad.append((key, str(reason)))
 
 
 def _add(total: UnitResult, part: UnitResult) -> None:

@@ -75,7 +75,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             - the model has several KV cache groups, or a group that is not of full attention;
             - a block's tokens are spread over several ranks;
             - another connector of the engine may load within a step.
-        StorePermissionError, StoreConfigError: a bucket is not usable, see ``S3TierManager``.
+        StorePermissionError, StoreConfigError: a bucket is not usable, see ``BuiltInTier``.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

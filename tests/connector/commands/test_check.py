@@ -15,7 +15,7 @@ from kvtiers.connector.commands import check, findings
 from kvtiers.connector.commands.findings import Finding
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.spec import TieringOffloadingSpec
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
@@ -108,13 +108,15 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
     config = write_tiers(tmp_path / "c.yaml", "type: memory", "type: memory, max_bytes: 10 Gigs")
     code, out = run("check", config)
     assert code == ExitCode.BAD_INPUT
-    assert "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB" in out
+    assert "tiers[1].max_bytes: '10 Gigs' is not a size; write a number and a unit, such as 10GiB" in out
     code, out = run("check", config, "--json")
     assert code == ExitCode.BAD_INPUT
     assert result_of(out) == {"verdict": "not usable: 1 mistake"}
     document = json.loads(out)
     assert not document["ok"]
-    assert document["errors"] == ["tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB"]
+    assert document["errors"] == [
+        "tiers[1].max_bytes: '10 Gigs' is not a size; write a number and a unit, such as 10GiB"
+    ]
 
 
 def test_check_of_nothing(tmp_path: Path) -> None:
@@ -358,7 +360,7 @@ def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, mon
 
 def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Path) -> None:
     region = memoryview(bytearray(1 << 20)).cast("b", (1, 1 << 20))
-    tier = FileSystemTierManager(FakeSpec(), region, "fs", str(tmp_path / "kv"), min_free=0, isolation="thread")
+    tier = BuiltInTier(FakeSpec(), region, "fs", root_dir=str(tmp_path / "kv"), min_free=0, isolation="thread")
     assert tier.store is not None
     tier.store.put(tier.mapper.relative_name(block_key(1)), [region])
     tier.shutdown()

@@ -23,7 +23,7 @@ from kvtiers.connector.commands.findings import Finding
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.region.region_file import region_path
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.capacity.usage import Usage, publish_usage
 from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, TierConfig
@@ -95,7 +95,8 @@ def test_unnamed_files_are_really_linked(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to("elsewhere")
+    (tmp_path / "elsewhere").mkdir()
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     findings = examine(
@@ -400,7 +401,7 @@ def test_rename_that_fails_gets_the_advice_of_its_cause(
 def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
     view = memoryview(bytearray(4096)).cast("b", (1, 4096))
     for change in ({}, {"hash_algorithm": "xxhash"}):
-        FileSystemTierManager(FakeSpec().changed("cache", **change), view, "fs", str(tmp_path), min_free=0).shutdown()
+        BuiltInTier(FakeSpec().changed("cache", **change), view, "fs", root_dir=str(tmp_path), min_free=0).shutdown()
     found = one(examine(deployment(fs(tmp_path))), "namespaces")
     assert found.level == "note"
     assert 'hash_algorithm: "sha256", "xxhash"' in found.message

@@ -31,14 +31,7 @@ def strange(tmp_path: Path) -> Path:
     strange = tmp_path / "strange"
     for name in (
         *(".tmp/thesis.txt", ".quarantine/sample", f"{DATED}/config.json", f"{DATED}_r0/000/00_g0/mine.bin"),
-        *(
-            "_kvtiers/notes",
-            "_kvtiers/members/notes",
-            "_kvtiers/measured",
-            "prefixes/notes",
-            "notes.bin",
-            ".ssh/id_ed25519",
-        ),
+        *("prefixes/notes", "notes.bin", ".ssh/id_ed25519"),
     ):
         (strange / name).parent.mkdir(parents=True, exist_ok=True)
         (strange / name).write_text("{}")
@@ -60,7 +53,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kept", ["all", ".tmp", ".quarantine", DATED, "_kvtiers", ".ssh"])
+@pytest.mark.parametrize("kept", ["all", ".tmp", ".quarantine", DATED, ".ssh"])
 def test_destructive_command_refuses_folder_without_mark_of_kvtiers(
     strange: Path, command: tuple[str, ...], kept: str
 ) -> None:

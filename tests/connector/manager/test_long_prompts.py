@@ -56,7 +56,7 @@ class Rig:
         self.store = SlowStore(self.clock, per_second)
         spec = FakeSpec()
         view = memoryview(bytearray(len(KEYS) * ROW_BYTES)).cast("b", (len(KEYS), ROW_BYTES))
-        lookup = LookupOptions(probes_max=1, deadline_s=0.2, total_s=total_s)
+        lookup = LookupOptions(asked_max=1, deadline_s=0.2, total_s=total_s)
         self.tier = StoreTierManager(
             spec,
             view,

@@ -451,7 +451,7 @@ def test_the_collectors_process_removes_what_is_old_in_a_bucket(prefix_bucket: s
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write 10GiB"),
+        ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write a number and a unit"),
         ({"max_bytes": 1000}, "max_bytes: 1000 bytes do not hold a block"),
         ({"ttl": "soon"}, "ttl: 'soon' is not a duration"),
         ({"max_bytes": "1GiB", "gc_low": 0.9}, "gc_low"),

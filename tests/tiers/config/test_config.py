@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import re
-import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtiers.tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
+from kvtiers.tiers.builtin import BuiltInTier, _tier_options
 from kvtiers.tiers.config.deployment import json_schema, load_config, parse_config, parse_tier
 from kvtiers.tiers.config.tier_options import (
     TIER_MODELS,
@@ -22,7 +21,7 @@ from kvtiers.tiers.config.tier_options import (
     TierConfig,
 )
 from kvtiers.tiers.config.values import parse_duration, parse_size
-from kvtiers.tiers.config.yaml_file import NODES_MAX, _Loader, read_yaml
+from kvtiers.tiers.config.yaml_file import read_yaml
 from kvtiers.tiers.errors import ConfigError, StoreFullError, public_url
 from tests.identity import FakeSpec
 
@@ -71,37 +70,17 @@ def test_sizes(text: object, size: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "10 Gigs",
-        "",
-        "-1",
-        "1e3",
-        "GiB",
-        None,
-        True,
-        1.5,
-        [],
-        -1,
-        "2000PiB",
-        "10gib",
-        1 << 61,
-        "9" * 400,
-        f"{'9' * 400}.0B",
+        *("10 Gigs", "", "-1", "1e3", "GiB", None, True, 1.5, [], "10gib", "9" * 400, f"{'9' * 400}.0B", "much"),
+        *("1,5GiB", "1e9 GiB", "1_000MiB", "10 pages", "1.5.2GiB"),
     ],
 )
 def test_what_is_no_size(text: object) -> None:
-    with pytest.raises(ValueError, match="is not a size; write|out of range"):
+    with pytest.raises(ValueError, match="is not a size; write a number and a unit, such as 10GiB$"):
         parse_size(text)
 
 
-@pytest.mark.parametrize("root", ["$KV_ROOT/kv", "/mnt/${KV_ROOT}/kv"])
-def test_a_variable_that_is_empty_is_named(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
-    monkeypatch.setenv("KV_ROOT", "")
-    with pytest.raises(ConfigError, match=r"root_dir: .* names the variable \$\{?KV_ROOT\}?, which is empty"):
-        parse_tier({"type": "fs", "root_dir": root})
-
-
-@pytest.mark.parametrize("text", ["12:00", "1:30:00", "-1:00", "1:30.5"])
-def test_a_time_of_day_is_no_number(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["12:00", "1:30:00", "-1:00", "1:30.5", "2026-11-27", "0x10", ".inf"])
+def test_a_time_or_date_is_no_number(tmp_path: Path, text: str) -> None:
     """In YAML 1.1 12:00 is 720, to the base 60: a ttl of twelve hours would be one of twelve minutes."""
     path = tmp_path / "c.yaml"
     path.write_text(f"region: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: /kv, ttl: {text}}}]\n")
@@ -112,126 +91,8 @@ def test_a_time_of_day_is_no_number(tmp_path: Path, text: str) -> None:
     assert read_yaml(path) == {"name": text, "port": 80}
 
 
-@pytest.mark.parametrize(
-    ("text", "better"),
-    [("64 mib", "64MiB"), ("5gb", "5GB"), ("7 Gigs", "7GiB"), ("1.5 gib", "1.5GiB"), ("10 Megs", "10MiB")],
-)
-def test_a_size_is_corrected_in_its_own_unit(text: str, better: str) -> None:
-    with pytest.raises(ValueError, match=f"is not a size; write {better}$"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize(
-    "value", ["much", "1,5GiB", "1e9", "1e9 GiB", "1_000MiB", "10 pages", "1.5.2GiB", "", None, 1.5]
-)
-def test_advice_does_not_change_the_amount(value: object) -> None:
-    with pytest.raises(ValueError, match="is not a size; write a number and a unit, such as 10GiB$"):
-        parse_size(value)
-
-
 FS = {"type": "fs", "root_dir": "/kv"}
 S3 = {"type": "s3", "bucket": "bucket"}
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (None, "must be a mapping with the keys blocks_per_chunk, handler, identity, metrics, region, tiers"),
-        ([], "a mapping with the keys"),
-        ({}, "region: is required"),
-        ({"region": 3}, "region: 3 is not accepted"),
-        ({"region": {}}, "region.size: is required"),
-        (
-            {"region": REGION, "teirs": []},
-            "teirs: is not a known key; did you mean tiers?",
-        ),
-        ({"region": REGION | {"sise": 1}}, "region.sise: is not a known key; did you mean size?"),
-        ({"region": REGION | {"eviction_policy": "fifo"}}, "region.eviction_policy: 'fifo' is not accepted"),
-        ({"region": REGION | {"promotion_wait_s": -1}}, "region.promotion_wait_s: -1 is not accepted"),
-        ({"region": REGION | {"instance_id": "a/b"}}, "region.instance_id: 'a/b' is not accepted"),
-        ({"region": REGION, "blocks_per_chunk": 0}, "blocks_per_chunk: 0 is not accepted"),
-        ({"region": REGION, "blocks_per_chunk": True}, "blocks_per_chunk: true is not a number"),
-        ({"region": REGION, "metrics": {"port": True}}, "metrics.port: true is not a number"),
-        (
-            {"region": REGION, "tiers": [FS | {"lookup_deadline_s": True}]},
-            "tiers[0].lookup_deadline_s: true is not a duration",
-        ),
-        ({"region": REGION, "tiers": [FS | {"n_read_threads": True}]}, "tiers[0].n_read_threads: true is not a number"),
-        (
-            {"region": REGION, "tiers": [FS | {"durability": False}]},
-            "durability: false is not accepted; write none or data",
-        ),
-        ({"region": REGION, "metrics": {"address": "kv..local"}}, "metrics.address: 'kv..local' is not a valid host"),
-        ({"region": REGION, "metrics": {"address": "k" * 64}}, "is not a valid host name: a part of it is empty"),
-        ({"region": REGION, "metrics": {"address": "kv\0"}}, "metrics.address: 'kv\\x00' is not a valid host name"),
-        ({"region": REGION, "tiers": {}}, "tiers: {} is not a list"),
-        ({"region": REGION, "tiers": [3]}, "tiers[0]: 3 is not a mapping"),
-        ({"region": REGION, "tiers": "s3://id:key@b/kv"}, "tiers: '***@b/kv' is not a list"),
-        ({"region": REGION, "tiers": ["s3://id:k/ey@b/kv"]}, "tiers[0]: '***@b/kv' is not a mapping"),
-        ({"region": REGION, "tiers": [{"type": "me:key@b?sig=key"}]}, "tiers[0].type: '***@b?***' is not a tier type"),
-        (
-            {"region": REGION, "tiers": [{"type": "s3", "bucket": "https://id:key@h/b"}]},
-            "tiers[0].bucket: '***@h/b' is not a valid bucket name",
-        ),
-        (
-            {"region": REGION | {"size": 1 << 20_000}},
-            "region.size: a number is not accepted; write a size from 4KiB to 1024PiB",
-        ),
-        ({"region": REGION, "tiers": [FS | {"root_dir": b"kv\0"}]}, "tiers[0].root_dir: binary is not text"),
-        ({"region": REGION, "tiers": [{}]}, "tiers[0].type: is required; accepted: fs"),
-        ({"region": REGION, "tiers": [{"type": "nvme"}]}, "tiers[0].type: 'nvme' is not a tier type; accepted: fs"),
-        ({"region": REGION, "tiers": [{"type": "fs"}]}, "tiers[0].root_dir: is required"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": 3}]}, "tiers[0].root_dir: 3 is not accepted"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": ""}]}, "tiers[0].root_dir: '' is too short"),
-        (
-            {"region": REGION, "tiers": [FS | {"root_dir": "$NOT_SET/kv"}]},
-            "names the variable $NOT_SET, which is not set",
-        ),
-        ({"region": REGION, "tiers": [FS | {"root_dir": "/a/${NOT_SET}"}]}, "tiers[0].root_dir: '/a/${NOT_SET}' names"),
-        (
-            {"region": REGION, "tiers": [{"type": "fsspec", "url": "gs://$NOT_SET/kv"}]},
-            "tiers[0].url: a text names the variable $NOT_SET, which is not set",
-        ),
-        ({"region": REGION, "tiers": [FS | {"root_dir": "~nobody-here/kv"}]}, "~nobody-here/kv' begins with the home"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": "/a\0b"}]}, "tiers[0].root_dir: '/a\\x00b' contains a NUL"),
-        (
-            {"region": REGION, "tiers": [{"type": "memory", "isolation": "process"}]},
-            "tiers[0].isolation: process would",
-        ),
-        ({"region": REGION, "tiers": [{"type": "memory", "isolation": "auto"}]}, "tiers[0].isolation: auto would"),
-        *(
-            (
-                {"region": REGION, "tiers": [{"type": "fsspec", "url": url, field: value}]},
-                f"tiers[0].{field}: needs other processes, which cannot see memory://",
-            )
-            for url, field, value in (
-                ("memory://kv", "isolation", "process"),
-                ("simplecache::memory://kv", "isolation", "auto"),
-                ("memory://kv", "ttl", "1d"),
-                ("memory://kv", "max_bytes", "1GiB"),
-            )
-        ),
-        ({"region": REGION, "tiers": [FS | {"n_read_threads": 0}]}, "tiers[0].n_read_threads: 0 is not accepted"),
-        ({"region": REGION, "tiers": [FS | {"n_write_threads": 10**6}]}, "tiers[0].n_write_threads: 1000000 is not"),
-        ({"region": REGION, "tiers": [FS | {"durability": "yes"}]}, "tiers[0].durability: 'yes' is not accepted"),
-        (
-            {"region": REGION, "tiers": [FS, FS | {"n_threads": 1}]},
-            "tiers[1].n_threads: is not a known key; did you mean n_read_threads?",
-        ),
-        (
-            {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
-            "'a' is the name of 2 tiers; names must differ",
-        ),
-        (
-            {"region": REGION, "tiers": [FS | {"name": "fs1"}, FS | {"root_dir": "/kv2"}]},
-            "'fs1' is the name of 2 tiers, for one of them by default; names must differ",
-        ),
-    ],
-)
-def test_each_mistake_names_its_field(data: object, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(data)
-    assert expected in str(caught.value)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
@@ -250,34 +111,24 @@ def test_all_mistakes_are_told_at_once() -> None:
         (b"region: [", "is not valid YAML"),
         (b"\xff\xfe\x00", "is not valid YAML"),
         (b"!!python/object/apply:os.system ['true']", "is not valid YAML"),
-        (
-            b"name: 2026-13-45",
-            r"a text that looks like a date is not a valid date; put it in quotes \(line 1, column 7",
+        *(
+            (text, "an escape is not a valid character, or a value does not fit its tag")
+            for text in (b"!!timestamp x", b"a: !!int ''", b"!!float x", b"!!bool maybe", b'name: "\\U00110000"')
         ),
-        (b"a: 1\nb: !!timestamp x", r"is not a valid date; put it in quotes \(line 2, column 4\)"),
-        (b"a: 2026-11-27T00:00:00+99:99", "is not a valid date; put it in quotes"),
-        (b"a: " + b"9" * 5000, "looks like a number is not a valid number, or is too long; put it in quotes"),
-        (b"a: !!int ''", "looks like a number is not a valid number"),
-        (b"a: !!float x", "looks like a number is not a valid number"),
-        (b"a: !!bool maybe", r"a value does not fit its tag \(line 1, column 4\)"),
         (b"a: !!binary x", "failed to decode base64 data"),
+        (b"region:\n\tsize: 1MiB\n", r"a line is indented with a tab, which .*; use spaces \(line 2, column 1\)"),
+        (
+            b"region:\n  size: 1MiB\n\ttiers: []\n",
+            "a line is indented with a tab, which YAML does not allow; use spaces",
+        ),
         (b"a: 1\0", r"character 5 is U\+0000, which YAML does not allow; save it as UTF-8"),
         ("a: é".encode("latin-1"), "byte 4 is not utf-8; save the file as UTF-8"),
         ("a: 1".encode("utf-16-le"), r"character 2 is U\+0000, which YAML does not allow"),
         (b"# " + b"x" * (1 << 20), "is larger than"),
-        (b"", "a mapping with the keys"),
-        (
-            b"region: {size: 1MiB}\nregion: {size: 2MiB}\n",
-            r"'region' occurs twice, first in line 1 \(line 2, column 1",
-        ),
+        *((text, ": is empty; it must be a mapping with the keys blocks_per_chunk") for text in (b"", b"# nothing")),
         (b"tiers:\n- {type: fs, ttl: 1d,\n   ttl: 2d}\n", r"the key 'ttl' occurs twice, first in line 2 \(line 3, "),
         (b"tiers: [{root_dir: '/x', \"root_dir\": /y}]", "'root_dir' occurs twice"),
         *((opening * 5000, "is not valid YAML: it is nested too deeply") for opening in (b"[", b"- ", b"? ", b"{a: ")),
-        (b'tiers: [{type: fs, root_dir: "/a\\uD800"}]', r"an escape is an unpaired surrogate \(line 1, column 30\)"),
-        (b'name: "\\UFFFFFFFF"', r"an escape is not a valid character \(line 1, column 10\)"),
-        (b'name: "\\U00110000"', r"an escape is not a valid character \(line 1, column 10\)"),
-        (b"a: &a [*a]", r"an alias repeats the value that contains it \(line 1, column 8\)"),
-        (b"a: &a {<<: *a}", "an alias repeats the value that contains it"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
@@ -285,26 +136,6 @@ def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str)
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
-
-
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 28))]),
-        "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 28))]),
-        "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 40))]),
-        f"a: [{'x,' * NODES_MAX}]",
-    ],
-    ids=["doubled", "merged", "deep", "long"],
-)
-def test_yaml_alias_bomb_is_refused_before_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: str
-) -> None:
-    monkeypatch.setattr(_Loader, "construct_document", lambda *_: pytest.fail("2^28 values would be built here"))
-    path = tmp_path / "c.yaml"
-    path.write_text(bomb)
-    with pytest.raises(ConfigError, match="has more than 10,000 values, counting each alias|nested too deeply"):
-        read_yaml(path)
 
 
 def test_yaml_anchor_repeated_often_is_accepted(tmp_path: Path) -> None:
@@ -349,19 +180,6 @@ def test_tiers_of_one_type_get_their_own_names() -> None:
     assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
 
 
-def test_a_mount_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = threading.Event()
-    monkeypatch.setattr(os.path, "realpath", lambda path: answered.wait(120) and path)
-    monkeypatch.setattr("kvtiers.tiers.config.places.RESOLVE_S_MAX", 0.01)
-    try:
-        parse_config({"region": REGION, "tiers": [FS, FS | {"root_dir": "/other"}, FSSPEC | {"url": "file:///third"}]})
-        with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
-            parse_config({"region": REGION, "tiers": [FS, FS]})
-        assert not answered.is_set()
-    finally:
-        answered.set()
-
-
 def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -382,13 +200,6 @@ def test_root_that_is_a_link_is_the_place_it_leads_to(tmp_path: Path) -> None:
         parse_config({"region": REGION, "tiers": [FS | {"root_dir": f"{tmp_path}/real"}, nfs]})
 
 
-def test_endpoint_of_the_environment_is_the_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio:9000")
-    for other in (S3 | {"endpoint_url": "https://minio:9000"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO):
-        with pytest.raises(ConfigError, match=r"tiers\[1\].*: is the place of tiers\[0\].bucket, too"):
-            parse_config({"region": REGION, "tiers": [S3, other]})
-
-
 def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that replace others, and engines started elsewhere, would use another one."""
     monkeypatch.chdir(tmp_path)
@@ -398,8 +209,6 @@ def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pyte
 
 
 FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
-AT_MINIO = {"storage_options": {"client_kwargs": {"endpoint_url": "http://MINIO:9000"}}}
-ACCOUNT = {"storage_options": {"account_name": "acct", "account_key": "k"}}
 
 
 @pytest.mark.parametrize(
@@ -419,31 +228,6 @@ ACCOUNT = {"storage_options": {"account_name": "acct", "account_key": "k"}}
         ([FSSPEC | {"url": "file:///kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
-        ([FSSPEC, FSSPEC | {"url": "gcs://b/kv"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
-        ([FSSPEC, FSSPEC | {"storage_options": {"token": "t"}}], ["tiers[1].url: is the place of tiers[0].url, too"]),
-        ([S3 | {"prefix": "a"}, FSSPEC | {"url": "s3://bucket/a/"}], ["tiers[1].url: is the place of tiers[0].prefix"]),
-        ([FSSPEC | {"url": "s3a://bucket/a"}, S3], ["tiers[0].url: is inside tiers[1].bucket"]),
-        ([FSSPEC | {"url": "s3://kv/a"}, FSSPEC | {"url": "s3a://kv"}], ["tiers[0].url: is inside tiers[1].url"]),
-        (
-            [S3 | {"endpoint_url": "https://minio:9000/"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO],
-            ["tiers[1].url: is the place of tiers[0].bucket, too"],
-        ),
-        (
-            [S3, S3 | {"endpoint_url": "https://s3.eu-central-1.amazonaws.com"}],
-            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
-        ),
-        (
-            [S3 | {"endpoint_url": "http://127.0.0.1:80"}, S3 | {"endpoint_url": "http://localhost"}],
-            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
-        ),
-        (
-            [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct.dfs.core.windows.net/kv/x"}],
-            ["tiers[1].url: is inside tiers[0].url"],
-        ),
-        (
-            [FSSPEC | {"url": "sftp://me@host/kv"}, FSSPEC | {"url": "ssh://you:pw@host/kv"}],
-            ["tiers[1].url: is the place of tiers[0].url, too"],
-        ),
         (
             [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
             ["tiers[1].type: 'nope' is not", "tiers[2].root_dir: is inside tiers[0].root_dir"],
@@ -464,13 +248,7 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
         [FS, FS | {"root_dir": "/kv2"}],
         [{"type": "memory"}, {"type": "memory"}],
         [S3 | {"prefix": "a"}, S3 | {"prefix": "ab"}, S3 | {"endpoint_url": "https://minio:9000"}],
-        [
-            S3,
-            FSSPEC | {"url": "s3://bucket"} | AT_MINIO,
-            FSSPEC | {"url": "gs://bucket"},
-            FSSPEC | {"url": "s3://other"},
-        ],
-        [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct2.dfs.core.windows.net/kv"}],
+        [FSSPEC | {"url": "abfs://c/kv", "storage_options": {"account_name": name}} for name in ("a", "b")],
         [FSSPEC | {"url": "sftp://a/kv"}, FSSPEC | {"url": "sftp://b/kv"}],
         [FSSPEC | {"url": "hf://datasets/o/a@main/kv"}, FSSPEC | {"url": "hf://datasets/o/b@main/kv"}],
         [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::s3://kv"}, FSSPEC],
@@ -496,18 +274,6 @@ def test_tiers_of_others_keep_their_options() -> None:
     assert isinstance(tier, ExternalTierConfig)
     assert dict(tier) == {"type": "MyTier", "module_path": "my.module", "anything": [1]}
     assert dict(parse_tier({"type": "mine", "x": 1}, registered=["mine"]))["x"] == 1
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "0.0.0.0", "localhost", "kv.local.", "kv_1", "fe80::1%eth0"])
-def test_addresses_that_can_be_had_are_accepted(address: str) -> None:
-    assert parse_config({"region": REGION, "metrics": {"address": address}}).metrics.address == address
-
-
-def test_a_dump_loads_again_and_loses_nothing() -> None:
-    config = parse_config({"region": REGION, "tiers": [FS, {"type": "s3", "bucket": "blocks"}]})
-    dump = config.model_dump(mode="json")
-    assert dump["tiers"][0]["root_dir"] == "/kv"
-    assert parse_config(dump) == config
 
 
 def test_what_may_be_secret_is_in_no_dump_and_no_repr() -> None:
@@ -572,13 +338,6 @@ def test_no_mistake_repeats_what_may_be_secret(tmp_path: Path, tiers: str) -> No
     assert str(caught.value).startswith((f"{path}: is not valid YAML: ", "tiers"))
 
 
-def test_no_traceback_of_a_tiers_own_check_repeats_a_key() -> None:
-    """As where vLLM's options name the tier."""
-    with pytest.raises(ConfigError, match="endpoint_url: .* is not accepted") as caught:
-        parse_tier({"type": "s3", "bucket": "kvb", "endpoint_url": HEX_KEY})
-    assert HEX_KEY[:16] not in "".join(traceback.format_exception(caught.value))
-
-
 def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("region: {size: 64MiB}\ntiers:\n  - {type: fs, root_dir: @x}\n")
@@ -587,23 +346,6 @@ def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{path}: is not valid YAML: found character '@' that cannot start any token (line 3, column 26)"
     )
-
-
-@pytest.mark.parametrize("size", [0, 4095])
-def test_a_region_that_holds_nothing_is_named(size: int) -> None:
-    with pytest.raises(ConfigError, match=rf"region.size: {size} is not accepted; write a size from 4KiB to 1024PiB"):
-        parse_config({"region": {"size": size}})
-
-
-def test_sizes_that_stop_a_tier_are_named() -> None:
-    with pytest.raises(ConfigError, match="max_bytes: 0 is not accepted"):
-        parse_tier({"type": "memory", "max_bytes": 0})
-
-
-def test_models_are_frozen() -> None:
-    config = parse_config({"region": REGION})
-    with pytest.raises(Exception, match="frozen"):
-        config.region.size = 1  # type: ignore[misc]
 
 
 def test_json_schema_describes_the_shipped_configs() -> None:
@@ -723,7 +465,7 @@ def test_parallel_agnostic_key() -> None:
     view = memoryview(bytearray(4096)).cast("b", (1, 4096))
     sizes = []
     for agnostic in (False, True):
-        tier = MemoryTierManager(spec, view, "memory", parallel_agnostic=agnostic)
+        tier = BuiltInTier(spec, view, "memory", parallel_agnostic=agnostic)
         sizes.append(tier.mapper.get_run_config()["tp_size"])
         tier.shutdown()
     assert sizes == [2, 1]
@@ -731,13 +473,13 @@ def test_parallel_agnostic_key() -> None:
 
 def test_fs_keys_arrive(tmp_path: Path) -> None:
     view = memoryview(bytearray(4096)).cast("b", (1, 4096))
-    full = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "full"), min_free=1 << 59)
+    full = BuiltInTier(FakeSpec(), view, "fs", root_dir=str(tmp_path / "full"), min_free=1 << 59)
     with pytest.raises(StoreFullError):
         full.store.put("a/b", [memoryview(b"x")])
     full.shutdown()
-    tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), durability="data", min_free=0)
+    tier = BuiltInTier(FakeSpec(), view, "fs", root_dir=str(tmp_path / "kv"), durability="data", min_free=0)
     tier.store.put("a/b", [memoryview(b"x")])
     tier.shutdown()
     assert (tmp_path / "kv" / "a" / "b").read_bytes() == b"x"
     with pytest.raises(ConfigError, match="n_read_threads"):
-        FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path), n_read_threads=0)
+        BuiltInTier(FakeSpec(), view, "fs", root_dir=str(tmp_path), n_read_threads=0)

@@ -39,68 +39,86 @@ def told_of(tier: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"region": REGION, "Tiers": []}, "Tiers: is not a known key; did you mean tiers?"),
-        (
-            {"region": REGION, "blocks-per-chunk": 1},
-            "blocks-per-chunk: is not a known key; did you mean blocks_per_chunk?",
-        ),
+        (None, "must be a mapping with the keys blocks_per_chunk, handler, identity, metrics, region, tiers"),
+        ([], "a mapping with the keys"),
+        ({}, "region: is required"),
+        ({"region": 3}, "region: 3 is not accepted"),
+        ({"region": {}}, "region.size: is required"),
+        ({"region": {"size": 4095}}, "region.size: 4095 is not accepted; write a size from 4KiB to 1024PiB"),
+        ({"region": {"size": 1 << 20_000}}, "region.size: a number is not accepted; write a size from 4KiB to 1024PiB"),
         ({"region": {"size": 1 << 20, "evict_policy": "lru"}}, "did you mean eviction_policy?"),
-        ({"region": REGION, "identity": {"ignored": []}}, "identity.ignored: is not a known key; did you mean ignore?"),
-        ({"region": REGION, "metrics": {"adress": "::1"}}, "metrics.adress: is not a known key; did you mean address?"),
-        (
-            {"region": REGION, "handler": {"pinned": True}},
-            "handler.pinned: is not a known key; accepted: kernel_copies_min, ",
+        *(
+            ({"region": REGION, name: value}, expected)
+            for name, value, expected in (
+                ("Tiers", [], "Tiers: is not a known key; did you mean tiers?"),
+                ("blocks-per-chunk", 1, "blocks-per-chunk: is not a known key; did you mean blocks_per_chunk?"),
+                ("blocks_per_chunk", True, "blocks_per_chunk: true is not a number"),
+                ("identity", {"ignored": []}, "identity.ignored: is not a known key; did you mean ignore?"),
+                ("metrics", {"adress": "::1"}, "metrics.adress: is not a known key; did you mean address?"),
+                ("metrics", {"port": True}, "metrics.port: true is not a number"),
+                ("handler", {"pinned": True}, "handler.pinned: is not a known key; accepted: kernel_copies_min, "),
+                ("eviction_policy", "lru", "eviction_policy: is not a known key here; it belongs in region"),
+                ("root_dir", "/x", "root_dir: is not a known key here; it belongs in tiers"),
+                ("tiers", {}, "tiers: {} is not a list"),
+                ("tiers", {"type": "fs"}, "tiers: a mapping is not a list of tiers; begin each"),
+                ("tiers", None, "tiers: nothing is not a list of tiers; begin each"),
+                ("tiers", "s3://id:key@b/kv", "tiers: '***@b/kv' is not a list"),
+                ("tiers", [3], "tiers[0]: 3 is not a mapping"),
+                ("tiers", ["s3://id:k/ey@b/kv"], "tiers[0]: '***@b/kv' is not a mapping"),
+                ("tiers", [{}], "tiers[0].type: is required; accepted: fs"),
+                ("tiers", [FS, FS | {"n_threads": 1}], "tiers[1].n_threads: is not a known key; did you mean n_read_"),
+                (1, 2, "1: is not a text; keys are text"),
+            )
         ),
-        ({"region": REGION, "tiers": [FS | {"max_byte": 1}]}, "tiers[0].max_byte: is not a known key; did you mean"),
         (
-            {"region": REGION, "tiers": [FS | {"size": "1GiB"}]},
-            "tiers[0].size: is not a known key; did you mean max_bytes?",
+            {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
+            "'a' is the name of 2 tiers; names must differ",
         ),
-        ({"region": REGION, "tiers": [FS | {"zzz": 1}]}, "tiers[0].zzz: is not a known key; accepted: children"),
-        ({"region": REGION, "tiers": [FS | {"bucket": "b"}]}, "bucket: is not a known key here; it belongs to"),
         (
-            {"region": REGION, "eviction_policy": "lru"},
-            "eviction_policy: is not a known key here; it belongs in region",
+            {"region": REGION, "tiers": [FS | {"name": "fs1"}, FS | {"root_dir": "/kv2"}]},
+            "'fs1' is the name of 2 tiers, for one of them by default; names must differ",
         ),
-        ({"region": REGION, "root_dir": "/x"}, "root_dir: is not a known key here; it belongs in tiers"),
-        (
-            {"region": REGION, "tiers": [FS | {"format": "vllm-raw"}]},
-            "tiers[0].format: was removed: every tier stores sealed blocks. Leave it out; ",
-        ),
-        ({"region": REGION, "tiers": [FS | {"unverified": "allow"}]}, "tiers[0].unverified: was removed: "),
-        ({"region": REGION, "tiers": [FS | {"auth": "gmac"}]}, "tiers[0].auth: was removed: write encrypt: aes-gcm "),
-        ({"region": REGION, "tiers": [{"type": "nsf"}]}, "'nsf' is not a tier type; did you mean nfs? (accepted: fs, "),
-        ({"region": REGION, "tiers": [{"type": "redis"}]}, "'redis' is not a tier type; accepted: fs, fsspec, "),
-        ({"region": REGION, "tiers": {"type": "fs"}}, "tiers: a mapping is not a list of tiers; begin each"),
-        ({"region": REGION, "tiers": None}, "tiers: nothing is not a list of tiers; begin each"),
-        ({"region": REGION, 1: 2}, "1: is not a text; keys are text"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": "a" * 4000}]}, "' is too long; write at most 3072 characters"),
-        (
-            {"region": REGION, "tiers": [S3 | {"ca_bundle": ""}]},
-            "ca_bundle: '' is too short; write at least 1 character(s)",
-        ),
-        ({"region": REGION, "tiers": [{"type": "fsspec"}]}, "tiers[0].url: is required; write a URL"),
     ],
 )
-def test_unknown_keys_and_types_are_told_what_was_meant(data: object, expected: str) -> None:
+def test_mistake_names_its_field_and_what_is_accepted(data: object, expected: str) -> None:
     assert expected in told(data)
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        ({"type": "me:key@b?sig=key"}, "type: '***@b?***' is not a tier type"),
+        ({"type": "nsf"}, "type: 'nsf' is not a tier type; did you mean nfs? (accepted: fs, "),
+        ({"type": "redis"}, "type: 'redis' is not a tier type; accepted: fs, fsspec, "),
+        ({"type": "fs"}, "root_dir: is required"),
+        ({"type": "fsspec"}, "url: is required; write a URL"),
+        ({"type": "s3", "bucket": "https://id:key@h/b"}, "bucket: '***@h/b' is not a valid bucket name"),
+        (FS | {"root_dir": 3}, "root_dir: 3 is not accepted"),
+        (FS | {"root_dir": ""}, "root_dir: '' is too short"),
+        (FS | {"root_dir": b"kv\0"}, "root_dir: binary is not text"),
+        (FS | {"root_dir": "~nobody-here/kv"}, "root_dir: '~nobody-here/kv' begins with the home"),
+        (FS | {"root_dir": "/a\0b"}, "root_dir: '/a\\x00b' contains a NUL"),
+        (FS | {"root_dir": "a" * 4000}, f"root_dir: '{'a' * 76}…' is too long; write at most 3072 characters"),
+        (S3 | {"ca_bundle": ""}, "ca_bundle: '' is too short; write at least 1 character(s)"),
+        (FS | {"lookup_deadline_s": True}, "lookup_deadline_s: true is not a duration"),
+        (FS | {"n_read_threads": True}, "n_read_threads: true is not a number"),
+        (FS | {"durability": False}, "durability: false is not accepted; write none or data"),
+        (FS | {"max_byte": 1}, "max_byte: is not a known key; did you mean max_bytes?"),
+        (FS | {"size": "1GiB"}, "size: is not a known key; did you mean max_bytes?"),
+        (FS | {"zzz": 1}, "zzz: is not a known key; accepted: children"),
+        (FS | {"bucket": "b"}, "bucket: is not a known key here; it belongs to"),
+        ({"type": "fsspec", "url": "gs://$NOT_SET/kv"}, "url: a text names the variable $NOT_SET, which is not set"),
+    ],
+)
+def test_mistake_in_a_tier_names_its_field_and_what_is_accepted(tier: dict[str, Any], expected: str) -> None:
+    assert told_of(tier).startswith(expected)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "access_key_id",
-        "secret_access_key",
-        "aws_secret_access_key",
-        "session_token",
-        "password",
-        "AccessKey",
-        "api_key",
-        "account_key",
-        "sas_token",
-        "connection_string",
-        "client_secret",
-        "credentials",
+        *("access_key_id", "secret_access_key", "aws_secret_access_key", "session_token", "password", "AccessKey"),
+        *("api_key", "account_key", "sas_token", "connection_string", "client_secret", "credentials"),
     ],
 )
 def test_credentials_are_told_where_they_belong_and_are_not_repeated(name: str) -> None:
@@ -167,29 +185,17 @@ def test_every_duration_takes_units(name: str, where: str) -> None:
             assert getattr(parse_tier({"type": where, **PLACES[where], name: text}), name) == seconds
 
 
-def test_a_duration_is_corrected_in_its_own_unit() -> None:
-    for text, better in (
-        ("10 secs", "10s"),
-        ("5 minutes", "5m"),
-        ("2 Hours", "2h"),
-        ("7 days", "7d"),
-        ("50 MS", "50ms"),
+@pytest.mark.parametrize("value", ["10 secs", "much", "", "1,5s", "2 months", "1:30", None, True, [], "-1s", "1e3"])
+def test_what_is_no_duration(value: object) -> None:
+    with pytest.raises(
+        ValueError, match="is not a duration; write a number and a unit, such as 500ms, 10s, 30m, 12h or 7d$"
     ):
-        with pytest.raises(ValueError, match=f"is not a duration; write {better}$"):
-            parse_duration(text)
-    wrong: list[Any] = ["much", "", "1,5s", "2 months", "1:30", None, True, [], "-1s", "1e3"]
-    for value in wrong:
-        with pytest.raises(ValueError, match="write a number and a unit, such as 500ms, 10s, 30m, 12h or 7d$"):
-            parse_duration(value)
-    for outside in (-1, float("nan"), float("inf"), 10**400, "200000w"):
-        with pytest.raises(ValueError, match="out of range"):
-            parse_duration(outside)
+        parse_duration(value)
 
 
 @pytest.mark.parametrize("name", _REMOVED)
-@pytest.mark.parametrize("tier", [FS, S3], ids=["fs", "s3"])
-def test_removed_option_is_told_what_became_of_it(tier: dict[str, Any], name: str) -> None:
-    assert told_of(tier | {name: 1}) == f"{name}: was removed: {_REMOVED[name]}"
+def test_removed_option_is_told_what_became_of_it(name: str) -> None:
+    assert told_of(S3 | {name: 1}) == f"{name}: was removed: {_REMOVED[name]}"
 
 
 def test_a_value_out_of_range_is_told_the_fields_range() -> None:
@@ -201,7 +207,8 @@ def test_a_value_out_of_range_is_told_the_fields_range() -> None:
         told_of({"type": "memory", "max_bytes": -1})
         == "max_bytes: -1 is not accepted; write a size from 1 to 1024PiB, or null"
     )
-    assert told_of(FS | {"gc_low": 2}).startswith("gc_low: was removed: the collector finds its marks")
+    for outside in (-1, float("nan"), float("inf"), 10**400, "200000w"):
+        assert told_of(FS | {"ttl": outside}).endswith("is not accepted; write a duration from 1s to 36500d, or null")
     assert told_of(S3 | {"children": "x"}) == "children: 'x' is not accepted; write a whole number from 1 to 64"
 
 
@@ -400,12 +407,7 @@ def test_a_buckets_url_is_told_as_options() -> None:
     ("written", "told"),
     [
         ("12345", "12345 is not accepted; write a text, or null; put a text that looks like a number in quotes"),
-        ("0755", "493 is not accepted; write a text, or null; put a text that looks like a number in quotes"),
         ("1.5", "1.5 is not accepted; write a text, or null; put a text that looks like a number in quotes"),
-        (
-            "2026-11-27",
-            "2026-11-27 is not accepted; write a text, or null; put a text that looks like a date in quotes",
-        ),
         (
             "no",
             "false is not accepted; write a text, or null; put a text that looks like true or false (yes, no, on, of",
@@ -425,37 +427,6 @@ def test_unquoted_text_of_another_yaml_type_error_says_to_quote_it(tmp_path: Pat
 def test_value_of_wrong_type_error_does_not_say_to_quote_it() -> None:
     assert "quotes" not in told_of(S3 | {"region": ["no"]})
     assert "quotes" not in told_of(FS | {"durability": False})
-
-
-# ---- the YAML --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", ": is empty; it must be a mapping with the keys blocks_per_chunk, handler, "),
-        ("# nothing\n", ": is empty; it must be"),
-        (
-            "region:\n\tsize: 1MiB\n",
-            "a line is indented with a tab, which YAML does not allow; use spaces (line 2, column 1)",
-        ),
-        (
-            "region:\n  size: 1MiB\n\ttiers: []\n",
-            "a line is indented with a tab, which YAML does not allow; use spaces",
-        ),
-        (
-            "region: {size: 1MiB}\ntiers: []\ntiers: []\n",
-            "the key 'tiers' occurs twice, first in line 2 (line 3, column 1)",
-        ),
-    ],
-)
-def test_mistakes_in_the_yaml(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    assert str(caught.value).startswith(str(path))
-    assert expected in str(caught.value)
 
 
 # ---- any mistake -----------------------------------------------------------------------------------------------------

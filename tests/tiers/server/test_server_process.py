@@ -24,7 +24,7 @@ import pytest
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.frames import Seats
 from kvtiers.tiers.server.process import ServerProcess
 from kvtiers.tiers.testing.faults import fork
@@ -165,7 +165,7 @@ def kill_at_random(tmp_path: Path, kills: int) -> int:
     rows = np.asarray(view)
     with tier_limits(circuit_probe_s=0.001):
         options: dict[str, Any] = {"min_free": 0, **PATIENT}
-        tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), **options)
+        tier = BuiltInTier(FakeSpec(), view, "fs", root_dir=str(tmp_path / "kv"), **options)
     free = list(range(ROWS))
     content = np.random.default_rng(2).integers(-128, 128, (COUNT, ROW_BYTES), np.int8)
     under_way: dict[int, tuple[bool, list[OffloadKey], list[int]]] = {}

@@ -84,20 +84,6 @@ def test_stuck_probe_reopens_the_circuit(circuit: Circuit, now: list[float]) -> 
     assert circuit.state == "open"
 
 
-def test_late_answer_to_a_probe_triggers_the_next_probe(circuit: Circuit, now: list[float]) -> None:
-    circuit.trip("stuck")
-    circuit.answer_late()  # to what was asked before
-    assert not circuit.take_probe()
-    now[0] += 5
-    assert circuit.take_probe()
-    circuit.fail("lookup", "not answered")
-    assert not circuit.take_probe()
-    circuit.answer_late()
-    assert circuit.take_probe()
-    circuit.succeed("lookup")
-    assert circuit.closed
-
-
 def test_each_change_of_state_is_logged_once(
     circuit: Circuit, now: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:

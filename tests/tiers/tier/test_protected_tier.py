@@ -28,7 +28,7 @@ from kvtiers.tiers.blocks.file_mapper import fingerprint_of, namespace_of
 from kvtiers.tiers.blocks.keyring import key_id, parse_keys, show_key_id
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
-from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.capacity.records import RecordKeys, put_record
 from kvtiers.tiers.capacity.usage import USAGE, Usage, read_usage
 from kvtiers.tiers.config.deployment import parse_config, parse_tier
@@ -56,21 +56,21 @@ class Bench:
         self.keys_file.write_text(OLD)
         self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
         self.region = np.frombuffer(self.view, np.int8).reshape(ROWS, ROW_BYTES)
-        self.tiers: list[FileSystemTierManager] = []
+        self.tiers: list[BuiltInTier] = []
         self.job_id = 0
 
-    def tier(self, *keys: str, **options: Any) -> FileSystemTierManager:
+    def tier(self, *keys: str, **options: Any) -> BuiltInTier:
         if keys:
             self.keys_file.write_text("\n".join(keys))
             options["keys_file"] = str(self.keys_file)
-        tier = FileSystemTierManager(
-            FakeSpec(), self.view, "fs", str(self.root), n_read_threads=1, n_write_threads=1, min_free=0,
+        tier = BuiltInTier(
+            FakeSpec(), self.view, "fs", root_dir=str(self.root), n_read_threads=1, n_write_threads=1, min_free=0,
             **{"isolation": "thread"} | PATIENT | options,
         )  # fmt: skip
         self.tiers.append(tier)
         return tier
 
-    def run(self, tier: FileSystemTierManager, operation: str, keys: list[OffloadKey]) -> set[OffloadKey]:
+    def run(self, tier: BuiltInTier, operation: str, keys: list[OffloadKey]) -> set[OffloadKey]:
         """Run a job; returns the keys that succeeded. Key n is in row n."""
         self.job_id += 1
         rows = np.array([KEYS.index(key) for key in keys], np.int32)
@@ -86,7 +86,7 @@ class Bench:
     def files(self) -> list[Path]:
         return sorted(path for path in self.root.rglob("*.bin") if ".quarantine" not in path.parts)
 
-    def loads(self, tier: FileSystemTierManager, expected: np.ndarray[Any, Any]) -> bool:
+    def loads(self, tier: BuiltInTier, expected: np.ndarray[Any, Any]) -> bool:
         """Whether all blocks load; none does with other bytes."""
         self.region[:] = 0
         loaded = self.run(tier, "load", KEYS)
@@ -104,7 +104,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         tier.shutdown()
 
 
-def failures(tier: FileSystemTierManager, reason: str) -> float:
+def failures(tier: BuiltInTier, reason: str) -> float:
     return tier.metrics.value("kvtiers_verify_failures_total", "fs", reason)
 
 

@@ -151,13 +151,16 @@ def without_bucket(url: str, bucket: str) -> tuple[str, bool]:
     """An endpoint without the bucket before its host, and whether it had the bucket there.
 
     A server that addresses buckets by host name (Alibaba OSS and Tencent COS have no other way) is written with the
-    bucket: https://kv.oss-cn-hangzhou.aliyuncs.com. Every other server but AWS is sent the bucket in the path.
+    bucket: https://kv.oss-cn-hangzhou.aliyuncs.com. Every other server but AWS is sent the bucket in the path. If
+    such a server's own name begins with the bucket's, the bucket is written behind the host: https://kv.example.com/kv.
     """
     scheme, _, rest = url.partition("://")
     host = urlsplit(url).hostname or ""
     is_address = ":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2])
     if is_address or not rest.startswith(f"{bucket}."):
         return url, False
+    if (path_style := rest.rstrip("/")).endswith(f"/{bucket}"):
+        return f"{scheme}://{path_style.removesuffix(f'/{bucket}')}", False
     return f"{scheme}://{rest.removeprefix(f'{bucket}.')}", True
 
 

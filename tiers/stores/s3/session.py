@@ -115,9 +115,10 @@ class S3Session:
         proxies = getproxies()
         if proxies:  # the first client has read them in its own way
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
-        if self._bucket_in_host:
+        is_other = self.endpoint_url != endpoint_url
+        if is_other:
             self._endpoint_url = self.endpoint_url
-        if proxies or self._bucket_in_host:
+        if proxies or is_other:
             self._client = None
 
     @property

@@ -161,6 +161,8 @@ def test_addressing_style(options: S3Options, server: HttpFaultServer, monkeypat
     assert (sent.host, sent.path) == ("s3.test", "/bucket/f/a")
     sent = put(replace(clone, endpoint_url="http://bucket.s3.test"), server)
     assert (sent.host, sent.path) == ("bucket.s3.test", "/f/a")
+    sent = put(replace(clone, endpoint_url="http://bucket.s3.test/bucket"), server)  # a server that has this name
+    assert (sent.host, sent.path) == ("bucket.s3.test", "/bucket/f/a")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://bucket.s3.test")
     sent = put(replace(clone, endpoint_url=None), server)
     assert (sent.host, sent.path) == ("bucket.s3.test", "/f/a")
@@ -172,6 +174,7 @@ def test_addressing_style(options: S3Options, server: HttpFaultServer, monkeypat
         ("https://kv.oss-cn-hangzhou.aliyuncs.com", "https://oss-cn-hangzhou.aliyuncs.com", True),
         ("https://kv.minio:9000/s3", "https://minio:9000/s3", True),
         ("https://kv", "https://kv", False),
+        ("https://kv.example:9000/kv/", "https://kv.example:9000", False),
         ("https://kv-2.minio", "https://kv-2.minio", False),
         ("https://minio.kv.example", "https://minio.kv.example", False),
     ],
