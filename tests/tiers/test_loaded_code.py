@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.tiers import loaded_code
+from kvtiers.tiers import connections, loaded_code
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.loaded_code import LOOK_EVERY_S, LoadedCode
 from kvtiers.tiers.recipe import StoreRecipe
 from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.tier import channel
 from tests.identity import FakeSpec
 from tests.tiers.server.process_bench import Bench
 from tests.waiting import wait_for
@@ -43,8 +42,7 @@ class Package:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     package = Package(tmp_path / "package")
-    for place in ("server.process", "capacity.link"):
-        monkeypatch.setattr(f"kvtiers.tiers.{place}.OWN_CODE", package.code)
+    monkeypatch.setattr("kvtiers.tiers.child_process.OWN_CODE", package.code)
     return package
 
 
@@ -95,7 +93,7 @@ def test_it_is_looked_at_when_the_registry_is_imported() -> None:
 def test_killed_process_is_not_replaced_by_one_of_other_code(
     package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     bench = Bench(tmp_path / "kv")
     try:
         assert bench.works()

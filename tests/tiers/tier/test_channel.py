@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.connections import CHECK_S, LIVED_S, PAUSE_S
 from kvtiers.tiers.errors import QueueFullError, StoreThrottledError, StoreUnavailableError
 from kvtiers.tiers.frames import Seats, encode_error, pack_frame
 from kvtiers.tiers.testing.faults import run_in_child
 from kvtiers.tiers.tier import channel as channel_module
-from kvtiers.tiers.tier.channel import CHECK_S, PAUSE_S, Channel, FinishedJob
+from kvtiers.tiers.tier.channel import Channel, FinishedJob
 from tests.clock import Clock
 from tests.identity import block_key
 from tests.promises import Record
@@ -54,6 +55,7 @@ class Bench:
             tell=lambda is_warning, text: self.said.append((is_warning, text)),
             clock=self.clock,
         )
+        self.settle()
 
     @property
     def made(self) -> list[FakeServer]:
@@ -230,7 +232,7 @@ def test_frames_wait_while_the_socket_is_full(make: Callable[..., Bench]) -> Non
     for job_id in range(30):
         bench.channel.submit(job_id, pairs, is_load=True)
     server.send(b"")
-    assert bench.channel._servers[0].out
+    assert bench.channel._children[0].out
     bench.channel.look(KEYS)
     for _ in range(1000):
         if len(server.asked) == 31:
@@ -402,7 +404,7 @@ def test_dead_server_is_replaced_after_a_pause_that_grows(make: Callable[..., Be
     assert pauses == sorted(pauses)
     assert pauses[0] <= 4 * PAUSE_S[0]
     assert PAUSE_S[1] - 1 <= pauses[-1] <= PAUSE_S[1] + 1
-    bench.settle(channel_module.LIVED_S + 1)  # one that has lived is replaced soon
+    bench.settle(LIVED_S + 1)  # one that has lived is replaced soon
     bench.made[-1].die()
     bench.settle()
     bench.settle(2 * PAUSE_S[0])

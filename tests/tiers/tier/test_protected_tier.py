@@ -402,7 +402,7 @@ def test_processes_of_a_tier_do_not_get_keys_of_another_tier(bench: Bench, monke
     tier = bench.tier(isolation="process", max_bytes="64MiB")
     collector: Any = tier._collector
     # A process that is still being started has its parent's environment.
-    wait_for(lambda: collector._process is not None)
+    wait_for(lambda: collector.poll() or collector.pids)
     assert tier._channel.pids
     started: list[str] = []
     for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
@@ -421,8 +421,8 @@ def test_collectors_record_without_the_key_is_replaced(tmp_path: Path) -> None:
         bench.fill()
         wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
         store, keys = LocalStore(bench.root), RecordKeys.of(parse_keys(OLD, "keys"))
-        wait_for(lambda: tier._collector._process is not None)  # type: ignore[union-attr]
-        collector = psutil.Process(tier._collector._process.pid)  # type: ignore[union-attr]
+        link: Any = tier._collector
+        collector = psutil.Process(*wait_for(lambda: link.poll() or link.pids))
         collector.suspend()  # or it might replace the record before this test has looked
         wait_for(lambda: collector.status() == psutil.STATUS_STOPPED)
         put_record(store, USAGE, asdict(Usage(holder="theirs", full="say they")))

@@ -727,7 +727,7 @@ def test_shutdown_cancels_running_batches(bench: Bench, monkeypatch: pytest.Monk
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(tier.shutdown)
         try:
-            wait_for(lambda: tier._channel._servers[0].handle._server._cut)  # type: ignore[union-attr]
+            wait_for(lambda: tier._channel._children[0].handle._server._cut)  # type: ignore[union-attr]
         finally:
             slow.gate.set()
         ending.result(120)
@@ -1769,7 +1769,7 @@ def test_namespace_that_cannot_be_opened_is_tried_once_a_probe(bench: Bench) -> 
     def tries_after_steps() -> int:
         for _ in range(50):
             tier.on_schedule_end()
-            while tier._channel._servers[0].owed:
+            while tier._channel._children[0].owed:
                 tier._channel.wait(0.05)
         return store.tries
 
