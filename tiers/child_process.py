@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from .blocks.keyring import KEY_VARIABLES
-from .frames import TAG_BYTES
+from .frames import RECEIVE_BYTES, TAG_BYTES, FrameReader
 from .loaded_code import OWN_CODE
 from .plain_logs import get_logger
 from .processes import (
@@ -181,3 +182,28 @@ def _receive(sock: socket.socket, count: int) -> bytes:
             os._exit(0)  # the engine is gone
         received += part
     return received
+
+
+def receive(
+    sock: socket.socket, tag: bytes, ends: Iterable[int] = (), idle_s: Callable[[], float | None] = lambda: None
+) -> Iterator[Iterator[tuple[Any, bytes]]]:
+    """Yield frames as they come, some at a time, until the other end hangs up or a descriptor in ``ends`` is readable.
+
+    Args:
+        idle_s: after so long without frames, yield none; None: wait.
+
+    Raises:
+        EOFError: the bytes are not frames.
+        OSError: the connection is broken.
+    """
+    reader = FrameReader(tag)
+    poll = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
+    for fd in (sock.fileno(), *ends):
+        poll.register(fd, select.POLLIN)
+    while True:
+        received = b""
+        wait_s = idle_s()
+        for fd, _ in poll.poll(None if wait_s is None else 1000 * wait_s):
+            if fd != sock.fileno() or not (received := sock.recv(RECEIVE_BYTES)):
+                return
+        yield reader.feed(received)

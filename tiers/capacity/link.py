@@ -72,7 +72,7 @@ class CollectorLink(Connections[Child]):
         keys: RecordKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._child = Child(start=self._start)
+        self._child = Child(start=self._start, start_at=None if policy.waits else -math.inf)
         super().__init__(name, [self._child], clock)
         self._config = recipe.encode() | {
             "policy": asdict(policy),
@@ -105,7 +105,6 @@ class CollectorLink(Connections[Child]):
         self._owner = ""  # the process's name in its lease
         self._dead_owners: deque[str] = deque(maxlen=DEAD_OWNERS_MAX)  # of processes that have ended
         self._is_needed = not policy.waits
-        self._is_begun = False  # the process was started
         self.poll()
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
@@ -148,7 +147,7 @@ class CollectorLink(Connections[Child]):
 
     def note_full(self) -> None:
         """Record that the storage refused a block because it is full."""
-        self._was_refused = self._is_needed = True
+        self._was_refused = True
 
     def take_removed(self, count_max: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Take up to ``count_max`` blocks that this engine's collector removed, the oldest removals first.
@@ -185,9 +184,9 @@ class CollectorLink(Connections[Child]):
 
     def poll(self) -> None:
         """Send what waits, take what has come, and replace a process that hangs or has ended. Does not wait."""
-        if self._is_needed and not self._is_begun:
-            self._is_begun = True
-            self._child.start_at = self._clock()
+        if self._was_refused and not self._is_needed:
+            self._is_needed = True
+            self._child.start_at = -math.inf
             self._unsent.extend(self._waiting)
             self._waiting.clear()
         super().poll()

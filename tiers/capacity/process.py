@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -35,13 +34,14 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from queue import SimpleQueue
 from typing import Any, Final
 
 from ..blocks.file_mapper import FileMapper
 from ..blocks.keys import OffloadKey
-from ..child_process import connect_to_engine
+from ..child_process import connect_to_engine, receive
 from ..errors import StoreError
-from ..frames import RECEIVE_BYTES, FrameReader, pack_frame, pack_pairs, unpack_pairs
+from ..frames import pack_frame, pack_pairs, unpack_pairs
 from ..plain_logs import get_logger
 from ..processes import end_if_forked, limit_memory
 from ..recipe import make_store
@@ -70,11 +70,13 @@ def main() -> None:
     limit_memory(MEMORY_BYTES_MAX)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the lease is released
     mapper = FileMapper.from_json(config["mapper"])
-    inbox, news = Inbox(mapper), News(sock, tag, mapper)
+    news = News(sock, tag, mapper)
+    inbox: SimpleQueue[tuple[Any, bytes]] = SimpleQueue()
+    uses: deque[str] = deque()  # names of used blocks; bounded by the engine
     listener = threading.Thread(target=_listen, args=(sock, tag, parent, inbox), name="kvtiers-listen", daemon=True)
     listener.start()
     policy = CapacityPolicy(**config["policy"])
-    keys = RecordKeys.from_json(config["record_keys"]) if config["record_keys"] else None
+    record_keys = RecordKeys.from_json(config["record_keys"]) if config["record_keys"] else None
     store: Store | None = None
     collector: Collector | None = None
     error_pause_s = 0.0
@@ -85,12 +87,15 @@ def main() -> None:
                 if store is None or collector is None:
                     store = make_store(config)
                     lease = {"owner": config["owner"], "dead_owners": config["dead_owners"]}
-                    collector = Collector(store, policy, on_removed=news.add_removed, keys=keys, **lease)
-                if (put_bytes := inbox.take_put()) is not None:
-                    collector.note_put(put_bytes)
-                if inbox.take_refused():
-                    collector.note_refused()
-                news.add_noted(_note_uses(store, inbox.uses, NOTE_S_MAX))
+                    collector = Collector(store, policy, on_removed=news.add_removed, keys=record_keys, **lease)
+                while not inbox.empty():
+                    (put, was_refused), keys = inbox.get()
+                    uses.extend(mapper.relative_name(key) for key, _ in unpack_pairs(keys))
+                    if put is not None:
+                        collector.note_put(put)
+                    if was_refused:
+                        collector.note_refused()
+                news.add_noted(_note_uses(store, uses, NOTE_S_MAX))
                 news.poll_began_at = time.monotonic()
                 report = collector.poll()
                 news.add_poll(report, report.bytes if report and collector.knows_bytes else None, collector.full)
@@ -109,37 +114,6 @@ def main() -> None:
         if collector is not None:
             with suppress(StoreError):
                 collector.release()
-
-
-class Inbox:
-    """What the engine has sent and the collector has not taken yet. The listening thread adds, the main thread takes.
-
-    Attributes:
-        uses: names of used blocks; bounded by the engine.
-    """
-
-    def __init__(self, mapper: FileMapper) -> None:
-        self.uses: deque[str] = deque()
-        self._mapper = mapper
-        self._puts: deque[int] = deque()
-        self._was_refused = False
-
-    def add(self, content: tuple[int | None, bool], raw: bytes) -> None:
-        """Add a frame of the engine."""
-        self.uses.extend(self._mapper.relative_name(key) for key, _ in unpack_pairs(raw))  # first: see ``link``
-        put, was_refused = content
-        self._was_refused |= was_refused
-        if put is not None:
-            self._puts.append(put)
-
-    def take_put(self) -> int | None:
-        """Bytes that the engine has put since the last call; None: it said nothing. 0: others of it put."""
-        return sum(self._puts.popleft() for _ in range(len(self._puts))) if self._puts else None
-
-    def take_refused(self) -> bool:
-        """Whether the storage has refused a block since the last call."""
-        was_refused, self._was_refused = self._was_refused, False
-        return was_refused
 
 
 class News:
@@ -252,16 +226,12 @@ def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
     return 0
 
 
-def _listen(sock: socket.socket, tag: bytes, parent: int, inbox: Inbox) -> None:
+def _listen(sock: socket.socket, tag: bytes, parent: int, inbox: SimpleQueue[tuple[Any, bytes]]) -> None:
     """Take what the engine sends until it hangs up or ends. Then end this process, whatever that is doing."""
-    reader = FrameReader(tag)
-    poll = select.poll()
-    for fd in (sock.fileno(), parent):
-        poll.register(fd, select.POLLIN)
     with suppress(EOFError, OSError):
-        while all(fd != parent for fd, _ in poll.poll()) and (received := sock.recv(RECEIVE_BYTES)):
-            for content, raw in reader.feed(received):
-                inbox.add(content, raw)
+        for frames in receive(sock, tag, [parent]):
+            for frame in frames:
+                inbox.put(frame)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(EXIT_S)
     os._exit(0)  # the main thread hangs in a call

@@ -178,8 +178,6 @@ class Channel(Connections[_Server]):
             QueueFullError: a store exceeds a limit, or the channel is closed; nothing was sent.
             ValueError: a job with this id is still under way.
         """
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id} is already in flight")
         if self._closing:
             raise QueueFullError("the tier is shut down")
         if is_load:
@@ -189,9 +187,7 @@ class Channel(Connections[_Server]):
         elif self._cost + cost > self._cost_max and self._cost:
             raise QueueFullError(f"{self._cost} of {self._cost_max} bytes in flight, the job has {cost}")
         now = self._clock()
-        servers = self._servers_for(is_load, now)
-        if not servers:
-            raise QueueFullError("none of the tier's processes runs")
+        servers = self._servers_for(job_id, is_load, now)
         size = max(1, PART_BYTES_MIN // self._row_bytes, -(-len(pairs) // len(servers)))
         parts = list(deal(side_by_side(pairs), size, len(servers)))
         job = self._jobs[job_id] = _Job(job_id, is_load, cost, len(pairs), now, len(parts))
@@ -212,16 +208,11 @@ class Channel(Connections[_Server]):
             QueueFullError: no server runs.
             ValueError: a job with this id is still under way.
         """
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id} is already in flight")
         now = self._clock()
-        servers = self._servers_for(True, now)
-        if not servers:
-            raise QueueFullError("none of the tier's processes runs")
+        server = self._servers_for(job_id, True, now)[0]
         job = self._jobs[job_id] = _Job(job_id, True, 0, 0, now, 1)
-        pairs = [(key, 0) for key in keys]
-        request = _Request(now, job, list(keys))
-        self._send(servers[0], request, ["probe", None, now + self._deadline_s], pack_pairs(pairs))
+        raw = pack_pairs([(key, 0) for key in keys])
+        self._send(server, _Request(now, job, list(keys)), ["probe", None, now + self._deadline_s], raw)
 
     def look(self, keys: Sequence[OffloadKey]) -> int:
         """Ask whether keys are stored. Returns the lookup's number; see ``take_looked``."""
@@ -381,12 +372,20 @@ class Channel(Connections[_Server]):
 
     # ---- servers -----------------------------------------------------------------------------------------------------
 
-    def _servers_for(self, is_load: bool, now: float) -> list[_Server]:
-        """The servers to give a job to, those with the least work first.
+    def _servers_for(self, job_id: int, is_load: bool, now: float) -> list[_Server]:
+        """The servers to give a new job to, those with the least work first.
 
         A load does not wait behind stores, nor a store behind loads, if there is another server.
+
+        Raises:
+            QueueFullError: no server runs.
+            ValueError: a job with this id is still under way.
         """
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is already in flight")
         servers = self._trusted(now)
+        if not servers:
+            raise QueueFullError("none of the tier's processes runs")
         own = [each for each in servers if (each.seats.loads_first if is_load else each.seats.stores_first)]
         free = [each for each in servers if each not in own and not (each.stores if is_load else each.loads)]
         return sorted([*own, *free], key=lambda each: each.loads + each.stores) or servers

@@ -89,11 +89,13 @@ class FakeServer(FakeChild):
     Attributes:
         asked: unanswered requests: number -> kind and keys, oldest first.
         cut: the reason of the last "cut".
+        speaks: said at its start that it runs.
     """
 
     def __init__(self, seats: Seats, send_bytes: int | None, speaks: bool) -> None:
         super().__init__(send_bytes)
         self.seats = seats
+        self.speaks = speaks
         self.asked: dict[int, tuple[str, list[OffloadKey]]] = {}
         self.frames: list[list[Any]] = []
         self.cut = ""

@@ -19,7 +19,7 @@ from kvtiers.tiers.errors import QueueFullError, StoreThrottledError, StoreUnava
 from kvtiers.tiers.frames import Seats, encode_error, pack_frame
 from kvtiers.tiers.testing.faults import run_in_child
 from kvtiers.tiers.tier import channel as channel_module
-from kvtiers.tiers.tier.channel import Channel, FinishedJob
+from kvtiers.tiers.tier.channel import START_S, Channel, FinishedJob
 from tests.clock import Clock
 from tests.identity import block_key
 from tests.promises import Record
@@ -497,6 +497,69 @@ def test_silent_server_gets_no_work_while_another_answers(make: Callable[..., Be
     assert len(silent.asked) == 1
 
 
+def start_mute_server(bench: Bench) -> FakeServer:
+    """Have the first server die, and another start that does not say that it runs."""
+    bench.backend.speak = False
+    bench.made[0].die()
+    bench.settle()
+    bench.settle(PAUSE_S[1])
+    return bench.made[-1]
+
+
+def test_server_that_has_not_said_that_it_runs_gets_no_work_while_another_runs(bench: Bench) -> None:
+    starting, other = start_mute_server(bench), bench.made[1]
+    bench.submit(1)
+    bench.submit(2, is_load=False)
+    bench.channel.look(KEYS)
+    other.answer_all()
+    assert set(bench.finished()) == {1, 2}
+    starting.read()
+    assert not starting.asked
+    starting.send(pack_frame(starting.tag, ["alive"]))
+    bench.settle()
+    bench.submit(3)
+    assert starting.asked
+
+
+def test_server_that_starts_slowly_keeps_its_jobs_and_has_its_deadlines_from_then_on(
+    make: Callable[..., Bench],
+) -> None:
+    """On a busy machine a start takes longer than a deadline of seconds."""
+    bench = make([BOTH])
+    starting = start_mute_server(bench)
+    bench.submit(1)
+    bench.submit(2)
+    bench.settle(START_S)
+    assert starting.kills == 0
+    starting.send(pack_frame(starting.tag, ["alive"]))
+    bench.settle()
+    first, _ = starting.asked
+    bench.settle(DEADLINE_S)
+    starting.send(starting.answer(first))
+    assert set(bench.finished()) == {1}
+    assert starting.kills == 0
+    bench.settle(DEADLINE_S + 1)
+    assert starting.kills == 1
+    assert bench.finished()[2].batches[0].errors == {"StoreTimeoutError": 1}
+
+
+def test_server_that_never_says_that_it_runs_is_killed_and_its_job_fails(make: Callable[..., Bench]) -> None:
+    bench = make([BOTH])
+    starting = start_mute_server(bench)
+    bench.submit(1)
+    bench.settle(START_S)
+    assert bench.finished() == {}
+    bench.settle(1.0)
+    assert starting.kills == 1
+    assert bench.finished()[1].batches[0].errors == {"StoreTimeoutError": 1}
+    assert bench.channel.take_late_s() > START_S
+    bench.settle(PAUSE_S[1])
+    idle = bench.made[-1]
+    bench.settle(START_S + 1)
+    assert idle.kills == 1
+    assert bench.channel.take_late_s() == 0.0  # nobody waited for it
+
+
 def test_threads_cannot_be_killed_so_their_job_waits_for_its_answer(make: Callable[..., Bench]) -> None:
     bench = make([BOTH])
     (server,) = bench.made
@@ -621,6 +684,7 @@ class Machine(RuleBasedStateMachine):
         self.made_at: dict[FakeServer, float] = {}
         self.read_at: dict[tuple[FakeServer, int], float] = {}  # when a server read a request
         self.heard_at: dict[FakeServer, float] = {}
+        self.up_at: dict[FakeServer, float] = {}  # when the engine first heard a server
         self.fresh: set[FakeServer] = set()  # have sent bytes since the last poll
         self.faulty: set[FakeServer] = set()  # will be killed when the engine looks
 
@@ -713,7 +777,8 @@ class Machine(RuleBasedStateMachine):
         number = (list if late else sorted)(server.asked)[-1 if late else 0]
         kind, keys = server.asked[number]
         batch = None if succeeds else Batch(outcomes={"failed": len(keys)})  # type: ignore[arg-type]
-        self.fresh.add(server)
+        if cut != 0:
+            self.fresh.add(server)
         if kind not in ("look", "open"):
             for key in keys:
                 self.moved[key] = succeeds
@@ -777,9 +842,10 @@ class Machine(RuleBasedStateMachine):
             server.is_stuck = False
             server.is_dead = server.is_dead or bool(server.kills)
 
-    @rule(fails=st.booleans())
-    def let_starts_fail(self, fails: bool) -> None:
+    @rule(fails=st.booleans(), speak=st.booleans())
+    def let_starts_fail(self, fails: bool, speak: bool) -> None:
         self.bench.backend.start_error = OSError("no process") if fails else None
+        self.bench.backend.speak = speak
 
     # ---- what must hold
 
@@ -790,12 +856,17 @@ class Machine(RuleBasedStateMachine):
         for server in self.bench.made:
             if server in self.fresh:
                 self.heard_at[server] = now
+            if server in self.fresh or server.speaks:
+                self.up_at.setdefault(server, now)
             if server in self.faulty:
                 assert server.kills, vars(server)
             elif server.kills:
-                assert now - self.made_at[server] > DEADLINE_S
+                assert now - self.made_at[server] > (DEADLINE_S if server in self.up_at else START_S)
+            elif server not in self.up_at:
+                assert now - self.made_at.get(server, now) <= START_S + CHECK_S
             elif server.asked:
                 oldest = min(self.read_at[server, number] for number in server.asked)
+                oldest = max(oldest, self.up_at[server])
                 assert now - max(oldest, self.heard_at.get(server, oldest)) <= DEADLINE_S + CHECK_S
                 assert now - oldest <= 2 * DEADLINE_S + CHECK_S
             self.made_at.setdefault(server, now)
@@ -838,13 +909,14 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "channel"):
             return
         self.unstick()
-        self.bench.backend.start_error = None
+        self.let_starts_fail(False, True)
         for _ in range(4):  # the late are killed, the dead are replaced
             settle(self.channel)
             self.check()
             for server in self.running:
                 if server not in self.faulty:
                     server.is_stuck = False
+                    server.send(pack_frame(server.tag, ["alive"]))
             self.clock.advance(PAUSE_S[1])
         settle(self.channel)
         self.unstick()
