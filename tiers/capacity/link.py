@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -197,6 +198,8 @@ class CollectorLink(Connections[Child]):
 
     def close(self) -> None:
         """End the process. Takes at most about ``CLOSE_S``."""
+        if os.getpid() != self._pid:
+            return  # in a fork: the process belongs to the parent
         if not self._hang_up([self._child], CLOSE_S / 2) and self._child.handle is not None:
             self._child.handle.kill()
             self._hang_up([self._child], CLOSE_S / 2)

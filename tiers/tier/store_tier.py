@@ -352,6 +352,8 @@ class StoreTierManager(SecondaryTierManager):
         self._channel.poll()
         self._book_ended(math.inf if self._closed else BOOKED_KEYS_PER_CALL)
         results, self._results = self._results, []
+        if results and self._collector is not None:
+            self._collector.poll()  # perhaps there is no further step, and it must hear what was put
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
