@@ -14,13 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtiers.tiers import connections, loaded_code
-from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.capacity.link import CollectorLink
-from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.loaded_code import LOOK_EVERY_S, LoadedCode
-from kvtiers.tiers.recipe import StoreRecipe
-from kvtiers.tiers.stores.files.local import LocalStore
-from tests.identity import FakeSpec
 from tests.tiers.server.process_bench import Bench
 from tests.waiting import wait_for
 
@@ -110,18 +104,6 @@ def test_killed_process_is_not_replaced_by_one_of_other_code(
         wait_for(bench.works)
     finally:
         bench.tier.shutdown()
-
-
-def test_no_collector_of_other_code_is_started(package: Package, tmp_path: Path) -> None:
-    (package.folder / "a.py").write_text("a = 2\n")
-    mapper = FileMapper.from_offloading_spec("", FakeSpec())
-    recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path / "root")
-    link = CollectorLink("test", recipe, CapacityPolicy(ttl_s=1000.0), mapper)
-    try:
-        wait_for(lambda: any("error" in report for report in link.take_reports()))
-        assert not (tmp_path / "root").exists()
-    finally:
-        link.close()
 
 
 def test_the_own_package_is_what_was_loaded() -> None:

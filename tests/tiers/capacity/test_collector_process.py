@@ -22,7 +22,7 @@ import pytest
 from kvtiers.tiers.base import JobMetadata, OffloadingEvent
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.capacity.lease import LEASE_PREFIX, Lease
+from kvtiers.tiers.capacity.lease import LEASE_PREFIX
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.process import _note_uses
@@ -147,66 +147,6 @@ def test_uses_are_recorded_and_keep_blocks(root: Path, link: CollectorLink) -> N
     link.touch([KEYS[0], KEYS[1]])  # one of them is not there
     wait_until_noted(link)
     assert time.time() - path.stat().st_mtime < 100
-
-
-@pytest.mark.parametrize("is_own", [True, False])
-def test_lease_of_a_dead_collector_is_taken_over_by_its_engine(
-    root: Path, is_own: bool, make_link: Callable[..., CollectorLink]
-) -> None:
-    link = make_link(ttl_s=1000.0, lease_s=1e9)
-    wait_for(link.take_reports)
-    (pid,) = link.pids
-    os.kill(pid, signal.SIGSTOP)
-    store = LocalStore(root)
-    for key in list_keys(store, LEASE_PREFIX):
-        store.delete(key)
-    assert Lease(store, link._owner if is_own else "another engine's").try_acquire()  # as if killed within a run
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: polled(link).works and link.pids != [pid])
-    assert [message["runs"] for message in link.take_reports() if "error" in message] == [1]  # its end
-    (root / MAPPER.relative_name(KEYS[0])).parent.mkdir(parents=True)
-    (root / MAPPER.relative_name(KEYS[0])).write_bytes(b"1")
-    make_old(root, 2000)
-    if is_own:
-        wait_for(lambda: polled(link).take_removed(1) == ([KEYS[0]], []))
-    else:
-        link.touch([KEYS[0]])
-        wait_until_noted(link)  # it works, and waits
-        assert list_keys(store, LEASE_PREFIX)
-
-
-@pytest.mark.parametrize("policy", [{}, {"min_free_bytes": 1 << 20}])
-def test_collector_without_max_bytes_and_ttl_starts_when_the_storage_is_full(
-    policy: dict[str, Any], make_link: Callable[..., CollectorLink]
-) -> None:
-    link = make_link(**policy)
-    link.touch(KEYS)
-    link.poll()
-    assert link.works
-    assert not link.pids
-    link.note_full()
-    wait_for(lambda: any("report" in message for message in link.take_reports()))
-    wait_until_noted(link)  # uses from before its start are noted, too
-    make_link().close()  # one that never started
-
-
-def test_uses_while_the_collector_is_down_are_recorded_by_the_next_one(root: Path, link: CollectorLink) -> None:
-    store = LocalStore(root)
-    paths = [root / MAPPER.relative_name(key) for key in KEYS[:2]]
-    for key in KEYS[:2]:
-        store.put(MAPPER.relative_name(key), as_parts(b"1"))
-    make_old(root, 900)
-    wait_for(link.take_reports)
-    (pid,) = link.pids
-    # One use is handed to a process that dies before it notes it, the other comes while there is none.
-    os.kill(pid, signal.SIGSTOP)
-    link.touch([KEYS[0]])
-    link.poll()
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not polled(link).works)
-    link.touch([KEYS[1]])
-    wait_until_noted(link)
-    assert all(time.time() - path.stat().st_mtime < 100 for path in paths)
 
 
 class Untouchable(MemoryStore):

@@ -39,13 +39,10 @@ class Bench:
         self.clock = Clock()
         self.made: list[FakeChild] = []
         self.configs: list[dict[str, Any]] = []
-        self.start_error: OSError | None = None
         self.links: list[CollectorLink] = []
         monkeypatch.setattr(ChildProcess, "start", self.start)
 
     def start(self, _: str, config: dict[str, Any]) -> FakeChild:
-        if self.start_error is not None:
-            raise self.start_error
         self.configs.append(config)
         self.made.append(FakeChild())
         return self.made[-1]
@@ -243,16 +240,6 @@ def test_process_that_sends_nonsense_is_replaced(bench: Bench, link: CollectorLi
     bench.wait(PAUSE_S[1])
     assert link.works
     assert len(bench.made) == 2
-
-
-def test_process_that_cannot_be_started_is_started_later(bench: Bench) -> None:
-    bench.start_error = OSError("no more processes")
-    link = bench.link(ttl_s=1000.0)
-    link.touch(KEYS)
-    assert "no more processes" in link.take_reports()[0]["error"]
-    bench.start_error = None
-    bench.wait(PAUSE_S[1])
-    assert bench.used() == KEYS
 
 
 # ---- the process's end -----------------------------------------------------------------------------------------------
