@@ -69,7 +69,7 @@ class Child:
     is_full: bool = False  # its socket, when it was last written to
     started_at: float = -math.inf
     spoke_at: float | None = None  # when it first said something; None: it has not yet
-    heard_at: float = -math.inf  # when it last said something
+    heard_at: float = -math.inf  # when it, or the one before it, last said something
     pause_s: float = PAUSE_S[0]
     start_at: float | None = None  # when to start it again; None: it runs, ends, is being started or is not needed
     ending: str = ""  # why it was killed; it is not reaped yet
@@ -231,7 +231,7 @@ class Connections(ABC, Generic[C]):
     def _adopt(self, child: C, handle: Handle) -> None:
         child.handle = handle
         child.reader = FrameReader(handle.tag)
-        child.started_at = child.heard_at = self._clock()
+        child.started_at = self._clock()
         child.spoke_at = child.start_at = None
         child.is_full = False
         self._by_fd[handle.sock.fileno()] = child

@@ -27,9 +27,7 @@ from ..frames import FOUND, Seats, decode_batch, decode_error, pack_pairs
 from ..store import Capabilities, Store
 
 PART_BYTES_MIN: Final = 1 << 20  # a smaller part is not worth another server's attention
-DOUBT_SHARE: Final = (
-    0.25  # of the deadline: a server that has been silent for longer gets no more work if others do not
-)
+DOUBT_SHARE: Final = 0.25  # of the deadline: while a server is silent for longer, others get the work
 LATE_FACTOR: Final = 2.0  # no part may take longer than this many deadlines, whatever else its server does
 START_S: Final = 30.0  # for a server to say that it runs, if the deadline is shorter
 END_S: Final = 1.5  # for a server without work to end
@@ -308,8 +306,6 @@ class Channel(Connections[_Server]):
     def _send(self, server: _Server, request: _Request, content: list[object], raw: bytes = b"") -> int:
         self._next += 1
         content[1] = self._next
-        if not server.owed:
-            server.heard_at = request.sent_at
         server.owed[self._next] = request
         self._add_work(server, request, 1)
         self._write(server, content, raw)
