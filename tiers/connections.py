@@ -167,8 +167,8 @@ class Connections(ABC, Generic[C]):
 
     def _hang_up(self, children: Iterable[C], timeout_s: float) -> bool:
         """Start nothing any more, hang up on these children, and wait for their end. Whether no child is left."""
-        self._closing = True
         self._take_started()
+        self._closing = True
         for child in children:
             if child.handle is not None:
                 self._stop_listening(child)
