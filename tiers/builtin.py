@@ -12,6 +12,7 @@ from .blocks.file_mapper import FileMapper, strict_fields
 from .blocks.keyring import KeyRing, load_keys, show_key_id
 from .blocks.rows import Rows
 from .blocks.seal import TRAILER_BYTES, Seal
+from .capacity.link import CollectorLink
 from .capacity.policy import CapacityPolicy
 from .capacity.records import RecordKeys
 from .config.deployment import parse_tier
@@ -34,7 +35,7 @@ from .server.threads import ThreadBackend
 from .store import Store, SupportsTouch
 from .stores.files.mounts import missing_mount
 from .tier.lookup import TOTAL_S, LookupOptions
-from .tier.store_tier import CollectorEnd, StoreTierManager, TierOptions
+from .tier.store_tier import StoreTierManager, TierOptions
 from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
@@ -282,9 +283,7 @@ def key_ids(config: TierConfig) -> frozenset[str] | None:
     return frozenset() if keys is None else frozenset(map(show_key_id, keys.ids))
 
 
-def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapper: FileMapper) -> CollectorEnd:
-    from .capacity.link import CollectorLink
-
+def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapper: FileMapper) -> CollectorLink:
     make_store, store_options = tool_recipe(config)
     return CollectorLink(
         name,

@@ -26,7 +26,7 @@ def test_path_in_sys_path_is_ignored_as_imports_do(monkeypatch: pytest.MonkeyPat
 
 
 def test_fork_of_a_process_with_own_output_writes_nothing() -> None:
-    """The collector and the workers of ``verify``."""
+    """As the workers of ``verify``."""
     done = run("""
 import os
 from kvtiers.tiers.processes import end_if_forked, own_output

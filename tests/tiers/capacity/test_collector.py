@@ -311,14 +311,6 @@ def test_folder_that_cannot_be_removed_does_not_fail_the_removal_of_its_blocks(
     assert blocks(store) == {name(n) for n in range(4)} - {first, second}
 
 
-def test_full_storage_is_collected_without_room_for_records(store: LocalStore) -> None:
-    """The collector makes room although its own records do not fit."""
-    fill(store, [10_000] * 10)
-    full = FaultyStore(store, [Fault("put", error=lambda: StoreFullError("no"), count=None)])
-    collect(full, max_bytes=5 * SIZE)
-    assert 3 <= len(blocks(store)) <= 4
-
-
 def test_second_collector_finishes_after_the_first_is_killed(store: LocalStore) -> None:
     fill(store, [10_000] * 3000, size=1)
     code = (

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvtiers.tiers import connections
 from kvtiers.tiers.base import JobResult
 from kvtiers.tiers.errors import (
     BlobNotFoundError,
@@ -29,7 +30,6 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.fuse import OPERATIONS, FuseFault, FuseMount, why_no_fuse
-from kvtiers.tiers.tier import channel
 from tests.tiers.server.process_bench import DEADLINE_S, SEATS, Bench
 from tests.waiting import wait_for
 
@@ -204,7 +204,7 @@ def test_what_no_store_can_see(mount: FuseMount, store: Store) -> None:
 @pytest.fixture
 def make(mount: FuseMount, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     """Makes tiers on the mount, whose dead servers are started again soon; their blocks are stored."""
-    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     made: list[Bench] = []
 
     def make(seats: Sequence[Seats] = SEATS) -> Bench:
