@@ -448,13 +448,13 @@ def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ttl": "7 days"}, "ttl: '7 days' is not a duration; write 7d"),
+        ({"ttl": "7 days"}, "ttl: '7 days' is not a duration; write a number and a unit, such as"),
         ({"ttl": 0}, "ttl: 0 is not accepted; write a duration from 1s to 36500d"),
         ({"ttl": 0.5}, "ttl: 0.5 is not accepted; write a duration from 1s"),
         ({"ttl": 10**400}, "is not accepted; write a duration from 1s"),
         ({"ttl": "9" * 400}, "is not a duration; write"),
         ({"ttl": True}, "ttl: true is not a duration"),
-        ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write 10GiB"),
+        ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write a number and a unit, such as"),
         ({"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
         ({"gc_low": 0.5}, "gc_low: was removed: the collector finds its marks below max_bytes by itself"),
         ({"gc_high": 0.9}, "gc_high: was removed"),
