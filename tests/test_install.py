@@ -21,7 +21,7 @@ HANG_S = 600.0
 # Gigabytes to download, and none of them requires a package that the extras disagree about.
 LARGE = {"torch": "2.13.0", "triton": "3.9.0", "vllm": "0.32.0"}
 # Pulled in by the extras. An environment that only vLLM was installed into has none of them.
-OURS = ("aiobotocore", "boto3", "botocore", "fsspec", "obstore", "s3fs", "s3transfer")
+OURS = ("aiobotocore", "boto3", "botocore", "fsspec", "s3fs", "s3transfer")
 # pip walks from the newest boto3 back to one that aiobotocore accepts. A release of anything else that pip looks at
 # and drops is a conflict that the dependencies should not have; a few come and go with the index.
 RELEASES_DROPPED_MAX = 10

@@ -7,6 +7,7 @@ http.client handles every other response.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import re
@@ -91,12 +92,14 @@ class Answer:
         self._left -= size
 
     def read(self, bytes_max: int) -> bytes:
-        """Receive the rest of the body, at most ``bytes_max``."""
-        if self._response is not None:
-            return self._response.read(bytes_max)
-        body = bytearray(min(self._left, bytes_max))
-        self.fill([memoryview(body)] if body else [])
-        return bytes(body)
+        """Receive the rest of the body, at most ``bytes_max``, or what there is of it if the connection breaks."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if self._response is not None:
+                return self._response.read(bytes_max)
+            body = bytearray(min(self._left, bytes_max))
+            self._left -= (count := transfer(self._unread.readinto_many, -1, [memoryview(body)]))
+            return bytes(body[:count])
+        return b""
 
     @property
     def is_complete(self) -> bool:

@@ -1,17 +1,10 @@
-"""S3Control: rare requests to an S3 bucket, made with boto3: listing, deletion, checks and lifecycle rules.
-
-Each request runs in its own thread, because a name server that does not answer would block the caller.
-"""
+"""S3Control: rare requests to an S3 bucket, made with boto3: listing, deletion, checks and lifecycle rules."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -19,9 +12,8 @@ from botocore import exceptions as boto_errors
 
 from ...errors import BlobNotFoundError, StoreConfigError, StoreError, StorePermissionError
 from ...store import KeyInfo
-from ..watchdog import begin
 from .boto_errors import BOTO_ERRORS, code_of, is_from_s3
-from .errors import NO_S3, VagueRefusalError, deadline_error, server_error, without_absence
+from .errors import NO_S3, VagueRefusalError, server_error, without_absence
 from .listing import Page
 from .session import S3Session
 
@@ -36,7 +28,6 @@ class S3Control:
         self._session = session
         self._options = session.options
         self._own = f"{self._options.prefix}/" if self._options.prefix else ""
-        self._asking = threading.BoundedSemaphore(session.options.max_connections)
 
     def list_page(self, prefix: str, delimiter: str = "", token: str = "") -> Page:
         """List up to 1,000 objects and folders by their whole names.
@@ -142,27 +133,10 @@ class S3Control:
 
     # -- private ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-        """Make a request, and wait at most ``attempt_timeout_s`` for its result. Raises also ``BOTO_ERRORS``."""
-        timeout_s = self._options.attempt_timeout_s
-        deadline = time.monotonic() + timeout_s
-        # Abandoned requests count until they end, so that a slow server cannot hold more than max_connections threads.
-        if not self._asking.acquire(timeout=timeout_s):
-            raise deadline_error(timeout_s, self._session.place)
-        try:
-            asked = begin("kvtiers-s3-control", partial(call, Bucket=self._options.bucket, **arguments))
-        except StoreError:
-            self._asking.release()
-            raise
-        asked.add_done_callback(lambda _: self._asking.release())
-        if not wait([asked], deadline - time.monotonic()).done:
-            raise deadline_error(timeout_s, self._session.place)
-        return asked.result()
-
     def _ask_about(self, key: str, call: Callable[..., dict[str, Any]]) -> dict[str, Any] | None:
         """Make a request about an object; None if the object is absent."""
         try:
-            return self._ask(call, Key=key)
+            return call(Bucket=self._options.bucket, Key=key)
         except BOTO_ERRORS as e:
             if not isinstance(error := self._session.translate(e), BlobNotFoundError):
                 raise error from None
@@ -171,7 +145,7 @@ class S3Control:
     def _ask_bucket(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
         """Make a request about the bucket, to which S3 never answers that an object is absent."""
         try:
-            return self._ask(call, **arguments)
+            return call(Bucket=self._options.bucket, **arguments)
         except BOTO_ERRORS as e:
             raise without_absence(self._session.translate(e), self._session.place) from None
 
@@ -189,16 +163,17 @@ class S3Control:
 
     def _lifecycle(self) -> dict[str, Any]:
         try:
-            return self._ask(self._session.client.get_bucket_lifecycle_configuration)
+            rules: dict[str, Any] = self._session.client.get_bucket_lifecycle_configuration(Bucket=self._options.bucket)
         except BOTO_ERRORS as e:
             code = code_of(e.response.get("Error", {})) if isinstance(e, boto_errors.ClientError) else ""
             if code == "NoSuchLifecycleConfiguration":
                 return {}
             raise without_absence(self._session.translate(e), self._session.place) from None
+        return rules
 
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
-            answer = self._ask(self._session.client.list_objects_v2, **arguments)
+            answer: dict[str, Any] = self._session.client.list_objects_v2(Bucket=self._options.bucket, **arguments)
         except BOTO_ERRORS as e:
             if isinstance(e, boto_errors.ClientError) and is_from_s3(e):
                 code = code_of(e.response.get("Error", {}))

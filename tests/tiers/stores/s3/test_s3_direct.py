@@ -429,6 +429,7 @@ def refuse(answer: bytes, certificate: Path | None = None) -> Iterator[str]:
         ("403 Forbidden", "QuotaExceeded", StoreFullError, "quota"),
         ("413 Too Large", "", StoreConfigError, "larger than the server"),
         ("503 Slow", "SlowDown", StoreThrottledError, "slow down"),
+        ("507 Full\r\nContent-Length: 9999", "", StoreFullError, "disks are full"),  # and breaks off
         ("301 Moved\r\nLocation: https://other.example/x", "", StoreConfigError, "redirects to https://other.example"),
     ],
 )
@@ -436,7 +437,8 @@ def test_put_that_is_refused_before_its_body_was_read_gets_the_reason(
     store: S3Store, tmp_path: Path, tls: bool, head: str, code: str, error: type[StoreError], says: str
 ) -> None:
     body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
-    answer = f"HTTP/1.1 {head}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    length = "" if "Length" in head else f"\r\nContent-Length: {len(body)}"
+    answer = f"HTTP/1.1 {head}{length}\r\n\r\n".encode() + body
     certificate = make_certificate(tmp_path) if tls else None
     with refuse(answer, certificate) as url:
         ca_bundle = str(tmp_path / "ca.pem") if tls else None

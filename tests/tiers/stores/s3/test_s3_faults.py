@@ -362,14 +362,6 @@ def test_control_plane_of_a_server_that_trickles(stored: S3Store, server: HttpFa
     patient.close()
 
 
-def test_a_trickling_server_holds_no_threads(stored: S3Store, server: HttpFaultServer) -> None:
-    store = S3Store(replace(stored.options, request_timeout_s=2.0))
-    server.inject(Fault.SLOW_LORIS)
-    asks_once(server, store.folders, r"did not answer within 1 s", "GET")
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kvtiers-s3-control"])
-    store.close()
-
-
 # -- too few threads ------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +404,7 @@ def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
 def test_what_needs_a_thread_that_is_not_to_be_had_is_unavailable(
     stored: S3Store, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    """The clients', of a first call; or that of a request of the control plane."""
+    """The clients', of a first call; or the watchdog of a request of the control plane."""
     if not first:
         stored.prepare()
     calls: list[Callable[[], object]] = [stored.check, lambda: list(stored.keys()), lambda: stored.expire_after(1)]
