@@ -125,6 +125,7 @@ def test_10000_forged_or_moved_blocks_are_refused() -> None:
     def made_by(seal: Seal) -> bytes:
         return stored_by(seal, mine, small)
 
+    outsider = GcmSeal(FINGERPRINT, 2, keys=KeyRing(OTHER))
     tail = 8192
     proof = slice(tail + 180, tail + 208)
     attacks: list[Callable[[], bytes]] = [
@@ -137,13 +138,11 @@ def test_10000_forged_or_moved_blocks_are_refused() -> None:
         lambda: patched(good, proof.start, other[proof]),
         lambda: patched(good, tail + 14, bytes([dice.choice([0, 1, 3])])),  # another kind of authentication
         lambda: other,
-        # Good blocks of another key, rank or namespace, or sealed with the attacker's key, with the name that is wanted.
+        # Good blocks of another key, rank, namespace or attacker, renamed.
         lambda: patched(other, tail + 66, mine[:32]),
         lambda: patched(made_by(GcmSeal(FINGERPRINT, 1, keys=RING)), tail + 60, b"\2"),
         lambda: patched(made_by(GcmSeal(bytes(32), 2, keys=RING)), tail + 24, FINGERPRINT),
-        lambda: patched(
-            made_by(GcmSeal(FINGERPRINT, 2, keys=KeyRing(OTHER))), tail + 176, RING.ids[0].to_bytes(4, "little")
-        ),
+        lambda: patched(made_by(outsider), tail + 176, RING.ids[0].to_bytes(4, "little")),
         lambda: made_by(Seal(FINGERPRINT, 2)),
     ]
     for number in range(10_000):
