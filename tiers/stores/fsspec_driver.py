@@ -99,12 +99,15 @@ def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_fo
     folder = target.rpartition("/")[0]
     temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # see TEMPORARY_NAME
     try:
-        _with_folder(fs, temporary_folder, lambda: _write(fs, temporary, parts))
+        fs.makedirs(temporary_folder, exist_ok=True)
+        with fs.open(temporary, "wb") as file:
+            for part in parts:
+                file.write(part)
+        fs.makedirs(folder, exist_ok=True)
         if protocols_of(fs) & LOCAL:
             # Not mv: fsspec uses shutil.move, which copies if the rename fails, and an unfinished copy is visible.
-            _with_folder(fs, folder, lambda: os.replace(temporary, target))
+            os.replace(temporary, target)
         else:
-            fs.makedirs(folder, exist_ok=True)
             fs.mv(temporary, target)
     except BaseException:
         try:
@@ -112,21 +115,6 @@ def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_fo
         except Exception as e:  # noqa: BLE001 - drivers may raise anything; a later sweep removes the file
             logger.debug("%s: a temporary file was not removed: %s", type(fs).__name__, type(e).__name__)
         raise
-
-
-def _with_folder(fs: Any, folder: str, call: Callable[[], None]) -> None:
-    """Make the call. If the folder is missing, create it and call again."""
-    try:
-        call()
-    except FileNotFoundError:
-        fs.makedirs(folder, exist_ok=True)
-        call()
-
-
-def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
-    with fs.open(path, "wb") as file:
-        for part in parts:
-            file.write(part)
 
 
 def size_of(info: Any) -> int | None:

@@ -23,6 +23,7 @@ from ....tiers.stores.files.posix import (
     RootFolder,
     blob_size,
     close_reader,
+    opened,
     regular_size,
     remove_blob,
 )
@@ -69,7 +70,7 @@ class FolderFiles(Files):
 
     def read(self, path: str, bytes_max: int) -> bytes:
         def read(root: RootFolder) -> bytes:
-            with _opened(root, path, OPEN_READ) as fd:
+            with opened(root.open(path, OPEN_READ)) as fd:
                 data = bytearray(min(regular_size(fd, path), bytes_max))
                 read_all(fd, [memoryview(data)], path, None, len(data))
                 return bytes(data)
@@ -81,7 +82,7 @@ class FolderFiles(Files):
 
         def read(root: RootFolder, path: str, size: int) -> memoryview:
             nonlocal buffer
-            with _opened(root, path, OPEN_READ) as fd:
+            with opened(root.open(path, OPEN_READ)) as fd:
                 stored = regular_size(fd, path)
                 if stored != size:  # before memory of that size is allocated
                     raise BlobCorruptError(f"{stored} bytes are stored, {size} were asked for", key=path)
@@ -102,7 +103,7 @@ class FolderFiles(Files):
 
     def unused_s(self, path: str) -> float:
         def read_time(root: RootFolder) -> float:
-            with _opened(root, path, OPEN_STAT) as fd:
+            with opened(root.open(path, OPEN_STAT)) as fd:
                 return os.fstat(fd).st_mtime
 
         return time.time() - self._call(path, read_time)
@@ -207,24 +208,15 @@ def _link(part: str, name: str, dir_fd: int) -> bool | None:
     return True
 
 
-@contextlib.contextmanager
-def _opened(root: RootFolder, path: str, flags: int) -> Iterator[int]:
-    fd = root.open(path, flags)
-    try:
-        yield fd
-    finally:
-        close_reader(fd)
-
-
 def _regular_files(root: RootFolder, folder: str) -> list[str]:
-    with _opened(root, folder, OPEN_LISTING) as fd, os.scandir(fd) as entries:
+    with opened(root.open(folder, OPEN_LISTING)) as fd, os.scandir(fd) as entries:
         return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
 
 
 def _remove_layers(root: RootFolder, folder: str) -> None:
     """Remove the layers' files in a folder, and the folder if it is empty then. Other files stay."""
     parent, _, name = folder.rpartition("/")
-    with _opened(root, parent or ".", OPEN_FOLDER) as parent_fd:
+    with opened(root.open(parent or ".", OPEN_FOLDER)) as parent_fd:
         fd = os.open(name, OPEN_LISTING, dir_fd=parent_fd)
         try:
             with os.scandir(fd) as entries:

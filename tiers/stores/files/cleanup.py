@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..os_errors import is_absent
-from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader
+from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, opened
 from .publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME, is_writer_dead
 
 #: The store's own folders, and the names of its files there.
@@ -45,7 +45,7 @@ def remove_blobs(root: RootFolder, keys: Iterable[str]) -> Mapping[str, OSError]
             if not _is_gone(e):
                 failed.update(dict.fromkeys(inside, e))
             continue
-        try:
+        with opened(fd):
             for key in inside:
                 try:
                     os.unlink(key.rpartition("/")[2], dir_fd=fd)
@@ -54,8 +54,6 @@ def remove_blobs(root: RootFolder, keys: Iterable[str]) -> Mapping[str, OSError]
                 except OSError as e:
                     if not _is_gone(e):
                         failed[key] = e
-        finally:
-            close_reader(fd)
     folders = set(by_folder)
     while folders:
         folders = {folder.rpartition("/")[0] for folder in folders if "/" in folder and _remove_if_empty(root, folder)}
@@ -66,26 +64,18 @@ def _remove_if_empty(root: RootFolder, folder: str) -> bool:
     """Remove a folder. Returns False if it is in use, or could not be removed: an empty folder does no harm."""
     parent, _, name = folder.rpartition("/")
     try:
-        fd = root.open(parent, OPEN_FOLDER)
+        with opened(root.open(parent, OPEN_FOLDER)) as fd:
+            os.rmdir(name, dir_fd=fd)
     except OSError:
         return False
-    try:
-        os.rmdir(name, dir_fd=fd)
-    except OSError:
-        return False
-    finally:
-        close_reader(fd)
     return True
 
 
 def touch_blob(root: RootFolder, key: str) -> None:
     """Set a file's modification time to now, by the clock of the file system's server."""
     folder, _, name = key.rpartition("/")
-    dir_fd = root.open(folder or ".", OPEN_FOLDER)
-    try:
+    with opened(root.open(folder or ".", OPEN_FOLDER)) as dir_fd:
         os.utime(name, dir_fd=dir_fd, follow_symlinks=False)
-    finally:
-        close_reader(dir_fd)
 
 
 def sweep(root: RootFolder, now: Callable[[], float], quarantine_s_max: float, *, remove: bool = True) -> int:
@@ -140,12 +130,9 @@ def _names_in(root: RootFolder, folder: str) -> Iterator[tuple[int, str]]:
         if is_absent(e) or isinstance(e, PermissionError):
             return
         raise
-    try:
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                yield fd, entry.name
-    finally:
-        close_reader(fd)
+    with opened(fd), os.scandir(fd) as entries:
+        for entry in entries:
+            yield fd, entry.name
 
 
 def _own_files(root: RootFolder, folder: str) -> Iterator[tuple[int, str, os.stat_result]]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from ...errors import InvalidKeyError
 from ...store import KeyInfo, check_key
 from ..os_errors import is_absent
-from .posix import OPEN_LISTING, RootFolder, close_reader
+from .posix import OPEN_LISTING, RootFolder, close_reader, opened
 
 T = TypeVar("T")
 
@@ -64,12 +64,8 @@ def walk(root: RootFolder, prefix: str, on_skipped: Callable[[str, OSError], Non
 
 def folder_names(root: RootFolder) -> list[str]:
     """Names of the folders directly below the root that may hold blobs."""
-    fd = root.open(".", OPEN_LISTING)
-    try:
-        with os.scandir(fd) as entries:
-            return [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
-    finally:
-        os.close(fd)
+    with opened(root.open(".", OPEN_LISTING)) as fd, os.scandir(fd) as entries:
+        return [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
 
 
 class _Walk:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ...errors import BlobCorruptError
 from ...store import Look, parts_size
@@ -49,6 +49,15 @@ def close_reader(fd: int) -> None:
         os.close(fd)
     except OSError:
         pass
+
+
+@contextlib.contextmanager
+def opened(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end of a block that does not write with it."""
+    try:
+        yield fd
+    finally:
+        close_reader(fd)
 
 
 class RootFolder:
@@ -114,22 +123,16 @@ class RootFolder:
             if not path:
                 raise
         parent, _, name = path.rpartition("/")
-        parent_fd = self.make_folder(parent)
-        try:
+        with opened(self.make_folder(parent)) as parent_fd:
             try:
                 os.mkdir(name, FOLDER_MODE, dir_fd=parent_fd)
                 if self._owner is not None:
-                    with contextlib.suppress(OSError):  # another writer may have replaced it or denied access to it
-                        fd = os.open(name, OPEN_LISTING, dir_fd=parent_fd)  # fchown does not accept O_PATH descriptors
-                        try:
-                            self.give(fd)
-                        finally:
-                            close_reader(fd)
+                    # Another writer may have replaced it or denied access to it. fchown accepts no O_PATH descriptors.
+                    with contextlib.suppress(OSError), opened(os.open(name, OPEN_LISTING, dir_fd=parent_fd)) as fd:
+                        self.give(fd)
             except FileExistsError:
                 pass
             return os.open(name, OPEN_FOLDER, dir_fd=parent_fd)
-        finally:
-            close_reader(parent_fd)
 
     def give(self, fd: int) -> None:
         """Change the owner of a new file or folder to the root's owner, if that is another user.
@@ -198,15 +201,12 @@ def read_blob(root: RootFolder, key: str, parts: Sequence[memoryview], look: Loo
 
 def read_tail(root: RootFolder, key: str, length: int) -> tuple[int, bytes]:
     """Return the size of a file and its last ``min(length, size)`` bytes. Raises the same errors as ``read_blob``."""
-    fd = root.open(key, OPEN_READ)
-    try:
+    with opened(root.open(key, OPEN_READ)) as fd:
         size = regular_size(fd, key)
         tail = bytearray(min(length, size))
         if transfer(os.preadv, fd, [memoryview(tail)], size - len(tail)) != len(tail):
             raise BlobCorruptError("the file was truncated while it was being read", key=key)
         return size, bytes(tail)
-    finally:
-        close_reader(fd)
 
 
 def blob_size(root: RootFolder, key: str) -> int | None:
@@ -230,10 +230,5 @@ def regular_size(fd: int, key: str) -> int:
 def remove_blob(root: RootFolder, key: str) -> None:
     """Unlink the file or link under ``key``, never the target of a link. A folder holds other keys and stays."""
     folder, _, name = key.rpartition("/")
-    dir_fd = root.open(folder or ".", OPEN_FOLDER)
-    try:
+    with opened(root.open(folder or ".", OPEN_FOLDER)) as dir_fd, contextlib.suppress(IsADirectoryError):
         os.unlink(name, dir_fd=dir_fd)
-    except IsADirectoryError:
-        pass
-    finally:
-        close_reader(dir_fd)

@@ -45,7 +45,7 @@ from .posix import (
     OPEN_FOLDER,
     OPEN_LISTING,
     RootFolder,
-    close_reader,
+    opened,
 )
 
 PRIVATE_FOLDER = ".tmp"
@@ -86,8 +86,7 @@ class Publisher:
             OSError: any other failure.
         """
         folder, _, name = key.rpartition("/")
-        dir_fd = root.make_folder(folder)
-        try:
+        with opened(root.make_folder(folder)) as dir_fd:
             # This check only saves needless writes. If two writers both find no file, the link call decides.
             if not overwrite and os.access(name, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
                 published = False
@@ -98,8 +97,6 @@ class Publisher:
             if self._durable:
                 _sync_folder(dir_fd)
             return published
-        finally:
-            close_reader(dir_fd)
 
     def _open_unnamed(self, dir_fd: int) -> int:
         """Open an unnamed file and return its descriptor; -1 if this file system has no unnamed files."""
@@ -132,8 +129,7 @@ class Publisher:
     def _publish_private(
         self, root: RootFolder, dir_fd: int, name: str, write: Callable[[int], None], *, overwrite: bool
     ) -> bool:
-        temp_fd = _make_own_folder(root, PRIVATE_FOLDER)
-        try:
+        with opened(_make_own_folder(root, PRIVATE_FOLDER)) as temp_fd:
             temp = private_name()
             fd = os.open(temp, OPEN_PRIVATE, FILE_MODE, dir_fd=temp_fd)
             renamed = False
@@ -150,8 +146,6 @@ class Publisher:
             finally:
                 if not renamed:
                     _unlink_quietly(temp, temp_fd)
-        finally:
-            close_reader(temp_fd)
 
     def _write(self, root: RootFolder, fd: int, write: Callable[[int], None]) -> None:
         root.give(fd)
@@ -163,16 +157,12 @@ class Publisher:
 def quarantine_blob(root: RootFolder, key: str) -> None:
     """Move the file, link or folder under ``key`` into quarantine."""
     folder, _, name = key.rpartition("/")
-    dir_fd = root.open(folder or ".", OPEN_FOLDER)
-    try:
-        aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
-        try:
-            aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
-            os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
-        finally:
-            close_reader(aside_fd)
-    finally:
-        close_reader(dir_fd)
+    with (
+        opened(root.open(folder or ".", OPEN_FOLDER)) as dir_fd,
+        opened(_make_own_folder(root, QUARANTINE_FOLDER)) as aside_fd,
+    ):
+        aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
+        os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
 
 
 class FreeSpace:
@@ -213,17 +203,13 @@ class FreeSpace:
 
 def storage_time(root: RootFolder) -> float:
     """Unix seconds by the clock that sets files' times below a root: on NFS, the server's clock, not this host's."""
-    dir_fd = _make_own_folder(root, PRIVATE_FOLDER)
-    try:
+    with opened(_make_own_folder(root, PRIVATE_FOLDER)) as dir_fd:
         name = private_name()
-        fd = os.open(name, OPEN_PRIVATE, FILE_MODE, dir_fd=dir_fd)
         try:
-            return os.fstat(fd).st_mtime
+            with opened(os.open(name, OPEN_PRIVATE, FILE_MODE, dir_fd=dir_fd)) as fd:
+                return os.fstat(fd).st_mtime
         finally:
-            close_reader(fd)
-            _unlink_quietly(name, dir_fd)
-    finally:
-        close_reader(dir_fd)
+            _unlink_quietly(name, dir_fd)  # after the close: NFS renames a file that is unlinked while it is open
 
 
 def private_name() -> str:
@@ -264,11 +250,8 @@ def _start_time(pid: int) -> str:
 
 
 def _read_line(path: str) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         return os.read(fd, 4096).decode(errors="replace").rstrip()
-    finally:
-        close_reader(fd)
 
 
 def _link(source: str, name: str, **folders: Any) -> bool:
@@ -297,11 +280,8 @@ def _make_own_folder(root: RootFolder, name: str) -> int:
 
 
 def _sync_folder(dir_fd: int) -> None:
-    fd = os.open(".", OPEN_LISTING, dir_fd=dir_fd)  # O_PATH descriptors cannot be synced
-    try:
+    with opened(os.open(".", OPEN_LISTING, dir_fd=dir_fd)) as fd:  # O_PATH descriptors cannot be synced
         os.fsync(fd)
-    finally:
-        close_reader(fd)
 
 
 def _unlink_quietly(name: str, dir_fd: int) -> None:
