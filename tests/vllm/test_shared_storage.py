@@ -388,7 +388,7 @@ def test_a_buckets_tier_is_its_place_and_is_looked_at_when_the_engine_starts(
 
 
 def test_a_limit_that_is_none_is_named(rigs: Any) -> None:
-    with pytest.raises(ConfigError, match="max_bytes: '10 Gigs' is not a size; write 10GiB"):
+    with pytest.raises(ConfigError, match="max_bytes: '10 Gigs' is not a size; write a number and a unit"):
         rigs(extra={"max_bytes": "10 Gigs"})
 
 

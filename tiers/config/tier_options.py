@@ -348,7 +348,11 @@ class FsspecTierConfig(NetworkTierConfig):
 
     type: Literal["fsspec"] = "fsspec"
     isolation: Isolation = Field("thread", description=ISOLATION)
-    lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
+    lookup_deadline_s: Seconds = Field(
+        1.0,
+        description=f"{LOOKUP_DEADLINE} A driver that is not asynchronous (sftp, webdav) answers 128 lookups one after "
+        "the other: write more for it if the storage is further away than 5 ms.",
+    )
     url: Annotated[ExpandedPath, AfterValidator(_check_url)] = Field(
         json_schema_extra={"x-accepted": "a URL"}, description="Location, such as gs://bucket/folder."
     )

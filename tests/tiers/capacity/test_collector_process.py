@@ -27,8 +27,7 @@ from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.process import _note_uses
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.capacity.usage import read_usage
-from kvtiers.tiers.config.deployment import parse_config, parse_tier
-from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
+from kvtiers.tiers.errors import StoreUnavailableError
 from kvtiers.tiers.frames import pack_pairs
 from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.recipe import StoreRecipe
@@ -387,23 +386,14 @@ def test_full_disk_without_other_limits_loses_its_oldest_blocks(small: Path, min
         tier.shutdown()
 
 
-def test_tier_warns_once_of_a_reserve_above_its_disk(
-    caplog: pytest.LogCaptureFixture, make_tier: Callable[..., StoreTierManager]
-) -> None:
-    tier = make_tier(min_free="900PiB", isolation="thread")
-    assert store_all(tier) == 0
-    assert len([record for record in caplog.records if "lower min_free" in record.getMessage()]) == 1
-
-
 def test_tier_stores_where_the_file_system_reports_no_size(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, make_tier: Callable[..., StoreTierManager]
+    monkeypatch: pytest.MonkeyPatch, make_tier: Callable[..., StoreTierManager]
 ) -> None:
     nothing = os.statvfs_result((512, 512, *[0] * 7, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: nothing)
     monkeypatch.setattr(os, "fstatvfs", lambda _: nothing)
     tier = make_tier(isolation="thread")
     assert store_all(tier) == ROWS
-    assert len([record for record in caplog.records if "does not report its size" in record.getMessage()]) == 1
 
 
 def test_tier_refuses_stores_while_its_root_is_full(root: Path, make_tier: Callable[..., StoreTierManager]) -> None:
@@ -440,38 +430,6 @@ def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(
     tier = make_tier(min_free=0, max_bytes="1MiB")
     tier.shutdown()
     assert len(list(root.glob("*/config.json"))) == 1
-
-
-# -- configuration -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ttl": "7 days"}, "ttl: '7 days' is not a duration; write a number and a unit, such as"),
-        ({"ttl": 0}, "ttl: 0 is not accepted; write a duration from 1s to 36500d"),
-        ({"ttl": 0.5}, "ttl: 0.5 is not accepted; write a duration from 1s"),
-        ({"ttl": 10**400}, "is not accepted; write a duration from 1s"),
-        ({"ttl": "9" * 400}, "is not a duration; write"),
-        ({"ttl": True}, "ttl: true is not a duration"),
-        ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write a number and a unit, such as"),
-        ({"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
-        ({"gc_low": 0.5}, "gc_low: was removed: the collector finds its marks below max_bytes by itself"),
-        ({"gc_high": 0.9}, "gc_high: was removed"),
-        ({"gc_every_s": 60}, "gc_every_s: was removed"),
-    ],
-)
-def test_invalid_options_name_their_field(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": "/x", **options}]})
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("7d", 604_800), ("12h", 43_200), ("30 min", 1800), ("1.5m", 90), (90, 90), (1, 1), ("45", 45)],
-)
-def test_durations(text: object, seconds: float) -> None:
-    assert parse_tier({"type": "fs", "root_dir": "/x", "ttl": text}).ttl == seconds  # type: ignore[union-attr]
 
 
 def test_block_names_convert_back_to_keys() -> None:

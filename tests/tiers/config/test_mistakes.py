@@ -105,6 +105,7 @@ def test_mistake_names_its_field_and_what_is_accepted(data: object, expected: st
         (FS | {"durability": False}, "durability: false is not accepted; write none or data"),
         (FS | {"max_byte": 1}, "max_byte: is not a known key; did you mean max_bytes?"),
         (FS | {"size": "1GiB"}, "size: is not a known key; did you mean max_bytes?"),
+        (FS | {"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
         (FS | {"zzz": 1}, "zzz: is not a known key; accepted: children"),
         (FS | {"bucket": "b"}, "bucket: is not a known key here; it belongs to"),
         ({"type": "fsspec", "url": "gs://$NOT_SET/kv"}, "url: a text names the variable $NOT_SET, which is not set"),
@@ -151,7 +152,7 @@ def test_keys_for_anchors_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("500ms", 0.5), ("10s", 10), ("1.5 s", 1.5), ("2m", 120), ("2min", 120), ("3h", 10_800), (7, 7)],
+    [("500ms", 0.5), ("10s", 10), ("1.5 s", 1.5), ("2min", 120), ("7d", 604_800), ("45", 45), ("3h", 10_800), (7, 7)],
 )
 def test_durations(text: object, seconds: float) -> None:
     assert parse_duration(text) == seconds
