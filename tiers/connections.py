@@ -1,6 +1,6 @@
 """Connections: the engine's end of the connections to its children. It has no thread and no lock, and does no I/O.
 
-A child is a process, or threads where no process can do the work. It is told, and tells, by frames (``tiers.frames``).
+A child is a process, or threads where no process can do the work. Both ends send frames (``tiers.frames``).
 Everything is read and written by ``poll``, without blocking. A child that has ended, or was killed because it hangs, is
 reaped, and started again after a pause that grows if it does not live long.
 """

@@ -1,4 +1,4 @@
-"""CollectorLink: the engine's end of the collector's process. It has no thread, and its scheduler never waits in it."""
+"""CollectorLink: the engine's end of the collector's process. It has no thread, and only ``close`` waits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CollectorLink(Connections[Child]):
             "record_keys": None if keys is None else keys.to_json(),
         }
         json.dumps(self._config)  # fails here, not in a thread
-        # A use must be recorded well before the block's ttl ends.
+        # A use must be recorded well before the block's ttl ends, and is after two of these periods at the latest.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 8) if policy.ttl_s else TOUCH_EVERY_S
         self._notes_uses = notes_uses
         self._touched: set[OffloadKey] = set()  # since ``_touched_since``

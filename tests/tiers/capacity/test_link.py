@@ -23,6 +23,7 @@ from kvtiers.tiers.connections import CHECK_S, PAUSE_S
 from kvtiers.tiers.frames import FrameReader, pack_frame, pack_pairs, unpack_pairs
 from kvtiers.tiers.recipe import StoreRecipe
 from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.testing.faults import run_in_child
 from tests.clock import Clock
 from tests.identity import FakeSpec, block_key
 from tests.tiers.tier.fake_servers import TIER, FakeChild, settle
@@ -240,6 +241,12 @@ def test_process_that_sends_nonsense_is_replaced(bench: Bench, link: CollectorLi
     bench.wait(PAUSE_S[1])
     assert link.works
     assert len(bench.made) == 2
+
+
+def test_fork_of_the_engine_ends_no_process(bench: Bench, link: CollectorLink) -> None:
+    assert run_in_child(link.close) == 0
+    bench.say(full="it is still heard")
+    assert link.is_full
 
 
 # ---- the process's end -----------------------------------------------------------------------------------------------
