@@ -44,6 +44,7 @@ from .host_checks import host_findings
 from .model_size import Sizing, describe, size_of
 from .options import AsJson
 from .output import answer, cell, counted, human_age, make_console
+from .places import where_of
 from .session import ExitCode, session
 from .storage_checks import (
     examine_bucket,
@@ -366,12 +367,9 @@ def _tier_in_words(
     if isinstance(tier, ExternalTierConfig):
         yield f"{place} {tier.type}, from {tier.module_path or 'an entry point'}"
         return
-    shown: dict[str, Any] = tier.model_dump()  # without a URL's login
-    where = next((shown[name] for name in ("root_dir", "url", "module_path") if shown.get(name)), "")
-    if "bucket" in shown:
-        where = f"s3://{shown['bucket']}/{shown['prefix']}"
+    shown: dict[str, Any] = tier.model_dump()
     name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
-    yield f"{place}{name}: {tier.type}, {where or 'memory of the engine'}"
+    yield f"{place}{name}: {tier.type}, {where_of(tier)}"
     yield (
         f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads in {tier.children} "
         f"processes, isolation {tier.isolation}"

@@ -205,6 +205,10 @@ def _notes(sizing: Sizing) -> list[str]:
             "not counted: the recurrent states, because config.json does not contain their size. vLLM stores one or "
             "more for each prompt."
         )
+    if shape.is_mla:
+        notes.append(
+            "if vLLM does not run this model as MLA (its log tells), it stores K and V of every head: far more."
+        )
     if shape.is_mla and sizing.tp_size > 1:
         notes.append(
             "each rank has a whole copy, and the way spec stores all copies. vLLM's own region, in the way tier, may "

@@ -123,7 +123,7 @@ def find_prefixes(config: str, tier: str | None) -> list[Place]:
         except ConfigError as e:
             reasons.append(f"{place.name}: {e}")
             continue
-        found.append(PrefixPlace(place.name, prefixes, _where(prefixes)))
+        found.append(PrefixPlace(place.name, prefixes, where_of(prefixes)))
     if not found:
         raise ConfigError(f"{_shown(config)} has no place for prefixes: {'; '.join(reasons)}", field="--prefixes")
     return found
@@ -145,7 +145,7 @@ def find_places(config: str, tier: str | None, *, tells: bool = True) -> list[Pl
         if not isinstance(one, TierConfig):
             others.append(one.type)
         elif not isinstance(one, MemoryTierConfig):
-            found.append(Place(one.name or one.type, one, _where(one)))
+            found.append(Place(one.name or one.type, one, where_of(one)))
     if not found:
         what = "whose storage outlives its process"
         if others:
@@ -206,8 +206,9 @@ def _shown(config: str) -> str:
     return public_url(config) if _URL.match(config) else config
 
 
-def _where(config: TierConfig) -> str:
+def where_of(config: TierConfig) -> str:
+    """A tier's folder, bucket, URL without its login, or module."""
     options: dict[str, Any] = config.model_dump()
     if "bucket" in options:
         return f"s3://{options['bucket']}/{options['prefix']}".rstrip("/")
-    return str(options.get("root_dir") or options.get("url") or options["module_path"])
+    return next((str(options[name]) for name in ("root_dir", "url", "module_path") if name in options), "memory")
