@@ -248,8 +248,9 @@ class _Examination:
     def findings(self, deadline: float) -> list[Finding]:
         """Wait until the deadline. Returns what was found."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        found = list(self._found)
-        return [*found, no_answer(self._where, self._tier, TIERS_S_MAX)] if self._thread.is_alive() else found
+        is_late = self._thread.is_alive()  # before the findings are copied, or the last ones could be lost
+        late = [no_answer(self._where, self._tier, TIERS_S_MAX)] if is_late else []
+        return [*self._found, *late]
 
     def _work(self, writes: bool) -> None:
         where, tier = self._where, self._tier
@@ -320,8 +321,10 @@ def _examine_storage(
     yield from examine_seals(where, tier, store)
     for namespace in namespaces:
         block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
-        if block is not None and len(sizes) < MODELS_MAX:
+        if block is not None:
             sizes[namespace.model] = block.size
+        if len(sizes) == MODELS_MAX:
+            return
 
 
 def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizing: Sizing | None) -> Iterator[Finding]:

@@ -161,10 +161,9 @@ def _refused_folders(where: str, root: str) -> Iterator[Finding]:
         shown = ", ".join(map(printable, refused[:REFUSED_SHOWN_MAX]))
         shown += ", …" if len(refused) > REFUSED_SHOWN_MAX else ""
         text = f"uid {os.getuid()} cannot read {len(refused)} of the folders in {root}: {shown}"
+        text += "; their blocks are not loaded, counted or removed"
         fix = f"chown -R {os.getuid()}:{os.getgid()} {root}, and run kvtiers commands as the engine's user"
-        yield Finding(
-            "problem", where, "folders", f"{text}; their blocks are not loaded, counted or removed", fix
-        )  # fmt: skip
+        yield Finding("problem", where, "folders", text, fix)
 
 
 # ---- what writes -----------------------------------------------------------------------------------------------------
