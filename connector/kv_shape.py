@@ -1,13 +1,13 @@
-"""Compute how many bytes of KV cache a model's tokens take, from its Hugging Face ``config.json``.
+"""Compute how many bytes of KV cache a model's tokens take, from the fields of its Hugging Face ``config.json``.
 
-The rules are those of vLLM's model code. A model type that is not in the tables below is refused, because nobody would
-notice a wrong guess. So is a missing field for which Transformers' defaults differ between model types. Imports neither
-torch nor vLLM.
+A field that the file lacks is not guessed, and layers that the fields do not describe are refused: nobody would notice
+a wrong number. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +15,6 @@ from typing import Any, Literal
 
 from ..tiers.errors import ConfigError
 from .model_files import CONFIG_BYTES_MAX, hub_commit, hub_folder
-
-#: Model types whose ``head_dim`` is ``hidden_size / num_attention_heads`` where the file has none.
-_DERIVED_HEAD_SIZE = frozenset((
-    "cohere", "cohere2", "ernie4_5_moe", "granite", "granitemoe", "granitemoehybrid", "jamba", "lfm2", "llama",
-    "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen2_vl",
-    "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "smollm3", "stablelm", "starcoder2",
-))  # fmt: skip
-#: Model types whose file must have ``head_dim``.
-_OWN_HEAD_SIZE = frozenset((
-    "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "llama4_text",
-    "minimax_m2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
-    "qwen3_vl_text", "seed_oss",
-))  # fmt: skip
-#: Model types with multi-head latent attention: one vector per token and layer, whole on each rank.
-_MLA = frozenset(("deepseek_v2", "deepseek_v3", "kimi_k2"))
-#: Beginnings of model types whose ``sliding_window`` has an effect only with ``use_sliding_window: true``.
-_OPTIONAL_WINDOW = ("qwen2", "qwen3")
-
-#: Model types for which a missing field does not mean the same as null: Transformers' default is a window.
-_WINDOW_BY_DEFAULT = {"mistral": "sliding_window", "llama4_text": "attention_chunk_size"}
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _LAYER_KINDS: Mapping[str, Literal["full", "window", "state"]] = {
@@ -46,8 +26,17 @@ _LAYER_KINDS: Mapping[str, Literal["full", "window", "state"]] = {
     "mamba": "state",
     "conv": "state",
 }
-DTYPE_BYTES: Mapping[str, int] = {"auto": 2, "float16": 2, "bfloat16": 2, "float32": 4}
-KV_DTYPE_BYTES: Mapping[str, int] = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+#: Fields of models whose layers differ. Only ``layer_types`` says which layer is of which kind.
+_LAYERS_DIFFER = re.compile(
+    r"mamba_.*|ssm_.*|state_size|conv_.*|linear_.*|attn_layer_.*|full_attention_interval|attention_chunk_size"
+    r"|hybrid_.*|layers_block_type"
+)
+#: Fields of models that keep more or less than ``layer_types`` says: an index of tokens, or one cache for some layers.
+_UNKNOWN_CACHE = re.compile(r"index_(topk|n_heads|head_dim)|num_kv_shared_layers|cross_attention_layers")
+_MEASURE = "its size is measured by running: vLLM's log, and kvtiers check once blocks are stored, show a block's bytes"
+KV_DTYPE_BYTES: Mapping[str, int] = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +53,6 @@ class KVShape:
         is_mla: K and V are one vector, which each rank holds whole.
     """
 
-    model_type: str
     full_layers: int
     window_layers: int
     window_tokens: int
@@ -113,16 +101,16 @@ def read_model_config(model: str) -> dict[str, Any]:
     except (OSError, RuntimeError, ValueError) as e:  # too long, a NUL, or the home of an unknown user
         if isinstance(e, ConfigError):
             raise
-        raise ConfigError(f"{model[:200]!r} is not a path: {e}"[:400], field="MODEL_OR_CONFIG") from e
+        raise ConfigError(f"{model[:200]!r} is not a path: {e}"[:400], field="--model") from e
     try:
         with path.open("rb") as file:
             data = json.loads(file.read(CONFIG_BYTES_MAX))
     except OSError as e:
-        raise ConfigError(f"{path} cannot be read: {e.strerror}", field="MODEL_OR_CONFIG") from e
+        raise ConfigError(f"{path} cannot be read: {e.strerror}", field="--model") from e
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{path} is not valid JSON: {e}", field="MODEL_OR_CONFIG") from e
+        raise ConfigError(f"{path} is not valid JSON: {e}", field="--model") from e
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is not a JSON object; write a model's config.json", field="MODEL_OR_CONFIG")
+        raise ConfigError(f"{path} is not a JSON object; write a model's config.json", field="--model")
     return data
 
 
@@ -135,7 +123,7 @@ def _cached(model: str) -> Path:
         accepted = "write a model's folder or its config.json; hub ids need huggingface_hub, which is not installed"
         commit = None
     if commit is None or not path.is_file():
-        raise ConfigError(f"{model!r} was not found; {accepted}", field="MODEL_OR_CONFIG")
+        raise ConfigError(f"{model!r} was not found; {accepted}", field="--model")
     return path
 
 
@@ -143,30 +131,23 @@ def kv_shape(config: Mapping[str, Any]) -> KVShape:
     """The shape of a model's KV cache, from the contents of its ``config.json``.
 
     Raises:
-        ConfigError: the model type is not known, or a field is missing or not accepted.
+        ConfigError: a field is missing or not accepted, or the fields do not tell what the layers keep.
     """
     text = config
     if "num_hidden_layers" not in config:
         text = next((config[name] for name in _TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
-    model_type = str(text.get("model_type", config.get("model_type", "")))
-    is_mla = model_type in _MLA
-    if not is_mla and model_type not in _DERIVED_HEAD_SIZE | _OWN_HEAD_SIZE:
-        known = ", ".join(sorted(_DERIVED_HEAD_SIZE | _OWN_HEAD_SIZE | _MLA))
-        raise ConfigError(
-            f"{model_type!r} is not a model type whose KV cache this command can compute; accepted: {known}",
-            field="model_type",
-        )
-    kinds = _layer_kinds(text, model_type)
+    kinds = _layer_kinds(text)
     windows = kinds.count("window")
+    is_mla = bool(text.get("kv_lora_rank"))
     if is_mla:
         heads, head_size = 1, _positive(text, "kv_lora_rank") + _positive(text, "qk_rope_head_dim")
     else:
-        heads, head_size = _kv_heads(text, model_type), _head_size(text, model_type)
+        heads, head_size = _positive(text, "num_key_value_heads"), _head_size(text)
+    window_field = "sliding_window" if text.get("attention_chunk_size") is None else "attention_chunk_size"
     return KVShape(
-        model_type=model_type,
         full_layers=kinds.count("full"),
         window_layers=windows,
-        window_tokens=_positive(text, _window_field(model_type)) if windows else 0,
+        window_tokens=_positive(text, window_field) if windows else 0,
         state_layers=kinds.count("state"),
         kv_heads=heads,
         head_size=head_size,
@@ -174,120 +155,69 @@ def kv_shape(config: Mapping[str, Any]) -> KVShape:
     )
 
 
-def number_bytes(config: Mapping[str, Any], *, dtype: str, kv_cache_dtype: str) -> int:
+def number_bytes(config: Mapping[str, Any], kv_cache_dtype: str) -> int:
     """Bytes of one number in the KV cache.
 
     Args:
-        dtype: vLLM's ``--dtype``. vLLM serves every checkpoint in 16 bits unless it is told float32.
-        kv_cache_dtype: vLLM's ``--kv-cache-dtype``; ``auto``: the model's.
+        kv_cache_dtype: vLLM's ``--kv-cache-dtype``; ``auto``: 16 bits, in which vLLM serves every checkpoint.
 
     Raises:
-        ConfigError: a name is not accepted, or the checkpoint itself asks for a quantized KV cache.
+        ConfigError: the name is not accepted, or the checkpoint itself asks for a quantized KV cache.
     """
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"{dtype!r} is not accepted; write {' or '.join(DTYPE_BYTES)}", field="--dtype")
+    accepted = " or ".join(KV_DTYPE_BYTES)
     if kv_cache_dtype == "auto":
         quantization = config.get("quantization_config")
         for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
             if isinstance(quantization, dict) and quantization.get(name):
                 raise ConfigError(
                     f"is {quantization[name]!r}, so vLLM may quantize the KV cache by itself; say what it does with "
-                    f"--kv-cache-dtype: {' or '.join(KV_DTYPE_BYTES)}",
+                    f"--kv-cache-dtype: {accepted}",
                     field=f"quantization_config.{name}",
                 )
-        return DTYPE_BYTES[dtype]
+        return 2
     if kv_cache_dtype not in KV_DTYPE_BYTES:
-        raise ConfigError(
-            f"{kv_cache_dtype!r} is not accepted; write auto or {' or '.join(KV_DTYPE_BYTES)}", field="--kv-cache-dtype"
-        )
+        raise ConfigError(f"{kv_cache_dtype!r} is not accepted; write auto or {accepted}", field="--kv-cache-dtype")
     return KV_DTYPE_BYTES[kv_cache_dtype]
 
 
-def _kv_heads(text: Mapping[str, Any], model_type: str) -> int:
-    if text.get("num_key_value_heads") is None and model_type == "llama":
-        return _positive(text, "num_attention_heads")  # files from before grouped-query attention
-    return _positive(text, "num_key_value_heads")
+def _head_size(text: Mapping[str, Any]) -> int:
+    if text.get("head_dim") is not None:
+        size = _positive(text, "head_dim")
+    else:
+        size, rest = divmod(_positive(text, "hidden_size"), _positive(text, "num_attention_heads"))
+        if rest:
+            raise ConfigError("is missing from config.json; add it to a copy of the file", field="head_dim")
+    if text.get("v_head_dim", size) != size:
+        raise _unknown("v_head_dim", "keys and values differ in size")
+    return size
 
 
-def _head_size(text: Mapping[str, Any], model_type: str) -> int:
-    if text.get("head_dim") is not None or model_type not in _DERIVED_HEAD_SIZE:
-        return _positive(text, "head_dim")
-    return _positive(text, "hidden_size") // _positive(text, "num_attention_heads")
-
-
-def _layer_kinds(text: Mapping[str, Any], model_type: str) -> list[str]:
+def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
     layers = _positive(text, "num_hidden_layers")
     if layers > 10_000:
         raise ConfigError(f"is {layers}; accepted are at most 10,000", field="num_hidden_layers")
+    if name := next((name for name in text if _UNKNOWN_CACHE.fullmatch(name) and text[name]), None):
+        raise _unknown(name, "layers keep more or less than each token's K and V")
     named = text.get("layer_types")
-    if named is None:
-        return _kinds_by_type(text, model_type, layers)
-    if not isinstance(named, list) or len(named) != layers:
-        raise ConfigError(f"must be a list of {layers} layer types, one for each layer", field="layer_types")
-    for name in named:
-        if name not in _LAYER_KINDS:
-            raise ConfigError(f"{name!r} is not known; accepted: {', '.join(_LAYER_KINDS)}", field="layer_types")
-    return [_LAYER_KINDS[name] for name in named]
-
-
-def _kinds_by_type(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
-    """The layers' kinds where the file has no ``layer_types``, as Transformers and vLLM work them out."""
-    if model_type in _WINDOW_BY_DEFAULT and _window_field(model_type) not in text:
-        raise ConfigError(
-            "is missing from config.json; add it to a copy of the file, as null if the model has none",
-            field=_window_field(model_type),
-        )
-    every: int | None = None  # every n-th layer is of full attention
-    other = "window"
-    match model_type:
-        case "gemma2":
-            every = 2
-        case "gemma3_text":
-            every = _pattern(text, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
-        case "cohere2":
-            every = _pattern(text, ("sliding_window_pattern", "_sliding_window_pattern"), 4)
-        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
-            every, other = _pattern(text, ("full_attention_interval",), 4), "state"
-        case "jamba":
-            period, offset = _positive(text, "attn_layer_period"), text.get("attn_layer_offset")
-            if not isinstance(offset, int) or isinstance(offset, bool):
-                raise ConfigError("is missing, or not a whole number", field="attn_layer_offset")
-            return ["full" if index % period == offset else "state" for index in range(layers)]
-        case "llama4_text":
-            return _kinds_of_llama4(text, layers)
-        case "gpt_oss" | "exaone4" | "olmo3" | "granitemoehybrid" | "lfm2":
-            raise ConfigError(f"is missing; {model_type} has layers of several kinds", field="layer_types")
-    if every is not None:
-        return [other if (index + 1) % every else "full" for index in range(layers)]
-    if text.get("sliding_window") is None or (
-        model_type.startswith(_OPTIONAL_WINDOW) and not text.get("use_sliding_window")
-    ):
+    if named is not None:
+        if not isinstance(named, list) or len(named) != layers:
+            raise ConfigError(f"must be a list of {layers} layer types, one for each layer", field="layer_types")
+        for name in named:
+            if name not in _LAYER_KINDS:
+                raise _unknown("layer_types", repr(name))
+        return [_LAYER_KINDS[name] for name in named]
+    if name := next((name for name in text if _LAYERS_DIFFER.fullmatch(name) and text[name]), None):
+        raise _unknown(name, "layers differ, and there is no layer_types")
+    if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
         return ["full"] * layers
-    if model_type.startswith(_OPTIONAL_WINDOW):
-        raise ConfigError(
-            "is true, and the file does not say which layers have a window; add layer_types", field="use_sliding_window"
-        )
-    return ["window"] * layers
+    if text.get("sliding_window_pattern") is None:
+        raise _unknown("sliding_window", "there is no layer_types that says which layers have the window")
+    every = _positive(text, "sliding_window_pattern")
+    return ["window" if (index + 1) % every else "full" for index in range(layers)]
 
 
-def _kinds_of_llama4(text: Mapping[str, Any], layers: int) -> list[str]:
-    if text.get("attention_chunk_size") is None:
-        return ["full"] * layers
-    rotary = text.get("no_rope_layers") or []
-    if not rotary:
-        every = _pattern(text, ("no_rope_layer_interval",), 4)
-        rotary = [int((index + 1) % every != 0) for index in range(layers)]
-    if not isinstance(rotary, list) or len(rotary) != layers:
-        raise ConfigError(f"must be a list of {layers} numbers, one for each layer", field="no_rope_layers")
-    return ["window" if is_rotary else "full" for is_rotary in rotary]
-
-
-def _window_field(model_type: str) -> str:
-    return _WINDOW_BY_DEFAULT.get(model_type, "sliding_window")
-
-
-def _pattern(text: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
-    return next((_positive(text, name) for name in names if text.get(name) is not None), default)
+def _unknown(field: str, why: str) -> ConfigError:
+    return ConfigError(f"unknown layer kind ({why}); {_MEASURE}", field=field)
 
 
 def _positive(text: Mapping[str, Any], name: str) -> int:

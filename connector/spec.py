@@ -26,9 +26,9 @@ from .manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
 from .manager.options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
 from .manager.primary import CPUPrimaryTier
 from .manager.tiering import TieringOffloadingManager
-from .region.region_file import show_size
 from .region.region_header import row_stride
 from .region.shared_region import SharedOffloadRegion
+from .sizes import human_bytes
 
 if TYPE_CHECKING:
     from ..tiers.exporter import MetricsServer
@@ -87,7 +87,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         num_blocks = region.size // row_bytes
         if not num_blocks:
             raise ConfigError(
-                f"{show_size(region.size)} do not hold one block; a block here has {show_size(row_bytes)}",
+                f"{human_bytes(region.size)} do not hold one block; a block here has {human_bytes(row_bytes)}",
                 field="region.size",
             )
         if in_process:

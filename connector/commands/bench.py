@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,9 +34,10 @@ from ...tiers.stores.vectored_io import transfer
 from ...tiers.tier.store_tier import StoreTierManager
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from ..region.region_header import row_stride
+from ..sizes import human_bytes
 from ..spec import TieringOffloadingSpec
 from .options import AsJson, Config, TierName, size_option
-from .output import Ticker, answer, human_bytes, say, show
+from .output import Ticker, answer, say, show
 from .places import load_deployment, tell_skipped
 from .session import exit_on_signals, session
 
@@ -60,6 +61,14 @@ class Hop:
     ceiling_is: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """The speeds on a machine."""
+
+    cores: int
+    hops: list[Hop]
+
+
 def bench(
     config: Config,
     tier: TierName = None,
@@ -73,7 +82,7 @@ def bench(
     with exit_on_signals():
         hops = _Bench(deployment, size_option("--block-size", block_size), size_option("--total", total)).run(tier)
     if as_json:
-        answer({"cores": len(os.sched_getaffinity(0)), "hops": [asdict(hop) for hop in hops]})
+        answer(Speeds(len(os.sched_getaffinity(0)), hops))
     else:
         _show(hops)
 

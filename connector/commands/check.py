@@ -1,20 +1,25 @@
 """``kvtiers check``: validates a configuration, and finds problems that an engine with it would have here.
 
-The last line is the verdict: usable, usable with warnings, or not usable and which options are at fault.
+It only reads, unless ``--write`` is given. The last line is the verdict: usable, usable with warnings, or not usable
+and what is at fault.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import wait
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ...tiers.capacity.walker import is_block
 from ...tiers.config.deployment import DeploymentConfig, json_schema, load_config
 from ...tiers.config.mistakes import value_in_words
 from ...tiers.config.open_store import open_tool_store
@@ -24,28 +29,38 @@ from ...tiers.config.tier_options import (
     FsTierConfig,
     MemoryTierConfig,
     NfsTierConfig,
+    S3TierConfig,
+    StoreTierConfig,
     TierConfig,
     shown_place,
 )
 from ...tiers.config.values import show_duration, show_size
-from ...tiers.daemon_pool import DaemonPool
 from ...tiers.errors import KVTiersError, printable
 from ...tiers.registry import SecondaryTierFactory
-from .findings import (
-    Finding,
-    config_findings,
-    is_mount,
-    no_answer,
-    shared_memory,
-    tier_findings,
+from ...tiers.store import Store
+from ...tiers.tools.neighbors import namespaces_in
+from ..sizes import human_bytes
+from .findings import Finding, no_answer, of_error
+from .host_checks import host_findings
+from .model_size import Sizing, describe, size_of
+from .options import AsJson
+from .output import answer, cell, counted, human_age, make_console
+from .session import ExitCode, session
+from .storage_checks import (
+    examine_bucket,
+    examine_folder,
+    examine_namespaces,
+    examine_reading,
+    examine_seals,
+    try_folder,
+    try_store,
 )
-from .output import answer, cell, counted, human_age, human_bytes, make_console
-from .session import ExitCode
+from .tier_checks import TRIAL_FOLDER, root_of, tier_findings
 
-TIERS_AT_ONCE = 16
-TIERS_S_MAX = 10.0  # how long `kvtiers check` waits for storage; a broken bucket reports its error much earlier
+TIERS_S_MAX = 30.0  # storage that hangs longer is reported as a problem
 MODELS_MAX = 5  # whose blocks are described
-
+_COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
+_PANEL = "With --model"
 #: Options that other lines show.
 _SAID_OTHERWISE = {
     "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
@@ -54,72 +69,136 @@ _SAID_OTHERWISE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
-    """What ``check`` found out about a deployment on this machine.
+class Checked:
+    """What ``check`` found out.
 
     Attributes:
-        findings: all findings, in the order of the configuration.
+        verdict: whether an engine can use the deployment here, in a few words; "" without a file.
+        config: the deployment with all defaults; None: there is none, or it has mistakes, which are in ``errors``.
+        findings: in the order of the configuration.
         blocks: per tier, the models with blocks in its storage, and the size of one block in bytes.
+        model: what the model of ``--model`` takes.
     """
 
-    findings: list[Finding]
-    blocks: list[dict[str, int]]
-
-    def texts(self, level: str) -> list[str]:
-        """The findings of a level, as lines that begin with the option at fault."""
-        return [_text_of(finding) for finding in self.findings if finding.level == level]
-
-    def verdict(self) -> str:
-        """Whether an engine can use the deployment here, in a few words."""
-        if problems := list(dict.fromkeys(_place_of(f) for f in self.findings if f.level == "problem")):
-            return f"not usable: {', '.join(problems)}"
-        warnings = self.texts("warning")
-        return f"usable, with {counted(len(warnings), 'warning')}" if warnings else "usable"
+    verdict: str = ""
+    config: dict[str, Any] | None = None
+    findings: list[Finding] = field(default_factory=list)
+    blocks: list[dict[str, int]] = field(default_factory=list)
+    model: Sizing | None = None
 
 
 def check(
     config: Annotated[Path | None, typer.Argument(help="The YAML file to check.")] = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="Also try writing: create the root folders as an engine would, and put, replace and delete small "
+            "blobs in each tier that is not read_only. Without it, nothing is written.",
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Also compute how much storage this model's KV cache takes, and how much of it fits. A model's "
+            "folder, its config.json, or the hub id of a model in the local cache. Uses no network.",
+        ),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, max=1024, rich_help_panel=_PANEL, help="vLLM's --tensor-parallel-size.")
+    ] = 1,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="vLLM's --kv-cache-dtype: auto (16 bits), float16, bfloat16, fp8, fp8_e4m3 or fp8_e5m2. Or float32, "
+            "if vLLM runs with --dtype float32.",
+        ),
+    ] = "auto",
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65_536,
+            rich_help_panel=_PANEL,
+            help="vLLM's --block-size, in tokens. Default: 16. MLA models have no default: the GPU decides.",
+        ),
+    ] = None,
+    prefill: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=1e-3,
+            max=1e12,
+            rich_help_panel=_PANEL,
+            help="Your prefill speed in tokens/s; may be repeated. Default: 1000, 5000 and 20000.",
+        ),
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the YAML, for editors.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Validate a configuration and describe the tiers that would run with it."""
+    """Check whether this machine and its storage can run a deployment, and describe the tiers that would run.
+
+    Validates the file, then examines the machine, each tier's options, its storage and the blocks there, with a fix for
+    each problem. Exits with 1 if there is a problem.
+    """
     if schema:
         print(json.dumps(json_schema(), indent=2))
         return
-    if config is None:
-        raise typer.BadParameter("give a YAML file, or --schema")
+    if config is None and (model is None or write):
+        raise typer.BadParameter("give a YAML file" + ("" if write else ", --model or --schema"))
+    if model is None and (tp, kv_cache_dtype, block_size, prefill or None) != (1, "auto", None, None):
+        raise typer.BadParameter("--tp, --kv-cache-dtype, --block-size and --prefill apply to --model; give it, too")
+    deployment = None if config is None else _load(config, as_json=as_json)
+    sizing = None
+    if model is not None:
+        sizing = size_of(
+            model, deployment, tp_size=tp, kv_cache_dtype=kv_cache_dtype, block_tokens=block_size, speeds=prefill
+        )
+    if write:
+        session().if_interrupted = lambda: f"a blob of 4 KiB may be left below {TRIAL_FOLDER} in a tier; run it again"
+    checked = Checked(model=sizing) if deployment is None else examine(deployment, writes=write, sizing=sizing)
+    failed = any(finding.level == "problem" for finding in checked.findings)
+    if as_json:
+        answer(checked, ok=not failed)
+    else:
+        for line in [] if sizing is None else [*describe(sizing), ""]:
+            _print(line)
+        if config is not None and deployment is not None:
+            _describe(config, deployment, checked.blocks)
+            show_findings(checked.findings)
+            _tell_verdict(config, checked.verdict)
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _load(config: Path, *, as_json: bool) -> DeploymentConfig:
     try:
-        deployment = load_config(config, SecondaryTierFactory.tier_types())
+        return load_config(config, SecondaryTierFactory.tier_types())
     except KVTiersError as e:
         errors = str(e).split("\n")
         verdict = f"not usable: {counted(len(errors), 'mistake')}"
         if as_json:
-            answer({"verdict": verdict}, ok=False, errors=errors)
+            answer(Checked(verdict), ok=False, errors=errors)
         else:
             for line in errors:
-                make_console().print(f"  {printable(line)}", markup=False, highlight=False)
+                _print(f"  {line}")
             _tell_verdict(config, verdict)
         raise typer.Exit(ExitCode.BAD_INPUT) from e
-    examined = examine(deployment)
-    verdict, problems, warnings = examined.verdict(), examined.texts("problem"), examined.texts("warning")
-    if as_json:
-        result = {
-            "verdict": verdict,
-            "config": deployment.model_dump(),
-            "findings": problems,
-            "notes": warnings,
-            "blocks": examined.blocks,
-        }
-        answer(result, ok=not problems)
-    else:
-        _describe(config, deployment, examined.blocks)
-        for label, texts in (("[yellow]warning[/yellow]", warnings), ("[red]problem[/red]", problems)):
-            for text in texts:
-                make_console().print(f"{label} ", end="")
-                make_console().print(printable(text), markup=False, highlight=False)
-        _tell_verdict(config, verdict)
-    if problems:
-        raise typer.Exit(ExitCode.FAILED)
+
+
+def show_findings(findings: list[Finding]) -> None:
+    """Print one line per finding, and one per fix."""
+    for finding in findings:
+        color = _COLORS[finding.level]
+        make_console().print(f"[{color}]{finding.level:7}[/{color}] ", end="")
+        _print(f"{finding.where}, {finding.check}: {finding.message}")
+        if finding.fix:
+            _print(f"        fix: {finding.fix}")
+
+
+def _print(text: str) -> None:
+    make_console().print(printable(text), markup=False, highlight=False)
 
 
 def _tell_verdict(config: Path, verdict: str) -> None:
@@ -127,53 +206,132 @@ def _tell_verdict(config: Path, verdict: str) -> None:
     make_console().print(f"{cell(str(config))} is [bold {color}]{cell(verdict)}[/bold {color}]", highlight=False)
 
 
-def examine(deployment: DeploymentConfig) -> Examined:
+def examine(deployment: DeploymentConfig, *, writes: bool = False, sizing: Sizing | None = None) -> Checked:
     """Examine a valid configuration on this machine.
 
-    Writes nothing to local folders. In buckets, remote URLs and stores of your own it writes and deletes a small blob.
+    Args:
+        writes: also create root folders, and write and delete small blobs.
     """
-    found = [shared_memory(deployment.region.size), *config_findings(deployment)]
-    blocks: list[dict[str, int]] = []
-    if deployment.tiers:
-        # In parallel: a bucket that does not answer takes seconds to fail, and a hanging mount never does.
-        pool = DaemonPool(min(TIERS_AT_ONCE, len(deployment.tiers)), "kvtiers-check")
-        wheres = [f"tiers[{index}] {tier.type}" for index, tier in enumerate(deployment.tiers)]
-        asked = [pool.submit(_examine_tier, where, tier) for where, tier in zip(wheres, deployment.tiers, strict=True)]
-        wait(asked, TIERS_S_MAX)
-        for where, tier, future in zip(wheres, deployment.tiers, asked, strict=True):
-            of_tier, sizes = future.result() if future.done() else ([no_answer(where, tier, TIERS_S_MAX)], {})
-            found += of_tier
-            blocks.append(sizes)
-        pool.shutdown(0.0)
-    return Examined([*found, *_too_small(deployment, blocks)], blocks)
+    found = list(host_findings(deployment))
+    # In parallel: a bucket that does not answer takes seconds to fail, and a hanging mount never does.
+    tiers = [_Examination(f"tiers[{index}] {tier.type}", tier, writes) for index, tier in enumerate(deployment.tiers)]
+    deadline = time.monotonic() + TIERS_S_MAX
+    for tier in tiers:
+        found += tier.findings(deadline)
+    blocks = [dict(tier.sizes) for tier in tiers]
+    found += _too_small(deployment, blocks, sizing)
+    return Checked(_verdict(found), deployment.model_dump(), found, blocks, sizing)
 
 
-def _examine_tier(where: str, tier: TierConfig | ExternalTierConfig) -> tuple[list[Finding], dict[str, int]]:
-    found = list(tier_findings(where, tier, touch_mounts=False))
-    if isinstance(tier, ExternalTierConfig | MemoryTierConfig) or any(finding.level == "problem" for finding in found):
-        return found, {}
-    return found, {} if is_mount(tier) else _block_sizes(tier)
+def _verdict(findings: list[Finding]) -> str:
+    if problems := list(dict.fromkeys(finding.place for finding in findings if finding.level == "problem")):
+        return f"not usable: {', '.join(problems)}"
+    warnings = sum(finding.level == "warning" for finding in findings)
+    return f"usable, with {counted(warnings, 'warning')}" if warnings else "usable"
 
 
-def _block_sizes(tier: TierConfig) -> dict[str, int]:
-    """The models with blocks in a storage, and the size of one block of each."""
-    from ...tiers.capacity.walker import is_block
-    from ...tiers.tools.neighbors import namespaces_in
+class _Examination:
+    """Examines a tier on a thread of its own. Hanging storage keeps its thread; what was found before is kept.
 
-    sizes: dict[str, int] = {}
-    try:
-        with closing(open_tool_store(tier, read_only=True)) as store:
-            for namespace in namespaces_in(store)[0]:
-                block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
-                if block is not None and len(sizes) < MODELS_MAX:
-                    sizes[namespace.model] = block.size
-    except (KVTiersError, OSError):
-        pass  # such as a root that does not exist yet
-    return sizes
+    Attributes:
+        sizes: the models with blocks in the storage, and the size of one block of each.
+    """
+
+    def __init__(self, where: str, tier: TierConfig | ExternalTierConfig, writes: bool) -> None:
+        self._where = where
+        self._tier = tier
+        self._found: list[Finding] = []
+        self.sizes: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._work, args=(writes,), name=f"kvtiers-check-{where}", daemon=True)
+        self._thread.start()
+
+    def findings(self, deadline: float) -> list[Finding]:
+        """Wait until the deadline. Returns what was found."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        is_late = self._thread.is_alive()  # before the findings are copied, or the last ones could be lost
+        late = [no_answer(self._where, self._tier, TIERS_S_MAX)] if is_late else []
+        return [*self._found, *late]
+
+    def _work(self, writes: bool) -> None:
+        where, tier = self._where, self._tier
+        try:
+            for finding in examine_tier(where, tier, self.sizes, writes=writes):
+                self._found.append(finding)
+        except (KVTiersError, OSError) as e:
+            self._found.append(of_error(where, e, tier if isinstance(tier, TierConfig) else None))
+        except Exception as e:  # noqa: BLE001 - the thread's edge: a lost exception would look like success
+            # Without the exception's text, which may contain secrets.
+            at = traceback.extract_tb(e.__traceback__)[-1]
+            text = f"could not be checked: {type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
+            fix = "please report this: it is a bug in kvtiers check"
+            if isinstance(tier, StoreTierConfig):
+                fix = f"let {tier.module_path}'s store raise a StoreError (docs/writing-a-store.md)"
+            self._found.append(Finding("problem", where, "storage", text, fix))
 
 
-def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]]) -> Iterator[Finding]:
-    largest, model = max(((size, model) for sizes in blocks for model, size in sizes.items()), default=(0, ""))
+def examine_tier(
+    where: str, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *, writes: bool
+) -> Iterator[Finding]:
+    """Examine a tier's options, its storage, and the blocks there.
+
+    Args:
+        sizes: filled with the models with blocks in the storage, and the size of one block of each.
+        writes: also create the root folder, and write and delete small blobs.
+    """
+    is_usable = True
+    for finding in tier_findings(where, tier):
+        yield finding
+        # A store that is short of space can be opened and examined. Others would only repeat the problem.
+        is_usable &= finding.level != "problem" or finding.check in ("min_free", "mount options")
+    if isinstance(tier, ExternalTierConfig):
+        yield Finding("note", where, "options", "not a kvtiers tier, so its options are not checked")
+        return
+    if isinstance(tier, MemoryTierConfig):
+        yield Finding("note", where, "storage", "in the engine's memory: lost at its exit, not shared with others")
+        return
+    root = root_of(tier)
+    if not is_usable:
+        return
+    if root is not None and not writes and not os.path.isdir(root):
+        yield Finding("note", where, "storage", "there is none yet; an engine creates it when it starts")
+        return
+    with closing(open_tool_store(tier, read_only=not writes)) as store:  # without min_free, which was judged above
+        yield from _examine_storage(where, tier, store, sizes, writes=writes)
+    if root is not None and writes:
+        with suppress(OSError):
+            os.rmdir(os.path.join(root, TRIAL_FOLDER))
+
+
+def _examine_storage(
+    where: str, tier: TierConfig, store: Store, sizes: dict[str, int], *, writes: bool
+) -> Iterator[Finding]:
+    is_read_only = isinstance(tier, BoundedTierConfig) and tier.read_only
+    if isinstance(tier, FsTierConfig | NfsTierConfig):
+        yield from examine_folder(where, tier)
+        if writes and not is_read_only:
+            yield from try_folder(where, tier.root_dir)
+    if isinstance(tier, S3TierConfig):
+        yield from examine_bucket(where, tier, store)
+    if is_read_only:
+        yield from examine_reading(where, tier, store)
+    elif writes:
+        yield from try_store(where, tier, store)
+    namespaces, is_cut = namespaces_in(store)
+    yield from examine_namespaces(where, namespaces, is_cut)
+    yield from examine_seals(where, tier, store)
+    for namespace in namespaces:
+        block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
+        if block is not None:
+            sizes[namespace.model] = block.size
+        if len(sizes) == MODELS_MAX:
+            return
+
+
+def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizing: Sizing | None) -> Iterator[Finding]:
+    known = [(size, model) for sizes in blocks for model, size in sizes.items()]
+    if sizing is not None and sizing.block_bytes is not None:
+        known.append((sizing.block_bytes, sizing.model))
+    largest, model = max(known, default=(0, ""))
     if largest > deployment.region.size:
         yield Finding(
             "warning", "config", "region.size",
@@ -182,81 +340,39 @@ def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]]) -> It
         )  # fmt: skip
 
 
-def _place_of(finding: Finding) -> str:
-    if finding.check == "/dev/shm":
-        return "region.size"
-    if finding.where in ("config", "engine"):
-        return finding.check
-    tier = finding.where.partition(" ")[0]
-    return tier if finding.check in ("storage", "mount options") else f"{tier}.{finding.check}"
-
-
-def _text_of(finding: Finding) -> str:
-    fix = f"; {finding.fix}" if finding.fix else ""
-    return f"{_place_of(finding)}: {finding.message}{fix}"
-
-
 def _describe(path: Path, deployment: DeploymentConfig, blocks: list[dict[str, int]]) -> None:
-    console = make_console()
     region = deployment.region
-    console.print(f"An engine that uses [bold]{cell(str(path))}[/bold] works like this:\n")
-    console.print(
-        f"KV blocks pass through a CPU region of [bold]{human_bytes(region.size)}[/bold]; "
-        f"when the region is full, {region.eviction_policy.upper()} chooses the blocks to evict. "
-        f"{deployment.blocks_per_chunk} engine block(s) make one stored block."
+    _print(f"An engine that uses {path} works like this:")
+    _print("")
+    _print(
+        f"KV blocks pass through a CPU region of {human_bytes(region.size)}; when the region is full, "
+        f"{region.eviction_policy.upper()} chooses the blocks to evict. {deployment.blocks_per_chunk} engine block(s) "
+        "make one stored block."
     )
-    console.print(
-        f"A block found in a tier waits up to {show_duration(region.promotion_wait_s)} for room before it counts as a "
-        "miss.\n"
-    )
-    if deployment.tiers:
-        written = "each of these tiers that is not read_only" if _any_read_only(deployment) else "all of these tiers"
-        console.print(f"Every stored block goes to {written}; loads come from the first tier that has the block:\n")
-    for index, tier in enumerate(deployment.tiers):
-        sizes = blocks[index] if index < len(blocks) else {}
-        for line in _tier_in_words(index, tier, sizes, region.size):
-            console.print(printable(line), markup=False, highlight=False)
-    if deployment.tiers:
-        console.print()
-
-
-def _any_read_only(deployment: DeploymentConfig) -> bool:
-    return any(isinstance(tier, BoundedTierConfig) and tier.read_only for tier in deployment.tiers)
-
-
-def _bound_in_words(tier: BoundedTierConfig) -> str:
-    if tier.read_only:
-        return "only loads (read_only); the engines that write to its storage enforce the limits"
-    rules = []
-    if tier.max_bytes is not None:
-        rules.append(
-            f"all writers together store about {human_bytes(tier.max_bytes)} at most: shortly before, the "
-            f"{_unused(tier)} blocks are removed"
-        )
-    if tier.ttl is not None:
-        rules.append(f"blocks not {'used' if _notes_uses(tier) else 'written'} for {human_age(tier.ttl)} are removed")
-    if not rules:
-        return "nothing is ever removed; set max_bytes or ttl to bound it"
-    return "; ".join(rules)
-
-
-def _notes_uses(tier: BoundedTierConfig) -> bool:
-    return isinstance(tier, FsTierConfig | NfsTierConfig)
-
-
-def _unused(tier: BoundedTierConfig) -> str:
-    return "least recently used" if _notes_uses(tier) else "oldest"
+    wait = show_duration(region.promotion_wait_s)
+    _print(f"A block found in a tier waits up to {wait} for room before it counts as a miss.")
+    _print("")
+    if not deployment.tiers:
+        return
+    any_read_only = any(isinstance(tier, BoundedTierConfig) and tier.read_only for tier in deployment.tiers)
+    written = "each of these tiers that is not read_only" if any_read_only else "all of these tiers"
+    _print(f"Every stored block goes to {written}; loads come from the first tier that has the block:")
+    _print("")
+    for index, (tier, sizes) in enumerate(zip(deployment.tiers, blocks, strict=True)):
+        for line in _tier_in_words(f"tiers[{index}]", tier, sizes, region.size):
+            _print(line)
+    _print("")
 
 
 def _tier_in_words(
-    index: int, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], region_bytes: int
+    place: str, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], region_bytes: int
 ) -> Iterator[str]:
     if isinstance(tier, ExternalTierConfig):
-        yield f"tiers[{index}] {tier.type}, from {tier.module_path or 'an entry point'}"
-        yield "  not a kvtiers tier; its options are not checked here"
+        yield f"{place} {tier.type}, from {tier.module_path or 'an entry point'}"
         return
+    shown: dict[str, Any] = tier.model_dump()
     name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
-    yield f"tiers[{index}]{name}: {tier.type}, {shown_place(tier)}"
+    yield f"{place}{name}: {tier.type}, {shown_place(tier)}"
     yield (
         f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads in {tier.children} "
         f"processes, isolation {tier.isolation}"
@@ -267,21 +383,36 @@ def _tier_in_words(
     )
     keys = f", keys from {tier.keys_file or f'the variable {tier.keys_env}'}" if tier.encrypt != "none" else ""
     yield f"  protects blocks with a checksum, encrypt {tier.encrypt}{keys}"
-    is_bounded = isinstance(tier, BoundedTierConfig)
     if isinstance(tier, BoundedTierConfig):
         yield f"  {_bound_in_words(tier)}"
-    dumped: dict[str, Any] = tier.model_dump()
+        shown.pop("max_bytes")
     schema = type(tier).model_json_schema()["properties"]
+    # An option that all tiers have is shown if the file sets it.
     others = [
         f"{name} {value_in_words(schema[name], value)}"
-        for name, value in dumped.items()
+        for name, value in shown.items()
         if name not in _SAID_OTHERWISE
         and value is not None
-        and not (name == "max_bytes" and is_bounded)
-        and (name in tier.model_fields_set or name not in TierConfig.model_fields)  # of all tiers' options: if set
+        and (name in tier.model_fields_set or name not in TierConfig.model_fields)
     ]
     if others:
         yield f"  other options: {', '.join(others)}"
     for model, size in sizes.items():
         room = f"the region has room for about {region_bytes // size:,}"
         yield f"  holds blocks of {model}, {human_bytes(size)} each: {room}"
+
+
+def _bound_in_words(tier: BoundedTierConfig) -> str:
+    if tier.read_only:
+        return "only loads (read_only); the engines that write to its storage enforce the limits"
+    notes_uses = isinstance(tier, FsTierConfig | NfsTierConfig)
+    rules = []
+    if tier.max_bytes is not None:
+        unused = "least recently used" if notes_uses else "oldest"
+        rules.append(
+            f"all writers together store about {human_bytes(tier.max_bytes)} at most: shortly before, the {unused} "
+            "blocks are removed"
+        )
+    if tier.ttl is not None:
+        rules.append(f"blocks not {'used' if notes_uses else 'written'} for {human_age(tier.ttl)} are removed")
+    return "; ".join(rules) or "nothing is ever removed; set max_bytes or ttl to bound it"

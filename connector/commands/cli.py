@@ -27,22 +27,27 @@ _HERE = "kvtiers.connector.commands"
 #: Name -> (``module:function``, one line for the list of commands). The modules are imported when a command is used,
 #: so that --version, --help and completion start quickly.
 COMMANDS = {
+    "check": (f"{_HERE}.check:check", "Check a deployment on this machine, with a fix for each problem."),
+    "vllm-config": (f"{_HERE}.deployment:vllm_config", "Print vLLM's --kv-transfer-config for a deployment."),
     "ls": (f"{_HERE}.storage:ls", "List the stored blocks."),
     "du": (f"{_HERE}.storage:du", "Show the number and size of stored blocks, by namespace and age."),
     "show": (f"{_HERE}.show:show", "Show a block (seal, size, age) or a namespace (identity, siblings)."),
     "verify": (f"{_HERE}.verify:verify", "Check that stored blocks are complete and unchanged; repair."),
-    "gc": (f"{_HERE}.storage:gc", "Remove blocks past their ttl and above max_bytes."),
+    "gc": (f"{_HERE}.collect:gc", "Remove blocks past their ttl and above max_bytes."),
     "rm": (f"{_HERE}.remove:rm", "Remove namespaces, or all namespaces of a model."),
-    "warm": (f"{_HERE}.copy:warm", "Copy blocks from a far tier to a near tier until that tier is full."),
-    "migrate": (f"{_HERE}.copy:migrate", "Copy all blocks from one tier to another."),
-    "check": (f"{_HERE}.check:check", "Validate a configuration and describe the tiers that would run with it."),
-    "doctor": (f"{_HERE}.doctor:doctor", "Test this machine and the storage, with a fix for each problem."),
-    "size": (f"{_HERE}.size:size", "Compute how much storage a model's KV cache takes."),
+    "copy": (f"{_HERE}.copy:copy", "Copy blocks from one tier to another."),
     "bench": (f"{_HERE}.bench:bench", "Measure the speed of each hop of a deployment on this machine."),
     "demo": (f"{_HERE}.deployment:demo", "Answer a long prompt in two processes; the second loads its KV cache."),
-    "vllm-config": (f"{_HERE}.deployment:vllm_config", "Print vLLM's --kv-transfer-config for a deployment."),
-    "serve-metrics": (f"{_HERE}.monitor:serve_metrics", "Serve Prometheus metrics of the storage."),
 }  # fmt: skip
+#: Commands of earlier versions -> what to type instead.
+MOVED = {
+    "doctor": "doctor is part of check: kvtiers check CONFIG --write",
+    "migrate": "migrate is copy now: kvtiers copy SOURCE TARGET",
+    "serve-metrics": "serve-metrics is gone: engines export the metrics (metrics.port, or vLLM's /metrics), and "
+    "kvtiers du CONFIG --json measures what is stored",
+    "size": "size is part of check: kvtiers check [CONFIG] --model MODEL",
+    "warm": "warm is copy now: kvtiers copy CONFIG --from FAR --to NEAR --until-full",
+}
 LogLevel = Literal["debug", "info", "warning", "error"]
 _PANEL = "Options of every command"
 _OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of standard output: storage errors arrive as StoreError
@@ -103,66 +108,51 @@ def _command_of(function: Any) -> Any:
     return get_command(one)
 
 
-class Command(TyperCommand):
-    """A command with the common options. Its config argument defaults to the environment variable.
+def load_command(name: str) -> Any:
+    """Import a command, with the common options. Its config argument defaults to the environment variable."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    command = _command_of(getattr(importlib.import_module(module), function))
+    command.name = name
+    for param in command.params:
+        if param.name == "config" and param.param_type_name == "argument":
+            param.envvar = CONFIG_VARIABLE
+    if any(param.name == "as_json" for param in command.params):
+        command.params += _command_of(_schema_option).params
+    common = _command_of(_common_options).params
+    command.params += common
+    run = command.callback
 
-    Until it is used, it has only a name and a summary: its module is imported then.
+    def run_with_common_options(**options: Any) -> Any:
+        session().apply({str(param.name): options.pop(param.name) for param in common})
+        options.pop("json_schema", None)
+        return run(**options)
 
-    Args:
-        target: ``module:function``.
-    """
-
-    def __init__(self, name: str, target: str, summary: str) -> None:
-        self._target = target
-        super().__init__(name, short_help=summary, help=summary)
-
-    @property
-    def params(self) -> list[Any]:
-        """The command's parameters. Loads the command."""
-        self._load()
-        return self._params
-
-    @params.setter
-    def params(self, value: list[Any]) -> None:
-        self._params = value
-
-    def _load(self) -> None:
-        if self.callback is not None:
-            return
-        module, _, function = self._target.partition(":")
-        loaded = _command_of(getattr(importlib.import_module(module), function))
-        self.callback, self.help = loaded.callback, loaded.help
-        for param in loaded.params:
-            if param.name == "config" and param.param_type_name == "argument":
-                param.envvar = CONFIG_VARIABLE
-        self._has_json = any(param.name == "as_json" for param in loaded.params)
-        self._common = _command_of(_common_options).params
-        self.params = [*loaded.params, *(_command_of(_schema_option).params if self._has_json else []), *self._common]
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Note the command's name and whether it prints JSON before parsing, which may fail."""
-        current = session()
-        current.command = info_name or ""
-        self._load()
-        current.as_json = self._has_json and "--json" in args
-        return super().make_context(info_name, args, parent, **extra)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Take the common options out of the parameters, and run the command."""
-        session().apply({str(param.name): ctx.params.pop(param.name) for param in self._common})
-        ctx.params.pop("json_schema", None)
-        return super().invoke(ctx)
+    command.callback = run_with_common_options
+    return command
 
 
 class Group(TyperGroup):
-    """The commands of ``kvtiers``."""
+    """The commands of ``kvtiers``. Until a command is used, it has only a name and a summary."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self._common = _command_of(_common_options).params
         self.params += self._common
-        for name, (target, summary) in COMMANDS.items():
-            self.add_command(Command(name, target, summary))
+        for name, (_, summary) in COMMANDS.items():
+            self.add_command(TyperCommand(name, short_help=summary, help=summary))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Load the command. Note its name and whether it prints JSON before its options are parsed, which may fail."""
+        current = session()
+        current.command, current.as_json = args[0], "--json" in args
+        if args[0] in MOVED:
+            from .output import refuse
+
+            raise refuse(MOVED[args[0]])
+        name, _, rest = super().resolve_command(ctx, args)
+        command = load_command(str(name))
+        current.as_json &= any(param.name == "as_json" for param in command.params)
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Typer itself would end silently on Ctrl-C, and with code 1 on a closed pipe."""

@@ -1,4 +1,4 @@
-"""``kvtiers warm`` and ``kvtiers migrate``: copy blocks from one tier to another."""
+"""``kvtiers copy``: copies blocks from one tier to another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,79 +23,91 @@ from ...tiers.errors import ConfigError, StoreError
 from ...tiers.store import Store, SupportsSpace
 from ...tiers.stores.memory import MemoryStore
 from ...tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
+from ..sizes import human_bytes
 from .options import AsJson, Config, size_option
-from .output import Ticker, answer, complain, counted, human_bytes, refuse, say
+from .output import Ticker, answer, complain, counted, refuse, say
 from .places import Place, find_places
 from .session import ExitCode, session
 
-From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
-To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied; write nothing.")]
-LimitRate = Annotated[
-    str | None, typer.Option(help="Copy at most this many bytes per second, such as 50MiB or 50MiB/s.")
-]
+
+@dataclass(kw_only=True)
+class Copied(CopyReport):
+    """Result of a copy.
+
+    Attributes:
+        source, target: folder, bucket or URL.
+    """
+
+    source: str
+    target: str
+    seconds: float
 
 
-def warm(
+def copy(
     config: Config,
-    from_tier: From = None,
-    to_tier: To = None,
+    target_config: Annotated[
+        str | None,
+        typer.Argument(metavar="[TARGET]", help="The target's YAML file, folder or URL; default: the same file."),
+    ] = None,
+    from_tier: Annotated[
+        str | None, typer.Option("--from", help="The tier to copy from. Default: the only tier of the file.")
+    ] = None,
+    to_tier: Annotated[
+        str | None, typer.Option("--to", help="The tier to copy to. Default: the only tier of the target's file.")
+    ] = None,
     namespace: Annotated[str | None, typer.Option(help="Copy only this namespace (the first column of du).")] = None,
     names: Annotated[
         Path | None,
         typer.Option(help="Copy only blocks whose names start with one of the lines of this file; - reads stdin."),
     ] = None,
-    limit_rate: LimitRate = None,
-    dry_run: DryRun = False,
+    until_full: Annotated[
+        bool, typer.Option("--until-full", help="A target that becomes full is a success, as for a near tier.")
+    ] = False,
+    limit_rate: Annotated[
+        str | None, typer.Option(help="Copy at most this many bytes per second, such as 50MiB or 50MiB/s.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy blocks from a far tier (default: the last) to a near tier (default: the first) until that tier is full."""
-    places = find_places(config, None, tells=from_tier is None or to_tier is None)
-    source, target = _choose(places, from_tier, -1), _choose(places, to_tier, 0)
-    if len(places) == 1:
+    """Copy blocks from one tier to another, in the same or another file. Removes nothing from the source.
+
+    Exits with 1 unless all blocks are in the target at the end. Run again, it copies the blocks that are missing.
+    """
+    places = find_places(config, None, tells=from_tier is None)
+    targets = places if target_config is None else find_places(target_config, None, tells=to_tier is None)
+    if target_config is None and len(places) == 1:
         raise refuse(
-            f"{config} has only one tier that outlives its process, {source.name}; add a second tier to the file, or "
-            f"copy from another place with kvtiers migrate SOURCE {config}",
+            f"{config} has only one tier that outlives its process, {places[0].name}; give a TARGET, or add a second "
+            "tier to the file"
         )
+    source, target = _choose(places, from_tier, "--from"), _choose(targets, to_tier, "--to")
     if namespace is not None and names is not None:
         raise refuse("--namespace and --names are mutually exclusive")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
-    _copy(source, target, prefixes, _How(as_json, dry_run, _rate(limit_rate), may_fill=True))
-
-
-def migrate(
-    config: Config,
-    target_config: Annotated[
-        str | None, typer.Argument(help="The target's YAML file, folder or URL; default: the same file.")
-    ] = None,
-    from_tier: From = None,
-    to_tier: To = None,
-    limit_rate: LimitRate = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Copy all blocks from one tier to another, in the same or another file. Removes nothing from the source."""
-    by_default = from_tier is None or (to_tier is None and target_config is None)
-    places = find_places(config, None, tells=by_default)
-    source = _choose(places, from_tier, 0)
-    targets = places if target_config is None else find_places(target_config, None, tells=to_tier is None)
-    target = _choose(targets, to_tier, -1)
-    _copy(source, target, [""], _How(as_json, dry_run, _rate(limit_rate), may_fill=False))
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """How to copy.
-
-    Attributes:
-        may_fill: a full target is success, as for warm, which filled it. For migrate, which is then incomplete, it is
-            a failure.
-    """
-
-    as_json: bool
-    dry_run: bool
-    rate: RateLimit | None
-    may_fill: bool
+    _check_may_copy(source, target)
+    rate = _rate(limit_rate)
+    started_at = time.monotonic()
+    try:
+        report, damaged = _copy(source, target, prefixes, dry_run=dry_run, rate=rate)
+    except (StoreError, ConfigError) as e:
+        complain(f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
+        raise typer.Exit(ExitCode.BAD_INPUT if isinstance(e, ConfigError) else ExitCode.FAILED) from e
+    seconds = round(time.monotonic() - started_at, 3)
+    result = Copied(**asdict(report), source=source.where, target=target.where, seconds=seconds)
+    if not as_json:
+        _show(result)
+    for left_out, why in report.left_out.items():
+        complain(f"{left_out} is skipped: {why}")
+    if damaged:
+        complain(f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
+    found_none = report.found_none and prefixes != [""]
+    if found_none and not damaged:
+        complain(f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
+    failed = damaged or found_none or report.bad or report.errors or (report.no_room and not until_full)
+    if as_json:
+        answer(result, ok=not failed)
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _rate(text: str | None) -> RateLimit | None:
@@ -106,13 +119,15 @@ def _rate(text: str | None) -> RateLimit | None:
     return RateLimit(bytes_per_s)
 
 
-def _choose(places: list[Place], name: str | None, default: int) -> Place:
-    if name is None:
-        return places[default]
+def _choose(places: list[Place], name: str | None, option: str) -> Place:
+    """The tier of a name. It may be left out where there is only one, so that no direction is ever guessed."""
+    if name is None and len(places) == 1:
+        return places[0]
     for place in places:
         if place.name == name:
             return place
-    raise refuse(f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
+    wrong = "say which tier" if name is None else f"no tier {name!r}"
+    raise refuse(f"{option}: {wrong}; accepted: {', '.join(place.name for place in places)}")
 
 
 def _read_names(path: Path) -> list[str]:
@@ -128,8 +143,7 @@ def _read_names(path: Path) -> list[str]:
     return names
 
 
-def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> None:
-    dry_run = how.dry_run
+def _check_may_copy(source: Place, target: Place) -> None:
     if _is_one_place(source, target):
         raise refuse(f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
     if target.read_only:
@@ -138,47 +152,24 @@ def _copy(source: Place, target: Place, prefixes: Sequence[str], how: _How) -> N
     if protections[0] != protections[1]:
         kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
         raise refuse(f"both tiers must have the same encrypt, or engines find no blocks ({kinds})")
-    started_at = time.monotonic()
-    try:
-        with source.open() as from_store:
-            to_store, room = _look_into_target(target) if dry_run else _open_target(target)
-            try:
-                total = _estimated_bytes(from_store) if prefixes == [""] else None
-                with Ticker(f"{source.name} to {target.name}", total, unit="bytes") as ticker:
-                    progress = _Progress(target, to_store, ticker, dry_run=dry_run)
-                    copier = Copier(
-                        from_store,
-                        to_store,
-                        room_bytes=room,
-                        dry_run=dry_run,
-                        rate=how.rate,
-                        on_progress=progress.show,
-                    )
-                    session().if_interrupted = lambda: _how_to_continue(copier.report)
-                    report = copier.copy(find_blocks(from_store, prefixes))
-                    progress.end()
-            finally:
-                to_store.close()
-    except (StoreError, ConfigError) as e:
-        complain(f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
-        raise typer.Exit(ExitCode.BAD_INPUT if isinstance(e, ConfigError) else ExitCode.FAILED) from e
-    result = {"from": source.where, "to": target.where, **asdict(report)}
-    result["seconds"] = round(time.monotonic() - started_at, 3)
-    if not how.as_json:
-        _show(result)
-    for left_out, why in report.left_out.items():
-        complain(f"{left_out} is skipped: {why}")
-    damaged = getattr(from_store, "damaged", 0)
-    if damaged:
-        complain(f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
-    found_none = report.found_none and prefixes != [""]
-    if found_none and not damaged:
-        complain(f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
-    failed = damaged or found_none or report.bad or report.errors or (report.no_room and not how.may_fill)
-    if how.as_json:
-        answer(result, ok=not failed)
-    if failed:
-        raise typer.Exit(ExitCode.FAILED)
+
+
+def _copy(
+    source: Place, target: Place, prefixes: Sequence[str], *, dry_run: bool, rate: RateLimit | None
+) -> tuple[CopyReport, int]:
+    """Copy. Also returns the number of folders and files that could not be read."""
+    with source.open() as from_store, closing(_open_target(target, dry_run=dry_run)) as to_store:
+        room = _room(target.config, to_store, dry_run=dry_run)
+        total = _estimated_bytes(from_store) if prefixes == [""] else None
+        with Ticker(f"{source.name} to {target.name}", total, unit="bytes") as ticker:
+            progress = _Progress(target, to_store, ticker, dry_run=dry_run)
+            copier = Copier(
+                from_store, to_store, room_bytes=room, dry_run=dry_run, rate=rate, on_progress=progress.show
+            )
+            session().if_interrupted = lambda: _how_to_continue(copier.report)
+            report = copier.copy(find_blocks(from_store, prefixes))
+            progress.end()
+    return report, getattr(from_store, "damaged", 0)
 
 
 def _estimated_bytes(store: Store) -> int | None:
@@ -196,25 +187,32 @@ def _how_to_continue(report: CopyReport) -> str:
     return f"{done}; run the same command again to continue: it skips blocks that the target has"
 
 
-def _open_target(place: Place) -> tuple[Store, int | None]:
-    """Open the target's store, which keeps its reserve of free space. Also return how many bytes may be copied.
+def _open_target(place: Place, *, dry_run: bool) -> Store:
+    """Open the target's store, which keeps its reserve of free space.
+
+    A dry run writes nothing. A missing root folder then counts as empty: a copy would create it.
+    """
+    config = place.config
+    if not dry_run:
+        return open_store(config)
+    if isinstance(config, FsTierConfig | NfsTierConfig) and not os.path.lexists(config.root_dir):
+        return MemoryStore()
+    return open_tool_store(config, read_only=True)
+
+
+def _room(config: TierConfig, store: Store, *, dry_run: bool) -> int | None:
+    """How many bytes may be copied; None: no limit is known.
 
     What is left of ``max_bytes`` follows from the collector's records; without any, from a listing.
     """
-    config = place.config
-    store = open_store(config)
-    try:
-        return store, _room_below_bound(config, store)
-    except BaseException:
-        store.close()
-        raise
-
-
-def _room_below_bound(config: TierConfig, store: Store) -> int | None:
-    if not isinstance(config, BoundedTierConfig) or config.max_bytes is None:
-        return None
-    used = used_bytes(store, keys=record_keys(config))
-    return max(0, config.max_bytes - (listed_bytes(store) if used is None else used))
+    rooms = []
+    if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
+        used = used_bytes(store, keys=record_keys(config))
+        rooms.append(config.max_bytes - (listed_bytes(store) if used is None else used))
+    if dry_run and isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsSpace):
+        space = store.space()  # a store that may write looks at it itself
+        rooms += [] if space is None else [space[0] - config.min_free]
+    return max(0, min(rooms)) if rooms else None
 
 
 class _Progress:
@@ -229,7 +227,8 @@ class _Progress:
             self._writer = Writer(store, poll_s=policy.poll_s, keys=record_keys(target.config))
 
     def show(self, report: CopyReport) -> None:
-        _tell(self._ticker, report)
+        text = f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied"
+        self._ticker.tell(report.seen_bytes, text)
         if self._writer is not None:
             self._writer.note_put(report.copied_bytes - self._noted_bytes)
             self._noted_bytes = report.copied_bytes
@@ -239,26 +238,6 @@ class _Progress:
         """Publish the rest."""
         if self._writer is not None:
             self._writer.poll()
-
-
-def _look_into_target(place: Place) -> tuple[Store, int | None]:
-    """Like ``_open_target``, but writes nothing. A missing root folder counts as empty: a copy would create it."""
-    config = place.config
-    if isinstance(config, FsTierConfig | NfsTierConfig) and not os.path.lexists(config.root_dir):
-        store: Store = MemoryStore()
-    else:
-        store = open_tool_store(config, read_only=True)
-    try:
-        rooms = []
-        if isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsSpace):
-            space = store.space()
-            rooms += [] if space is None else [space[0] - config.min_free]
-        if (room := _room_below_bound(config, store)) is not None:
-            rooms.append(room)
-        return store, max(0, min(rooms)) if rooms else None
-    except BaseException:
-        store.close()
-        raise
 
 
 def _is_one_place(one: Place, other: Place) -> bool:
@@ -274,24 +253,20 @@ def _is_one_place(one: Place, other: Place) -> bool:
         return False  # one does not exist yet
 
 
-def _tell(ticker: Ticker, report: CopyReport) -> None:
-    ticker.tell(report.seen_bytes, f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied")
-
-
-def _show(result: dict[str, Any]) -> None:
-    speed = human_bytes(result["copied_bytes"] / max(1e-9, result["seconds"]))
-    say(f"{result['from']} to {result['to']}:")
-    if result["dry_run"]:
-        say(f"  would be copied: {counted(result['copied'])}, {human_bytes(result['copied_bytes'])}")
+def _show(result: Copied) -> None:
+    what = f"{counted(result.copied)}, {human_bytes(result.copied_bytes)}"
+    say(f"{result.source} to {result.target}:")
+    if result.dry_run:
+        say(f"  would be copied: {what}")
     else:
-        say(f"  copied: {counted(result['copied'])}, {human_bytes(result['copied_bytes'])} at {speed}/s")
-    for name, text in (
-        ("present", "already present"),
-        ("bad", "not copied, because the seal is bad or from a newer version (see kvtiers verify)"),
-        ("errors", "could not be read or written"),
+        say(f"  copied: {what} at {human_bytes(result.copied_bytes / max(1e-9, result.seconds))}/s")
+    for count, text in (
+        (result.present, "already present"),
+        (result.bad, "not copied, because the seal is bad or from a newer version (see kvtiers verify)"),
+        (result.errors, "could not be read or written"),
     ):
-        if result[name]:
-            say(f"  {text}: {counted(result[name])}")
-    if result["no_room"]:
-        would = "would stop" if result["dry_run"] else "stopped"
+        if count:
+            say(f"  {text}: {counted(count)}")
+    if result.no_room:
+        would = "would stop" if result.dry_run else "stopped"
         say(f"  {would}: the target is full (max_bytes, or its reserve of free space)")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +46,13 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Way -> value of ``--kv-transfer-config``."""
+
+    ways: dict[str, dict[str, Any]]
+
+
 def vllm_config(
     config: YamlFile,
     way: Annotated[
@@ -65,7 +73,7 @@ def vllm_config(
             raise typer.BadParameter(f"this file does not support {way}: {why_not_shared(config)}", param_hint="--way")
         raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
     if as_json:
-        answer({"ways": ways if way is None else {way: ways[way]}})
+        answer(Ways(ways if way is None else {way: ways[way]}))
     elif way is None:
         print(json.dumps(ways, indent=2))
     else:

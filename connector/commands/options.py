@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...tiers.config.values import parse_duration, parse_size, show_duration
+from ...tiers.config.values import parse_size
 from ...tiers.errors import ConfigError
 
 Config = Annotated[
@@ -33,18 +33,3 @@ def size_option(option: str, text: str) -> int:
         return parse_size(text)
     except ValueError as e:
         raise ConfigError(f"{text!r} {e}", field=option) from e
-
-
-def duration_option(option: str, text: str, *, least_s: float = 0.0) -> float:
-    """Parse the duration that an option was given, in seconds.
-
-    Raises:
-        ConfigError: it is not a duration, or too short.
-    """
-    try:
-        seconds = parse_duration(text)
-    except ValueError as e:
-        raise ConfigError(f"{text!r} {e}", field=option) from e
-    if seconds < least_s:
-        raise ConfigError(f"{text!r} is too short; accepted is {show_duration(least_s)} or more", field=option)
-    return seconds

@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from ... import __version__
 from ...tiers.errors import ConfigError, StoreError, printable, printable_lines
+from ..sizes import human_bytes
 from .session import ExitCode, session
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ TABLE_CELLS_MAX = 10_000  # the widest row
 COUNT_EVERY = 1000  # blobs: looking at the clock for each would slow a listing down
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Console(Console):
@@ -157,55 +160,100 @@ def refuse(text: str) -> typer.Exit:
     return typer.Exit(ExitCode.BAD_INPUT)
 
 
-def answer(result: Mapping[str, Any] | None, *, ok: bool = True, errors: Sequence[str] = ()) -> None:
+def answer(result: object | None, *, ok: bool = True, errors: Sequence[str] = ()) -> None:
     """Print a command's JSON document: one line, in the same shape for each command.
 
     Args:
-        result: see ``json_schemas``; None: the command ended before it had a result.
+        result: a dataclass; None: the command ended before it had a result.
         errors: errors besides those that ``complain`` has shown.
     """
     current = session()
-    document = {
-        "command": current.command,
-        "version": __version__,
-        "ok": ok,
-        "result": result,
-        "errors": [*current.errors, *errors],
-    }
-    print(json.dumps(document))
+    print(json.dumps(asdict(Document(current.command, __version__, ok, result, [*current.errors, *errors]))))
     current.has_answered = True
 
 
-class Results:
-    """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers."""
+@dataclass(frozen=True, slots=True)
+class Document(Generic[R]):
+    """What each command prints with ``--json``, on one line, also after an error. Later versions may add fields.
+
+    Attributes:
+        ok: whether the exit code is 0.
+        result: null if the command ended before it had a result.
+        errors: the lines that were also printed to standard error.
+    """
+
+    command: str
+    version: str
+    ok: bool
+    result: R | None
+    errors: list[str]
+
+
+@dataclass(kw_only=True)
+class TierResult:
+    """A command's result for one tier.
+
+    Attributes:
+        where: folder, bucket or URL.
+    """
+
+    tier: str
+    where: str
+
+
+@dataclass(kw_only=True)
+class Failed(TierResult):
+    """The storage of a tier failed."""
+
+    error: str
+
+
+@dataclass
+class Tiers(Generic[T]):
+    """The result of a command that works on each tier."""
+
+    tiers: list[T | Failed]
+
+
+class Results(Generic[T]):
+    """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers.
+
+    Attributes:
+        done: the results of tiers without an error.
+    """
 
     def __init__(self) -> None:
         self._failure = ExitCode.FAILED
-        self._place: dict[str, Any] = {}
-        self.all: list[dict[str, Any]] = []
+        self._all: list[T | Failed] = []
+        self.done: list[T] = []
 
-    def add(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Add a result of the tier that ``of`` was given. Returns it with the tier's name and place."""
-        self.all.append({**self._place, **result})
-        return self.all[-1]
+    def add(self, result: T) -> T:
+        """Add a result, and return it."""
+        self._all.append(result)
+        self.done.append(result)
+        return result
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a tier has failed."""
+        return len(self.done) < len(self._all)
 
     @contextmanager
     def of(self, place: Place) -> Iterator[None]:
         """Context for work on a tier: a storage error becomes the tier's result."""
-        self._place = {"tier": place.name, "where": place.where}
         try:
             yield
         except (StoreError, ConfigError) as e:
             complain(f"tier {place.name} at {place.where}: {e}")
             if isinstance(e, ConfigError):
                 self._failure = ExitCode.BAD_INPUT
-            self.add({"error": str(e)})
+            self._all.append(Failed(tier=place.name, where=place.where, error=str(e)))
 
     def end(self, *, as_json: bool = False, failed: bool = False) -> None:
         """Print all results as JSON if asked, and exit with an error if the command or a tier failed."""
-        failed = failed or any("error" in result for result in self.all)
+        failed = failed or self.has_errors
         if as_json:
-            answer({"tiers": self.all}, ok=not failed)
+            answer(Tiers(self._all), ok=not failed)
         if failed:
             raise typer.Exit(self._failure)
 
@@ -215,15 +263,6 @@ def confirm(question: str) -> bool:
     if sys.stdin is None or not sys.stdin.isatty():
         raise refuse("nobody can be asked, because standard input is not a terminal; give --yes")
     return Confirm.ask(cell(question), console=Console(stderr=True), default=False)
-
-
-def human_bytes(size: float) -> str:
-    """Format bytes, such as "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def human_age(seconds: float) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import typer
 
@@ -21,22 +20,40 @@ from ...tiers.tools.namespaces import (
     namespace_names,
     rank_folders,
 )
+from ..sizes import human_bytes
 from .options import AsJson, Config, DryRun, TierName
-from .output import (
-    Results,
-    Ticker,
-    complain,
-    confirm,
-    counted,
-    human_bytes,
-    note,
-    refuse,
-    say,
-)
+from .output import Results, Ticker, TierResult, complain, confirm, counted, note, refuse, say
 from .places import Place, find_places
 from .session import ExitCode, session
+from .storage import sum_of
 
 MAY_WRITE = "an engine that runs with this namespace may write to it again"
+
+
+@dataclass(slots=True)
+class NamespaceResult:
+    """What became of one namespace.
+
+    Attributes:
+        found, removed: blocks.
+        failed: blocks that could not be removed, and why in ``reason``.
+        written: blocks that were written meanwhile and stay.
+    """
+
+    namespace: str
+    found: Share
+    removed: Share = field(default_factory=Share)
+    failed: int = 0
+    written: int = 0
+    reason: str = ""
+
+
+@dataclass(kw_only=True)
+class Removed(TierResult):
+    """What was removed from a tier; with ``dry_run``, what was found there."""
+
+    dry_run: bool
+    namespaces: list[NamespaceResult]
 
 
 def rm(
@@ -67,32 +84,35 @@ def rm(
     kept = [place.name for place in places if place.read_only]
     if kept and not dry_run:
         raise refuse(f"{', '.join(kept)} is read_only; choose another tier with --tier")
-    results = Results()
+    results = Results[Removed]()
     plans = []
     for place in places:
         with results.of(place):
             plans.append(_plan(place, names, models))
-    found = {name for plan in plans for name in (*plan.blocks, *plan.models)}
+    found = {name for plan in plans for name in (*plan.names, *plan.models)}
     missing = [name for name in dict.fromkeys((*names, *models)) if name not in found]
     for name in missing:
         complain(f"{name} was not found in the tiers that could be listed; du shows the namespaces")
     if not found:
         results.end(as_json=as_json, failed=True)
-    plans = [plan for plan in plans if plan.blocks]
+    plans = [plan for plan in plans if plan.namespaces]
     asks = not dry_run and not yes
     for plan in plans if asks or not as_json else ():
         _show_plan(plan, dry_run=dry_run, to_stderr=as_json)
     if asks:
-        total = _sum([share for plan in plans for share in plan.blocks.values()])
-        count = sum(len(plan.blocks) for plan in plans)
-        question = f"Remove {counted(count, 'namespace')} with {_in_words(total)}?"
+        chosen = [one for plan in plans for one in plan.namespaces]
+        total = sum_of(one.found for one in chosen)
+        question = f"Remove {counted(len(chosen), 'namespace')} with {_in_words(total)}?"
         if not confirm(question):
             complain("not confirmed: nothing was removed")
             raise typer.Exit(ExitCode.FAILED)
     for plan in plans:
         with results.of(plan.place):
-            removals = [] if dry_run else _remove(plan)
-            result = results.add({"dry_run": dry_run, "namespaces": _namespaces(plan, removals)})
+            if not dry_run:
+                _remove(plan)
+            place = plan.place
+            result = Removed(tier=place.name, where=place.where, dry_run=dry_run, namespaces=plan.namespaces)
+            results.add(result)
             if not as_json and not dry_run:
                 _show_result(result)
             if not dry_run and getattr(plan.place.config, "max_bytes", None) is not None:
@@ -100,21 +120,25 @@ def rm(
                     f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc), "
                     "and what an engine reserved until some minutes after its end"
                 )
-    failed = any(one["failed"] or one["written"] for result in results.all for one in result.get("namespaces", ()))
+    failed = any(one.failed or one.written for result in results.done for one in result.namespaces)
     results.end(as_json=as_json, failed=failed or bool(missing))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The namespaces to remove from a tier, with their blocks, and the models that were found there."""
+    """The namespaces to remove from a tier, and the models that were found there."""
 
     place: Place
-    blocks: dict[str, Share]
+    namespaces: list[NamespaceResult]
     models: set[str]
+
+    @property
+    def names(self) -> list[str]:
+        return [one.namespace for one in self.namespaces]
 
 
 def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
-    blocks: dict[str, Share] = {}
+    chosen: list[NamespaceResult] = []
     found: set[str] = set()
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         for name in namespace_names(store):
@@ -130,32 +154,33 @@ def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
             for info in ticker.each(blocks_of(store, name)):
                 share.add(info.size)
             if share.blobs or read_identity(store, name) is not None:  # else only a foreign file or an empty folder
-                blocks[name] = share
+                chosen.append(NamespaceResult(name, share))
                 found |= of_models
-    return _Plan(place, blocks, found)
+    return _Plan(place, chosen, found)
 
 
-def _remove(plan: _Plan) -> list[NamespaceRemoval]:
-    total = _sum(plan.blocks.values())
-    done: list[NamespaceRemoval] = []
+def _remove(plan: _Plan) -> None:
+    total = sum_of(one.found for one in plan.namespaces)
 
-    def tell(_: Share) -> None:
-        gone = _sum(removal.removed for removal in done)
-        ticker.tell(gone.blobs, f"{gone.blobs:,} of {total.blobs:,} blocks, {human_bytes(gone.bytes)}")
+    def removed() -> Share:
+        return sum_of(one.removed for one in plan.namespaces)
 
-    session().if_interrupted = lambda: (
-        f"{_in_words(_sum(removal.removed for removal in done))} removed; run the same command again to continue"
-    )
+    session().if_interrupted = lambda: f"{_in_words(removed())} removed; run the same command again to continue"
     with (
         plan.place.open(writes=True) as store,
         Ticker(f"removing from {plan.place.name}", total.blobs, unit="blocks") as ticker,
     ):
-        for name in plan.blocks:
-            done.append(NamespaceRemoval(store, name))
-            done[-1].run(tell)
-        folders = [folder for folder in rank_folders(store) if folder.rpartition("_r")[0] in plan.blocks]
-    _remove_empty(plan.place, [*folders, *plan.blocks])
-    return done
+
+        def tell(_: Share) -> None:
+            gone = removed()
+            ticker.tell(gone.blobs, f"{gone.blobs:,} of {total.blobs:,} blocks, {human_bytes(gone.bytes)}")
+
+        for one in plan.namespaces:
+            removal = NamespaceRemoval(store, one.namespace, one.removed)
+            removal.run(tell)
+            one.failed, one.written, one.reason = removal.failed, removal.written, removal.error
+        folders = [folder for folder in rank_folders(store) if folder.rpartition("_r")[0] in plan.names]
+    _remove_empty(plan.place, [*folders, *plan.names])
 
 
 def _remove_empty(place: Place, folders: list[str]) -> None:
@@ -166,54 +191,27 @@ def _remove_empty(place: Place, folders: list[str]) -> None:
                 os.rmdir(os.path.join(place.config.root_dir, folder))
 
 
-def _namespaces(plan: _Plan, removals: list[NamespaceRemoval]) -> list[dict[str, Any]]:
-    by_name = {removal.namespace: removal for removal in removals}
-    namespaces = []
-    for name, share in plan.blocks.items():
-        removal = by_name.get(name)
-        namespaces.append(
-            {
-                "namespace": name,
-                "found": asdict(share),
-                "removed": asdict(Share() if removal is None else removal.removed),
-                "failed": 0 if removal is None else removal.failed,
-                "written": 0 if removal is None else removal.written,
-                "reason": "" if removal is None else removal.error,
-            }
-        )
-    return namespaces
-
-
 def _show_plan(plan: _Plan, *, dry_run: bool, to_stderr: bool) -> None:
     would = "would be removed" if dry_run else "to be removed"
-    lines = [f"{plan.place.name} at {plan.place.where}: {would}: {counted(len(plan.blocks), 'namespace')}"]
-    lines += [f"  {name}: {_in_words(share)}" for name, share in plan.blocks.items()]
+    lines = [f"{plan.place.name} at {plan.place.where}: {would}: {counted(len(plan.namespaces), 'namespace')}"]
+    lines += [f"  {one.namespace}: {_in_words(one.found)}" for one in plan.namespaces]
     for line in lines:
         say(line, to_stderr=to_stderr)
 
 
-def _show_result(result: dict[str, Any]) -> None:
-    gone = Share(*(sum(one["removed"][name] for one in result["namespaces"]) for name in ("blobs", "bytes")))
-    say(f"{result['tier']} at {result['where']}: removed {_in_words(gone)}")
-    for one in result["namespaces"]:
-        if one["failed"]:
-            files = counted(one["failed"], "file")
-            say(f"  {one['namespace']}: could not be removed: {files} ({one['reason']})")
-        if one["written"]:
+def _show_result(result: Removed) -> None:
+    gone = sum_of(one.removed for one in result.namespaces)
+    say(f"{result.tier} at {result.where}: removed {_in_words(gone)}")
+    for one in result.namespaces:
+        if one.failed:
+            say(f"  {one.namespace}: could not be removed: {counted(one.failed, 'file')} ({one.reason})")
+        if one.written:
             say(
-                f"  {one['namespace']}: {counted(one['written'])} written meanwhile stay: an engine uses this "
+                f"  {one.namespace}: {counted(one.written)} written meanwhile stay: an engine uses this "
                 "namespace; stop it, and run the same command again"
             )
-    if not all(one["written"] for one in result["namespaces"]):
+    if not all(one.written for one in result.namespaces):
         note(MAY_WRITE)
-
-
-def _sum(shares: Iterable[Share]) -> Share:
-    total = Share()
-    for share in shares:
-        total.blobs += share.blobs
-        total.bytes += share.bytes
-    return total
 
 
 def _in_words(share: Share) -> str:

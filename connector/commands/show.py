@@ -6,7 +6,8 @@ import json
 import os
 import re
 import time
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,8 +20,9 @@ from ...tiers.tools.block_reader import BlockReader, read_identity
 from ...tiers.tools.inventory import Share, list_blocks
 from ...tiers.tools.namespaces import blocks_of, rank_folders
 from ...tiers.tools.neighbors import Namespace, differing_fields, namespaces_in
+from ..sizes import human_bytes
 from .options import AsJson, TierName
-from .output import Results, Ticker, complain, human_age, human_bytes, refuse, say
+from .output import Results, Ticker, TierResult, complain, human_age, refuse, say
 from .places import Place, find_places
 from .session import CONFIG_VARIABLE
 from .storage import utc
@@ -29,6 +31,67 @@ HASH_DIGITS_MIN = 5  # the digits that name a block's folders
 FOUND_MAX = 20
 VALUE_CHARS_MAX = 200
 _NAMESPACE = re.compile(rf"({NAMESPACE})(?:_r[0-9]+)?/?")
+
+
+@dataclass(slots=True)
+class ShownBlock:
+    """A block.
+
+    Attributes:
+        reason: why it is not good; "" if it is.
+        seal: the fields of its trailer; None: it cannot be read.
+    """
+
+    key: str
+    namespace: str
+    rank: int
+    group: int
+    hash: str
+    size: int
+    mtime: float
+    verdict: Literal["good", "bad", "not verified", "not readable"]
+    reason: str
+    seal: dict[str, Any] | None
+    kind: Literal["block"] = "block"
+
+
+@dataclass(slots=True)
+class Sibling:
+    """Another namespace of the same model.
+
+    Attributes:
+        differs: field -> its values here and there, as JSON.
+    """
+
+    namespace: str
+    differs: dict[str, tuple[str, str]]
+
+
+@dataclass(slots=True)
+class ShownNamespace:
+    """A namespace.
+
+    Attributes:
+        oldest, newest: times of the last use or write, in Unix seconds; None: there are no blocks.
+        identity: the content of its ``config.json``; None: missing or damaged.
+    """
+
+    namespace: str
+    blocks: int
+    bytes: int
+    ranks: list[int]
+    oldest: float | None
+    newest: float | None
+    identity: dict[str, Any] | None
+    siblings: list[Sibling]
+    kind: Literal["namespace"] = "namespace"
+
+
+@dataclass(kw_only=True)
+class Found(TierResult):
+    """What has the name in a tier."""
+
+    found: list[ShownBlock | ShownNamespace]
 
 
 def show(
@@ -49,20 +112,18 @@ def show(
     Exits with 1 if no tier has it, or if a block is bad or cannot be read.
     """
     config, name = _arguments(what)
-    results = Results()
+    results = Results[Found]()
     for place in find_places(config, tier):
         with results.of(place), place.open() as store:
-            found = _describe(store, name)
-            results.add({"found": found})
+            result = results.add(Found(tier=place.name, where=place.where, found=_describe(store, name)))
             if not as_json:
-                for one in found:
+                for one in result.found:
                     _show(place, one)
-    found = [one for result in results.all for one in result.get("found", ())]
+    found = [one for result in results.done for one in result.found]
     if not found:
         complain(f"no tier has {name!r}; du shows the namespaces, ls the blocks")
-    results.end(
-        as_json=as_json, failed=not found or any(one.get("verdict") in ("bad", "not readable") for one in found)
-    )
+    is_bad = any(isinstance(one, ShownBlock) and one.verdict in ("bad", "not readable") for one in found)
+    results.end(as_json=as_json, failed=not found or is_bad)
 
 
 def _arguments(what: list[str]) -> tuple[str, str]:
@@ -74,7 +135,7 @@ def _arguments(what: list[str]) -> tuple[str, str]:
     return what[0], what[1]
 
 
-def _describe(store: Store, name: str) -> list[dict[str, Any]]:
+def _describe(store: Store, name: str) -> list[ShownBlock | ShownNamespace]:
     block = parse_block_name(name)
     if block is not None:
         found = [(info, block) for info in store.keys(name) if info.key == name]
@@ -102,34 +163,24 @@ def _find_by_hash(store: Store, digits: str) -> list[tuple[KeyInfo, BlockName]]:
     return found
 
 
-def _describe_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> dict[str, Any]:
-    verdict, reason, seal = "good", "", None
+def _describe_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> ShownBlock:
+    block = ShownBlock(
+        info.key, name.namespace, name.rank, name.group, name.digits, info.size, info.mtime, "good", "", None
+    )
     try:
         bad, is_foreign = reader.read(info, name)
         if len(reader.data) == info.size:
-            seal = describe_trailer(reader.data[-TRAILER_BYTES:])
+            block.seal = describe_trailer(reader.data[-TRAILER_BYTES:])
         if bad is not None:
-            verdict, reason = "not verified" if is_foreign else "bad", str(bad)
+            block.verdict, block.reason = "not verified" if is_foreign else "bad", str(bad)
     except BlobNotFoundError:
-        verdict, reason = "not readable", "removed meanwhile"
+        block.verdict, block.reason = "not readable", "removed meanwhile"
     except StoreError as e:
-        verdict, reason = "not readable", str(e)
-    return {
-        "kind": "block",
-        "key": info.key,
-        "namespace": name.namespace,
-        "rank": name.rank,
-        "group": name.group,
-        "hash": name.digits,
-        "size": info.size,
-        "mtime": info.mtime,
-        "verdict": verdict,
-        "reason": reason,
-        "seal": seal,
-    }
+        block.verdict, block.reason = "not readable", str(e)
+    return block
 
 
-def _describe_namespace(store: Store, name: str) -> list[dict[str, Any]]:
+def _describe_namespace(store: Store, name: str) -> list[ShownBlock | ShownNamespace]:
     identity = read_identity(store, name)
     blocks = Share()
     ranks = set()
@@ -144,50 +195,39 @@ def _describe_namespace(store: Store, name: str) -> list[dict[str, Any]]:
     if identity is None and not blocks.blobs:
         return []
     own = None if identity is None else Namespace.of(name, identity)
-    return [
-        {
-            "kind": "namespace",
-            "namespace": name,
-            "blocks": blocks.blobs,
-            "bytes": blocks.bytes,
-            "ranks": sorted(ranks),
-            "oldest": times[0] if times else None,
-            "newest": times[1] if times else None,
-            "identity": own.fields if own else None,
-            "siblings": _siblings(store, own) if own else [],
-        }
-    ]
+    oldest, newest = times or (None, None)
+    siblings = [] if own is None else _siblings(store, own)
+    fields = None if own is None else own.fields
+    return [ShownNamespace(name, blocks.blobs, blocks.bytes, sorted(ranks), oldest, newest, fields, siblings)]
 
 
-def _siblings(store: Store, own: Namespace) -> list[dict[str, Any]]:
+def _siblings(store: Store, own: Namespace) -> list[Sibling]:
     others = [one for one in namespaces_in(store)[0] if one.model == own.model and one.name != own.name]
     return [
-        {
-            "namespace": other.name,
-            "differs": {field: [own.value(field), other.value(field)] for field in differing_fields((own, other))},
-        }
+        Sibling(other.name, {field: (own.value(field), other.value(field)) for field in differing_fields((own, other))})
         for other in others
     ]
 
 
-def _show(place: Place, found: dict[str, Any]) -> None:
-    say(f"{found['kind']} in {place.name} at {place.where}")
-    for label, value in _block_rows(found) if found["kind"] == "block" else _namespace_rows(found):
+def _show(place: Place, found: ShownBlock | ShownNamespace) -> None:
+    say(f"{found.kind} in {place.name} at {place.where}")
+    for label, value in _block_rows(found) if isinstance(found, ShownBlock) else _namespace_rows(found):
         say(f"  {label:19} {value if len(value) <= VALUE_CHARS_MAX else f'{value[:VALUE_CHARS_MAX]}…'}")
 
 
-def _block_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    mtime, seal = found["mtime"], found["seal"]
-    age = f"{human_age(time.time() - mtime)} ago, {utc(mtime)}" if mtime else "unknown"
-    verdict = f"{found['verdict']}{f' ({reason})' if (reason := found['reason']) else ''}"
+def _block_rows(block: ShownBlock) -> list[tuple[str, str]]:
     rows = [
-        ("name", found["key"]),
-        ("namespace", f"{found['namespace']}, rank {found['rank']}, group {found['group']}"),
-        ("hash", found["hash"]),
-        ("size", f"{human_bytes(found['size'])} ({found['size']:,} bytes)"),
-        ("used or written", age),
-        ("verdict", verdict),
+        ("name", block.key),
+        ("namespace", f"{block.namespace}, rank {block.rank}, group {block.group}"),
+        ("hash", block.hash),
+        ("size", f"{human_bytes(block.size)} ({block.size:,} bytes)"),
+        (
+            "used or written",
+            f"{human_age(time.time() - block.mtime)} ago, {utc(block.mtime)}" if block.mtime else "unknown",
+        ),
+        ("verdict", f"{block.verdict}{f' ({block.reason})' if block.reason else ''}"),
     ]
+    seal = block.seal
     if seal is None:
         return [*rows, ("seal", "none that can be read")]
     protection = (
@@ -202,18 +242,18 @@ def _block_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _namespace_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _namespace_rows(found: ShownNamespace) -> list[tuple[str, str]]:
     rows = [
-        ("name", found["namespace"]),
-        ("blocks", f"{found['blocks']:,}, {human_bytes(found['bytes'])}, ranks {found['ranks']}"),
+        ("name", found.namespace),
+        ("blocks", f"{found.blocks:,}, {human_bytes(found.bytes)}, ranks {found.ranks}"),
     ]
-    if found["oldest"]:
-        rows.append(("used or written", f"{utc(found['oldest'])} to {utc(found['newest'])}"))
-    if found["identity"] is None:
+    if found.oldest and found.newest:
+        rows.append(("used or written", f"{utc(found.oldest)} to {utc(found.newest)}"))
+    if found.identity is None:
         rows.append(("identity", "missing or damaged; an engine that uses the namespace writes it again"))
     else:
-        rows += [(field, json.dumps(value, sort_keys=True)) for field, value in found["identity"].items()]
-    for sibling in found["siblings"]:
-        rows.append(("sibling", sibling["namespace"]))
-        rows += [(f"    {field}", f"{here} here, {there} there") for field, (here, there) in sibling["differs"].items()]
+        rows += [(field, json.dumps(value, sort_keys=True)) for field, value in found.identity.items()]
+    for sibling in found.siblings:
+        rows.append(("sibling", sibling.namespace))
+        rows += [(f"    {field}", f"{here} here, {there} there") for field, (here, there) in sibling.differs.items()]
     return rows

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -35,8 +35,9 @@ from ...tiers.tools.verify import (
     total_of,
 )
 from ...tiers.tools.verify_processes import verify_units
+from ..sizes import human_bytes
 from .options import AsJson, Config, TierName
-from .output import Results, Ticker, confirm, counted, human_bytes, refuse, say
+from .output import Results, Ticker, TierResult, confirm, counted, refuse, say
 from .places import Place, find_places, is_bare
 from .session import session
 from .storage import misses_of
@@ -47,6 +48,42 @@ BAD_SHOWN_MAX = 20
 UNASKED_BLOCKS_MAX = 3
 UNASKED_SHARE_MAX = 0.01
 STATE_BEGINS = '{"place": '
+
+
+@dataclass(kw_only=True)
+class Verified(TierResult):
+    """What was found in a tier, and what was done; see also ``UnitResult``.
+
+    Attributes:
+        bad: name and reason of the first bad blocks.
+        quarantined: bad blocks that were moved aside, or deleted where ``moves_aside`` is false.
+        good_again: bad blocks that were good or gone when they were read again.
+        stopped: nothing was removed, because too many blocks are bad.
+        misses: blocks that engines with this configuration cannot load, by reason.
+        unknown_keys: ID of a key that the tier lacks -> blocks under it.
+        subset: the share of the blocks that was checked.
+        resumed_units: parts that an earlier run has checked.
+    """
+
+    blocks: int
+    bytes: int
+    bad_count: int
+    bad: list[tuple[str, str]]
+    foreign: int
+    errors: int
+    kept: int
+    quarantined: int
+    good_again: int
+    stopped: bool
+    seals: dict[str, int]
+    misses: dict[str, int]
+    unknown_keys: dict[str, int]
+    subset: float
+    moves_aside: bool
+    dry_run: bool
+    resumed_units: int
+    seconds: float
+    bytes_per_s: int
 
 
 def verify(
@@ -92,28 +129,28 @@ def verify(
     if yes and not repairs:
         raise refuse("--yes: without --repair nothing is changed; give both, or neither")
     ours = state is not None and _check_state(state)
-    work = _Work(chosen, repairs and not dry_run, yes, state, workers or len(os.sched_getaffinity(0)), is_bare(config))
+    n_workers = workers or len(os.sched_getaffinity(0))
+    work = _Work(chosen, repairs and not dry_run, dry_run, yes, state, n_workers, is_bare(config))
     session().if_interrupted = lambda: _how_to_continue(work)
-    results = Results()
+    results = Results[Verified]()
     for place in places:
         with results.of(place):
             if repairs:
                 with place.open() as store:
                     check_is_ours(store)
-            result = results.add({**_verify_place(place, work, asks=not as_json), "dry_run": dry_run})
+            result = results.add(_verify_place(place, work, asks=not as_json))
             if not as_json:
                 _show(result)
-    checked = [result for result in results.all if "error" not in result]
-    if state is not None and checked == results.all:  # all is done
+    if state is not None and not results.has_errors:  # all is done
         state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
-    results.end(as_json=as_json, failed=any(map(_has_problem, checked)))
+    results.end(as_json=as_json, failed=any(map(_has_problem, results.done)))
 
 
-def _has_problem(result: dict[str, Any]) -> bool:
+def _has_problem(result: Verified) -> bool:
     """Whether blocks are bad or cannot be read, or engines with this configuration cannot load them."""
-    is_left = result["bad_count"] > result["quarantined"] + result["good_again"]
-    none_loads = 0 < result["blocks"] == sum(result["misses"].values())
-    return bool(is_left or result["errors"] or result["unknown_keys"] or none_loads)
+    is_left = result.bad_count > result.quarantined + result.good_again
+    none_loads = 0 < result.blocks == sum(result.misses.values())
+    return bool(is_left or result.errors or result.unknown_keys or none_loads)
 
 
 @dataclass(slots=True)
@@ -128,6 +165,7 @@ class _Work:
 
     subset: Subset
     repair: bool
+    dry_run: bool
     yes: bool
     state: Path | None
     n_workers: int
@@ -185,7 +223,7 @@ def _check_state(path: Path) -> bool:
     return not was_there or text.startswith(STATE_BEGINS)
 
 
-def _verify_place(place: Place, work: _Work, *, asks: bool) -> dict[str, Any]:
+def _verify_place(place: Place, work: _Work, *, asks: bool) -> Verified:
     subset = work.subset
     started_at = time.monotonic()
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
@@ -221,22 +259,30 @@ def _verify_place(place: Place, work: _Work, *, asks: bool) -> dict[str, Any]:
             with place.open(writes=True) as store:
                 fixed = repair(store, results.values())
     known = None if work.is_bare else key_ids(place.config)
-    misses = {} if work.is_bare else misses_of(place.config, total.seals)
     now_bytes = total.bytes - sum(result.bytes for result in done.values())
-    return {
-        **{name: value for name, value in asdict(total).items() if name != "unit"},
-        "errors": total.errors + fixed.errors,
-        "quarantined": fixed.removed,
-        "good_again": fixed.good_again,
-        "stopped": stopped,
-        "misses": misses,
-        "unknown_keys": {} if known is None else unknown_keys(total.seals, known),
-        "subset": subset.share,
-        "moves_aside": moves_aside,
-        "resumed_units": len(done),
-        "seconds": round(time.monotonic() - started_at, 3),
-        "bytes_per_s": round(now_bytes / max(1e-9, time.monotonic() - checked_at)),
-    }
+    return Verified(
+        tier=place.name,
+        where=place.where,
+        blocks=total.blocks,
+        bytes=total.bytes,
+        bad_count=total.bad_count,
+        bad=total.bad,
+        foreign=total.foreign,
+        errors=total.errors + fixed.errors,
+        kept=total.kept,
+        quarantined=fixed.removed,
+        good_again=fixed.good_again,
+        stopped=stopped,
+        seals=total.seals,
+        misses={} if work.is_bare else misses_of(place.config, total.seals),
+        unknown_keys={} if known is None else unknown_keys(total.seals, known),
+        subset=subset.share,
+        moves_aside=moves_aside,
+        dry_run=work.dry_run,
+        resumed_units=len(done),
+        seconds=round(time.monotonic() - started_at, 3),
+        bytes_per_s=round(now_bytes / max(1e-9, time.monotonic() - checked_at)),
+    )
 
 
 def _may_remove(place: Place, total: UnitResult, *, yes: bool, asks: bool) -> bool:
@@ -287,41 +333,41 @@ def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitR
         yield done, lambda result: end_line(json.dumps({"place": place, "result": asdict(result)}))
 
 
-def _show(result: dict[str, Any]) -> None:
-    resumed = f", {result['resumed_units']} parts in an earlier run" if result["resumed_units"] else ""
-    speed = f"{human_bytes(result['bytes_per_s'])}/s"
-    size = human_bytes(result["bytes"])
-    what = counted(result["blocks"])
-    part = "" if result["subset"] == 1 else f" (a subset of {result['subset'] * 100:.4g}%)"
-    say(f"{result['tier']} at {result['where']}: {what}, {size} checked{part} at {speed}{resumed}")
-    for reason, count in Counter(reason for _, reason in result["bad"]).items():
+def _show(result: Verified) -> None:
+    resumed = f", {result.resumed_units} parts in an earlier run" if result.resumed_units else ""
+    speed = f"{human_bytes(result.bytes_per_s)}/s"
+    size = human_bytes(result.bytes)
+    what = counted(result.blocks)
+    part = "" if result.subset == 1 else f" (a subset of {result.subset * 100:.4g}%)"
+    say(f"{result.tier} at {result.where}: {what}, {size} checked{part} at {speed}{resumed}")
+    for reason, count in Counter(reason for _, reason in result.bad).items():
         say(f"  bad ({reason}): {counted(count)}")
-    for key, reason in result["bad"][:BAD_SHOWN_MAX]:
+    for key, reason in result.bad[:BAD_SHOWN_MAX]:
         say(f"    {key} ({reason})")
-    if result["bad_count"] > BAD_SHOWN_MAX:
-        say(f"    … and {result['bad_count'] - BAD_SHOWN_MAX:,} more; --json names them")
-    moved = "moved aside" if result["moves_aside"] else "deleted"
-    if result["quarantined"]:
-        say(f"  {moved}: {counted(result['quarantined'])}")
-    if result["good_again"]:
-        say(f"  good or gone when read again (replaced, or read wrongly before): {counted(result['good_again'])}")
-    if result["stopped"]:
-        say(f"  nothing was removed: {_doubt(result['bad_count'] - result['kept'], result['blocks'])}")
+    if result.bad_count > BAD_SHOWN_MAX:
+        say(f"    … and {result.bad_count - BAD_SHOWN_MAX:,} more; --json names them")
+    moved = "moved aside" if result.moves_aside else "deleted"
+    if result.quarantined:
+        say(f"  {moved}: {counted(result.quarantined)}")
+    if result.good_again:
+        say(f"  good or gone when read again (replaced, or read wrongly before): {counted(result.good_again)}")
+    if result.stopped:
+        say(f"  nothing was removed: {_doubt(result.bad_count - result.kept, result.blocks)}")
         say("  If it finds the same blocks bad, repeat this command with --yes.")
-    if result["dry_run"] and (would := result["bad_count"] - result["kept"]):
+    if result.dry_run and (would := result.bad_count - result.kept):
         say(f"  would be {moved}: {counted(would)}")
-    for reason, count in result["misses"].items():
+    for reason, count in result.misses.items():
         say(f"  misses for engines with this configuration: {counted(count)} {reason}")
-    if result["unknown_keys"]:
+    if result.unknown_keys:
         say("  fix: add the key to this tier's keys, after the first one; or remove these blocks (docs/security.md)")
-    if result["foreign"]:
-        say(f"  from another version, not verified: {counted(result['foreign'])}")
-    if result["errors"]:
-        say(f"  could not be read: {counted(result['errors'])}")
-    if not result["bad_count"] and not result["errors"]:
-        if not result["blocks"]:
+    if result.foreign:
+        say(f"  from another version, not verified: {counted(result.foreign)}")
+    if result.errors:
+        say(f"  could not be read: {counted(result.errors)}")
+    if not result.bad_count and not result.errors:
+        if not result.blocks:
             say("  there are no blocks to verify")
-        elif not result["foreign"]:
-            say("  all blocks are intact" + (", but not all can be loaded" if result["misses"] else ""))
-        elif result["foreign"] < result["blocks"]:
+        elif not result.foreign:
+            say("  all blocks are intact" + (", but not all can be loaded" if result.misses else ""))
+        elif result.foreign < result.blocks:
             say("  all other blocks are intact")

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 
 from ...tiers.errors import ConfigError, RegionError
 from ...tiers.plain_logs import get_logger
+from ..sizes import human_bytes
 from .region_header import RegionGeometry, RegionHeader, mark_sized, write_header, write_seat
 
 logger = get_logger(__name__)
@@ -209,14 +210,6 @@ def free_bytes(directory: str) -> int | None:
     return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
-def show_size(size_bytes: int) -> str:
-    """Format a size in bytes for people."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size_bytes >= 1 << power:
-            return f"{size_bytes / (1 << power):.2f} {unit}"
-    return f"{size_bytes} bytes"
-
-
 def pieces(size_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield (start, length) of the pieces in which memory is allocated and mapped."""
     for start in range(0, size_bytes, _PIECE_BYTES):
@@ -296,9 +289,9 @@ def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
 
 def _too_large(size: int, place: str, free: int) -> str:
     return (
-        f"a region of {show_size(size)}, and a page for its header, does not fit: {place} has {show_size(free)} free. "
-        "Make region.size smaller, or give it more room (docker: --shm-size; Kubernetes: memory limit, and sizeLimit "
-        "of the memory volume on /dev/shm)"
+        f"a region of {human_bytes(size)}, and a page for its header, does not fit: {place} has {human_bytes(free)} "
+        "free. Make region.size smaller, or give it more room (docker: --shm-size; Kubernetes: memory limit, and "
+        "sizeLimit of the memory volume on /dev/shm)"
     )
 
 

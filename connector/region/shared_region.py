@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from ...tiers.errors import ConfigError, RegionError
 from ...tiers.plain_logs import get_logger
 from ...tiers.processes import occupy_standard_streams
+from ..sizes import human_bytes
 from .region_file import (
     allocate_anonymous,
     join_named,
     pieces,
     region_path,
     remove_name,
-    show_size,
     take_seat,
 )
 from .region_header import RegionGeometry, RegionHeader
@@ -102,7 +102,7 @@ class SharedOffloadRegion:
             what,
             num_blocks,
             self.geometry.row_stride,
-            show_size(self.geometry.size_bytes),
+            human_bytes(self.geometry.size_bytes),
             clock() - started_at,
         )
 

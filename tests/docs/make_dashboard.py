@@ -20,8 +20,6 @@ PANEL_WIDTH, PANEL_HEIGHT, STAT_WIDTH, STAT_HEIGHT = 8, 8, 4, 5
 #: What the variables select. An endpoint without a label matches ".*", the value of All.
 ENGINE = 'instance=~"$instance",model_name=~"$model"'
 TIER = f'{ENGINE},tier=~"$tier"'
-STORAGE = 'instance=~"$instance",tier=~"$tier"'
-NAMESPACE = f'{STORAGE},namespace=~"$namespace"'
 RATE, RANGE, NOW = "[$__rate_interval]", "[$__range]", "[5m]"
 
 
@@ -304,78 +302,6 @@ ROWS: dict[str, list[Panel]] = {
             maximum=1,
         ),
     ],
-    "Storage, seen from outside: kvtiers serve-metrics": [
-        Panel(
-            "Storage up",
-            "1: the last probe was answered in time.",
-            "short",
-            [(f"min by (instance, tier) (kvtiers_storage_up{{{STORAGE}}})", "{{instance}} {{tier}}")],
-            maximum=1,
-        ),
-        Panel(
-            "Probe time",
-            "How long the storage took to say that a block is absent.",
-            "s",
-            [(f"max by (instance, tier) (kvtiers_storage_probe_seconds{{{STORAGE}}})", "{{instance}} {{tier}}")],
-        ),
-        _events(
-            "Probes by result",
-            "ok, timeout, or the class of the error.",
-            ("kvtiers_storage_probes_total", "tier, result", "{{instance}} {{tier}} {{result}}"),
-            selector=STORAGE,
-        ),
-        Panel(
-            "Stored bytes",
-            "By namespace, at the last scan.",
-            "bytes",
-            [
-                (
-                    f"sum by (instance, tier, namespace) (kvtiers_storage_bytes{{{NAMESPACE}}})",
-                    "{{instance}} {{tier}} {{namespace}}",
-                )
-            ],
-        ),
-        Panel(
-            "Stored blocks",
-            "By namespace, at the last scan.",
-            "short",
-            [
-                (
-                    f"sum by (instance, tier, namespace) (kvtiers_storage_blocks{{{NAMESPACE}}})",
-                    "{{instance}} {{tier}} {{namespace}}",
-                )
-            ],
-        ),
-        Panel(
-            "Free space and reserve",
-            "Below the reserve (min_free) nothing is stored.",
-            "bytes",
-            [
-                (f"min by (instance, tier) (kvtiers_storage_free_bytes{{{STORAGE}}})", "{{instance}} {{tier}} free"),
-                (
-                    f"max by (instance, tier) (kvtiers_storage_reserve_bytes{{{STORAGE}}})",
-                    "{{instance}} {{tier}} reserve",
-                ),
-            ],
-        ),
-        Panel(
-            "Duration of the last scan",
-            "A scan lists all blocks.",
-            "s",
-            [(f"max by (instance, tier) (kvtiers_storage_scan_seconds{{{STORAGE}}})", "{{instance}} {{tier}}")],
-        ),
-        Panel(
-            "Age of the last scan",
-            "How old the stored bytes and blocks above are.",
-            "s",
-            [
-                (
-                    f"time() - max by (instance, tier) (kvtiers_storage_scan_timestamp_seconds{{{STORAGE}}})",
-                    "{{instance}} {{tier}}",
-                )
-            ],
-        ),
-    ],
 }
 
 
@@ -394,7 +320,6 @@ def dashboard() -> dict[str, Any]:
             panels.append(_panel(panel, len(panels) + 1, x, y))
         top += 1 + -(-len(row) // per_line) * PANEL_HEIGHT
     engines = "kvtiers_circuit_closed"
-    both = f'{{__name__=~"{engines}|kvtiers_storage_up"}}'
     return {
         "title": "kvtiers",
         "uid": "kvtiers",
@@ -417,10 +342,9 @@ def dashboard() -> dict[str, Any]:
                     "label": "Data source",
                     "hide": 0,
                 },
-                _variable("instance", "Instance", f"label_values({both}, instance)"),
+                _variable("instance", "Instance", f"label_values({engines}, instance)"),
                 _variable("model", "Model (vLLM's endpoint)", f"label_values({engines}, model_name)"),
-                _variable("tier", "Tier", f"label_values({both}, tier)"),
-                _variable("namespace", "Namespace (serve-metrics)", "label_values(kvtiers_storage_bytes, namespace)"),
+                _variable("tier", "Tier", f"label_values({engines}, tier)"),
             ]
         },
         "panels": panels,

@@ -45,7 +45,7 @@ ADVICE: dict[ErrorClass, str] = {
         "([the disk fills up](troubleshooting.md#the-disk-fills-up))."
     ),
     errors.StorePermissionError: (
-        "Correct credentials, file modes or mount options. `kvtiers doctor` tests each right; "
+        "Correct credentials, file modes or mount options. `kvtiers check CONFIG --write` tests each right; "
         "[security](security.md#s3) lists the rights that S3 needs."
     ),
     errors.StoreConfigError: (

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from kvtiers.connector.commands.monitor import STORAGE_METRICS
 from kvtiers.tiers.config.deployment import (
     DeploymentConfig,
     HandlerConfig,
@@ -121,7 +120,6 @@ def identity_table() -> str:
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "metrics.md": {
         "METRICS": lambda: metric_table(METRICS),
-        "STORAGE_METRICS": lambda: metric_table(STORAGE_METRICS),
         "SEAL_REASONS": lambda: ", ".join(f"`{reason}`" for reason in SealReason) + "\n",
     },
     "vllm.md": {"IGNORED": identity_table},

@@ -3,8 +3,8 @@
     python -m tests.docs.render_dashboard [--seconds N]
 
 Two replicas serve made-up requests over two folders each: one of their own, bounded and emptied by its collector, and
-one that they share. For a while, the shared one fails for one replica. ``kvtiers serve-metrics``' monitor watches both.
-Needs the program ``prometheus``. Grafana is not used; the pictures follow the dashboard's queries, legends and units.
+one that they share. For a while, the shared one fails for one replica. Needs the program ``prometheus``. Grafana is not
+used; the pictures follow the dashboard's queries, legends and units.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from kvtiers.connector.commands.monitor import StorageMonitor, WatchedTier
-from kvtiers.connector.commands.output import human_bytes
 from kvtiers.connector.manager.primary import CPUPrimaryTier
 from kvtiers.connector.manager.tiering import TieringOffloadingManager
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.connector.sizes import human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.exporter import MetricsServer
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import free_ports
@@ -55,10 +53,7 @@ PAGE = DOCS / "dashboard.md"
 PICTURES: Mapping[str, tuple[str, ...]] = {
     "dashboard.png": ("", "Use", "Truth: what failed a check"),
     "dashboard-liveness.png": ("Liveness",),
-    "dashboard-storage.png": (
-        "Capacity: the engines' collectors",
-        "Storage, seen from outside: kvtiers serve-metrics",
-    ),
+    "dashboard-storage.png": ("Capacity: the engines' collectors",),
 }
 UNIT_INCHES = 0.4  # of Grafana's grid
 RATE_INTERVAL_S = 10
@@ -205,7 +200,7 @@ def bounded(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def at_work(folder: Path, *, share: float) -> Iterator[tuple[dict[str, int], list[Replica]]]:
-    """Two replicas and a monitor of their storage.
+    """Two replicas.
 
     Yields:
         Instance -> port of its metrics; and the replicas, the last one with faults.
@@ -214,26 +209,16 @@ def at_work(folder: Path, *, share: float) -> Iterator[tuple[dict[str, int], lis
     with ExitStack() as stack:
         places = [LayerPlace("shared", folder / "shared") for _ in range(2)]
         replicas = [Replica(seed, folder / f"replica-{seed}", place) for seed, place in enumerate(places)]
-        watched = [
-            WatchedTier("local", FsTierConfig(**bounded(folder / "replica-0"))),
-            WatchedTier(
-                "shared", FsTierConfig(type="fs", name="shared", root_dir=str(folder / "shared"), min_free=1 << 30)
-            ),
-        ]
-        monitor = StorageMonitor(watched, probe_every_s=1, scan_every_s=5)
-        metrics = [replica.spec.metrics for replica in replicas] + [monitor.metrics]
-        servers = [MetricsServer([one], port=0) for one in metrics]
-        closing: list[Any] = [*servers, monitor, *replicas, *places]
+        servers = [MetricsServer([replica.spec.metrics], port=0) for replica in replicas]
+        closing: list[Any] = [*servers, *replicas, *places]
         for each in closing:
             stack.callback(each.close)
         places[-1].set_share(share)
-        monitor.start()
         threads = [threading.Thread(target=replica.work, args=(over.is_set,)) for replica in replicas]
-        threads.append(threading.Thread(target=_repeat, args=(monitor.publish, over)))
         for thread in threads:
             thread.start()
         try:
-            names = ("replica-a", "replica-b", "storage")
+            names = ("replica-a", "replica-b")
             yield {name: server.port for name, server in zip(names, servers, strict=True)}, replicas
         finally:
             over.set()
@@ -243,19 +228,14 @@ def at_work(folder: Path, *, share: float) -> Iterator[tuple[dict[str, int], lis
                 thread.join()
 
 
-def _repeat(work: Callable[[], object], over: threading.Event) -> None:
-    while not over.wait(0.5):
-        work()
-
-
 def fill_in(expr: str, range_s: float, *, rate_s: float = RATE_INTERVAL_S, chosen: str = ".*") -> str:
     """A query of the dashboard, with its variables replaced as Grafana does.
 
     Args:
         range_s: the dashboard's time range.
-        chosen: what the variables for instance, model, tier and namespace are set to; by default everything ("All").
+        chosen: what the variables for instance, model and tier are set to; by default everything ("All").
     """
-    for variable in ("instance", "model", "tier", "namespace"):
+    for variable in ("instance", "model", "tier"):
         expr = expr.replace(f"${variable}", chosen)
     return expr.replace("$__rate_interval", f"{rate_s:.0f}s").replace("$__range", f"{range_s:.0f}s")
 
@@ -451,14 +431,14 @@ def page(prometheus: Prometheus, start_s: float, end_s: float) -> str:
         f"Two replicas worked for {seconds:.0f} s. Each has a folder of its own (`local`), which its collector keeps "
         f"below {MAX_BYTES >> 20} MiB, and both share another (`shared`). For `replica-b`, {100 * SHARE:.0f} % of the "
         f"calls to the shared folder failed or changed bits. From second {broken_s} to {hung_s} most of them did, and "
-        f"until second {healed_s} all of them hung: its circuit opened, and `replica-a` went on. `storage` is "
-        "`kvtiers serve-metrics`. The replicas are not vLLM, so one panel has no data.",
+        f"until second {healed_s} all of them hung: its circuit opened, and `replica-a` went on. The replicas are "
+        "not vLLM, so one panel has no data.",
         "",
         "![The headline, use, and what failed a check](dashboard.png)",
         "",
         "![Liveness](dashboard-liveness.png)",
         "",
-        "![Capacity and storage](dashboard-storage.png)",
+        "![Capacity](dashboard-storage.png)",
         "",
         "## Each query's answer at the end of the run",
         "",

@@ -7,28 +7,29 @@ The blocks are made up; everything else is as it happened. Needs the program ``w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import yaml
 
-from kvtiers.connector.commands.json_schemas import RESULTS
+from kvtiers.connector.commands.json_schemas import DOCUMENTS
+from kvtiers.connector.commands.output import Tiers
 from kvtiers.connector.commands.session import EXIT_CODES
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.testing.servers import SeaweedServer, free_ports, seaweed_server
+from kvtiers.tiers.testing.servers import SeaweedServer, seaweed_server
+from tests.connector.commands.model_configs import LLAMA_8B
 from tests.identity import FakeSpec, block_key
-from tests.waiting import wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 KVTIERS = str(Path(sys.executable).with_name("kvtiers"))
@@ -36,7 +37,6 @@ WORK = Path("/tmp/kvtiers-commands")
 BUCKET = "kvtiers"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ROWS, ROW_BYTES = 160, 64 << 10
-METRICS_SHOWN = ("kvtiers_storage_up", "kvtiers_storage_bytes", "kvtiers_storage_blocks")
 
 HEAD = """\
 # Every command, run
@@ -48,10 +48,15 @@ On a folder, on a bucket (SeaweedFS) and on a memory tier, 160 blocks of 64 KiB 
 
 - `CONFIG` is the deployment's YAML file, or only the storage: a folder (a tier of type `fs`, on an NFS mount `nfs`),
   `s3://bucket/prefix` (type `s3`) or another URL (type `fsspec`). Without the argument, `$KVTIERS_CONFIG` is used.
-  `check`, `doctor` and `vllm-config` need a YAML file, and `demo` has an option `--config` instead.
+  `check` and `vllm-config` need a YAML file, and `demo` has an option `--config` instead.
 - A folder or URL has no limits, keys or options. `gc` therefore needs `--max-bytes` or `--ttl`. `verify --repair`,
-  `rm` and `migrate` work as with a file; `migrate` leaves 1 GiB of the disk free. For blocks that `auth` or `encrypt`
-  protects, give the YAML file.
+  `rm` and `copy` work as with a file; `copy` leaves 1 GiB of the disk free. For blocks that `encrypt` protects, give
+  the YAML file.
+- `ls`, `du`, `show`, `vllm-config`, `check`, `verify`, and `gc`, `rm` and `copy` with `--dry-run` change nothing.
+  `check --write` and `bench` write blobs of their own and remove them; `gc`, `rm` and `verify --repair` remove blocks;
+  `copy` writes blocks to the target.
+- The name of a command of an earlier version (`doctor`, `migrate`, `serve-metrics`, `size`, `warm`) is answered by what
+  to type instead.
 - `-h` shows help; `-v` shows log lines and `-vv` more, as does `--log-level`; `-q` shows only results and errors.
 - Work that takes longer than 2 s shows its progress on standard error, if that is a terminal: amount, rate, and time
   left where the total is known. `--no-progress` turns it off.
@@ -124,18 +129,22 @@ def head() -> str:
     """The page's beginning, with the tables that come from the code."""
     codes = [f"| {code.value} | {text} |" for code, text in EXIT_CODES.items()]
     rows = []
-    for command, schema in RESULTS.items():
-        fields = schema["properties"]
-        tiers = fields.get("tiers", {}).get("items", {}).get("anyOf")
-        text = ", ".join(f"`{name}`" for name in fields)
-        if tiers:
-            names = ", ".join(f"`{name}`" for name in tiers[0]["properties"])
-            text = f"`tiers`, a list: {names}; or `tier`, `where` and `error`"
+    for command, document in DOCUMENTS.items():
+        (result,) = get_args(document)
+        text = _fields(result)
+        if get_origin(result) is Tiers:
+            (of_tier,) = get_args(result)
+            kinds = "; or ".join(map(_fields, get_args(of_tier) or (of_tier,)))
+            text = f"`tiers`, a list: {kinds}; or `tier`, `where` and `error`"
         rows.append(f"| `{command}` | {text} |")
     return HEAD.format(
         exit_codes="\n".join(["| code | meaning |", "|---:|---|", *codes]),
         results="\n".join(["| command | `result` |", "|---|---|", *rows]),
     )
+
+
+def _fields(result: Any) -> str:
+    return ", ".join(f"`{field.name}`" for field in dataclasses.fields(get_origin(result) or result))
 
 
 class Page:
@@ -176,32 +185,6 @@ class Page:
         key: str = json.loads(done.stdout.splitlines()[0])["key"]
         return key
 
-    def scrape(self, config: str) -> None:
-        """Run ``serve-metrics`` and show a part of what it serves."""
-        (port,) = free_ports(1)
-        url = f"http://127.0.0.1:{port}/metrics"
-        command = f"serve-metrics {config} --port {port}"
-        process = subprocess.Popen(
-            [KVTIERS, *command.split()], cwd=WORK, env=self._environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            wait_for(lambda: f"\n{METRICS_SHOWN[-1]}{{" in _scraped(url))
-            shown = [line for line in _scraped(url).splitlines() if line.startswith(METRICS_SHOWN)]
-        finally:
-            process.terminate()
-            process.wait()
-        self.add("", "```", f"$ kvtiers {command} &", f"$ curl -s {url} | grep ^kvtiers_storage", *shown, "```")
-
-
-def _scraped(url: str) -> str:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            text: str = answer.read().decode()
-            return text
-    except OSError:
-        return ""
-
 
 def main() -> None:
     """Command line."""
@@ -228,7 +211,7 @@ def main() -> None:
             config = f"{name}.yaml"
             page.add("", f"## {title}", "", "```yaml", (WORK / config).read_text().rstrip(), "```")
             page.run(f"check {config}")
-            page.run(f"doctor {config}")
+            page.run(f"check {config} --write")
             page.run(f"du {config}", f"ls {config} --limit 2", f"ls {config} --limit 1 --json")
             if name != "memory":
                 block = page.key_of_a_block(config)
@@ -239,8 +222,6 @@ def main() -> None:
             if name == "memory":
                 page.run(f"bench {config} --total 32MiB")
             page.run(f"vllm-config {config} --way tier")
-            if name != "memory":
-                page.scrape(config)
         page.add("", "## A bucket that cannot be reached")
         for name, mistake in (
             ("endpoint", {"endpoint_url": "http://127.0.0.1:9"}),
@@ -252,10 +233,14 @@ def main() -> None:
             page.run(f"check {name}.yaml", timed=True)
         page.run("check s3.yaml", timed=True, AWS_SECRET_ACCESS_KEY="not-the-secret")
         page.add("", "## Between tiers", "", "```yaml", (WORK / "two.yaml").read_text().rstrip(), "```")
-        page.run("migrate fs.yaml two.yaml --to far --dry-run", "migrate fs.yaml two.yaml --to far")
-        page.run("warm two.yaml --limit-rate 4MiB", "warm two.yaml", "warm fs.yaml")
+        page.run("copy fs.yaml two.yaml --to far --dry-run", "copy fs.yaml two.yaml --to far")
+        fill_near = "copy two.yaml --from far --to near --until-full"
+        page.run(f"{fill_near} --limit-rate 4MiB", fill_near, "copy two.yaml", "copy fs.yaml", "warm two.yaml")
         page.run("bench two.yaml --total 32MiB")
-        page.run("warm memory.yaml", "migrate two.yaml memory.yaml --from far")
+        page.run("copy memory.yaml", "copy two.yaml memory.yaml --from far")
+        (WORK / "config.json").write_text(json.dumps(LLAMA_8B))
+        page.add("", "## A model's size", "", "`config.json` is that of Llama 3.1 8B.")
+        page.run("check --model config.json --tp 2 --prefill 5000")
         page.add("", "## Without a YAML file")
         bucket = f"s3://{BUCKET}/two"
         near = str(WORK / "near")

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from kvtiers.connector.commands.cli import app
+from kvtiers.connector.commands.cli import COMMANDS, load_command
 from kvtiers.tiers.metrics import METRICS
 from tests.docs import make_benchmarks, make_errors, make_reference, plot_demo
 from tests.docs.make_reference import DOCS
@@ -61,8 +60,7 @@ def test_the_plot_of_the_demo() -> None:
 
 
 def test_the_commands_that_take_a_tier() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    taking = {name for name, each in commands.items() if any("--tier" in option.opts for option in each.params)}
+    taking = {name for name in COMMANDS if any("--tier" in option.opts for option in load_command(name).params)}
     said = re.search(r"one object\. (.*?) take `--tier NAME`", (DOCS / "operations.md").read_text(), re.DOTALL)
     assert said is not None
     assert set(re.findall(r"`([\w-]+)`", said[1])) == taking

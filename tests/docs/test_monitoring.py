@@ -18,9 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 
-from kvtiers.connector.commands.cli import app
 from kvtiers.connector.vllm_config import CONFIG_VARIABLE, connector_options
 from kvtiers.tiers.config.deployment import parse_config
 from tests.connector.commands.test_dashboards import RULES, dashboard_queries, panels, rules
@@ -92,7 +90,7 @@ class VllmServer:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that scrapes replica-a's own port, replica-b as vLLM's endpoint would show it, and the storage's monitor."""
+    """One that scrapes replica-a's own port, replica-b as vLLM's endpoint would show it."""
     folder = tmp_path_factory.mktemp("prometheus")
     jobs = {job["job_name"]: job for job in config_of_prometheus()["scrape_configs"]}
     with ExitStack() as stack:
@@ -100,26 +98,23 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         vllm = VllmServer(f"http://127.0.0.1:{targets['replica-b']}/metrics")
         stack.callback(vllm.close)
         jobs["vllm"]["static_configs"] = static_configs({"vllm-b": vllm.port})
-        jobs["kvtiers-storage"]["static_configs"] = static_configs({"storage": targets["storage"]})
         own = {"job_name": "own", "static_configs": static_configs({"replica-a": targets["replica-a"]})}
         server = Prometheus(folder, [*jobs.values(), own])
         stack.callback(server.close)
         wait_for(server.is_ready)
-        # rate() needs two samples; the monitor's first scan may take a moment
-        for name in ("kvtiers_jobs_total", "kvtiers_storage_probes_total", "vllm:prompt_tokens_by_source_total"):
+        for name in ("kvtiers_jobs_total", "vllm:prompt_tokens_by_source_total"):  # rate() needs two samples
             wait_for(lambda name=name: server.ask(f"rate({name}[30s]) > 0"))  # type: ignore[misc]
-        wait_for(lambda: server.ask("kvtiers_storage_bytes"))
         yield server
 
 
 @needs_prometheus
-@pytest.mark.parametrize("chosen", [".*", "(replica-a|vllm-b|storage|local|shared|m)"], ids=["all", "several"])
+@pytest.mark.parametrize("chosen", [".*", "(replica-a|vllm-b|local|shared|m)"], ids=["all", "several"])
 @pytest.mark.parametrize("number", range(len(dashboard_queries())), ids=lambda at: dashboard_queries()[at][0])
 def test_prometheus_answers_every_query(prometheus: Prometheus, number: int, chosen: str) -> None:
     """Those of events have no series where nothing happened."""
     title, expr, _ = dashboard_queries()[number]
     answer = prometheus.ask(fill_in(expr, 120, rate_s=120, chosen=chosen))
-    may_be_empty = expr.endswith("> 0") or "namespace" in expr or "collector" in expr or "used_bytes" in expr
+    may_be_empty = expr.endswith("> 0") or "collector" in expr or "used_bytes" in expr
     assert answer or may_be_empty or chosen != ".*", title
 
 
@@ -186,14 +181,9 @@ def test_the_engines_command(tmp_path: Path) -> None:
     assert connector_options({}, {CONFIG_VARIABLE: str(config)})["spec_name"] == "KVTiersSpec"
 
 
-def test_the_monitors_command() -> None:
-    (line,) = [line for line in commands() if line.startswith("kvtiers ")]
-    _, name, *arguments = shlex.split(line)
-    command = get_command(app).commands[name]  # type: ignore[attr-defined]
-    parameters = command.make_context(name, arguments).params
-    assert (parameters["address"], parameters["port"]) == ("0.0.0.0", 9471)
+def test_the_job_scrapes_vllms_port() -> None:
     config = config_of_prometheus()["scrape_configs"]
-    assert [job["static_configs"][0]["targets"][0][-5:] for job in config] == [":8000", ":9471"]
+    assert [job["static_configs"][0]["targets"][0][-5:] for job in config] == [":8000"]
 
 
 def test_alerts_keep_the_instance_and_print_the_labels_that_they_keep() -> None:

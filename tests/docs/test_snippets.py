@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
-from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvtiers.connector.commands import check, findings
-from kvtiers.connector.commands.cli import app
+from kvtiers.connector.commands import check, tier_checks
+from kvtiers.connector.commands.cli import COMMANDS, app, load_command
 from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.stores.files.mounts import mount_findings
@@ -27,11 +25,11 @@ from kvtiers.tiers.testing.servers import S3Server, moto_server
 from tests.connector.commands.model_configs import LLAMA_8B
 from tests.docs import snippets
 from tests.docs.snippets import DOCS, GUIDES, PAGES, ROOT, Snippet, commands
+from tests.s3_clients import be_patient
 
 RUN_S_MAX = 600  # ends a run that hangs
 KUBERNETES = DOCS / "kubernetes.yaml"
 KUBERNETES_VERSION = "1.33"
-COMMANDS: Mapping[str, click.Command] = get_command(app).commands  # type: ignore[attr-defined]
 CONNECTORS = {"KVTiersConnector", "SharedStorageConnector"}
 
 #: Programs whose commands are not run here -> why.
@@ -113,7 +111,7 @@ def check_kvtiers(words: list[str]) -> None:
     if name.startswith("--"):
         return
     assert name in COMMANDS, f"kvtiers has no command {name}"
-    COMMANDS[name].make_context(name, list(arguments))
+    load_command(name).make_context(name, list(arguments))
 
 
 def check_transfer_config(config: Mapping[str, Any]) -> None:
@@ -340,7 +338,8 @@ def s3() -> Iterator[S3Server]:
 def test_the_guides_commands_run(page: Path, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the page's order, on the page's own files, with folders and buckets put in the place of theirs."""
     monkeypatch.setattr(check, "TIERS_S_MAX", 300.0)  # a busy machine may take longer to import a driver
-    monkeypatch.setattr(findings, "missing_mount", lambda _: "")  # the folders of this test are on no NFS mount
+    be_patient(monkeypatch)
+    monkeypatch.setattr(tier_checks, "missing_mount", lambda _: "")  # the folders of this test are on no NFS mount
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     local = "/etc/kvtiers.yaml"

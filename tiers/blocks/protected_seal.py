@@ -11,7 +11,7 @@ after all cheaper checks. A block without a tag is never accepted. OpenSSL does 
 A block whose key id is not in the ring is foreign: it is a miss, and no store replaces it. During a rotation, engines
 get the new key one after the other. If foreign blocks were replaced, engines with the old and with the new key would
 overwrite each other's blocks, and an attacker could have good blocks replaced. The price: if a key is lost, its blocks
-stay misses until an operator removes them. So engines (once), ``doctor``, ``du`` and ``verify`` report unknown keys.
+stay misses until an operator removes them. So engines (once), ``check``, ``du`` and ``verify`` report unknown keys.
 """
 
 from __future__ import annotations

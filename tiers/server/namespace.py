@@ -39,7 +39,7 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
         is_new = found is None
         if is_new:
             logger.info(
-                "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor shows in "
+                "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers check shows in "
                 "which options this namespace differs from others of the same model",
                 path,
             )

@@ -1,6 +1,6 @@
 """Compare the namespaces of one model: find the fields that differ, which is why their engines share no blocks.
 
-``kvtiers doctor`` compares all namespaces in a storage. An engine with a new namespace logs at startup which existing
+``kvtiers check`` compares all namespaces in a storage. An engine with a new namespace logs at startup which existing
 namespace is nearest to its own. It searches on a separate thread, which ends after ``SEARCH_S_MAX`` and one more call.
 """
 

@@ -66,6 +66,7 @@ GEMMA3_27B = {
         "num_hidden_layers": 62,
         "num_key_value_heads": 16,
         "sliding_window": 1024,
+        "sliding_window_pattern": 6,
     },
 }
 DEEPSEEK_V3 = {
@@ -83,6 +84,7 @@ DEEPSEEK_V3 = {
 }
 QWEN3_NEXT_80B = {
     "model_type": "qwen3_next",
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
     "full_attention_interval": 4,
     "head_dim": 256,
     "hidden_size": 2048,
@@ -122,11 +124,8 @@ ALL: dict[str, tuple[dict[str, Any], tuple[int, int, int], int, int]] = {
     "llama-70b": (LLAMA_70B, (80, 0, 0), 8, 128),
     "qwen3-8b": (QWEN3_8B, (36, 0, 0), 8, 128),
     "qwen2-7b": (QWEN2_7B, (28, 0, 0), 4, 128),
-    "mistral-7b-v0.1": (MISTRAL_7B_V01, (0, 32, 0), 8, 128),
     "gpt-oss-20b": (GPT_OSS_20B, (12, 12, 0), 8, 64),
     "gemma3-27b": (GEMMA3_27B, (10, 52, 0), 16, 128),
     "deepseek-v3": (DEEPSEEK_V3, (61, 0, 0), 1, 576),
     "qwen3-next-80b": (QWEN3_NEXT_80B, (12, 0, 36), 2, 256),
-    "jamba-mini": (JAMBA_MINI, (4, 0, 28), 8, 128),
-    "llama4-scout": (LLAMA4_SCOUT, (12, 36, 0), 8, 128),
 }

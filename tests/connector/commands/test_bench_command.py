@@ -109,8 +109,10 @@ def test_mistakes(config: str, tmp_path: Path) -> None:
         ((str(tmp_path / "none.yaml"),), "none.yaml"),
         ((config, "--block-size", "big"), "--block-size"),
         ((config, "--tier", "nobody"), "accepted: disk, fsspec, memory"),
-        ((config, "--block-size", "4MiB"), "--block-size"),
+        ((config, "--block-size", "4MiB"), "--block-size: 4 MiB; accepted is 1 B up to the region's size, 2 MiB"),
         ((config, "--block-size", "0"), "--block-size"),
+        ((config, "--total", "10"), "--total: 10 B is less than one block; write at least the value of --block-size"),
+        ((config, "--total", "x"), "--total: 'x' is not a size"),
     ):
         code, out = run(*args)
         assert code == 2, out

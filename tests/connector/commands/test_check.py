@@ -3,27 +3,26 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from threading import Barrier, Event
 from typing import Any
 
 import pytest
 import yaml
 
-from kvtiers.connector.commands import check, findings
-from kvtiers.connector.commands.findings import Finding
+from kvtiers.connector.commands import check, tier_checks
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.builtin import BuiltInTier
-from kvtiers.tiers.config.deployment import parse_config
-from kvtiers.tiers.config.tier_options import S3TierConfig
-from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
+from kvtiers.tiers.errors import ConfigError, StoreError
 from kvtiers.tiers.stores.files import mounts
+from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
-from tests.connector.commands.test_doctor import deployment, fs
+from tests.connector.commands.test_check_findings import deployment, fs
 from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
+from tests.connector.commands.test_verify_command import put_blocks
 from tests.identity import CONFIG, FakeSpec, block_key
+from tests.s3_clients import use_credentials
 
 CANARY = "CANARYCANARY"
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -55,9 +54,14 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result_of(out)["config"]["region"]["size"] == 1 << 20
 
 
+def texts(level: str, *given: dict[str, Any], writes: bool = False, **more: Any) -> list[str]:
+    """What ``check`` finds in these tiers on this machine, as lines that begin with the option at fault."""
+    findings = check.examine(deployment(*given, **more), writes=writes).findings
+    return [f"{one.place}: {one.message}{one.fix and f'; {one.fix}'}" for one in findings if one.level == level]
+
+
 def problems(*given: dict[str, Any], **more: Any) -> list[str]:
-    """What ``check`` finds wrong with these tiers on this machine."""
-    return check.examine(deployment(*given, **more)).texts("problem")
+    return texts("problem", *given, **more)
 
 
 EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
@@ -111,7 +115,7 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
     assert "tiers[1].max_bytes: '10 Gigs' is not a size; write a number and a unit, such as 10GiB" in out
     code, out = run("check", config, "--json")
     assert code == ExitCode.BAD_INPUT
-    assert result_of(out) == {"verdict": "not usable: 1 mistake"}
+    assert (result_of(out)["verdict"], result_of(out)["config"]) == ("not usable: 1 mistake", None)
     document = json.loads(out)
     assert not document["ok"]
     assert document["errors"] == [
@@ -120,7 +124,13 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
 
 
 def test_check_of_nothing(tmp_path: Path) -> None:
-    assert run("check")[0] == 2
+    for options, said in (
+        ((), "give a YAML file, --model or --schema"),
+        (("--model", str(tmp_path), "--write"), "give a YAML file"),
+        ((str(tmp_path / "none.yaml"), "--tp", "2"), "--tp, --kv-cache-dtype, --block-size and --prefill apply"),
+    ):
+        code, out = run("check", *options)
+        assert (code, said in " ".join(out.split())) == (2, True), out
     code, out = run("check", str(tmp_path / "none.yaml"))
     assert code == ExitCode.BAD_INPUT
     assert "cannot be read" in out
@@ -136,37 +146,12 @@ def test_schema_for_editors() -> None:
 
 def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    config = parse_config(
-        {
-            "region": {"size": "900PiB"},
-            "tiers": [
-                {"type": "fs", "root_dir": str(tmp_path / "file")},
-                {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": "900PiB"},
-            ],
-        }
-    )
-    found = check.examine(config).texts("problem")
-    assert [finding.split(":")[0] for finding in found] == ["region.size", "tiers[0].root_dir", "tiers[1].min_free"]
-    assert "--shm-size" in found[0]
-
-
-def test_storage_that_hangs_is_a_problem_and_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = Event()
-
-    def hang(*_: object) -> Iterator[Finding]:
-        assert answered.wait(120)
-        return iter(())
-
-    monkeypatch.setattr(findings, "_folder", hang)
-    # The time is up as soon as the other tier has answered.
-    monkeypatch.setattr(check, "wait", lambda asked, _: asked[1].result(120))
-    tiers = [fs(tmp_path / "kv"), {"type": "none_such", "module_path": "none_such"}]
-    try:
-        hung, absent = problems(*tiers)
-        assert hung == "tiers[0]: no answer within 300 s; check that the disk or mount answers (ls, dmesg)"
-        assert absent.startswith("tiers[1]")
-    finally:
-        answered.set()
+    tiers = (fs(tmp_path / "file"), fs(tmp_path / "kv", min_free="900PiB"))
+    shm, memory, *rest = problems(*tiers, region={"size": "900PiB"})
+    assert shm.startswith("region.size: ")
+    assert "--shm-size" in shm
+    assert memory.startswith("region.size: ")
+    assert [finding.split(":")[0] for finding in rest] == ["tiers[0].root_dir", "tiers[1].min_free"]
 
 
 def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +204,7 @@ def test_check_finds_what_an_engine_refuses(
     given = {
         name: value.replace("HERE", str(tmp_path)) if name == "root_dir" else value for name, value in tier.items()
     }
-    monkeypatch.setattr(findings, "missing_mount", lambda _: "")  # this folder is not on an NFS mount
+    monkeypatch.setattr(tier_checks, "missing_mount", lambda _: "")  # this folder is not on an NFS mount
     (found,) = problems(given)
     assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
     spec = TieringOffloadingSpec(CONFIG, deployment(given), 65_536)
@@ -250,59 +235,26 @@ def test_check_names_packages_that_are_missing(
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    found = problems({"type": "memory"}, **config)
-    assert [(problem.split(": ")[0], "pip install '.[" in problem) for problem in found] == [(field, True)]
-
-
-def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
-        monkeypatch.setattr(f"{path}.file_system_type", lambda _: "nfs4")
-    for module, name in ((findings, "_folder"), (check, "_block_sizes")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a dead mount would hang here"))
-    tier = {"type": "nfs", "root_dir": str(tmp_path)}
-    assert problems(tier) == []
+    (found,) = problems({"type": "memory"}, **config)
+    assert (found.split(": ")[0], "pip install '.[" in found) == (field, True)
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("ext4", True), ("overlay", True), ("ceph", False), ("nfs4", False)])
 def test_nfs_tier_without_its_mount_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
-    for module in ("kvtiers.connector.commands.findings", "kvtiers.tiers.stores.files.mounts"):
+    for module in ("kvtiers.connector.commands.tier_checks", "kvtiers.tiers.stores.files.mounts"):
         monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
     said = f"root_dir: {tmp_path}/kv is not on an NFS mount ({kind})"
     config = tmp_path / "c.json"
     config.write_text(deployment(tier).model_dump_json())
     code, out = run("check", str(config))
-    assert (code, f"problem tiers[0].{said}" in out) == (ExitCode.FAILED if is_told else 0, is_told)
-    code, out = run("check", str(config), "--json")
-    assert [found.partition(";")[0] for found in result_of(out)["findings"]] == [f"tiers[0].{said}"] * is_told
+    assert (code, f"problem tiers[0] nfs, {said}" in out) == (ExitCode.FAILED if is_told else 0, is_told)
     spec = TieringOffloadingSpec(CONFIG, deployment(tier), 65_536)
     spec.get_manager()
     spec.shutdown()
     assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told
-
-
-def test_names_that_look_like_markup(tmp_path: Path) -> None:
-    code, out = run("check", write_tiers(tmp_path / "[b].yaml", f"type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0"))
-    assert code == 0
-    assert "[b].yaml is usable" in out
-
-
-def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets that do not answer take seconds each."""
-    all_asked = Barrier(3)
-
-    def ask(tier: S3TierConfig) -> None:
-        all_asked.wait(120)
-        raise StoreUnavailableError(f"endpoint: {tier.name} does not answer; start it")
-
-    monkeypatch.setattr(findings, "_try_bucket", ask)
-    tiers = [{"type": "s3", "bucket": f"kv-{name}", "name": name} for name in ("c", "a", "b")]
-    found = problems(*tiers)
-    assert found == [
-        f"tiers[{n}]: endpoint: {name} does not answer; start it" for n, name in enumerate(("c", "a", "b"))
-    ]
 
 
 @pytest.mark.parametrize(
@@ -335,11 +287,10 @@ def test_the_verdict_comes_last(
 
 def test_a_limit_beyond_the_disk_is_told_what_to_write(tmp_path: Path) -> None:
     tier = fs(tmp_path / "kv") | {"max_bytes": "900PiB", "min_free": "1MiB"}
-    examined = check.examine(deployment(tier))
-    (warning,) = examined.texts("warning")
+    (warning,) = texts("warning", tier)
     assert warning.startswith("tiers[0].max_bytes: 921600.0 TiB is more than the file system of ")
     limit = warning.rpartition("write at most ")[2]
-    assert check.examine(deployment(tier | {"max_bytes": limit})).verdict() == "usable"
+    assert check.examine(deployment(tier | {"max_bytes": limit})).verdict == "usable"
 
 
 def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,13 +319,33 @@ def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Pat
     config = tmp_path / "c.yaml"
     for size, room in (("4MiB", 4), ("64KiB", 0)):
         config.write_text(yaml.safe_dump({"region": {"size": size}, "tiers": [fs(tmp_path / "kv")]}))
-        code, out = run("check", str(config))
-        out = " ".join(out.split())
-        assert (code, f"holds blocks of {model}, 1 MiB each: the region has room for about {room}" in out) == (
-            0,
-            True,
-        ), out
+        out = " ".join(run("check", str(config))[1].split())
+        assert f"holds blocks of {model}, 1 MiB each: the region has room for about {room}" in out
         assert ("write at least 16MiB for this model" in out) == (room == 0)
+
+
+@pytest.mark.parametrize("type_", ["fs", "nfs", "fsspec", "store"])
+def test_check_without_write_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str) -> None:
+    monkeypatch.setattr(tier_checks, "missing_mount", lambda _: "")
+    kv = tmp_path / "kv"
+    (tmp_path / "kvtiers_check_files.py").write_text(
+        f"from kvtiers.tiers.stores.files.local import LocalStore\ndef make_store(_): return LocalStore({str(kv)!r})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    places = {"fsspec": {"url": f"file://{kv}"}, "store": {"module_path": "kvtiers_check_files"}}
+    tier = {"type": type_, "max_bytes": "1GiB"} | places.get(type_, {"root_dir": str(kv), "min_free": 0})
+    if type_ != "store":  # such a store makes its folder when it is opened
+        assert problems(tier) == []
+        assert not kv.exists()
+    for has_blocks in (False, True):
+        with closing(LocalStore(kv)) as store:
+            if has_blocks:
+                put_blocks(store)
+        before = sorted(kv.rglob("*"))
+        assert problems(tier) == []
+        assert sorted(kv.rglob("*")) == before
+    assert problems(tier, writes=True) == []
+    assert type_ == "store" or not (kv / tier_checks.TRIAL_FOLDER).exists()
 
 
 # ---- what an engine's first lookup, put and get would meet -----------------------------------------------------------
@@ -394,12 +365,13 @@ def s3fs(url: str = "s3://kvb/kv", **options: Any) -> dict[str, Any]:
 def test_check_of_fsspec_url_whose_server_refuses_is_a_problem(code: Fault, expected: str) -> None:
     with HttpFaultServer() as server:
         server.inject(code)
-        (found,) = problems(s3fs(endpoint_url=server.endpoint_url))
+        # A bucket that is gone looks like one without the block until something is put.
+        (found,) = problems(s3fs(endpoint_url=server.endpoint_url), writes=True)
     assert found.startswith(expected)
 
 
 def test_check_of_fsspec_url_whose_server_is_silent_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "FSSPEC_CALL_S_MAX", 0.2)
+    monkeypatch.setattr(tier_checks, "FSSPEC_CALL_S_MAX", 0.2)
     with HttpFaultServer() as server:
         server.inject(Fault.STALL)
         (found,) = problems(s3fs(endpoint_url=server.endpoint_url))
@@ -414,8 +386,22 @@ def test_check_of_good_fsspec_url_finds_nothing_and_leaves_nothing() -> None:
         assert problems(tier | {"read_only": True}) == []
         assert server.requests("PUT") == []
         assert problems(tier) == []
-        (put,) = server.requests("PUT")
-        assert server.get_object("kvb", put.path.partition("?")[0].removeprefix("/kvb/")) is None
+        assert server.requests("PUT") == []
+        assert problems(tier, writes=True) == []
+        puts = {put.path.partition("?")[0].removeprefix("/kvb/") for put in server.requests("PUT")}
+        assert puts
+        assert [server.get_object("kvb", key) for key in puts] == [None] * len(puts)
+
+
+def test_check_of_bucket_sends_no_put_without_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_credentials(monkeypatch)
+    with HttpFaultServer(buckets=("kvb",)) as server:
+        tier = {"type": "s3", "bucket": "kvb", "endpoint_url": server.endpoint_url, "max_bytes": "1GiB"}
+        assert problems(tier) == []
+        assert server.requests("GET", "HEAD")
+        assert server.requests("PUT", "POST", "DELETE") == []
+        assert problems(tier, writes=True) == []
+        assert server.requests("PUT")
 
 
 def test_check_of_read_only_fsspec_url_that_holds_nothing_is_a_problem() -> None:
@@ -445,12 +431,11 @@ def test_check_of_wrong_driver_option_names_the_option(options: dict[str, Any], 
 
 def test_check_warns_of_misspelt_option_that_driver_drops(tmp_path: Path) -> None:
     tier = {"type": "fsspec", "url": f"file://{tmp_path}/kv"}
-    wrong = check.examine(deployment(tier | {"storage_options": {"auto_mkdri": True}}))
-    assert wrong.texts("warning") == [
+    assert texts("warning", tier | {"storage_options": {"auto_mkdri": True}}) == [
         "tiers[0].storage_options: the driver's constructor has no parameter auto_mkdri; did you mean auto_mkdir?"
     ]
     right = {"auto_mkdir": True, "use_listings_cache": False, "x_of_a_subclass": 1}
-    assert check.examine(deployment(tier | {"storage_options": right})).verdict() == "usable"
+    assert check.examine(deployment(tier | {"storage_options": right})).verdict == "usable"
 
 
 @pytest.mark.parametrize("type_", ["fs", "nfs", "fsspec"])
@@ -458,7 +443,7 @@ def test_check_warns_of_misspelt_option_that_driver_drops(tmp_path: Path) -> Non
 def test_check_of_root_below_dangling_link_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str, below: str
 ) -> None:
-    monkeypatch.setattr(findings, "missing_mount", lambda _: "")
+    monkeypatch.setattr(tier_checks, "missing_mount", lambda _: "")
     (tmp_path / "data").symlink_to(tmp_path / "disk")
     root = f"{tmp_path}/data/kv{below}"
     place = {"url": f"file://{root}"} if type_ == "fsspec" else {"root_dir": root}
@@ -473,11 +458,10 @@ def test_check_warns_of_root_below_link_to_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "data").symlink_to(tmp_path / "disk")
     warning = f"tiers[0].root_dir: a symbolic link leads to {tmp_path}/disk, which is empty and not a mount point"
-    examined = check.examine(deployment(fs(tmp_path / "data" / "kv")))
-    assert [text.partition(";")[0] for text in examined.texts("warning")] == [warning]
+    assert [text.partition(";")[0] for text in texts("warning", fs(tmp_path / "data" / "kv"))] == [warning]
     (tmp_path / "disk" / "kv").mkdir()  # it has been used
     for root in (tmp_path / "data" / "kv", tmp_path / "disk" / "new"):
-        assert check.examine(deployment(fs(root))).texts("warning") == []
+        assert texts("warning", fs(root)) == []
 
 
 def test_check_of_root_below_mount_point_that_is_not_mounted_is_a_problem(
@@ -497,18 +481,17 @@ def test_check_of_root_below_mount_point_that_is_not_mounted_is_a_problem(
 
 @pytest.mark.parametrize("text", ["{{ .Values.root }}", "<your-folder>", "%(root)s", "%POD_NAME%"])
 def test_check_warns_of_placeholder(tmp_path: Path, text: str) -> None:
-    (warning,) = check.examine(deployment(fs(tmp_path / text / "kv"))).texts("warning")
+    (warning,) = texts("warning", fs(tmp_path / text / "kv"))
     assert warning.startswith(f"tiers[0].root_dir: holds {text}, which looks like a placeholder")
-    assert check.examine(deployment(fs(tmp_path / "100%_a<b" / "kv"))).texts("warning") == []
+    assert texts("warning", fs(tmp_path / "100%_a<b" / "kv")) == []
 
 
 def test_check_warns_of_variable_where_variables_are_not_replaced(tmp_path: Path) -> None:
     tier = {"type": "fsspec", "url": f"file://{tmp_path}/kv"}
     for value in ("$MKDIR", "${MKDIR:-1}", "$(MKDIR)"):
-        (warning,) = check.examine(deployment(tier | {"storage_options": {"auto_mkdir": value}})).texts("warning")
+        (warning,) = texts("warning", tier | {"storage_options": {"auto_mkdir": value}})
         assert f"auto_mkdir is {value}, but variables are not replaced in storage_options" in warning
-    password = deployment(tier | {"storage_options": {"x": f"pa$word-{CANARY}"}})
-    assert check.examine(password).texts("warning") == []
+    assert texts("warning", tier | {"storage_options": {"x": f"pa$word-{CANARY}"}}) == []
 
 
 def test_check_of_store_names_module_or_options_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,10 +538,13 @@ def make_store(options):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"class": "Refused"}, "tiers[0].options: denied"),
+        ({"class": "Refused"}, "tiers[0].rights: denied"),
         ({"class": "Refused", "read_only": True}, None),
-        ({"class": "Raw"}, "tiers[0].options: a call of kvtiers_check_custom's store raised KeyError; let it raise a "),
-        ({"class": "Forgets"}, "tiers[0].options: the store returned other bytes than were written"),
+        (
+            {"class": "Raw"},
+            "tiers[0]: could not be checked: KeyError in kvtiers_check_custom.py:14; let kvtiers_check_cu",
+        ),
+        ({"class": "Forgets"}, "tiers[0].reads: host "),
         ({"class": "MemoryStore"}, None),
         ({"class": "MemoryStore", "isolation": "auto"}, "tiers[0].isolation: needs other processes, but only the pr"),
         ({"class": "MemoryStore", "max_bytes": "1GiB"}, "tiers[0].max_bytes: needs other processes, but only the pr"),
@@ -571,6 +557,6 @@ def test_check_of_custom_store_makes_the_calls_of_an_engine(
     monkeypatch.syspath_prepend(str(tmp_path))
     place = {"type": "store", "module_path": "kvtiers_check_custom", "options": {"class": options["class"]}}
     tier = place | {"isolation": "thread"} | {name: value for name, value in options.items() if name != "class"}
-    found = problems(tier)
+    found = problems(tier, writes=True)
     assert len(found) == (expected is not None)
     assert all(each.startswith(expected or "") and CANARY not in each for each in found)

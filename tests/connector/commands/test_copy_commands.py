@@ -1,4 +1,4 @@
-"""warm and migrate, between real folders and S3."""
+"""copy, between real folders and S3."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ from tests.tiers.stores.files.test_local_faults import Damaged
 from tests.web_server import serve_folder
 
 BLOB = SIZE + TRAILER_BYTES
+#: As a near tier is filled from a far one.
+FILL = ("--from", "far", "--to", "near", "--until-full")
 NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
 
 
@@ -61,31 +63,31 @@ def stored(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.bin") if ".tmp" not in path.parts}
 
 
-def test_warm_fills_the_first_tier_from_the_last(near: Path, far: Path) -> None:
+def test_copy_fills_the_first_tier_from_the_last(near: Path, far: Path) -> None:
     config = write_config(near, far)
-    assert f"copied: {COUNT} blocks" in ok("warm", config)
+    assert f"copied: {COUNT} blocks" in ok("copy", config, *FILL)
     assert stored(near) == stored(far)
     assert "all blocks are intact" in ok("verify", config, "--tier", "near")
-    assert f"already present: {COUNT} blocks" in ok("warm", config)
+    assert f"already present: {COUNT} blocks" in ok("copy", config, *FILL)
     assert (near / NAMESPACE / "config.json").read_bytes() == (far / NAMESPACE / "config.json").read_bytes()
 
 
-def test_warm_by_names_and_by_namespace(near: Path, far: Path, tmp_path: Path) -> None:
+def test_copy_by_names_and_by_namespace(near: Path, far: Path, tmp_path: Path) -> None:
     config = write_config(near, far)
     names = tmp_path / "names"
     names.write_text(f"{NAMES[3]}\n\n{NAMES[5][:-9]}\n{NAMESPACE}_r7/\n")
-    assert result_of(ok("warm", config, "--names", str(names), "--json"))["copied"] == 2
+    assert result_of(ok("copy", config, *FILL, "--names", str(names), "--json"))["copied"] == 2
     assert stored(near).keys() == {NAMES[3], NAMES[5]}
-    result = result_of(ok("warm", config, "--namespace", NAMESPACE, "--json"))
+    result = result_of(ok("copy", config, *FILL, "--namespace", NAMESPACE, "--json"))
     assert (result["copied"], result["present"]) == (COUNT - 2, 2)
 
 
-def test_warm_by_what_nothing_is_named_after_fails(near: Path, far: Path, tmp_path: Path) -> None:
+def test_copy_by_what_nothing_is_named_after_fails(near: Path, far: Path, tmp_path: Path) -> None:
     config = write_config(near, far)
     names = tmp_path / "names"
     names.write_text("nothing\n")
     for option in (("--namespace", "other_0123"), ("--names", str(names))):
-        code, out = run("warm", config, *option)
+        code, out = run("copy", config, *FILL, *option)
         assert code == 1
         assert "far at " in out
         assert "no block with such a name" in out
@@ -94,7 +96,7 @@ def test_warm_by_what_nothing_is_named_after_fails(near: Path, far: Path, tmp_pa
 def test_a_folder_that_the_disk_cannot_read_is_told(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = NAMES[0].split("/")[1]
     monkeypatch.setattr(folder_listing, "os", Damaged({folder}, errno.EIO))
-    code, out = run("migrate", write_config(near, far), "--from", "far", "--to", "near")
+    code, out = run("copy", write_config(near, far), "--from", "far", "--to", "near")
     assert code == 1
     assert "has 1 folders or files that cannot be read" in out
     assert stored(near).keys() == {name for name in NAMES if name.split("/")[1] != folder}
@@ -107,18 +109,18 @@ def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_least")
-def test_warm_stops_at_the_bound(near: Path, far: Path) -> None:
+def test_copy_stops_at_the_bound(near: Path, far: Path) -> None:
     room = 10 * BLOB + 3000  # for its config.json, and less than one more
-    out = ok("warm", write_config(near, far, f"max_bytes: {room}"))
+    out = ok("copy", write_config(near, far, f"max_bytes: {room}"), *FILL)
     assert "copied: 10 blocks" in out
     assert "the target is full" in out
     assert len(stored(near)) == 10
-    assert "copied: 0 blocks" in ok("warm", write_config(near, far, f"max_bytes: {room}"))
+    assert "copied: 0 blocks" in ok("copy", write_config(near, far, f"max_bytes: {room}"), *FILL)
 
 
 @pytest.mark.usefixtures("no_least")
-def test_warm_shares_the_bound_with_running_writers(near: Path, far: Path) -> None:
-    """The limit counts blocks that writers have put, and the collector counts blocks that warm has copied."""
+def test_copy_shares_the_bound_with_running_writers(near: Path, far: Path) -> None:
+    """The limit counts blocks that writers have put, and the collector counts blocks that copy has put."""
     max_bytes = 16 * BLOB
     config = write_config(near, far, f"max_bytes: {max_bytes}")
     store = LocalStore(near)
@@ -126,7 +128,7 @@ def test_warm_shares_the_bound_with_running_writers(near: Path, far: Path) -> No
     writer = Writer(store, poll_s=1.0)
     writer.note_put(2 * BLOB)
     writer.poll()
-    copied = result_of(ok("warm", config, "--json"))
+    copied = result_of(ok("copy", config, *FILL, "--json"))
     assert copied["no_room"]
     assert copied["copied"] == 10
     assert used_bytes(store) == 16 * BLOB
@@ -134,15 +136,15 @@ def test_warm_shares_the_bound_with_running_writers(near: Path, far: Path) -> No
 
 
 @pytest.mark.usefixtures("no_least")
-def test_migrate_says_when_not_all_went(near: Path, far: Path) -> None:
+def test_copy_says_when_not_all_went(near: Path, far: Path) -> None:
     config = write_config(near, far, f"max_bytes: {10 * BLOB}")
-    assert run("migrate", config, "--from", "far", "--to", "near")[0] == 1
+    assert run("copy", config, "--from", "far", "--to", "near")[0] == 1
 
 
 def test_bad_blocks_are_not_copied(near: Path, far: Path) -> None:
     flip(far / NAMES[0], 100)
     flip(far / NAMES[1], SIZE + 20)
-    code, out = run("warm", write_config(near, far))
+    code, out = run("copy", write_config(near, far), *FILL)
     assert code == 1
     assert "the seal is bad" in out
     assert stored(near).keys() == set(NAMES[2:])
@@ -151,33 +153,31 @@ def test_bad_blocks_are_not_copied(near: Path, far: Path) -> None:
 
 def test_no_blob_of_the_target_is_replaced(near: Path, far: Path) -> None:
     config = write_config(near, far)
-    ok("warm", config)
+    ok("copy", config, *FILL)
     (near / NAMES[0]).write_bytes(b"short")
     flip(near / NAMES[1], SIZE + 60)
     make_newer(near / NAMES[2])
     before = stored(near)
-    result = result_of(ok("warm", config, "--json"))
+    result = result_of(ok("copy", config, *FILL, "--json"))
     assert (result["copied"], result["present"]) == (0, COUNT)
     assert stored(near) == before
 
 
 def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
     (far / NAMESPACE / "config.json").unlink()
-    code, out = run("warm", write_config(near, far))
+    code, out = run("copy", write_config(near, far), *FILL)
     assert code == 1
     assert "config.json is missing or damaged" in out
     assert not stored(near)
 
 
-@pytest.mark.parametrize("command", ["warm", "migrate"])
-def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Path, far: Path, command: str) -> None:
+def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Path, far: Path) -> None:
     digest = NAMESPACE.rpartition("_")[2]
     other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one, or after it
     shutil.copytree(far / NAMES[0].partition("/")[0], other)
     shutil.copytree(other, other.with_name(other.name.replace("0" * 12, "f" * 12)))
     config = write_config(near, far)
-    arguments = (config, "--from", "far", "--to", "near")
-    code, out = run(command, *arguments, "--json")
+    code, out = run("copy", config, *FILL, "--json")
     assert code == 1
     result = result_of(out)
     assert (result["copied"], result["errors"]) == (COUNT, 2 * COUNT)
@@ -211,7 +211,7 @@ def test_a_target_that_takes_nothing_ends_it(near: Path, far: Path, monkeypatch:
 @pytest.mark.parametrize("refused", ["000", "leaf", "namespace"])
 def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Path, refused: str) -> None:
     """As a command leaves them that was run by root."""
-    ok("warm", write_config(near, far))
+    ok("copy", write_config(near, far), *FILL)
     name = NAMES[0]
     folder = (
         near / {"000": "/".join(name.split("/")[:2]), "leaf": name.rpartition("/")[0], "namespace": NAMESPACE}[refused]
@@ -252,7 +252,7 @@ def test_a_list_of_names_from_closed_standard_input(near: Path, far: Path, monke
 def test_a_target_that_is_another_namespaces_is_refused(near: Path, far: Path) -> None:
     (near / NAMESPACE).mkdir(parents=True)
     (near / NAMESPACE / "config.json").write_text("{}")
-    code, out = run("warm", write_config(near, far))
+    code, out = run("copy", write_config(near, far), *FILL)
     assert code == 1
     assert "belongs to another namespace" in out
 
@@ -262,14 +262,16 @@ def test_mistakes(near: Path, far: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
     for args, expected in (
-        (("warm", config, "--from", "nowhere"), "accepted: near, far"),
-        (("warm", config, "--from", "near"), "choose two tiers"),
-        (("warm", config, "--names", str(tmp_path / "none")), "No such file"),
-        (("warm", config, "--names", str(empty)), "is empty; write the beginning"),
-        (("warm", config, "--names", str(empty), "--namespace", "x"), "are mutually exclusive"),
-        (("migrate", config, str(tmp_path / "none.yaml")), "none.yaml"),
+        ((config,), "--from: say which tier; accepted: near, far"),
+        ((config, "--from", "nowhere"), "--from: no tier 'nowhere'; accepted: near, far"),
+        ((config, "--from", "far"), "--to: say which tier; accepted: near, far"),
+        ((config, "--from", "near", "--to", "near"), "choose two tiers"),
+        ((config, *FILL, "--names", str(tmp_path / "none")), "No such file"),
+        ((config, *FILL, "--names", str(empty)), "is empty; write the beginning"),
+        ((config, *FILL, "--names", str(empty), "--namespace", "x"), "are mutually exclusive"),
+        ((config, str(tmp_path / "none.yaml")), "none.yaml"),
     ):
-        code, out = run(*args)
+        code, out = run("copy", *args)
         assert code == 2, out
         assert expected in out
 
@@ -287,9 +289,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_to_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
     there = write_tiers(tmp_path / "s3.yaml", bucket)
     config = write_config(near, far)
-    assert result_of(ok("migrate", config, there, "--from", "far", "--json"))["copied"] == COUNT
+    assert result_of(ok("copy", config, there, "--from", "far", "--json"))["copied"] == COUNT
     assert "all blocks are intact" in ok("verify", there)
-    assert result_of(ok("migrate", there, config, "--to", "near", "--json"))["copied"] == COUNT
+    assert result_of(ok("copy", there, config, "--to", "near", "--json"))["copied"] == COUNT
     assert stored(near) == stored(far)
 
 
@@ -304,11 +306,10 @@ def used_at(root: Path) -> dict[str, float]:
     return {name: (root / name).stat().st_mtime for name in stored(root)}
 
 
-@pytest.mark.parametrize("command", [("warm",), ("migrate", "--from", "far", "--to", "near")])
-def test_blocks_keep_their_age(near: Path, far: Path, command: tuple[str, ...]) -> None:
+def test_blocks_keep_their_age(near: Path, far: Path) -> None:
     before = make_old(far)
     config = write_config(near, far, "ttl: 2.5h", "max_bytes: 100MiB")
-    ok(command[0], config, *command[1:])
+    ok("copy", config, *FILL)
     assert used_at(near) == pytest.approx(before, abs=1e-3)
     # What its source's collector would remove, the target's removes as well.
     assert f"removed by ttl: {COUNT - 3} blocks" in ok("gc", config, "--tier", "near")
@@ -318,7 +319,7 @@ def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
     """Clocks differ, and nobody has used a block tomorrow."""
     for path in far.rglob("*.bin"):
         os.utime(path, (time.time() + 86_400,) * 2)
-    ok("warm", write_config(near, far))
+    ok("copy", write_config(near, far), *FILL)
     assert all(at <= time.time() + 1 for at in used_at(near).values())
 
 
@@ -329,15 +330,14 @@ def test_blocks_keep_their_age_in_a_bucket_and_back(near: Path, far: Path, tmp_p
         for name in ("s3", "further")
     )
     config = write_config(near, far)
-    ok("migrate", config, there, "--from", "far")
-    ok("migrate", there, further)
-    ok("migrate", further, config, "--to", "near")
+    ok("copy", config, there, "--from", "far")
+    ok("copy", there, further)
+    ok("copy", further, config, "--to", "near")
     assert used_at(near) == pytest.approx(before, abs=1e-3)
 
 
-@pytest.mark.parametrize("command", [("warm",), ("migrate", "--from", "far", "--to", "near")])
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_dry_run_writes_nothing(near: Path, far: Path, command: tuple[str, ...], exists: bool) -> None:
+def test_a_dry_run_writes_nothing(near: Path, far: Path, exists: bool) -> None:
     if exists:
         LocalStore(near).close()
         shutil.copytree(far / Path(NAMES[0]).parent, near / Path(NAMES[0]).parent)
@@ -345,30 +345,29 @@ def test_a_dry_run_writes_nothing(near: Path, far: Path, command: tuple[str, ...
     config = write_config(near, far)
     before = sorted(near.rglob("*"))
     present = len(stored(near))
-    assert f"would be copied: {COUNT - present} blocks" in ok(*command[:1], config, *command[1:], "--dry-run")
-    result = result_of(ok(*command[:1], config, *command[1:], "--dry-run", "--json"))
+    assert f"would be copied: {COUNT - present} blocks" in ok("copy", config, *FILL, "--dry-run")
+    result = result_of(ok("copy", config, *FILL, "--dry-run", "--json"))
     assert (result["dry_run"], result["copied"], result["present"]) == (True, COUNT - present, present)
     assert result["copied_bytes"] == (COUNT - present) * BLOB
     assert sorted(near.rglob("*")) == before
     assert near.exists() == exists
-    done = result_of(ok(*command[:1], config, *command[1:], "--json"))
+    done = result_of(ok("copy", config, *FILL, "--json"))
     assert {**done, "seconds": 0} == {**result, "seconds": 0, "dry_run": False}
 
 
 @pytest.mark.usefixtures("no_least")
 def test_a_dry_run_says_where_it_would_stop(near: Path, far: Path) -> None:
     config = write_config(near, far, f"max_bytes: {10 * BLOB + 3000}")
-    out = ok("warm", config, "--dry-run")
+    out = ok("copy", config, *FILL, "--dry-run")
     assert "would be copied: 10 blocks" in out
     assert "would stop: the target is full" in out
     assert not near.exists()
-    code, out = run("migrate", config, "--from", "far", "--to", "near", "--dry-run")
-    assert code == 1
+    assert run("copy", config, *FILL[:4], "--dry-run")[0] == 1
 
 
 def test_a_dry_run_tells_what_is_left_out(near: Path, far: Path) -> None:
     (far / NAMESPACE / "config.json").unlink()
-    code, out = run("warm", write_config(near, far), "--dry-run")
+    code, out = run("copy", write_config(near, far), *FILL, "--dry-run")
     assert code == 1
     assert f"{NAMESPACE} is skipped" in out
     assert not near.exists()
@@ -379,7 +378,7 @@ def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
     config = write_config(near, far)
     with serve_folder(far) as server:
         there = write_tiers(tmp_path / "web.yaml", f"type: fsspec, url: '{server.url}', read_only: true")
-        assert result_of(ok("migrate", there, config, "--to", "near", "--json"))["copied"] == COUNT
+        assert result_of(ok("copy", there, config, "--to", "near", "--json"))["copied"] == COUNT
         assert stored(near) == stored(far)
         assert "all blocks are intact" in ok("verify", there)
         assert len(ok("ls", there).splitlines()) >= COUNT
@@ -430,10 +429,10 @@ def test_protected_blocks_are_checked_and_copied_without_a_key(near: Path, tmp_p
     flip(far / names[0], 100)
     code, out = run("verify", config, "--tier", "far")
     assert (code, "bad (payload_checksum): 1 block" in out) == (1, True)
-    assert run("warm", config)[0] == 1
+    assert run("copy", config, *FILL)[0] == 1
     assert stored(near).keys() == set(names[1:])
     assert {name: blob for name, blob in stored(far).items() if name != names[0]} == stored(near)
-    assert f"already present: {COUNT - 1} blocks" in run("warm", config)[1]
+    assert f"already present: {COUNT - 1} blocks" in run("copy", config, *FILL)[1]
 
 
 @pytest.mark.parametrize("spelling", ["{far}/", "{far}/../far", "{link}/far"])
@@ -442,6 +441,6 @@ def test_one_place_by_two_names_is_no_migration(near: Path, far: Path, tmp_path:
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     other = write_tiers(tmp_path / "other.yaml", f"type: fs, root_dir: {spelling.format(far=far, link=link)}")
-    code, out = run("migrate", write_config(near, far), other, "--from", "far")
+    code, out = run("copy", write_config(near, far), other, "--from", "far")
     assert code == 2
     assert "are the same place" in out

@@ -16,8 +16,6 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtiers.connector.commands.monitor import STORAGE_METRICS, StorageMonitor, WatchedTier
-from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.exporter import MetricsCollector
 from kvtiers.tiers.metrics import METRICS, MetricDef, MetricKind, Metrics
 from kvtiers.tiers.registry import SecondaryTierFactory
@@ -66,25 +64,19 @@ def queries() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Series:
-    """Series of a tier that has just started and of a watched folder, and one of each other metric of the tables."""
+    """Series of a tier that has just started, and one of each other metric of the table."""
     root = tmp_path_factory.mktemp("kv")
     spec = FakeSpec()
     view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
     options = {"type": "fs", "root_dir": str(root), "min_free": 0}
     tier = SecondaryTierFactory.create_secondary_tier(options, view, spec)
     tier.shutdown()
-    watched = WatchedTier("fs", FsTierConfig(root_dir=str(root)))
-    monitor = StorageMonitor([watched], probe_every_s=15, scan_every_s=60)
-    watched.probe()
-    watched.scan()
-    monitor.publish()
-    for metrics, table in ((spec.metrics, METRICS), (monitor.metrics, STORAGE_METRICS)):
-        present = {sample.name for sample in metrics.snapshot()}
-        for name, metric in table.items():
-            if name not in present:
-                _touch(metrics, name, metric)
+    present = {sample.name for sample in spec.metrics.snapshot()}
+    for name, metric in METRICS.items():
+        if name not in present:
+            _touch(spec.metrics, name, metric)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector([spec.metrics, monitor.metrics]))
+    registry.register(MetricsCollector([spec.metrics]))
     series: Series = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -189,23 +181,22 @@ def test_every_variable_chooses_something() -> None:
     assert all(one["allValue"] == ".*" and one["query"]["query"].endswith(")") for one in variables.values())
     used = {name for _, expr, _ in dashboard_queries() for name in re.findall(r"\$([a-z]+)\"", expr)}
     assert used == variables.keys()
-    label_of = {"instance": "instance", "model": "model_name", "tier": "tier", "namespace": "namespace"}
+    label_of = {"instance": "instance", "model": "model_name", "tier": "tier"}
     for title, expr, _ in dashboard_queries():
         selectors = _SELECTOR.findall(expr)
         assert {name for name, _ in selectors} == metric_names(expr), title
         for name, matchers in selectors:
             is_engines = name.removesuffix("_bucket") in METRICS or name in OF_VLLM
-            metric = {**METRICS, **STORAGE_METRICS}.get(name.removesuffix("_bucket"))
+            metric = METRICS.get(name.removesuffix("_bucket"))
             wanted = {"instance", *(metric.labels if metric else ()), *(["model_name"] if is_engines else ())}
             obeyed = {variable for _, _, variable in _MATCHER.findall(matchers) if variable.startswith("$")}
             assert obeyed == {f"${name}" for name, label in label_of.items() if label in wanted}, title
 
 
-@pytest.mark.parametrize("table", [METRICS, STORAGE_METRICS], ids=["engine", "storage"])
-def test_every_metric_is_on_the_dashboard(table: dict[str, MetricDef]) -> None:
+def test_every_metric_is_on_the_dashboard() -> None:
     shown = set().union(*(metric_names(expr) for _, expr, _ in dashboard_queries()))
     shown |= {name.removesuffix("_bucket") for name in shown}
-    assert not table.keys() - shown
+    assert not METRICS.keys() - shown
 
 
 def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:

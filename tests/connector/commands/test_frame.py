@@ -15,13 +15,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvtiers import __version__
 from kvtiers.connector.commands import storage
-from kvtiers.connector.commands.cli import COMMANDS, app
-from kvtiers.connector.commands.json_schemas import RESULTS, document_schema
+from kvtiers.connector.commands.cli import COMMANDS, MOVED, app, load_command
+from kvtiers.connector.commands.json_schemas import DOCUMENTS, document_schema
 from kvtiers.connector.commands.output import Ticker
 from kvtiers.connector.commands.places import is_bare, load_deployment
 from kvtiers.connector.commands.session import EXIT_CODES, ExitCode, exit_on_signals, new_session, session
@@ -44,7 +43,7 @@ from tests.waiting import wait_for
 __all__ = ["root"]  # a fixture
 
 CLI = [sys.executable, "-m", "kvtiers.connector.commands.cli"]
-WITH_JSON = sorted(RESULTS)
+WITH_JSON = sorted(DOCUMENTS)
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -80,15 +79,26 @@ def test_a_start_imports_no_client_and_no_models(arguments: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_a_text_for_each_option(command: str) -> None:
     assert ok(command, "-h") == ok(command, "--help")
-    params = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    params = load_command(command).params
     assert [param.name for param in params if not param.help] == []
     assert {"verbose", "quiet", "log_level", "no_progress"} <= {param.name for param in params}
 
 
 def test_every_command_but_the_demo_prints_json() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    with_json = {name for name, each in commands.items() if any(param.name == "as_json" for param in each.params)}
-    assert with_json == set(RESULTS) == set(COMMANDS) - {"demo"}
+    with_json = {name for name in COMMANDS if any(param.name == "as_json" for param in load_command(name).params)}
+    assert with_json == set(DOCUMENTS) == set(COMMANDS) - {"demo"}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_name_of_an_earlier_command_is_answered_by_what_to_type_instead(name: str) -> None:
+    for arguments in (("c.yaml", "--from", "far"), ("--help",), ()):
+        result = CliRunner().invoke(app, [name, *arguments])
+        assert (result.exit_code, result.stdout) == (ExitCode.BAD_INPUT, "")
+        assert result.stderr == f"kvtiers {name}: {MOVED[name]}\n"
+    (command,) = re.findall(r"kvtiers ([\w-]+) ", MOVED[name])
+    assert command in COMMANDS
+    result = CliRunner().invoke(app, [name, "c.yaml", "--json"])
+    assert json.loads(result.stdout)["errors"] == [MOVED[name]]
 
 
 def test_a_mistyped_command_is_guessed() -> None:
@@ -138,8 +148,9 @@ def test_the_environment_names_the_configuration(root: Path, monkeypatch: pytest
     config = write_config(root)
     monkeypatch.setenv("KVTIERS_CONFIG", config)
     assert "10 blocks" in ok("du")
-    for command in ("check", "vllm-config", "gc", "ls"):
+    for command in ("vllm-config", "gc", "ls"):
         ok(command)
+    assert f"{config} is " in run("check")[1]
     assert "verdict" in run("show", NAMES[0])[1]
     monkeypatch.setenv("KVTIERS_CONFIG", str(root / "absent.yaml"))
     assert "10 blocks" in ok("du", config)
@@ -178,13 +189,12 @@ def test_an_unexpected_exception_is_one_line(root: Path, monkeypatch: pytest.Mon
         (("du", "/absent/c.yaml", "--json"), ExitCode.BAD_INPUT, "/absent/c.yaml: cannot be read"),
         (("du", "/absent", "--json", "--tier"), ExitCode.BAD_INPUT, "--tier"),
         (("gc", "/absent", "--no-such-option", "--json"), ExitCode.BAD_INPUT, "--no-such-option"),
-        (("warm", "HERE", "--json"), ExitCode.BAD_INPUT, "only one tier"),
+        (("copy", "HERE", "--json"), ExitCode.BAD_INPUT, "only one tier"),
         (("bench", "HERE", "--total", "10", "--json"), ExitCode.BAD_INPUT, "--total"),
         (("rm", "HERE", "--json"), ExitCode.BAD_INPUT, "--namespace"),
         (("show", "HERE", "m_0123456789ab", "--json"), ExitCode.FAILED, "no tier has"),
         (("vllm-config", "/absent", "--json"), ExitCode.BAD_INPUT, "cannot be read"),
-        (("doctor", "/absent", "--json"), ExitCode.BAD_INPUT, "cannot be read"),
-        (("serve-metrics", "/absent", "--json"), ExitCode.BAD_INPUT, "cannot be read"),
+        (("check", "--model", "/absent", "--json"), ExitCode.BAD_INPUT, "was not found"),
         (("verify", "HERE", "--dry-run", "--json"), ExitCode.BAD_INPUT, "--repair"),
     ],
 )
@@ -206,7 +216,7 @@ def test_each_schema_is_valid_and_can_be_printed(command: str) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     assert not validator.is_valid({"command": command, "version": "1", "ok": True, "result": {}, "errors": []})
-    assert not validator.is_valid({"command": "other", "version": "1", "ok": True, "result": None, "errors": []})
+    assert validator.is_valid({"command": command, "version": "1", "ok": False, "result": None, "errors": ["x"]})
 
 
 def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
@@ -257,7 +267,7 @@ def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
     """With what was done and how to continue."""
     (tmp_path / "target").mkdir()
     process = start(
-        "migrate", str(root), str(tmp_path / "target"), "--limit-rate", "1KiB", "--json", preexec_fn=heed_ctrl_c
+        "copy", str(root), str(tmp_path / "target"), "--limit-rate", "1KiB", "--json", preexec_fn=heed_ctrl_c
     )
     wait_for(lambda: any((tmp_path / "target").rglob("config.json")))
     process.send_signal(signal.SIGINT)
@@ -265,11 +275,11 @@ def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
     assert process.returncode == ExitCode.INTERRUPTED
     (line,) = err.splitlines()
     assert re.fullmatch(
-        r"kvtiers migrate: interrupted: \d blocks?, .* copied; run the same command again to continue: it skips blocks "
+        r"kvtiers copy: interrupted: \d blocks?, .* copied; run the same command again to continue: it skips blocks "
         r"that the target has",
         line,
     )
-    assert json.loads(out)["errors"] == [line.removeprefix("kvtiers migrate: ")]
+    assert json.loads(out)["errors"] == [line.removeprefix("kvtiers copy: ")]
 
 
 def test_what_ctrl_c_says_without_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +366,8 @@ def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...])
 
 def test_a_refusal_is_one_line_in_a_pipe(tmp_path: Path) -> None:
     config = tmp_path / "a-name-that-is-long-enough-to-be-wrapped-at-eighty-columns" / "c.yaml"
-    ended = subprocess.run([*CLI, "doctor", str(config)], capture_output=True, text=True, check=False)
-    assert ended.stderr == f"kvtiers doctor: {config}: cannot be read: No such file or directory\n"
+    ended = subprocess.run([*CLI, "vllm-config", str(config)], capture_output=True, text=True, check=False)
+    assert ended.stderr == f"kvtiers vllm-config: {config}: cannot be read: No such file or directory\n"
 
 
 def test_an_output_that_takes_nothing_more_is_said_in_one_line() -> None:
@@ -377,7 +387,7 @@ def test_a_folder_stands_for_a_tier(root: Path) -> None:
     assert len(ok("ls", str(root), "-q").splitlines()) == 10
     target = root.parent / "target"
     target.mkdir()
-    code, out = run("migrate", str(root), str(target))
+    code, out = run("copy", str(root), str(target))
     assert (code, "not copied" in out) == (1, True)  # the ten blocks are zeros
     (tier,) = load_deployment(str(root)).tiers
     assert isinstance(tier, FsTierConfig)
@@ -525,17 +535,6 @@ def test_progress_shows_the_amount_the_rate_and_the_time_left(monkeypatch: pytes
 # ---- small faults ----------------------------------------------------------------------------------------------------
 
 
-def test_bench_blames_the_option_that_is_wrong(root: Path) -> None:
-    config = write_config(root)
-    for options, said in (
-        (("--total", "10"), "--total: 10 B is less than one block; write at least the value of --block-size, 1 MiB"),
-        (("--block-size", "2MiB"), "--block-size: 2 MiB; accepted is 1 B up to the region's size, 1 MiB"),
-        (("--total", "x"), "--total: 'x' is not a size"),
-    ):
-        code, out = run("bench", config, *options)
-        assert (code, said in out) == (2, True), out
-
-
 def test_vllm_config(tmp_path: Path) -> None:
     config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path}")
     ways = json.loads(ok("vllm-config", config))
@@ -554,16 +553,16 @@ def test_vllm_config_prints_one_way(tmp_path: Path) -> None:
     assert set(result_of(ok("vllm-config", config, "--json", "--way", "tier"))["ways"]) == {"tier"}
 
 
-def test_warm_with_one_tier_says_what_to_write(root: Path) -> None:
+def test_copy_with_one_tier_says_what_to_write(root: Path) -> None:
     config = write_config(root)
-    code, out = run("warm", config)
+    code, out = run("copy", config)
     assert code == 2
-    assert f"{config} has only one tier that outlives its process, fs; add a second tier to the file" in out
+    assert f"{config} has only one tier that outlives its process, fs; give a TARGET, or add a second tier" in out
 
 
 @pytest.mark.parametrize("rate", ["0", "fast", "1MiB/h"])
 def test_a_rate_that_is_none(root: Path, rate: str) -> None:
-    code, out = run("migrate", str(root), str(root.parent), "--limit-rate", rate)
+    code, out = run("copy", str(root), str(root.parent), "--limit-rate", rate)
     assert (code, "--limit-rate" in out) == (2, True)
 
 
@@ -576,7 +575,7 @@ def test_a_rate_is_handed_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         make(self, *arguments, **options)
 
     monkeypatch.setattr(Copier, "__init__", look)
-    run("migrate", str(root), str(root.parent), "--limit-rate", "50MiB/s")
-    run("migrate", str(root), str(root.parent))
+    run("copy", str(root), str(root.parent), "--limit-rate", "50MiB/s")
+    run("copy", str(root), str(root.parent))
     assert given[0]._bytes_per_s == 50 << 20
     assert given[1] is None

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector.commands.doctor_storage import examine_folder, examine_store
+from kvtiers.connector.commands.check import examine_tier
 from kvtiers.tiers.config.deployment import parse_tier
-from kvtiers.tiers.config.open_store import open_store
 from kvtiers.tiers.config.tier_options import FsTierConfig
 from tests.connector.commands.test_storage_commands import ok, run, write_tiers
 from tests.connector.commands.test_verify_command import NAMES, flip, root
@@ -29,7 +28,7 @@ def test_it_is_looked_into_and_copied_from(config: str, root: Path) -> None:
     before = tree(root)
     assert len(ok("ls", config, "--tier", "shared", "-q").splitlines()) == len(NAMES)
     assert "all blocks are intact" in ok("verify", config, "--tier", "shared")
-    assert f"copied: {len(NAMES)} blocks" in ok("warm", config)
+    assert f"copied: {len(NAMES)} blocks" in ok("copy", config, "--from", "shared", "--to", "near")
     assert tree(root) == before
 
 
@@ -44,8 +43,7 @@ def test_nothing_is_removed_by_age(config: str, root: Path) -> None:
     ("command", "said"),
     [
         (("verify", "--repair"), "--repair: shared is read_only"),
-        (("warm", "--from", "near", "--to", "shared"), "shared is read_only"),
-        (("migrate",), "shared is read_only"),
+        (("copy", "--from", "near", "--to", "shared"), "shared is read_only"),
         (("bench",), "read_only: is true for shared"),
     ],
 )
@@ -64,31 +62,25 @@ def test_check_says_so(config: str, root: Path) -> None:
     root.rename(root.with_name("elsewhere"))
     code, out = run("check", config)
     assert code == 1
-    assert f"tiers[1].root_dir: {root} does not exist, and the tier is read_only" in " ".join(out.split())
+    assert f"tiers[1] fs, root_dir: {root} does not exist, and the tier is read_only" in " ".join(out.split())
 
 
-def test_doctor_writes_nothing(root: Path) -> None:
+def test_check_writes_nothing(root: Path) -> None:
     tier = parse_tier({"type": "fs", "root_dir": str(root), "read_only": True, "min_free": "1000TiB"})
     assert isinstance(tier, FsTierConfig)
     before = tree(root)
-    store = open_store(tier)
-    try:
-        findings = [*examine_folder("shared", tier), *examine_store("shared", tier, store)]
-    finally:
-        store.close()
+    findings = list(examine_tier("shared", tier, {}, writes=True))
     assert "problem" not in [finding.level for finding in findings]
     assert next(finding for finding in findings if finding.check == "rights").level == "ok"
     assert tree(root) == before
 
 
 @pytest.mark.parametrize("files", [(), ("m_aaaaaaaaaaaa/config.json", "_kvtiers/usage/one")])
-def test_doctor_says_where_there_is_nothing_to_read(tmp_path: Path, files: tuple[str, ...]) -> None:
+def test_check_says_where_there_is_nothing_to_read(tmp_path: Path, files: tuple[str, ...]) -> None:
     (tmp_path / "empty").mkdir()
     for name in files:  # of a writer that has stored no block
         (tmp_path / "empty" / name).parent.mkdir(parents=True)
         (tmp_path / "empty" / name).write_text("{}")
     tier = parse_tier({"type": "fs", "root_dir": str(tmp_path / "empty"), "read_only": True})
-    store = open_store(tier)  # type: ignore[arg-type]
-    (finding,) = examine_store("shared", tier, store)  # type: ignore[arg-type]
-    store.close()
-    assert (finding.level, finding.check) == ("problem", "blocks")
+    findings = list(examine_tier("shared", tier, {}, writes=False))
+    assert [finding.check for finding in findings if finding.level == "warning"] == ["blocks"]

@@ -326,7 +326,7 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source.close()
         for name in ("other/results", "p/notes.txt", f"p/{NAMESPACE}_r0/notes.txt"):
             client.put_object(Bucket="of-rm", Key=name, Body=b"precious")
-        assert f"copied: {COUNT} blocks" in ok("migrate", str(tmp_path / "kv"), "s3://of-rm/p")
+        assert f"copied: {COUNT} blocks" in ok("copy", str(tmp_path / "kv"), "s3://of-rm/p")
         assert f"s3 at s3://of-rm/p: {COUNT} blocks" in ok("du", "s3://of-rm/p")
         assert "good" in ok("show", "s3://of-rm/p", NAMES[0])
         assert f"removed {COUNT} blocks, 480 KiB" in ok("rm", "s3://of-rm/p", "--model", MODEL, "--yes")

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.json_schemas import document_schema
-from kvtiers.connector.commands.output import human_age, human_bytes
+from kvtiers.connector.commands.output import human_age
 from kvtiers.connector.commands.session import ExitCode
+from kvtiers.connector.sizes import human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper, parse_block_name
 from kvtiers.tiers.capacity.usage import Usage, publish_usage
 from kvtiers.tiers.errors import StorePermissionError
@@ -85,7 +86,9 @@ def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -
     assert (found["ages"]["unknown"]["blobs"], found["ages"]["older"]["blobs"]) == (3, 0)
 
 
-@pytest.mark.parametrize("command", [("ls",), ("du",), ("verify",), ("migrate",), ("gc", "--dry-run")])
+@pytest.mark.parametrize(
+    "command", [("ls",), ("du",), ("verify",), ("copy", "--from", "a", "--to", "b"), ("gc", "--dry-run")]
+)
 def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder that root's command made would keep the engine of another user from starting."""
     for name in ("a", "b"):
@@ -167,7 +170,9 @@ def test_gc(root: Path) -> None:
     assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
 
 
-@pytest.mark.parametrize("command", [("ls",), ("du",), ("gc",), ("gc", "--dry-run"), ("verify",), ("warm",)])
+@pytest.mark.parametrize(
+    "command", [("ls",), ("du",), ("gc",), ("gc", "--dry-run"), ("verify",), ("copy", "--from", "nfs", "--to", "fs")]
+)
 def test_a_folder_that_is_not_there_is_told_and_not_made(command: tuple[str, ...], tmp_path: Path) -> None:
     here, mistyped = tmp_path / "here", tmp_path / "mistyped"
     config = write_tiers(
@@ -203,7 +208,7 @@ def test_gc_with_min_free_alone_makes_room(root: Path, monkeypatch: pytest.Monke
 
 
 def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.connector.commands.storage._run", lambda collector, *_: collector.run())
+    monkeypatch.setattr("kvtiers.connector.commands.collect._run", lambda collector, *_: collector.run())
     publish_usage(LocalStore(root), Usage(holder="another"))
     assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
     (result,) = result_of(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
@@ -389,13 +394,13 @@ def write_theirs(root: Path, name: str = "theirs.yaml") -> str:
     return write_tiers(root.parent / name, "type: Mine, module_path: mine", *fs)
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "verify", "warm"])
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "copy"])
 def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> None:
     config = write_theirs(root)
     result = CliRunner().invoke(app, [command, config])
     assert f"kvtiers {command}: skipped: Mine, which is not a tier type of kvtiers" in result.stderr
     assert "left out" not in result.stdout
-    if command != "warm":
+    if command != "copy":
         assert "left out" not in CliRunner().invoke(app, [command, config, "--tier", "near"]).stderr
 
 
@@ -403,18 +408,16 @@ def test_no_tier_is_called_left_out_where_both_are_named(root: Path) -> None:
     one, other = write_theirs(root), write_theirs(root, "others.yaml")
     both = ("--from", "far", "--to", "near")
     for arguments, told in (
-        (("warm", one, *both), 0),
-        (("warm", one, "--to", "near"), 1),
-        (("migrate", one, *both), 0),
-        (("migrate", one, "--from", "near"), 1),
-        (("migrate", one, other, *both), 0),
-        (("migrate", one, other, "--to", "far"), 1),
-        (("migrate", one, other), 2),
+        ((one, *both), 0),
+        ((one, "--to", "near"), 1),
+        ((one, other, *both), 0),
+        ((one, other, "--to", "far"), 1),
+        ((one, other), 2),
     ):
-        assert CliRunner().invoke(app, arguments).stderr.count("skipped: Mine") == told, arguments
+        assert CliRunner().invoke(app, ["copy", *arguments]).stderr.count("skipped: Mine") == told, arguments
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "verify", "migrate"])
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "copy"])
 def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, command: str) -> None:
     """C1 controls, which begin a terminal's commands as ESC does, and letters that turn the rest of a line about."""
     odd = root / NAMES[0].replace(NAMESPACE, f"\x9b2J\u202e[bold]{NAMESPACE}")
@@ -422,7 +425,7 @@ def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, com
     odd.write_bytes(bytes(2 * SIZE))
     config = write_config(root)
     other = write_tiers(root.parent / "other.yaml", f"type: fs, root_dir: {root.parent}/other, min_free: 0")
-    _, out = run(command, config, *([other] if command == "migrate" else []))
+    _, out = run(command, config, *([other] if command == "copy" else []))
     assert "\\x9b2J\\u202e[bold]" in out
     assert out.replace("\n", "").isprintable()
 

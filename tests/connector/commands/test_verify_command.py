@@ -522,14 +522,14 @@ def test_lists_in_lists_without_end_are_no_identity(root: Path, config: str) -> 
     assert {reason for _, reason in run_json(config)["bad"]} == {"no_identity"}
 
 
-@pytest.mark.parametrize("command", ["verify", "migrate"])
+@pytest.mark.parametrize("command", ["verify", "copy"])
 def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, command: str) -> None:
     """Whoever may write there could end the command for all other blocks."""
     odd = root / NAMES[0].replace("_r0/", f"_r{2**32}/")
     odd.parent.mkdir(parents=True)
     odd.write_bytes((root / NAMES[0]).read_bytes())
     target = write_tiers(root.parent / "target.yaml", f"type: fs, root_dir: {root.parent}/other, min_free: 0")
-    arguments = [config, target] if command == "migrate" else [config]
+    arguments = [config, target] if command == "copy" else [config]
     assert f"{COUNT} blocks" in ok(command, *arguments)
 
 

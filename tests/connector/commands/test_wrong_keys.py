@@ -51,7 +51,7 @@ def use_keys(folder: Path, *keys: bytes) -> None:
 
 
 def findings(config: str, check: str) -> list[dict[str, Any]]:
-    return [one for one in result_of(run("doctor", config, "--json")[1])["findings"] if one["check"] == check]
+    return [one for one in result_of(run("check", config, "--json")[1])["findings"] if one["check"] == check]
 
 
 def test_verify_counts_blocks_under_unknown_keys_and_fails(config: str, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_verify_fails_if_all_blocks_have_another_protection(config: str, tmp_pat
     assert f"{COUNT} blocks with encrypt aes-gcm, where this tier has none" in out
 
 
-def test_doctor_samples_keys_of_stored_blocks(config: str, tmp_path: Path) -> None:
+def test_check_samples_keys_of_stored_blocks(config: str, tmp_path: Path) -> None:
     assert [one["level"] for one in findings(config, "blocks")] == ["ok"]
     use_keys(tmp_path, NEW)
     (finding,) = findings(config, "blocks")

@@ -22,7 +22,7 @@ def test_new_namespace_is_reported_as_new(read_only: bool, caplog: pytest.LogCap
     with caplog.at_level(logging.INFO):
         open_namespace(store, mapper, read_only=read_only)
     assert f"{mapper.get_config_file_path()} is new: nothing is stored for this engine yet" in caplog.text
-    assert "kvtiers doctor" in caplog.text
+    assert "kvtiers check" in caplog.text
     assert (store.size(mapper.relative_config_name) is None) == read_only
 
 

@@ -304,7 +304,7 @@ def test_copies_between_two_protections_are_refused(tmp_path: Path, near: str, f
         f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, name: near, root_dir: {tmp_path}/near{options[near]}}}\n"
         f"- {{type: fs, name: far, root_dir: {tmp_path}/far{options[far]}}}\n"
     )
-    result = CliRunner().invoke(app, ["warm", str(config)])
+    result = CliRunner().invoke(app, ["copy", str(config), "--from", "far", "--to", "near"])
     assert result.exit_code == 2
     assert f"(far has {far}, near {near})" in result.output
 
@@ -354,7 +354,7 @@ def test_verify_continues_past_blocks_of_an_unknown_protection(bench: Bench, tmp
     assert (report["blocks"], report["foreign"]) == (4, 1)
 
 
-@pytest.mark.parametrize("command", ["verify", "migrate"])
+@pytest.mark.parametrize("command", ["verify", "copy"])
 @pytest.mark.parametrize("keeps_config", [True, False])
 def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
     bench: Bench, tmp_path: Path, command: str, keeps_config: bool
@@ -380,10 +380,10 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
         tiers = [{"type": "fs", "root_dir": str(root), "min_free": 0, "keys_file": str(bench.keys_file), **ENCRYPTED}]
         configs.append(tmp_path / f"{root.name}.yaml")
         configs[-1].write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
-    result = CliRunner().invoke(app, [command, *map(str, configs[: 1 + (command == "migrate")]), "--json"])
+    result = CliRunner().invoke(app, [command, *map(str, configs[: 1 + (command == "copy")]), "--json"])
     assert result.exit_code == 1
     report = json.loads(result.stdout)["result"]
-    if command == "migrate":
+    if command == "copy":
         assert report["copied"] == 4 * keeps_config
         assert not (tmp_path / "target" / planted).exists()
     else:

@@ -1,4 +1,4 @@
-"""The trial of ``kvtiers check`` and ``kvtiers doctor`` on a bucket: each client transfers bytes once."""
+"""The trial of ``kvtiers check`` on a bucket: each client transfers bytes once."""
 
 from __future__ import annotations
 

@@ -431,7 +431,7 @@ def owners(root: Path) -> set[int]:
 def test_files_made_by_root_belong_to_the_root_folders_owner(
     tmp_path: Path, store_class: type[LocalStore | NfsStore]
 ) -> None:
-    """Such as files of ``kvtiers doctor``, ``gc`` and ``warm``. The engine must be able to use them."""
+    """Such as files of ``kvtiers check --write``, ``gc`` and ``copy``. The engine must be able to use them."""
     root = tmp_path / "root"
     root.mkdir(mode=0o700)
     os.chown(root, 65534, 65534)

@@ -250,7 +250,7 @@ def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, server: Http
 def test_listing_that_is_cut_off_without_a_token_is_an_error(
     stored: S3Store, server: HttpFaultServer, token: str
 ) -> None:
-    """A collector and ``migrate`` would take it for all that there is."""
+    """A collector and ``copy`` would take it for all that there is."""
     answer_listings(server, f"<IsTruncated>true</IsTruncated>{token}")
     for listing in (lambda: list(stored.keys()), stored.folders, lambda: stored.names_in("f")):
         with pytest.raises(StoreConfigError, match="cuts a listing off"):

@@ -1,4 +1,4 @@
-"""``check`` and ``doctor`` say good only where each client can move bytes; all clients trust the same authorities."""
+"""``check`` says good only where each client can move bytes; all clients trust the same authorities."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_step_that_fails_is_named_and_nothing_stays(
     with pytest.raises(StoreError, match=rf"^secret: these credentials may not do this.*in the trial's {step}"):
         store.try_out(read_only=False)
     tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url}
-    found = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})).texts("problem")
-    assert [problem for problem in found if "these credentials may not do this" in problem]
+    found = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}), writes=True).findings
+    assert [one for one in found if one.level == "problem" and "these credentials may not do this" in one.message]
     if method != "DELETE":
         assert list(store.keys()) == []
     store.close()

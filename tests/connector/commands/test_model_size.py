@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtiers.connector.commands.size import room_of, size_of
-from kvtiers.connector.kv_shape import kv_shape, number_bytes
+from kvtiers.connector.commands.model_size import size_of
+from kvtiers.connector.kv_shape import kv_shape
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.config.deployment import parse_config
-from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from tests.connector.commands import model_configs
-from tests.connector.commands.model_configs import ALL, DEEPSEEK_V3, GEMMA3_27B, GPT_OSS_20B, LLAMA_8B, QWEN3_8B
+from tests.connector.commands.model_configs import ALL, DEEPSEEK_V3, GPT_OSS_20B, LLAMA_8B, QWEN3_8B
 from tests.connector.commands.test_storage_commands import ok, result_of, run
 from tests.identity import FakeSpec, block_key
 
@@ -34,8 +33,12 @@ def write(folder: Path, config: dict[str, Any]) -> str:
 
 
 def asked(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
-    result: dict[str, Any] = result_of(ok("size", write(folder, config), "--json", *options))
+    result: dict[str, Any] = result_of(size(write(folder, config), "--json", *options))["model"]
     return result
+
+
+def size(model: str, *options: str) -> str:
+    return ok("check", "--model", model, *options)
 
 
 def test_the_readmes_table(tmp_path: Path) -> None:
@@ -71,7 +74,7 @@ def test_layers_heads_and_head_size(name: str) -> None:
 
 
 def test_what_is_printed(tmp_path: Path) -> None:
-    out = ok("size", write(tmp_path, LLAMA_8B), "--tp", "2", "--prefill", "5000")
+    out = size(write(tmp_path, LLAMA_8B), "--tp", "2", "--prefill", "5000")
     assert "bytes per token = 2 x layers x KV heads x head size x bytes per number" in out
     for line in (
         "per token         128 KiB, 64 KiB on each of 2 ranks",
@@ -87,25 +90,24 @@ def test_tensor_parallel_ranks_share_heads_or_copy_them(tmp_path: Path) -> None:
     assert asked(tmp_path, LLAMA_8B, "--tp", "8")["token_bytes"] == 128 * KIB
     with_copies = asked(tmp_path, LLAMA_8B, "--tp", "16")
     assert (with_copies["token_rank_bytes"], with_copies["token_bytes"]) == (16 * KIB, 256 * KIB)
-    code, out = run("size", str(tmp_path), "--tp", "3")
+    code, out = run("check", "--model", str(tmp_path), "--tp", "3")
     assert code == 2
     assert "--tp: is 3, and this model has 8 KV heads" in out
 
 
 def test_fp8_halves(tmp_path: Path) -> None:
     assert asked(tmp_path, LLAMA_8B, "--kv-cache-dtype", "fp8")["token_bytes"] == 64 * KIB
-    assert asked(tmp_path, LLAMA_8B, "--dtype", "float32")["token_bytes"] == 256 * KIB
-    for option in ("--dtype", "--kv-cache-dtype"):
-        code, out = run("size", str(tmp_path), option, "int3")
-        assert (code, f"{option}: 'int3' is not accepted" in out) == (2, True)
+    assert asked(tmp_path, LLAMA_8B, "--kv-cache-dtype", "float32")["token_bytes"] == 256 * KIB
+    code, out = run("check", "--model", str(tmp_path), "--kv-cache-dtype", "int3")
+    assert (code, "--kv-cache-dtype: 'int3' is not accepted; write auto or float16" in out) == (2, True)
 
 
 def test_a_checkpoint_that_asks_for_a_quantized_cache_is_not_guessed(tmp_path: Path) -> None:
     model = write(tmp_path, {**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}})
-    code, out = run("size", model)
+    code, out = run("check", "--model", model)
     assert code == 2
     assert "quantization_config.kv_cache_scheme" in out
-    assert result_of(ok("size", model, "--json", "--kv-cache-dtype", "fp8"))["token_bytes"] == 64 * KIB
+    assert result_of(size(model, "--json", "--kv-cache-dtype", "fp8"))["model"]["token_bytes"] == 64 * KIB
 
 
 def test_every_rank_has_all_of_mla(tmp_path: Path) -> None:
@@ -113,9 +115,9 @@ def test_every_rank_has_all_of_mla(tmp_path: Path) -> None:
     assert one["token_bytes"] == 61 * 576 * 2 == eight["token_rank_bytes"]
     assert eight["token_bytes"] == 8 * one["token_bytes"]
     assert one["block_bytes"] is None
-    assert "pass --block-size" in ok("size", str(tmp_path))
-    chosen = asked(tmp_path, DEEPSEEK_V3, "--block-size", "64", "--blocks-per-chunk", "4")
-    assert (chosen["chunk_tokens"], chosen["block_rank_bytes"]) == (256, 256 * 61 * 576 * 2)
+    assert "pass --block-size" in size(str(tmp_path))
+    chosen = asked(tmp_path, DEEPSEEK_V3, "--block-size", "64")
+    assert (chosen["chunk_tokens"], chosen["block_rank_bytes"]) == (1024, 1024 * 61 * 576 * 2)
 
 
 def test_of_windows_and_states_only_bounds_are_given(tmp_path: Path) -> None:
@@ -125,69 +127,78 @@ def test_of_windows_and_states_only_bounds_are_given(tmp_path: Path) -> None:
     assert windows["token_bytes_max"] == 2 * token_bytes
     assert windows["window_bytes"] == 128 * token_bytes
     assert windows["block_bytes"] is None
-    assert not windows["is_exact"]
-    out = ok("size", str(tmp_path))
+    out = size(str(tmp_path))
     assert "at least 24 KiB" in out
     assert "at most 43,690" in out
     assert "stored block      not computed" in out
     states = asked(tmp_path, model_configs.QWEN3_NEXT_80B)
     assert states["token_bytes"] == 2 * 12 * 2 * 256 * 2
-    assert "recurrent states" in states["notes"][0]
-    only_windows = asked(tmp_path, model_configs.MISTRAL_7B_V01)
-    assert (only_windows["token_bytes"], only_windows["tokens_per_gib"]) == (0, None)
-    assert "per token         not computed: no layer keeps every token" in ok("size", str(tmp_path))
-
-
-def test_layer_types_come_before_a_models_pattern() -> None:
-    kinds = ["full_attention"] * 61 + ["sliding_attention"]
-    text = {**GEMMA3_27B["text_config"], "layer_types": kinds}  # type: ignore[dict-item]
-    assert kv_shape({**GEMMA3_27B, "text_config": text}).full_layers == 61
+    assert "recurrent states" in size(str(tmp_path))
+    only_windows = asked(tmp_path, {**LLAMA_8B, "layer_types": ["sliding_attention"] * 32, "sliding_window": 4096})
+    assert only_windows["token_bytes"] == 0
+    assert "per token         not computed: no layer keeps every token" in size(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        ({**LLAMA_8B, "model_type": "deepseek_v32"}, "model_type: 'deepseek_v32'"),
-        ({**LLAMA_8B, "model_type": None}, "model_type: 'None'"),
-        ({}, "model_type"),
+        ({**GPT_OSS_20B, "layer_types": None}, "sliding_window: unknown layer kind (there is no layer_types"),
+        ({**GPT_OSS_20B, "layer_types": ["\x1b[2J"] * 24}, r"layer_types: unknown layer kind ('\x1b[2J')"),
+        ({**QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096}, "sliding_window: unknown layer kind"),
+        ({**model_configs.QWEN3_NEXT_80B, "layer_types": None}, "full_attention_interval: unknown layer kind"),
+        (model_configs.JAMBA_MINI, "attn_layer_offset: unknown layer kind"),
+        (model_configs.MISTRAL_7B_V01, "sliding_window: unknown layer kind"),
+        (model_configs.LLAMA4_SCOUT, "attention_chunk_size: unknown layer kind"),
+        ({**DEEPSEEK_V3, "index_topk": 2048}, "index_topk: unknown layer kind (layers keep more or less"),
+        ({**LLAMA_8B, "num_kv_shared_layers": 10}, "num_kv_shared_layers: unknown layer kind"),
+        ({**LLAMA_8B, "v_head_dim": 64}, "v_head_dim: unknown layer kind (keys and values differ in size)"),
+    ],
+)
+def test_layers_that_the_fields_do_not_describe_are_left_to_a_measurement(
+    config: dict[str, Any], names: str, tmp_path: Path
+) -> None:
+    code, out = run("check", "--model", write(tmp_path, config))
+    assert code == 2
+    assert names in out
+    assert "its size is measured by running" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({}, "num_hidden_layers: is missing"),
         ({**LLAMA_8B, "num_hidden_layers": None}, "num_hidden_layers: is missing"),
         ({**LLAMA_8B, "num_hidden_layers": 10**9}, "num_hidden_layers: is 1000000000"),
         ({**LLAMA_8B, "num_key_value_heads": "8"}, "num_key_value_heads: is '8'"),
         ({**LLAMA_8B, "num_key_value_heads": True}, "num_key_value_heads: is True"),
+        ({**LLAMA_8B, "num_key_value_heads": None}, "num_key_value_heads: is missing"),
         ({**LLAMA_8B, "hidden_size": 0}, "hidden_size: is 0"),
-        ({**QWEN3_8B, "head_dim": None}, "head_dim: is missing"),
-        ({**QWEN3_8B, "num_key_value_heads": None}, "num_key_value_heads: is missing"),
-        ({**QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window: is true"),
-        ({**GPT_OSS_20B, "layer_types": None}, "layer_types: is missing"),
+        ({**LLAMA_8B, "hidden_size": 4100}, "head_dim: is missing"),
         ({**GPT_OSS_20B, "sliding_window": None}, "sliding_window: is missing"),
-        ({**LLAMA_8B, "model_type": "mistral"}, "sliding_window: is missing"),
-        ({**LLAMA_8B, "model_type": "seed_oss"}, "head_dim: is missing"),
         ({**GPT_OSS_20B, "layer_types": ["full_attention"]}, "layer_types: must be a list of 24"),
-        ({**GPT_OSS_20B, "layer_types": ["\x1b[2J"] * 24}, r"layer_types: '\x1b[2J' is not known"),
-        ({**DEEPSEEK_V3, "kv_lora_rank": None}, "kv_lora_rank: is missing"),
-        ({**model_configs.JAMBA_MINI, "attn_layer_offset": None}, "attn_layer_offset: is missing"),
+        ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "qk_rope_head_dim: is missing"),
     ],
 )
-def test_a_number_is_never_guessed(config: dict[str, Any], names: str, tmp_path: Path) -> None:
-    code, out = run("size", write(tmp_path, config))
+def test_a_field_is_never_guessed(config: dict[str, Any], names: str, tmp_path: Path) -> None:
+    code, out = run("check", "--model", write(tmp_path, config))
     assert code == 2
     assert names in out
-    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", "[" * 100_000, "\udcff"])
 def test_files_that_are_no_config(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content.encode(errors="surrogateescape"))
-    code, out = run("size", str(tmp_path / "config.json"))
+    code, out = run("check", "--model", str(tmp_path / "config.json"))
     assert code == 2
-    assert "MODEL_OR_CONFIG: " in out
+    assert "--model: " in out
 
 
 def test_a_model_that_is_not_here(tmp_path: Path) -> None:
     for model in (str(tmp_path), "nobody/nothing", "", "a\x00b", "x" * 5000, "~nobody-at-all/x"):
-        code, out = run("size", model)
+        code, out = run("check", "--model", model)
         assert code == 2, out
-        assert "MODEL_OR_CONFIG: " in out
+        assert "--model: " in out
 
 
 def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +209,14 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
     write(snapshot, LLAMA_8B)
-    assert "org/model (llama): 32 layers" in ok("size", "org/model")
+    assert "org/model: 32 layers" in size("org/model")
 
 
 def test_tokens_that_fit_count_what_a_tier_really_stores(tmp_path: Path) -> None:
     tiny = {**LLAMA_8B, "num_hidden_layers": 1, "num_key_value_heads": 1, "hidden_size": 96, "num_attention_heads": 1}
-    sizing = size_of(kv_shape(tiny), 2, block_tokens=16, blocks_per_chunk=2)
-    block_bytes = sizing.block_bytes
+    model = write(tmp_path, tiny)
+    in_chunks = parse_config({"region": {"size": "1GiB"}, "blocks_per_chunk": 2})
+    block_bytes = size_of(model, in_chunks).block_bytes
     assert block_bytes == 12 * KIB  # 2 x 96 x 2 bytes x 32 tokens, in whole pages
     options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0}
     rows = np.zeros((1, block_bytes), np.int8)
@@ -216,6 +228,7 @@ def test_tokens_that_fit_count_what_a_tier_really_stores(tmp_path: Path) -> None
     (stored,) = [path.stat().st_size for path in (tmp_path / "kv").rglob("*.bin")]
     deployment = parse_config(
         {
+            "blocks_per_chunk": 2,
             "region": {"size": 3 * block_bytes + 1},
             "tiers": [
                 {**options, "max_bytes": 101 * stored - 1},
@@ -223,7 +236,7 @@ def test_tokens_that_fit_count_what_a_tier_really_stores(tmp_path: Path) -> None
             ],
         }
     )
-    region, files, bucket = room_of(sizing, deployment)
+    region, files, bucket = size_of(model, deployment).fits
     assert region.tokens == 3 * 32
     assert files.tokens == 100 * 32
     assert bucket.tokens is bucket.max_bytes is None
@@ -235,22 +248,25 @@ def test_config_sets_blocks_per_chunk_and_lists_what_fits(tmp_path: Path) -> Non
         f"blocks_per_chunk: 4\nregion: {{size: 1GiB}}\ntiers: [{{type: fs, root_dir: {tmp_path}/kv, max_bytes: 10GiB}}]"
     )
     model = write(tmp_path, LLAMA_8B)
-    out = ok("size", model, "--config", str(config))
+    out = run("check", str(config), "--model", model)[1]
     assert "8 MiB of 64 tokens" in out
     assert re.search(r"region\.size +1 GiB: 8,192 tokens", out)
-    assert re.search(
-        r"tiers\[0\]\.max_bytes \(fs\) +10 GiB: at most 81,856 tokens", out
-    )  # 1,279 blocks of 8 MiB and 4 KiB
+    # 1,279 blocks of 8 MiB and 4 KiB
+    assert re.search(r"tiers\[0\]\.max_bytes \(fs\) +10 GiB: at most 81,856 tokens", out)
+    assert f"{config} is " in out
     write(tmp_path, GPT_OSS_20B)
-    assert re.search(r"region\.size +1 GiB: at most 43,690 tokens", ok("size", model, "--config", str(config)))
-    code, out = run("size", model, "--config", str(tmp_path / "absent.yaml"))
-    assert code == 2
-    assert "absent.yaml" in out
+    out = run("check", str(config), "--model", model)[1]
+    assert re.search(r"region\.size +1 GiB: at most 43,690 tokens", out)
+    code, out = run("check", str(tmp_path / "absent.yaml"), "--model", model)
+    assert (code, "absent.yaml" in out) == (2, True)
 
 
-def test_dtype_errors_name_the_option() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype: 'nvfp4' is not accepted; write auto or float16"):
-        number_bytes({}, dtype="auto", kv_cache_dtype="nvfp4")
+def test_region_that_holds_no_block_of_the_model_is_a_warning(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("blocks_per_chunk: 16\nregion: {size: 16MiB}\ntiers: [{type: memory}]")
+    model = write(tmp_path, LLAMA_8B)
+    (warning,) = [f for f in result_of(size(model, str(config), "--json"))["findings"] if f["level"] == "warning"]
+    assert (warning["check"], warning["fix"]) == ("region.size", "write at least 512MiB for this model")
 
 
 def test_limits_that_a_tier_does_not_keep_are_not_room(tmp_path: Path) -> None:
@@ -260,5 +276,5 @@ def test_limits_that_a_tier_does_not_keep_are_not_room(tmp_path: Path) -> None:
     ]
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps({"region": {"size": "1GiB"}, "tiers": tiers}))
-    fits = result_of(ok("size", write(tmp_path, LLAMA_8B), "--config", str(config), "--json"))["fits"]
+    fits = result_of(run("check", str(config), "--model", write(tmp_path, LLAMA_8B), "--json")[1])["model"]["fits"]
     assert [room["name"] for room in fits] == ["region.size"]

@@ -1,0 +1,229 @@
+"""``kvtiers gc``: removes blocks past their ttl and above max_bytes, as an engine's collector does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from ...tiers.builtin import record_keys
+from ...tiers.capacity.collector import Collector
+from ...tiers.capacity.policy import CapacityPolicy
+from ...tiers.capacity.walker import CollectReport
+from ...tiers.config.deployment import parse_tier
+from ...tiers.config.tier_options import S3TierConfig, TierConfig
+from ...tiers.errors import ConfigError
+from ...tiers.store import Store
+from ...tiers.tools.block_reader import read_identity
+from ...tiers.tools.namespaces import blocks_of, namespace_names
+from ...tiers.tools.neighbors import namespaces_in
+from ...tiers.tools.ownership import check_is_ours
+from ..sizes import human_bytes
+from .options import AsJson, Config, DryRun, TierName
+from .output import Results, Ticker, TierResult, counted, human_age, refuse, say
+from .places import FolderMissingError, Place, PrefixPlace, find_places, find_prefixes, is_bare
+from .session import session
+
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """A bucket's rules.
+
+    Attributes:
+        expire_after_days: blocks are removed so long after their write; None: there is no such rule.
+        expire_versions: noncurrent versions of blocks are removed after a day.
+    """
+
+    expire_after_days: int | None
+    expire_versions: bool
+
+
+@dataclass(kw_only=True)
+class _Gc(TierResult):
+    lifecycle: Lifecycle | None = None
+
+
+@dataclass(kw_only=True)
+class Skipped(_Gc):
+    """Nothing was collected.
+
+    Attributes:
+        skipped: why.
+    """
+
+    skipped: str
+
+
+@dataclass(kw_only=True)
+class Collected(CollectReport, _Gc):
+    """What was collected."""
+
+
+def gc(
+    config: Config,
+    tier: TierName = None,
+    dry_run: DryRun = False,
+    max_bytes: Annotated[
+        str | None, typer.Option(help="The limit of a bare folder or URL, such as 200GiB. A YAML file has its own.")
+    ] = None,
+    ttl: Annotated[
+        str | None, typer.Option(help="The maximum age of blocks in a bare folder or URL, such as 7d.")
+    ] = None,
+    lifecycle: Annotated[
+        bool,
+        typer.Option(
+            "--lifecycle",
+            help="S3: also set a bucket rule that removes blocks one ttl after their write; without ttl, remove that "
+            "rule.",
+        ),
+    ] = False,
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes", help="Remove chunks of SharedStorageConnector instead of the tiers' blocks.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove blocks past their ttl and, above max_bytes, the least recently used blocks."""
+    if prefixes and lifecycle:
+        raise typer.BadParameter("applies only to blocks and excludes --prefixes", param_hint="--lifecycle")
+    places = find_prefixes(config, tier) if prefixes else find_places(config, tier)
+    places = _with_bounds(config, places, {"max_bytes": max_bytes, "ttl": ttl})
+    if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
+        raise refuse("--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
+    if not dry_run:
+        session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
+    results = Results[Collected | Skipped]()
+    for place in places:
+        with results.of(place):
+            result = results.add(_collect(place, dry_run=dry_run))
+            if not as_json:
+                _show(result, "chunk" if prefixes else "block")
+            if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
+                result.lifecycle = _set_lifecycle(place, place.config.ttl)
+                if not as_json:
+                    _show_lifecycle(place, result.lifecycle)
+    failed = any(isinstance(result, Collected) and result.kept_by_error for result in results.done)
+    results.end(as_json=as_json, failed=failed)
+
+
+def _with_bounds(config: str, places: list[Place], given: dict[str, str | None]) -> list[Place]:
+    """Give a bare folder or URL the limits of the command line.
+
+    Raises:
+        ConfigError: a bare place has no limit, or a YAML file would have two.
+    """
+    limits = {name: value for name, value in given.items() if value is not None}
+    if not is_bare(config):
+        for name in limits:
+            raise ConfigError(f"{config} sets its own limits; change {name} there", field=f"--{name.replace('_', '-')}")
+        return places
+    if not limits:
+        raise ConfigError(f"{places[0].where} has no YAML file, so no limit is known; give --max-bytes, --ttl or both")
+    (place,) = places
+    try:
+        limited = parse_tier(place.config.model_dump(exclude_unset=True) | limits)
+    except ConfigError as e:
+        option, _, mistake = str(e).partition(": ")
+        raise ConfigError(mistake, field=f"--{option.replace('_', '-')}") from None
+    assert isinstance(limited, TierConfig)
+    if not isinstance(place, PrefixPlace):  # prefixes are never protected
+        with place.open() as store:
+            _refuse_protected(store, place)
+    return [type(place)(place.name, limited, place.where)]
+
+
+def _refuse_protected(store: Store, place: Place) -> None:
+    """A collector without the keys of ``encrypt`` would leave records that no engine accepts."""
+    for namespace in namespaces_in(store)[0]:
+        if namespace.fields.get("protection"):
+            raise ConfigError(
+                f"{namespace.name} has protected blocks; give the YAML file of a tier with their keys",
+                field=place.where,
+            )
+
+
+def _collect(place: Place, *, dry_run: bool) -> Collected | Skipped:
+    policy = place.policy
+    report: CollectReport | None = None
+    if policy is None:
+        why = "is read_only" if place.read_only else "has neither max_bytes nor ttl"
+    else:
+        why = "another collector is at work"
+        try:
+            report = _collect_within(place, policy, dry_run=dry_run)
+        except FolderMissingError:
+            if not isinstance(place, PrefixPlace) or not place.is_beside_a_root():
+                raise
+            why = "no prefixes are stored here yet"
+    if report is None:
+        return Skipped(tier=place.name, where=place.where, skipped=why)
+    return Collected(tier=place.name, where=place.where, **asdict(report))
+
+
+def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> CollectReport | None:
+    with place.open() as store:  # not opened to write, because a store then removes the files of dead writers
+        check_is_ours(store)
+    with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="blobs") as ticker:
+        keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
+        return _run(Collector(store, policy, keys=keys), dry_run, policy.lease_s, ticker.count)
+
+
+def _run(
+    collector: Collector, dry_run: bool, lease_s: float, on_progress: Callable[[int], None]
+) -> CollectReport | None:
+    """Run the collector. If another process holds the lease, wait until it is released or its holder counts as dead."""
+    deadline = time.monotonic() + 2 * lease_s
+    while (report := collector.run(dry_run=dry_run, on_progress=on_progress)) is None and time.monotonic() < deadline:
+        time.sleep(min(1.0, collector.seconds_to_wait + 0.05))
+    return report
+
+
+def _set_lifecycle(place: Place, ttl_s: float | None) -> Lifecycle:
+    """Set the bucket's rules: expire blocks after ``ttl`` (None: remove the rule), and expire old versions."""
+    from ...tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
+
+    days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
+    with place.open(writes=True) as store:
+        assert isinstance(store, S3Store)
+        # A lifecycle rule removes everything that begins with a name, and folders of others may look like a namespace.
+        own = [
+            name
+            for name in namespace_names(store)
+            if read_identity(store, name) is not None or any(blocks_of(store, name))
+        ]
+        return Lifecycle(days, store.expire_after(days, [f"{name}_r" for name in own]))
+
+
+def _show_lifecycle(place: Place, rules: Lifecycle) -> None:
+    where = f"{place.name} at {place.where}"
+    versions = "; it removes noncurrent versions of blocks after a day" if rules.expire_versions else ""
+    if rules.expire_after_days is None:
+        say(f"{where}: the bucket has no kvtiers rule that removes blocks{versions}")
+    else:
+        say(f"{where}: the bucket removes blocks {rules.expire_after_days} days after they were written{versions}")
+
+
+def _show(result: Collected | Skipped, unit: str) -> None:
+    place = f"{result.tier} at {result.where}"
+    if isinstance(result, Skipped):
+        say(f"{place}: {result.skipped}")
+        return
+    verb = "would be removed" if result.dry_run else "removed"
+    took = human_age(result.seconds) if result.seconds >= 1 else "less than 1s"
+    say(f"{place}: {counted(result.blobs, 'blob')}, {human_bytes(result.bytes)}, listed in {took}")
+    for reason, count in result.removed_blobs.items():
+        say(f"  {verb} by {reason}: {counted(count, unit)}, {human_bytes(result.removed_bytes[reason])}")
+    if result.ttl_waits_s:
+        wait = human_age(result.ttl_waits_s)
+        say(f"  nothing is removed by ttl for another {wait}: the storage's clock was stepped, so ages are not known")
+    if result.leftovers:
+        say(f"  {verb}, left by dead writers or in quarantine: {counted(result.leftovers, 'file')}")
+    if result.kept_by_error:
+        say(f"  could not be removed: {counted(result.kept_by_error, unit)}")
+    if result.own_bytes:
+        say(f"  quarantined and partly written: {human_bytes(result.own_bytes)}")
