@@ -634,7 +634,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_each_problem_has_a_fix(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     tiers: list[dict[str, Any]] = [
         {"type": "fs", "root_dir": f"{tmp_path}/link"},
         {"type": "fs", "root_dir": f"{tmp_path}/file/x"},
