@@ -82,14 +82,15 @@ class Answer:
         Raises:
             http.client.IncompleteRead: the body ended early.
         """
-        if self._response is not None:
-            for part in parts:
-                fill(self._response, part)
-            return
         size = parts_size(parts)
-        if size > self._left or transfer(self._unread.readinto_many, -1, parts) < size:
+        response = self._response
+        if response is not None:
+            filled = transfer(lambda _, some, __: response.readinto(some[0]), -1, parts)
+        else:
+            filled = transfer(self._unread.readinto_many, -1, parts) if size <= self._left else 0
+            self._left -= filled
+        if filled < size:
             raise http.client.IncompleteRead(b"")
-        self._left -= size
 
     def read(self, bytes_max: int) -> bytes:
         """Receive the rest of the body, at most ``bytes_max``, or what there is of it if the connection breaks."""
@@ -140,16 +141,3 @@ class _Unread(io.RawIOBase):
 
     def makefile(self, mode: str) -> io.BufferedReader:  # noqa: ARG002 - http.client calls it, as of a socket
         return io.BufferedReader(self)
-
-
-def fill(response: Any, part: memoryview) -> None:
-    """Receive a whole part of a body.
-
-    Raises:
-        http.client.IncompleteRead: the body ended early.
-    """
-    while part:
-        count = response.readinto(part)
-        if not count:
-            raise http.client.IncompleteRead(b"", len(part))
-        part = part[count:]

@@ -491,11 +491,6 @@ def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultSer
         seal.verify(key, memoryview(slot), trailer)
 
 
-def test_tail_of_a_server_that_ignores_ranges(stored: S3Store, server: HttpFaultServer) -> None:
-    server.inject(Fault.IGNORE_RANGE)
-    assert stored.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
-
-
 def test_tail_of_a_large_object_without_ranges(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.IGNORE_RANGE)
     for size in (3 << 20, (1 << 20) + 4096, 5000, 100):
@@ -535,12 +530,6 @@ def test_tail_without_ranges_is_one_operation(
         assert store.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
     assert [request.method for request in server.requests()] == methods
     store.close()
-
-
-def test_head_that_does_not_say_how_large(stored: S3Store, server: HttpFaultServer) -> None:
-    leave_out(server, "Content-Length", "HEAD")
-    with pytest.raises(StoreUnavailableError):
-        stored.size("f/a")
 
 
 def test_region_beside_an_error_is_no_redirect(stored: S3Store, server: HttpFaultServer) -> None:
