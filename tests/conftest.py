@@ -44,11 +44,24 @@ LONGEST = (
     "connector/region/test_region_processes.py",
 )
 
+_FIRST_CASES = "--first-cases"
+
 _PROPERTY = "promise"  # of a test's report, which comes back from the process that ran it
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        _FIRST_CASES, action="store_true", help="run only the first case of each test: what differs between Pythons"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files; all else stays in its order (see ``make test``)."""
+    if config.getoption(_FIRST_CASES):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        config.hook.pytest_deselected(items=list({*items} - {*first.values()}))
+        items[:] = reversed(first.values())
     folder = Path(__file__).parent
     place = {folder / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))

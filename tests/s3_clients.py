@@ -15,12 +15,17 @@ import pytest
 
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import StoreTimeoutError
-from kvtiers.tiers.stores.s3.options import Client
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
 from tests.waiting import wait_for
 
-CLIENTS: tuple[Client, ...] = ("obstore", "boto3")
+CLIENTS = ("direct", "boto3")
+
+
+def use_client(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    """Have stores of this process move blocks by boto3, as behind a proxy, or else as they do by themselves."""
+    if client == "boto3":
+        monkeypatch.setattr("kvtiers.tiers.stores.s3.clients.needs_boto3", lambda _: True)
 
 
 def set_s3_options(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:

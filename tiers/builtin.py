@@ -13,19 +13,21 @@ from .blocks.file_mapper import FileMapper, strict_fields
 from .blocks.keyring import KeyRing, load_keys, show_key_id
 from .blocks.rows import Rows
 from .blocks.seal import TRAILER_BYTES, Seal
+from .capacity.link import CollectorLink
 from .capacity.policy import CapacityPolicy
 from .capacity.records import RecordKeys
 from .config.deployment import parse_tier
-from .config.open_store import for_engine, store_recipe, tool_recipe
+from .config.open_store import store_recipe, tool_recipe
 from .config.tier_options import (
     BoundedTierConfig,
     FsspecTierConfig,
+    FsTierConfig,
     NetworkTierConfig,
     NfsTierConfig,
     TierConfig,
     shown_place,
 )
-from .errors import ConfigError, RegionError
+from .errors import ConfigError, RegionError, printable
 from .frames import Seats, Work
 from .plain_logs import get_logger
 from .recipe import StoreRecipe
@@ -35,15 +37,14 @@ from .server.threads import ThreadBackend
 from .store import Store, SupportsTouch
 from .stores.files.mounts import missing_mount
 from .tier.lookup import TOTAL_S, LookupOptions
-from .tier.store_tier import CollectorEnd, StoreTierManager, TierOptions
+from .tier.store_tier import StoreTierManager, TierOptions
 from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
-BLOCKS_OF_BOUND_MIN = 4  # within max_bytes
-CORE_BYTES = 4 << 20  # a worker's memory per core, for obstore's thread on that core
-#: A worker for a network storage may allocate so much more than it starts with, its blocks and its cores. A server's
-#: response may be endless: the worker that reads such a response is killed and replaced.
+BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
+#: A worker for a network storage may allocate so much more than it starts with and its blocks. A server's response may
+#: be endless: the worker that reads such a response is killed and replaced.
 WORKER_BYTES = 512 << 20
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
 LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
@@ -87,12 +88,14 @@ class BuiltInTier(StoreTierManager):
                 region.close()
                 region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
         if region is None:
-            make_store, arguments = for_engine(store_recipe(config), f"tier {name}", why_here)
+            make_store, arguments = store_recipe(config)
             start(make_backend=partial(_threads, config, make_store(**arguments)))
         try:
             if not self.capabilities.shared:
                 check_needs_no_sharing(policy, in_processes=not why_here)
             if policy is not None:
+                if isinstance(config, FsTierConfig):
+                    _check_reserve(name, config)
                 self.collect(_start_collector(name, config, policy, mapper))
         except BaseException:
             self.shutdown()
@@ -114,6 +117,24 @@ class BuiltInTier(StoreTierManager):
             ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
             mapper.block_tokens,
         )
+
+
+class FileSystemTierManager(BuiltInTier):
+    """The ``fs`` tier, for code that names its class. ``options``: see ``tiers.config.tier_options.FsTierConfig``."""
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        root_dir: str,
+        n_read_threads: int | None = None,
+        n_write_threads: int | None = None,
+        **options: Any,
+    ) -> None:
+        threads = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads}
+        options |= {name: count for name, count in threads.items() if count is not None}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, type="fs", root_dir=root_dir, **options)
 
 
 def make_seal(config: TierConfig) -> Callable[..., Seal]:
@@ -226,8 +247,7 @@ def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int |
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
     copies += config.encrypt == "aes-gcm"  # a block is encrypted into its thread's buffer
-    cores = os.cpu_count() or 1
-    return WORKER_BYTES + cores * CORE_BYTES + copies * threads * row_bytes
+    return WORKER_BYTES + copies * threads * row_bytes
 
 
 def _check_room(name: str, policy: CapacityPolicy) -> None:
@@ -242,6 +262,31 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
             f"{policy.max_bytes} bytes do not hold {BLOCKS_OF_BOUND_MIN} blocks of {policy.block_bytes} bytes; write "
             f"at least {least}",
             field=f"tier {name}: max_bytes",
+        )
+
+
+def _check_reserve(name: str, config: FsTierConfig) -> None:
+    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang."""
+    try:
+        status = os.statvfs(config.root_dir)
+    except OSError:  # not made yet, or not accessible, which the store will report
+        return
+    total = status.f_blocks * status.f_frsize
+    if config.min_free and not total:
+        logger.warning(
+            "tier %s: min_free: the file system of %s does not report its size (a FUSE mount?), so no free space is "
+            "kept; set max_bytes",
+            name,
+            printable(config.root_dir),
+        )
+    elif total and config.min_free >= total:
+        logger.warning(
+            "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is "
+            "stored; lower min_free",
+            name,
+            config.min_free,
+            printable(config.root_dir),
+            total,
         )
 
 
@@ -267,9 +312,7 @@ def key_ids(config: TierConfig) -> frozenset[str] | None:
     return frozenset() if keys is None else frozenset(map(show_key_id, keys.ids))
 
 
-def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapper: FileMapper) -> CollectorEnd:
-    from .capacity.link import CollectorLink
-
+def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapper: FileMapper) -> CollectorLink:
     make_store, store_options = tool_recipe(config)
     return CollectorLink(
         name,

@@ -8,7 +8,6 @@ Import only the standard library here: a process that is started again keeps an 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -24,7 +23,6 @@ from typing import Any, Final, TextIO
 STDERR: Final = 2  # C libraries print to this descriptor, no matter which file it refers to
 
 _LOGGER = "kvtiers"  # the parent of all loggers of this package
-_PR_SET_PDEATHSIG = 1
 _THREAD_STACK_BYTES = 1 << 20  # not the usual 8 MiB, which count toward ``limit_memory`` although hardly used
 _FORKED_STATUS = 4
 
@@ -74,26 +72,7 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def reap_group(process: subprocess.Popen[Any]) -> None:
-    """Wait until a process has ended; then kill what it has started (see ``kill_group``), and reap it."""
-    if process.returncode is None:
-        with suppress(ChildProcessError):  # another thread has just reaped it
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    kill_group(process)
-    process.wait()
-
-
 # ---- in the process that was started ---------------------------------------------------------------------------------
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends.
-
-    A process in a hung call does not notice that its pipe or socket closes, and a fork of the parent may keep it open.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent died before prctl
-        sys.exit()
 
 
 def end_if_forked(pid: int) -> None:
@@ -122,7 +101,6 @@ def limit_memory(bytes_max: int) -> None:
     Shared memory, such as the region, does not count. If the process aborts, no core file is written.
     """
     threading.stack_size(_THREAD_STACK_BYTES)
-    os.environ.setdefault("RUST_BACKTRACE", "0")  # if obstore panics, it prints a line and not a screen
     with open("/proc/self/status", encoding="ascii") as f:
         used_kib = next(int(line.split()[1]) for line in f if line.startswith("VmData:"))
     for kind, limit in ((resource.RLIMIT_DATA, (used_kib << 10) + bytes_max), (resource.RLIMIT_CORE, 0)):

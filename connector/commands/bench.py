@@ -29,7 +29,7 @@ from ...tiers.config.tier_options import BoundedTierConfig, TierConfig
 from ...tiers.errors import ConfigError, StoreError
 from ...tiers.registry import SecondaryTierFactory
 from ...tiers.store import Store
-from ...tiers.stores.files.publish import PRIVATE_FOLDER, PrivateNames
+from ...tiers.stores.files.publish import PRIVATE_FOLDER, private_name
 from ...tiers.stores.vectored_io import transfer
 from ...tiers.tier.store_tier import StoreTierManager
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
@@ -247,8 +247,7 @@ class _FileCeiling:
     def __init__(self, root: Path, count: int) -> None:
         folder = root / PRIVATE_FOLDER
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        names = PrivateNames()
-        self._paths = [folder / names.make() for _ in range(count)]
+        self._paths = [folder / private_name() for _ in range(count)]
 
     def write(self, row: tuple[int, Any]) -> None:
         fd = os.open(self._paths[row[0]], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -204,8 +204,6 @@ def of_error(where: str, error: Exception, config: TierConfig | None = None, fie
     Only the error knows its cause, so the fix comes from its message. ``_fix_of`` adds a fix that holds for any cause.
     """
     if isinstance(error, ConfigError):
-        if fix := getattr(error, "fix", ""):
-            return Finding("problem", where, error.field, error.message, fix)
         return of_text("problem", where, error.field or field or "storage", error.message, "correct this option")
     if isinstance(error, OptionsError):
         field = "storage_options"

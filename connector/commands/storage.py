@@ -301,10 +301,10 @@ def utc(mtime: float) -> str:
 def _run(
     collector: Collector, dry_run: bool, lease_s: float, on_progress: Callable[[int], None]
 ) -> CollectReport | None:
-    """Run the collector. If another process holds the lease, wait until it is released or its holder counts as dead."""
+    """Run the collector. If another one works, wait until it gives up or counts as dead."""
     deadline = time.monotonic() + 2 * lease_s
     while (report := collector.run(dry_run=dry_run, on_progress=on_progress)) is None and time.monotonic() < deadline:
-        time.sleep(min(1.0, collector.lease.seconds_to_wait + 0.05))
+        time.sleep(min(1.0, collector.seconds_to_wait + 0.05))
     return report
 
 

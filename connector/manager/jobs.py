@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...tiers.base import JobMetadata, JobResult, ReqContext
+from ...tiers.base import JobMetadata, ReqContext
 from ...tiers.blocks.keys import OffloadKey
 from ...tiers.plain_logs import get_logger
-from .guard import RAISED, GuardedTier
+from .guard import GuardedTier
 from .primary import Block
 from .request import Request
 
@@ -78,19 +78,17 @@ class TierJobs:
         self._reports_until = max(self._reports_until, until)
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
-        if job.request is None:
-            method, context = "submit_store", ReqContext()
-        else:
-            method, context = "submit_load", job.request.context
-        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, context)) is RAISED:
-            self._raised[job_id] = until
-            return False
-        return True
+        is_load = job.request is not None
+        context = ReqContext() if job.request is None else job.request.context
+        if self._tiers[job.tier].submit(JobMetadata(job_id, keys, slots, context), is_load=is_load):
+            return True
+        self._raised[job_id] = until
+        return False
 
     def take_ended(self, index: int) -> Iterator[Ended]:
         """The jobs that a tier reports, and jobs that raised and are past their deadline, to free their slots too."""
         tier = self._tiers[index]
-        for result in tier.collect("get_finished", JobResult):
+        for result in tier.get_finished():
             job = tier.job_of(result, self._jobs)
             if job is None or job.tier != index:
                 tier.contain_unknown(result)
@@ -111,7 +109,7 @@ class TierJobs:
         before: frozenset[int] | None = None
         while True:
             for tier in self._tiers:
-                tier.call("drain_jobs")
+                tier.drain_jobs()
             take()
             left = frozenset(self._jobs)
             if not left:

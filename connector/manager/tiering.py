@@ -115,7 +115,7 @@ class TieringOffloadingManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey]) -> None:
         self.primary.touch(keys)
         for tier in self._tiers:
-            tier.call("touch", keys)
+            tier.touch(keys)
         self._cascade.use(keys)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:

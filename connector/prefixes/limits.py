@@ -14,7 +14,7 @@ from ...tiers.builtin import record_keys
 from ...tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
 from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.capacity.written import Writer
-from ...tiers.config.open_store import for_engine, tool_recipe
+from ...tiers.config.open_store import tool_recipe
 from ...tiers.config.tier_options import BoundedTierConfig
 from ...tiers.recipe import StoreRecipe
 
@@ -69,7 +69,7 @@ class PrefixLimits:
             return None
         with self._lock:
             if self._writer is None:
-                make_store, arguments = for_engine(tool_recipe(self._place))
+                make_store, arguments = tool_recipe(self._place)
                 self._writer = Writer(make_store(**arguments), poll_s=self.policy.poll_s, keys=record_keys(self._place))
             return self._writer
 

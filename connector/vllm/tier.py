@@ -21,7 +21,7 @@ from ...tiers.config.deployment import load_named
 from ...tiers.errors import ConfigError
 from ...tiers.plain_logs import get_logger
 from ...tiers.registry import SecondaryTierFactory
-from ..manager.guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
+from ..manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
 from ..pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from . import kv_groups, refusals, translate
 from .contract import implements
@@ -135,15 +135,15 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         places = translate.prompt_order(keys, job.req_context)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
         self._stores[job.job_id] = keys  # in vLLM's order, which the result must follow
-        self._hand_over("submit_store", job)
+        self._hand_over(job, is_load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
         self._loads[job.job_id] = job.keys
-        self._hand_over("submit_load", job)
+        self._hand_over(job, is_load=True)
 
-    def _hand_over(self, method: str, job: JobMetadata) -> None:
-        if self._guard.call(method, job) is RAISED:
+    def _hand_over(self, job: JobMetadata, *, is_load: bool) -> None:
+        if not self._guard.submit(job, is_load=is_load):
             self._raised[job.job_id] = self._clock() + self._deadline_s
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
@@ -152,7 +152,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return results
 
     def _hear_tier(self) -> None:
-        for result in self._guard.collect("get_finished", JobResult):
+        for result in self._guard.get_finished():
             # vLLM crashes on the result of an unknown job, so unknown and repeated results must not reach it.
             if self._guard.job_of(result, self._loads) is None and self._guard.job_of(result, self._stores) is None:
                 self._guard.contain_unknown(result)
@@ -175,7 +175,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return translate.events(events, self.locality) if self._publishes else ()
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
-        self._guard.call("touch", keys)
+        self._guard.touch(keys)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
         return RequestOffloadingContext()
@@ -188,7 +188,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._pacer.step_ended(loading=bool(self._loads))
 
     def drain_jobs(self) -> None:
-        self._guard.call("drain_jobs")
+        self._guard.drain_jobs()
         self._hear_tier()
         while self._raised:  # vLLM is about to reuse all slots, and assumes that every job was reported
             time.sleep(_DRAIN_POLL_S)
@@ -216,7 +216,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             logger.warning("tier %s: %d blocks were not stored when the engine ended", self.tier_type, lost)
 
     def _is_idle(self) -> bool:
-        for result in self._guard.collect("get_finished", JobResult):
+        for result in self._guard.get_finished():
             keys = self._guard.job_of(result, self._stores)
             if keys is not None:
                 del self._stores[result.job_id]

@@ -316,7 +316,7 @@ def cost_of_a_poll(blocks: int) -> tuple[float, float, float]:
     publish_usage(bucket, Usage(listed=1, listed_at=bucket.now - 7200.0, bytes=blocks * bucket.block_bytes))
     collector = collector_over(bucket, 4 * blocks * bucket.block_bytes)
     collector.note_put(1)
-    poll(collector, bucket)  # takes the lease, and begins a listing
+    poll(collector, bucket)  # begins to work, and begins a listing
     before, began = (bucket.lists, bucket.lists + bucket.puts + bucket.gets), time.process_time()
     collector.note_put(1)
     poll(collector, bucket)

@@ -100,7 +100,7 @@ def moves(server: str, url: str) -> Iterator[Moves]:
             with tier_on(url, view, f"{name[0]}-{block_bytes}", **options) as tier:
                 store_s = run(tier, tier.submit_store, keys)
                 loads = [megabytes / run(tier, tier.submit_load, keys) for _ in range(JOBS)]
-                at_once = sum(server.seats.loads_first for server in tier._channel._servers)
+                at_once = sum(server.seats.loads_first for server in tier._channel._children)
             later = statistics.median(loads[JOBS // 2 :])
             yield Moves(server, name, block_bytes, megabytes / store_s, loads[0], later, at_once)
 

@@ -6,7 +6,8 @@ Servers on loopback: nginx as a DAV stub, which shows what the client itself cos
 SeaweedFS, a real S3. The ceiling ``http`` is plain http.client: the same blocks with their trailers, unsigned and
 unsealed, sent from and received into the region by as many threads. ``socket`` goes further down, to requests written
 by hand: what is left of an HTTP client without HTTP. They exist for the stub only, for a real server wants signatures.
-``bare obstore`` is the client of our tier alone: nothing is sealed, checksummed or verified.
+``bare obstore`` is a client in Rust alone, where it is installed (pip install obstore): nothing is sealed, checksummed
+or verified.
 
 Ratios are what counts: within a round every client moves the same blocks one after the other, in changing order, and
 the median of the rounds' ratios is reported, so that a machine whose speed drifts does not decide. Before each PUT as
@@ -53,7 +54,8 @@ PLACES = ("nginx", "nginx-tls", "seaweed")
 SERVERS_FOLDER = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())  # where they keep objects
 HEADS = 4_000
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-CLIENTS = (BareObstoreContender.name, "obstore", "obstore, threads", "boto3", "s3fs")
+BARE = (BareObstoreContender.name,) if importlib.util.find_spec("obstore") else ()
+CLIENTS = (*BARE, "kvtiers", "kvtiers, threads", "boto3", "s3fs")
 HTTP_GOAL, BOTO3_GOAL, CPU_GOAL_MS, STALL_GOAL_MS = 0.8, 3.0, 0.35, 2.0
 HEADS_GOAL, HEADS_BOTO3_GOAL = 8_000, 7.0
 
@@ -62,10 +64,10 @@ HEADS_GOAL, HEADS_BOTO3_GOAL = 8_000, 7.0
 LABELS = {
     "http": "http (ceiling, no seal)",
     "socket": "socket (ceiling, no seal)",
-    "obstore": "kvtiers, obstore in processes",
-    "obstore, threads": "kvtiers, obstore in threads",
-    "boto3": "kvtiers, boto3",
-    "s3fs": "kvtiers, s3fs",
+    "kvtiers": "kvtiers, in processes",
+    "kvtiers, threads": "kvtiers, in threads",
+    "boto3": "kvtiers by boto3",
+    "s3fs": "kvtiers by s3fs",
     "nixl": "NIXL (no seal)",
 }
 
@@ -225,7 +227,7 @@ def show(rows: Sequence[Row], heads: Sequence[Heads]) -> None:
                    "stall ms PUT p50 / p99", "GET p50 / p99"):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
-        is_ours = row.client == "obstore"
+        is_ours = row.client == "kvtiers"
         judged_ratio = is_ours and row.block_bytes >= MIB
         judged_cpu = is_ours and row.block_bytes == SIZES[0]
         table.add_row(
@@ -244,18 +246,18 @@ def show(rows: Sequence[Row], heads: Sequence[Heads]) -> None:
     console.print(table)
     for where in dict.fromkeys(row.where for row in rows):
         by_client = {row.client: row for row in rows if row.where == where and row.block_bytes == SIZES[0]}
-        ours, theirs = by_client["obstore"], by_client["boto3"]
+        ours, theirs = by_client["kvtiers"], by_client["boto3"]
         asked = {one.client: one.per_second for one in heads if one.where == where}
         put, get = ours.put / theirs.put, ours.get / theirs.get
         checks = ", ".join(f"{client} {per_second:,.0f}/s" for client, per_second in asked.items())
-        times = asked["obstore"] / asked["boto3"]
+        times = asked["kvtiers"] / asked["boto3"]
         console.print(
-            f"{where}: obstore is {_judged(put, put >= BOTO3_GOAL)}x boto3 at {size_text(SIZES[0])} PUT and "
-            f"{_judged(get, get >= BOTO3_GOAL)}x GET; existence checks: {checks}; obstore is "
+            f"{where}: kvtiers is {_judged(put, put >= BOTO3_GOAL)}x boto3 at {size_text(SIZES[0])} PUT and "
+            f"{_judged(get, get >= BOTO3_GOAL)}x GET; existence checks: {checks}; kvtiers is "
             f"{_judged(times, times >= HEADS_BOTO3_GOAL)}x boto3"
         )
     console.print(
-        f"goals of obstore: >= {HTTP_GOAL} of http from 1 MiB; >= {BOTO3_GOAL:g}x boto3 at 256 KiB; "
+        f"goals of kvtiers: >= {HTTP_GOAL} of http from 1 MiB; >= {BOTO3_GOAL:g}x boto3 at 256 KiB; "
         f"CPU <= {CPU_GOAL_MS} ms a 256 KiB block; stall p99 <= {STALL_GOAL_MS:g} ms; "
         f">= {HEADS_GOAL:,} checks/s on the stub, >= {HEADS_BOTO3_GOAL:g}x boto3. Missed goals are red."
     )
@@ -365,6 +367,7 @@ def main() -> None:
     places = args.where or [name for name, path in installed.items() if path is not None]
     missing = [name for name in PLACES if name not in places]
     missing += [] if nixl() else ["nixl (not installed)"]
+    missing += [] if BARE else ["bare obstore (not installed)"]
     if missing:
         print(f"not measured: {', '.join(missing)}")
     total, rounds = (64 * MIB, 3) if args.quick else (256 * MIB, 5)

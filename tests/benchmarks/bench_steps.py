@@ -30,8 +30,8 @@ from kvtiers.tiers.stores.files.posix import (
     FILE_MODE,
     OPEN_FOLDER,
     OPEN_READ,
+    RootFolder,
     close_reader,
-    openat2,
     regular_size,
 )
 from kvtiers.tiers.stores.files.publish import OPEN_UNNAMED
@@ -58,7 +58,7 @@ class Blocks:
         self.paths = [f"{root}/{name}" for name in self.names]
         for path in self.paths:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        self.root_fd = os.open(root, OPEN_FOLDER)
+        self.below = RootFolder(root, make=False)
 
     # -- stores ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Blocks:
         for name, row in zip(self.names, self.rows, strict=True):
             xxhash.xxh3_64_intdigest(row)
             folder, _, last = name.rpartition("/")
-            dir_fd = openat2(self.root_fd, folder, OPEN_FOLDER)
+            dir_fd = self.below.open(folder, OPEN_FOLDER)
             fd = os.open(".", OPEN_UNNAMED, FILE_MODE, dir_fd=dir_fd)
             os.pwritev(fd, [row, self.trailer], 0)
             os.link(f"/proc/self/fd/{fd}", last, dst_dir_fd=dir_fd)
@@ -116,7 +116,7 @@ class Blocks:
 
     def below_the_root(self) -> None:
         for name, row in zip(self.names, self.rows, strict=True):
-            fd = openat2(self.root_fd, name, OPEN_READ)
+            fd = self.below.open(name, OPEN_READ)
             regular_size(fd, name)
             os.preadv(fd, [row, self.trailer], 0)
             close_reader(fd)
@@ -127,7 +127,6 @@ class Blocks:
             os.unlink(path)
 
     def close(self) -> None:
-        os.close(self.root_fd)
         shutil.rmtree(self.root, ignore_errors=True)
 
 

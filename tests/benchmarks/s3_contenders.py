@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -150,6 +151,10 @@ class TierContender(Contender):
 
     def cpu_s(self) -> float:
         return super().cpu_s() + sum(map(_cpu_s, self._tier._channel.pids))
+
+    def prepare(self) -> None:
+        """Make the store's clients."""
+        self._store.prepare()
 
     def remove(self, round_: int) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -450,7 +455,7 @@ class BareObstoreContender(Contender):
 
 
 def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
-    """A contender by its name; "obstore, threads" is obstore in this process."""
+    """A contender by its name; "kvtiers, threads" is in this process."""
     for plain in (HttpContender, SocketContender):
         if name == plain.name:
             return plain(reached.endpoint_url, region)
@@ -462,13 +467,14 @@ def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
         access = {"key": reached.access_key, "secret": reached.secret_key, "endpoint_url": reached.endpoint_url}
         where = {"url": f"s3://{STUB_BUCKET}/{name}", "storage_options": access}
         return TierContender(name, (FsspecStore, where), region, in_processes=False)
-    client: Any = name.partition(",")[0]
     options = S3Options(
         bucket=STUB_BUCKET,
         prefix=name.replace(", ", "-"),  # a folder of its own, or one client would find the blocks of another
         endpoint_url=reached.endpoint_url,
-        client=client,
         request_timeout_s=60,
         max_connections=THREADS,
     )
-    return TierContender(name, (S3Store, {"options": options}), region, in_processes=name == "obstore")
+    with mock.patch("kvtiers.tiers.stores.s3.clients.needs_boto3", return_value=name == "boto3"):
+        made = TierContender(name, (S3Store, {"options": options}), region, in_processes=name == "kvtiers")
+        made.prepare()
+    return made

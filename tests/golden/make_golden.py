@@ -63,7 +63,7 @@ def main() -> None:
                 "args": args,
                 "hash": bytes(range(7, 39)).hex(),
                 "group": len(cases),
-                "file": mapper.get_file_name(key),
+                "file": f"{mapper.root_dir}/{mapper.relative_name(key)}",
                 "config": mapper.get_config_file_path(),
             }
         )

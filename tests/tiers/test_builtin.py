@@ -18,7 +18,7 @@ import pytest
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
-from kvtiers.tiers.builtin import BuiltInTier
+from kvtiers.tiers.builtin import BuiltInTier, FileSystemTierManager
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import store_recipe
 from kvtiers.tiers.config.tier_options import S3TierConfig
@@ -29,7 +29,7 @@ from kvtiers.tiers.testing.servers import S3Server, moto_server
 from kvtiers.tiers.tier.circuit import CircuitState
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import set_s3_options, use_credentials
+from tests.s3_clients import use_credentials
 from tests.tier_limits import tier_limits
 from tests.tiers.server.hostile_store import HeldStore
 from tests.waiting import wait_for
@@ -74,7 +74,7 @@ def test_kms_key_reaches_the_store() -> None:
 
 
 def test_no_option_of_the_s3_store_is_left_out() -> None:
-    told = {field for _, field in S3_KEYS.values()} | {"retries", "client"}
+    told = {field for _, field in S3_KEYS.values()} | {"retries"}
     assert told == set(S3Options.__dataclass_fields__)
 
 
@@ -144,6 +144,15 @@ def test_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], kind: 
         tier.shutdown()
 
 
+def test_files_have_a_class_of_their_own(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
+    tier = FileSystemTierManager(FakeSpec(), region.data, "disk", str(tmp_path), 2, 3, min_free=0, isolation="thread")
+    try:
+        assert (tier.name, tier._channel._backend.seats[0].stores_first) == ("disk", 3)
+        store_and_load(tier, region)
+    finally:
+        tier.shutdown()
+
+
 def test_a_bound_has_room_for_blocks(tmp_path: Path) -> None:
     config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "max_bytes": "1MiB", "isolation": "thread"}
     SecondaryTierFactory.create_secondary_tier(config, np.zeros((2, 200 << 10), np.int8).data, FakeSpec()).shutdown()
@@ -154,12 +163,8 @@ def test_a_bound_has_room_for_blocks(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("client", ["obstore", "boto3"])
-def test_s3_tier(
-    s3: dict[str, Any], region: np.ndarray[Any, Any], client: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_s3_options(monkeypatch, client=client)
-    tier = BuiltInTier(FakeSpec(), region.data, "s3", **s3, prefix=client)
+def test_s3_tier(s3: dict[str, Any], region: np.ndarray[Any, Any]) -> None:
+    tier = BuiltInTier(FakeSpec(), region.data, "s3", **s3)
     try:
         store_and_load(tier, region)
     finally:
@@ -237,10 +242,10 @@ def test_where_no_process_can_be_started_auto_is_threads(
 
 
 @pytest.mark.parametrize("kind", ["fs", "nfs", "memory", "s3", "fsspec", "store"])
-def test_engine_process_does_not_load_obstore_and_keeps_its_environment(
+def test_engine_process_loads_no_client_and_keeps_its_environment(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With default isolation. obstore may abort its process, and needs changes to the C library's environment."""
+    """With default isolation. Other threads of an engine may be reading the C library's environment."""
     root = str(tmp_path / "root")
     options: dict[str, dict[str, Any]] = {
         "fs": {"root_dir": root, "min_free": 0},
@@ -252,7 +257,6 @@ def test_engine_process_does_not_load_obstore_and_keeps_its_environment(
     with contextlib.ExitStack() as stack:
         if kind == "s3":
             use_credentials(monkeypatch)
-            monkeypatch.setenv("AWS_PAGER", "less")  # is hidden from obstore
             endpoint = stack.enter_context(moto_server()).endpoint_url
             boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
             options["s3"] = {"bucket": "bucket", "endpoint_url": endpoint, "max_bytes": "1GiB"}
@@ -272,8 +276,7 @@ def test_engine_process_does_not_load_obstore_and_keeps_its_environment(
     assert (started, stored[0], loaded[0], found[0]) == ("started", True, True, [True] * 4)
     modules, changes = seen
     assert changes == []
-    assert not {"obstore", "s3fs", "aiobotocore"} & set(modules)
-    assert kind == "s3" or "botocore" not in modules
+    assert not {"botocore", "awscrt", "s3fs", "aiobotocore"} & set(modules)
     assert kind == "fsspec" or "fsspec" not in modules
 
 

@@ -12,7 +12,7 @@ SOURCES = sorted(path for package in ("tiers", "connector", "kvtiers") for path 
 
 
 def test_importing_tiers_pulls_in_no_client_and_no_engine() -> None:
-    heavy = ("torch", "vllm", "boto3", "botocore", "obstore", "fsspec", "s3fs", "prometheus_client", "cryptography")
+    heavy = ("torch", "vllm", "boto3", "botocore", "awscrt", "fsspec", "s3fs", "prometheus_client", "cryptography")
     code = (
         f"import sys, kvtiers, kvtiers.vllm, kvtiers.tiers.registry; print([m for m in {heavy!r} if m in sys.modules])"
     )

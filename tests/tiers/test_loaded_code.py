@@ -13,15 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.tiers import loaded_code
-from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.capacity.link import CollectorLink
-from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers import connections, loaded_code
 from kvtiers.tiers.loaded_code import LoadedCode
-from kvtiers.tiers.recipe import StoreRecipe
-from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.tier import channel
-from tests.identity import FakeSpec
 from tests.tiers.server.process_bench import Bench
 from tests.waiting import wait_for
 
@@ -42,8 +35,7 @@ class Package:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     package = Package(tmp_path / "package")
-    for place in ("server.process", "capacity.link"):
-        monkeypatch.setattr(f"kvtiers.tiers.{place}.OWN_CODE", package.code)
+    monkeypatch.setattr("kvtiers.tiers.child_process.OWN_CODE", package.code)
     return package
 
 
@@ -90,7 +82,7 @@ def test_it_is_looked_at_when_the_registry_is_imported() -> None:
 def test_killed_process_is_not_replaced_by_one_of_other_code(
     package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     bench = Bench(tmp_path / "kv")
     try:
         assert bench.works()
@@ -106,18 +98,6 @@ def test_killed_process_is_not_replaced_by_one_of_other_code(
         wait_for(bench.works)
     finally:
         bench.tier.shutdown()
-
-
-def test_no_collector_of_other_code_is_started(package: Package, tmp_path: Path) -> None:
-    (package.folder / "a.py").write_text("a = 2\n")
-    mapper = FileMapper.from_offloading_spec("", FakeSpec())
-    recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path / "root")
-    link = CollectorLink("test", recipe, CapacityPolicy(ttl_s=1000.0), mapper)
-    try:
-        wait_for(lambda: any("error" in report for report in link.take_reports()))
-        assert not (tmp_path / "root").exists()
-    finally:
-        link.close()
 
 
 def test_the_own_package_is_what_was_loaded() -> None:

@@ -26,7 +26,7 @@ def test_path_in_sys_path_is_ignored_as_imports_do(monkeypatch: pytest.MonkeyPat
 
 
 def test_fork_of_a_process_with_own_output_writes_nothing() -> None:
-    """The collector and the workers of ``verify``."""
+    """As the workers of ``verify``."""
     done = run("""
 import os
 from kvtiers.tiers.processes import end_if_forked, own_output
@@ -54,7 +54,7 @@ logging.getLogger("elsewhere").info("not of ours")
 @pytest.mark.parametrize("module", ["kvtiers.tiers.server.process", "kvtiers.tiers.capacity.process"])
 def test_process_imports_little(module: str) -> None:
     """A process that is started again keeps an engine waiting. A file store needs none of these either."""
-    heavy = {"torch", "pydantic", "numpy", "yaml", "boto3", "obstore", "fsspec", "typer", "cryptography", "pytest"}
+    heavy = {"torch", "pydantic", "numpy", "yaml", "botocore", "fsspec", "typer", "cryptography", "pytest"}
     loaded = set(run(f"import sys, {module}, kvtiers.tiers.stores.files.nfs; print(*sys.modules)").stdout.split())
     assert module in loaded
     assert not heavy & loaded

@@ -19,7 +19,6 @@ from kvtiers.tiers.store import (
 )
 from kvtiers.tiers.store_layer import Layer
 from kvtiers.tiers.stores.memory import MemoryStore
-from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch
 from kvtiers.tiers.testing.faults import FaultyStore
 
 #: Each protocol, and its methods.
@@ -31,21 +30,6 @@ PROTOCOLS: dict[type, tuple[str, ...]] = {
     SupportsSpace: ("space",),
     NamesBlocks: ("is_block",),
 }
-
-
-class TestLayer(StoreContract):
-    """The contract through a layer that changes nothing."""
-
-    def make_store(self) -> Store:
-        self.bottom = MemoryStore()
-        return Layer(self.bottom)
-
-    def plant(self, store: Store, key: str, data: bytes) -> None:
-        self.bottom.put(key, as_parts(data), overwrite=True)
-
-    def peek(self, store: Store, key: str) -> bytes | None:
-        size = self.bottom.size(key)
-        return None if size is None else fetch(self.bottom, key, size)
 
 
 def store_with(methods: Sequence[str]) -> Any:

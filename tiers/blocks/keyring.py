@@ -22,18 +22,6 @@ KEYS_MAX = 64
 TEXT_BYTES_MAX = 1 << 16
 
 
-class ExposedKeysError(ConfigError):
-    """Other users may read or change a key file.
-
-    Attributes:
-        fix: the command that fixes this.
-    """
-
-    def __init__(self, message: str, *, fix: str) -> None:
-        super().__init__(f"{message}: {fix}", field="keys_file")
-        self.fix = fix
-
-
 class KeyRing:
     """An immutable list of keys. Never shows the keys themselves.
 
@@ -61,11 +49,6 @@ class KeyRing:
 
     def __reduce__(self) -> str:
         raise TypeError("a KeyRing cannot be pickled or copied, to keep its keys secret")
-
-    @property
-    def current_id(self) -> int:
-        """Id of the key that seals new blocks."""
-        return next(iter(self._keys))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -125,8 +108,8 @@ def load_keys(
     """Read keys from a file or an environment variable.
 
     Raises:
-        ConfigError: the keys cannot be read or are not accepted; names the option.
-        ExposedKeysError: other users may read or change the file.
+        ConfigError: the keys cannot be read or are not accepted, or other users may read or change the file; names the
+            option.
     """
     if keys_file is not None:
         try:
@@ -152,27 +135,26 @@ def _check_is_secret(status: os.stat_result, path: str) -> None:
         status: of the open file, so that the file cannot be swapped after the check, and a symlink's mode is ignored.
 
     Raises:
-        ExposedKeysError: says how to fix the file.
-        ConfigError: ``path`` is not a regular file.
+        ConfigError: says how to fix the file.
     """
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is not a regular file", field="keys_file")
     uid, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
     if status.st_uid not in (0, uid):
-        raise ExposedKeysError(
+        raise ConfigError(
             f"{path} belongs to uid {status.st_uid}, who can read and change it; the owner must be this process's user "
-            "or root",
-            fix=f"chown {uid} {path}",
+            f"or root; chown {uid} {path}",
+            field="keys_file",
         )
     # A non-root process may read a root-owned file through its group: a Kubernetes secret with fsGroup is such a file.
     others = stat.S_IRWXG | stat.S_IRWXO
     if status.st_uid != uid:
         others &= ~stat.S_IRGRP
     if mode & others:
-        raise ExposedKeysError(
+        raise ConfigError(
             f"{path} can be read or changed by others (mode {mode:04o}); accepted is mode 0600 or 0400, and for a file "
-            "owned by root also 0440 (for a Kubernetes secret set defaultMode: 0400)",
-            fix=f"chmod 600 {path}",
+            f"owned by root also 0440 (for a Kubernetes secret set defaultMode: 0400); chmod 600 {path}",
+            field="keys_file",
         )
 
 

@@ -20,7 +20,7 @@ import os
 import struct
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -53,12 +53,6 @@ _PROOF_AT = 176
 _CHECK = struct.Struct("<Q")
 
 Trailer = bytes | bytearray | memoryview
-
-
-class _Proof(NamedTuple):
-    key_id: int
-    nonce: bytes
-    tag: bytes
 
 
 class GcmSeal(Seal):
@@ -135,14 +129,14 @@ class GcmSeal(Seal):
     def _cipher(self, key_id: int, nonce: bytes) -> Cipher[GCM]:
         return Cipher(self._ciphers[key_id], GCM(nonce))
 
-    def _proof(self, trailer: Trailer) -> _Proof:
+    def _proof(self, trailer: Trailer) -> tuple[int, bytes, bytes]:
         """Read key id, nonce and tag from a trailer that has passed the other checks."""
-        proof = _Proof(*_PROOF.unpack_from(trailer, _PROOF_AT))
-        if proof.key_id not in self._ciphers:
+        key_id, nonce, tag = _PROOF.unpack_from(trailer, _PROOF_AT)
+        if key_id not in self._ciphers:
             known = ", ".join(map(show_key_id, self._ciphers))
-            text = f"its key {show_key_id(proof.key_id)} is not among this engine's keys ({known})"
+            text = f"its key {show_key_id(key_id)} is not among this engine's keys ({known})"
             raise SealError(SealReason.UNKNOWN_KEY, text)
-        return proof
+        return key_id, nonce, tag
 
     def _other_means(self, checksum: int, authentication: int) -> SealError:
         if authentication == Authentication.NONE:
@@ -150,16 +144,15 @@ class GcmSeal(Seal):
         return super()._other_means(checksum, authentication)
 
     def _decrypt(self, stored: memoryview, trailer: Trailer, payload: memoryview) -> None:
-        proof = self._proof(trailer)
-        cipher = self._cipher(proof.key_id, proof.nonce).decryptor()
+        key_id, nonce, tag = self._proof(trailer)
+        cipher = self._cipher(key_id, nonce).decryptor()
         cipher.authenticate_additional_data(_associated(trailer))
         cipher.update_into(stored, payload)
         try:
-            cipher.finalize_with_tag(proof.tag)
+            cipher.finalize_with_tag(tag)
         except InvalidTag:
-            raise SealError(
-                SealReason.AUTHENTICATION, f"its tag does not match key {show_key_id(proof.key_id)}"
-            ) from None
+            text = f"its tag does not match key {show_key_id(key_id)}"
+            raise SealError(SealReason.AUTHENTICATION, text) from None
 
 
 # Shared by all seals, because one thread may store with several seals in turn.

@@ -1,4 +1,4 @@
-"""Collector: keeps a root below its limits. Every engine has one; by a lease, one of them works at a time.
+"""Collector: keeps a root below its limits. Every engine has one; one of them works at a time.
 
 The bound is soft. Writers never ask: they put, and publish how much every ``poll_s`` (``written``). The collector adds
 this to its last listing and subtracts what it removed. It removes blocks once the sum is above a mark, and says "full"
@@ -12,14 +12,19 @@ full, the larger the share of blocks that counts as the oldest.
 A collector whose engine puts nothing asks the storage nothing, except that with a ``ttl`` it looks once per ``every_s``
 whether a listing is due. Without a ``ttl``, nothing is written to a root into which nobody puts.
 
-A reader that asks for a removed block has a miss. Two collectors at once would remove the same blocks.
+The one that works says so in the record that it publishes (``usage``). Another takes its place when it gives up, or
+when its record has been unchanged for ``lease_s`` by the other's clock, so no clocks are compared. A collector that
+reads another one's name there stops. Two at once, for a poll or two, remove the same blocks, which does no harm.
+
+A reader that asks for a removed block has a miss.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -27,11 +32,10 @@ from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
 from ..store import KeepsFiles, Store, SupportsTouch
 from .clock import ClockReading, boot_id, held_s, since_boot
-from .lease import Lease
 from .policy import CapacityPolicy, Marks
 from .records import RecordKeys
 from .room import Room
-from .usage import Usage, publish_usage, read_usage
+from .usage import USAGE, Usage, publish_usage, read_usage
 from .walker import PAGE_KEYS, CollectReport, Walker, Wanted
 from .written import Writer, WrittenBytes
 
@@ -42,7 +46,7 @@ NO_TIMES = (
 )
 IDLE_S = 10.0  # after so long, and four polls, without a put, no collector is needed
 KEYS_PER_S = 1000  # passed while nothing is missing: one request a second, or 1 % of a core for files
-STEP_S = 1.0  # of walking while something is missing; uses are recorded and the lease is renewed in between
+STEP_S = 1.0  # of walking while something is missing; uses are recorded and the record is published in between
 RATE_HALF_S = 60.0  # the known rate of puts is its last peak, and half of it after so long
 #: Which share of the bytes counts as the oldest: (just above the mark, near full), for files and across a network. A
 #: small share is closer to least recently used, and passes more keys for each block that is removed.
@@ -50,7 +54,7 @@ NEAR_SHARES, FAR_SHARES = (1 / 32, 1 / 2), (1 / 8, 1 / 2)
 WHOLE_SHARES = (1 / 128, 1 / 128)  # of a root so small that the ages of all its blocks are known
 REST_S_MIN = 1.0  # after passes that removed nothing; longer after each further one
 LOOKS = 2  # passes that may remove nothing because they learn ages
-BEATS_S_MIN = 3.0  # a collector that has published nothing for so long, and for three polls, may be dead
+CLOCK_SHARE = 1 / 3  # of lease_s: how often the storage's clock is read
 
 
 class Collector:
@@ -61,8 +65,8 @@ class Collector:
         policy: the limits.
         on_removed: called with the names of removed blocks, batch by batch.
         keys: keys to authenticate records with.
-        owner: this collector's name in its lease, unique; None: a random one.
-        dead_owners: names of collectors that are known to have ended, whose leases are taken over at once.
+        owner: this collector's name in its record; None: a random one. A collector that is started in place of one that
+            has ended takes its place at once if it has the same name.
         clock: Unix seconds.
         monotonic: seconds.
         since_boot: see ``tiers.capacity.clock``.
@@ -80,7 +84,6 @@ class Collector:
         on_removed: Callable[[list[str]], None] = lambda _: None,
         keys: RecordKeys | None = None,
         owner: str | None = None,
-        dead_owners: Collection[str] = (),
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         since_boot: Callable[[], float] = since_boot,
@@ -92,10 +95,6 @@ class Collector:
         self._monotonic = monotonic
         self._since_boot = since_boot
         self._owner = owner or secrets.token_hex(8)
-        self._dead_owners = dead_owners
-        self.lease = Lease(
-            store, self._owner, lease_s=policy.lease_s, clock=monotonic, keys=keys, dead_owners=dead_owners
-        )
         self._writer = Writer(store, poll_s=policy.poll_s, writer_s=policy.writer_s, keys=keys, clock=since_boot)
         self._written = WrittenBytes(store, writer_s=policy.writer_s, keys=keys, clock=monotonic)
         self._idle_s = max(IDLE_S, 4 * policy.poll_s)
@@ -108,7 +107,7 @@ class Collector:
         now = monotonic()
         self._active_at = now  # a start counts as a put: a limit may be lower than at the last start
         self._looks_at = now  # when to look next whether a listing is due
-        self._heard: tuple[int, float] = (-1, now)  # another collector's last beat, and since when it is the last
+        self._heard = ("", 0), now  # another collector's name and last beat, and since when it is the last
         self._seen_listing: tuple[int, float] | None = None  # number of the last complete listing, and since when
         self._told_stepped_at: float | None = None
         self._told_foreign = False
@@ -139,7 +138,7 @@ class Collector:
         began = self._monotonic()
         self.is_urgent = False
         try:
-            if not (self._works or (self._is_needed() and self._acquire())):
+            if not (self._works or (self._is_needed() and self._begin(self._writer.usage or Usage()))):
                 return None
             report = self._work()
         except StoreError:
@@ -157,10 +156,12 @@ class Collector:
         """Let another collector work."""
         if self._works:
             self._works = False
-            try:
-                self._publish("")
-            finally:
-                self.lease.release()
+            self._publish("")
+
+    @property
+    def seconds_to_wait(self) -> float:
+        """Time until another collector counts as dead if its record stays unchanged."""
+        return max(0.0, self._policy.lease_s - (self._monotonic() - self._heard[1]))
 
     # -- for a command -----------------------------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class Collector:
             self._offset_s = self._clock() - began
             if (last := self._reading) is not None and last.boot == boot_id() != "":
                 self._offset_s = last.storage + self._since_boot() - last.since_boot - began
-        elif self._acquire():
+        elif self._begin(read_usage(self._store, keys=self._keys) or Usage()):
             self._put += self._written.read(without=self._writer.name)
         else:
             return None
@@ -223,11 +224,11 @@ class Collector:
             )
             if self._walker.current is not None:
                 on_progress(self._walker.current.blobs)
-            if self.lease.renew():
-                self._read_clock()
+            if not report.dry_run and self._monotonic() - self._published_at >= CLOCK_SHARE * self._policy.lease_s:
+                self._publish(self._owner)
         self._end_pass(report)
         if report.dry_run and report.blobs and not (self._walker.last and self._walker.last.tells_times):
-            raise StoreConfigError(NO_TIMES)  # a real run notices this from its lease
+            raise StoreConfigError(NO_TIMES)  # a real run notices this from its record
 
     # -- whether to work ---------------------------------------------------------------------------------------------
 
@@ -243,11 +244,15 @@ class Collector:
         usage = self._writer.usage or Usage()
         self.full = usage.full
         is_due = self._is_listing_due(usage)
-        if not usage.holder or usage.holder in self._dead_owners:
-            return is_active or is_due
-        if usage.beat != self._heard[0]:
-            self._heard = usage.beat, now
-        return now - self._heard[1] > max(BEATS_S_MIN, 3 * self._policy.poll_s)
+        return is_active or is_due
+
+    def _is_free(self, usage: Usage) -> bool:
+        """Whether no other collector works, or the one that does has been silent for ``lease_s``."""
+        if usage.holder in ("", self._owner):
+            return True
+        if (heard := (usage.holder, usage.beat)) != self._heard[0]:
+            self._heard = heard, self._monotonic()
+        return not self.seconds_to_wait
 
     def _is_listing_due(self, usage: Usage) -> bool:
         """Whether the last complete listing is ``every_s`` old, or there was none.
@@ -262,21 +267,19 @@ class Collector:
             self._seen_listing = usage.listed, now
         return not usage.listed or now - self._seen_listing[1] >= self._policy.every_s
 
-    def _acquire(self) -> bool:
+    def _begin(self, usage: Usage) -> bool:
+        """Begin to work, unless another collector works. Returns whether this one does now."""
+        if not self._is_free(usage):
+            return False
+        self._take_up(usage)
+        self._works = True
         try:
-            if not self.lease.try_acquire():
-                return False
-        except StoreFullError:
-            pass  # no space for a lease: removing blocks makes some
-        try:
-            self._take_up(read_usage(self._store, keys=self._keys) or Usage())
-            self._works = True
-            self._read_clock()
+            self._publish(self._owner)
         except StoreError:
-            self._works = False
-            self.lease.release()
+            with suppress(StoreError):
+                self.release()
             raise
-        return self._works
+        return True
 
     def _take_up(self, usage: Usage) -> None:
         """Go on from what the last collector knew."""
@@ -291,7 +294,7 @@ class Collector:
         self._counted_at: float | None = None
         self._put_at_count = self._put
         self._rate = 0.0
-        self._published_at = float("-inf")
+        self._published_at = self._clock_read_at = float("-inf")
         self._fruitless = 0  # passes in a row that should have removed something and did not
         self._rest_until = float("-inf")
         self._offset_s = None
@@ -304,11 +307,9 @@ class Collector:
         report = CollectReport()
         began = self._monotonic()
         listed = self._listed
-        if self.lease.renew() or (not self.lease.is_held and self._retake()):
-            self._read_clock()
-        if not self._works:  # another collector has the lease
-            return report
         self._count()
+        if not self._works:  # another collector does
+            return report
         self._walk(report)
         was_full, self.full = self.full, self._why_full()
         if (
@@ -323,21 +324,20 @@ class Collector:
             self.release()
         return report
 
-    def _retake(self) -> bool:
-        """Get the lease for which there was no space before."""
-        try:
-            self._works = self.lease.try_acquire()
-        except StoreFullError:
-            return False
-        return self._works
-
     def _count(self) -> None:
-        """Learn what the writers put, every ``poll_s``."""
+        """Every ``poll_s``, learn what the writers put, and whether another collector has begun to work."""
         now = self._monotonic()
         passed_s = float("inf") if self._counted_at is None else now - self._counted_at
-        if not self._counts_puts or passed_s < self._policy.poll_s:
+        if passed_s < self._policy.poll_s:
             return
-        self._writer.poll()
+        self._writer.poll(publishes=self._counts_puts)
+        usage = self._writer.usage
+        if usage is not None and usage.holder not in ("", self._owner):
+            self._works = False
+            return
+        if not self._counts_puts:
+            self._counted_at = now
+            return
         put = self._written.read(without=self._writer.name)
         self._put += put
         if put:
@@ -469,34 +469,38 @@ class Collector:
 
     def _publish(self, holder: str) -> None:
         self._beat += 1
-        self._published_at = self._monotonic()
+        now = self._published_at = self._monotonic()
         put = self._written.seen | ({self._writer.name: self._writer.put_bytes} if self._writer.put_bytes else {})
         usage = Usage(
             holder, self._beat, self._listed, self._listed_at, self._used(), self._blobs, put, self.full, self._reading
         )
+        is_published = True
         try:
             publish_usage(self._store, usage, keys=self._keys)
         except StoreFullError as e:
+            is_published = False
             logger.debug("no room for the collector's record: %s", e)
+        if holder and now - self._clock_read_at >= CLOCK_SHARE * self._policy.lease_s:
+            self._clock_read_at = now
+            self._read_clock(is_published=is_published)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _now(self) -> float | None:
-        """Unix seconds of the storage's clock; None: unknown, because there is no space for a lease."""
+        """Unix seconds of the storage's clock; None: unknown, because there is no space for a record."""
         return None if self._offset_s is None else self._offset_s + self._monotonic()
 
-    def _read_clock(self) -> None:
-        """Read the storage's clock from the lease. Stop working if another collector has taken the lease over."""
-        was_held = self.lease.is_held
-        now = self.lease.storage_time()
-        if now is None and not was_held and self._policy.ttl_s is not None:
+    def _read_clock(self, *, is_published: bool) -> None:
+        """Read the storage's clock from the record that was just published."""
+        now = None
+        if is_published:
+            now = next((info.mtime for info in self._store.keys(USAGE) if info.key == USAGE), None)
+        elif self._policy.ttl_s is not None:
             now = self._time_of_a_touch()
         if now == 0.0:
             raise StoreConfigError(NO_TIMES)
         self._offset_s = None if now is None else now - self._monotonic()
-        if now is None:
-            self._works = not was_held
-        elif self._policy.ttl_s is not None:
+        if now is not None and self._policy.ttl_s is not None:
             ttl_s = self._policy.ttl_s
             gap_s_max = max(ttl_s, 2 * self._policy.every_s)
             reading = ClockReading(now, boot_id(), self._since_boot())
@@ -504,7 +508,7 @@ class Collector:
             self._tell_step(self._reading, held_s(self._reading, ttl_s))
 
     def _time_of_a_touch(self) -> float | None:
-        """The storage's clock where there is no space for a lease: from a block, which then counts as just used."""
+        """The storage's clock where there is no space for a record: from a block, which then counts as just used."""
         if not isinstance(self._store, SupportsTouch):
             return None
         blocks = (info for info in self._store.keys() if self._walker.is_block(info.key))  # noqa: SIM118 - not a dict

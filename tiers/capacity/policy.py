@@ -39,7 +39,7 @@ class CapacityPolicy:
         poll_s: how often writers publish what they put, and how often the collector reads these records.
         grace_s: younger blocks are never removed, because their writer may be about to read them.
         quarantine_s: how long bad blobs are kept for inspection.
-        lease_s: a collector that has not renewed its lease for this long is considered dead.
+        lease_s: a collector that has published nothing for this long is considered dead.
         writer_s: the record of a writer that has not renewed it for this long is removed.
     """
 

@@ -1,166 +1,194 @@
 """The collector's process: a separate interpreter at lowest priority, so that a listing never holds the engine's GIL.
 
-It reads JSON lines from standard input: first its configuration, then
+It is a child of the engine (``tiers.child_process``), and talks to it by frames (``tiers.frames``). The engine sends
+``[put, was_refused]``, with the keys of blocks that were used:
 
-- ``[names]``: blocks that were used
-- ``{"put": bytes}``: what the engine has put since the last such line
-- ``{"refused": true}``: the storage refused a block because it is full
+- ``put``: bytes that the engine has put since the last frame; null: none
+- ``was_refused``: the storage refused a block because it is full
 
-It writes JSON lines:
+The process sends ``[noted, since, full, report, error]``, with the keys of removed blocks. Null: nothing new.
 
-- ``{"removed": [names], "since": monotonic seconds}``: removed since then
-- ``{"noted": count}``: so many uses are recorded, in the order in which they came
-- ``{"report": {…}, "used": bytes, "full": "why"}``: after a poll in which it worked; "used" is null until it is known
-- ``{"full": "why"}``: whether the engine must stop to put, after a poll that only asked
-- ``{"error": "…"}``
-- ``{}``: a sign of life, at least every ``ALIVE_EVERY_S`` while its storage answers
+- ``noted``: so many uses are recorded, in the order in which they came
+- ``since``: monotonic seconds; the blocks were removed since then
+- ``full``: why the engine must stop to put, after a poll that went well; "": it need not
+- ``report``: ``{"report": {…}, "used": bytes, "runs": polls}``, after polls in which it worked; "used" is null until it
+  is known
+- ``error``: ``{"error": "…", "runs": polls}``. If there is ``full``, too, the error is over
 
-It exits on SIGTERM, at the end of its input, and when its parent dies, even in the middle of a walk: that leaves
-nothing to repair.
+A frame without news is a sign of life, at least every ``ALIVE_EVERY_S`` while its storage answers.
+
+It ends when the connection or the engine does, or on SIGTERM, even in the middle of a walk: that leaves nothing to
+repair.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, TextIO
+from queue import SimpleQueue
+from typing import Any, Final
 
+from ..blocks.file_mapper import FileMapper
+from ..blocks.keys import OffloadKey
+from ..child_process import connect_to_engine, receive
 from ..errors import StoreError
+from ..frames import pack_frame, pack_pairs, unpack_pairs
 from ..plain_logs import get_logger
-from ..processes import die_with_parent, end_if_forked, limit_memory, log_to_stderr, own_output
+from ..processes import end_if_forked, limit_memory
 from ..recipe import make_store
 from ..store import Store, SupportsTouch
 from .collector import Collector
 from .policy import CapacityPolicy
 from .records import RecordKeys
+from .walker import CollectReport
 
 logger = get_logger(__name__)
 
-NICENESS = 19
-FAILED_USES_MAX = 8  # failures in a row that mean that the storage is down, rather than single blocks
-NOTE_S_MAX = 2.0  # time limit to record uses in one go; the lease is renewed in between
-ERROR_PAUSE_S_MAX = 60.0
-ALIVE_EVERY_S = 5.0
-EXIT_S = 0.3
-MEMORY_BYTES_MAX = 2 << 30  # of this process, whatever a server answers; queued uses take a tenth of it
+NICENESS: Final = 19
+FAILED_USES_MAX: Final = 8  # failures in a row that mean that the storage is down, rather than single blocks
+NOTE_S_MAX: Final = 2.0  # time limit to record uses in one go; the collector publishes its record in between
+ERROR_PAUSE_S_MAX: Final = 60.0
+ALIVE_EVERY_S: Final = 5.0
+EXIT_S: Final = 0.3
+MEMORY_BYTES_MAX: Final = 2 << 30  # of this process, whatever a server answers; queued uses take a tenth of it
+REMOVED_KEYS_MAX: Final = 65_536  # of which the engine has not heard; older ones are dropped
+REMOVED_KEYS_A_FRAME: Final = 1024
 
 
 def main() -> None:
-    """Serve standard input and output until the input ends. The command-line argument is the parent's PID."""
-    die_with_parent(int(sys.argv[1]))
-    os.nice(NICENESS)
+    """Collect until the connection ends."""
+    sock, tag, parent, config = connect_to_engine("kvtiers-collector", NICENESS)
     limit_memory(MEMORY_BYTES_MAX)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the lease is released
-    pid = os.getpid()
-    output = own_output()
-    told_at = time.monotonic()
-
-    def tell(message: dict[str, Any]) -> None:
-        nonlocal told_at
-        told_at = time.monotonic()
-        _tell(output, pid, message)
-
-    def tell_alive() -> None:
-        if time.monotonic() - told_at >= ALIVE_EVERY_S:
-            tell({})
-
-    config = json.loads(sys.stdin.readline())
-    log_to_stderr("kvtiers-collector", config["log_level"])
-    inbox = Inbox()
-    threading.Thread(target=_read_input, args=(inbox,), name="kvtiers-collector-input", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the collector gives up
+    mapper = FileMapper.from_json(config["mapper"])
+    news = News(sock, tag, mapper)
+    inbox: SimpleQueue[tuple[Any, bytes]] = SimpleQueue()
+    uses: deque[str] = deque()  # names of used blocks; bounded by the engine
+    listener = threading.Thread(target=_listen, args=(sock, tag, parent, inbox), name="kvtiers-listen", daemon=True)
+    listener.start()
     policy = CapacityPolicy(**config["policy"])
-    keys = RecordKeys.from_json(config["record_keys"]) if config.get("record_keys") else None
-
-    started_at = time.monotonic()  # of the last poll
-
-    def tell_removed(names: list[str]) -> None:
-        own = [name for name in names if name.startswith(config["prefix"])]
-        if own:
-            tell({"removed": own, "since": started_at})
-        tell_alive()
-
+    record_keys = RecordKeys.from_json(config["record_keys"]) if config["record_keys"] else None
     store: Store | None = None
     collector: Collector | None = None
-    told_full: str | None = None
     error_pause_s = 0.0
     try:
         while True:
-            end_if_forked(pid)
             pause_s = policy.poll_s
             try:
                 if store is None or collector is None:
                     store = make_store(config)
-                    lease = {"owner": config.get("owner"), "dead_owners": config.get("dead_owners", ())}
-                    collector = Collector(store, policy, on_removed=tell_removed, keys=keys, **lease)
-                if (put_bytes := inbox.take_put()) is not None:
-                    collector.note_put(put_bytes)
-                if inbox.take_refused():
-                    collector.note_refused()
-                if noted := _note_uses(store, inbox.uses, NOTE_S_MAX):
-                    tell({"noted": noted})
-                started_at = time.monotonic()
+                    collector = Collector(
+                        store, policy, on_removed=news.add_removed, keys=record_keys, owner=config["owner"]
+                    )
+                while not inbox.empty():
+                    (put, was_refused), keys = inbox.get()
+                    uses.extend(mapper.relative_name(key) for key, _ in unpack_pairs(keys))
+                    if put is not None:
+                        collector.note_put(put)
+                    if was_refused:
+                        collector.note_refused()
+                news.add_noted(_note_uses(store, uses, NOTE_S_MAX))
+                news.poll_began_at = time.monotonic()
                 report = collector.poll()
-                if report is not None:
-                    used = report.bytes if collector.knows_bytes else None
-                    tell({"report": asdict(report), "used": used, "full": collector.full})
-                elif collector.full != told_full:
-                    tell({"full": collector.full})
-                told_full = collector.full
+                news.add_poll(report, report.bytes if report and collector.knows_bytes else None, collector.full)
                 error_pause_s = 0.0
                 if collector.is_urgent:
                     pause_s = 0.0
             except StoreError as e:
-                tell({"error": f"{type(e).__name__}: {e}"})
-                told_full = None
+                news.add_error(f"{type(e).__name__}: {e}")
                 pause_s = error_pause_s = min(ERROR_PAUSE_S_MAX, max(1.0, 2 * error_pause_s))
-            tell_alive()
             until = time.monotonic() + pause_s
+            news.send()
             while (left_s := until - time.monotonic()) > 0:
-                tell_alive()
                 time.sleep(min(left_s, ALIVE_EVERY_S))
+                news.send()
     finally:  # SIGTERM
         if collector is not None:
             with suppress(StoreError):
                 collector.release()
 
 
-class Inbox:
-    """What the engine has sent and the collector has not taken yet. The reading thread adds, the main thread takes.
+class News:
+    """What the engine has not heard yet. It is bounded: an engine without requests may read nothing for a week.
 
     Attributes:
-        uses: names of used blocks; bounded by the engine.
+        poll_began_at: monotonic seconds.
     """
 
-    def __init__(self) -> None:
-        self.uses: deque[str] = deque()
-        self._puts: deque[int] = deque()
-        self._was_refused = False
+    def __init__(self, sock: socket.socket, tag: bytes, mapper: FileMapper) -> None:
+        self._sock = sock
+        self._tag = tag
+        self._mapper = mapper
+        self._pid = os.getpid()
+        self._out = b""  # the rest of a frame
+        self._told_at = -math.inf
+        self._told_full: str | None = None
+        self._noted = 0
+        self._removed: deque[OffloadKey] = deque(maxlen=REMOVED_KEYS_MAX)
+        self._since = 0.0
+        self._full: str | None = None
+        self._report: dict[str, Any] | None = None
+        self._error: dict[str, Any] | None = None
+        self.poll_began_at = 0.0
 
-    def add(self, message: list[str] | dict[str, int]) -> None:
-        """Add a line of the engine."""
-        if isinstance(message, list):
-            self.uses.extend(message)
-        else:
-            self._was_refused |= "refused" in message
-            if "put" in message:
-                self._puts.append(message["put"])
+    def add_noted(self, count: int) -> None:
+        """Add uses that are recorded."""
+        self._noted += count
 
-    def take_put(self) -> int | None:
-        """Bytes that the engine has put since the last call; None: it said nothing. 0: others of it put."""
-        return sum(self._puts.popleft() for _ in range(len(self._puts))) if self._puts else None
+    def add_removed(self, names: Iterable[str]) -> None:
+        """Add removed blobs, if they are the engine's own blocks, and send: a poll may take long."""
+        if not self._removed:
+            self._since = self.poll_began_at
+        self._removed.extend(key for key in map(self._mapper.key_of, names) if key is not None)
+        self.send()
 
-    def take_refused(self) -> bool:
-        """Whether the storage has refused a block since the last call."""
-        was_refused, self._was_refused = self._was_refused, False
-        return was_refused
+    def add_poll(self, report: CollectReport | None, used: int | None, full: str) -> None:
+        """Add a poll that went well. ``report``: None, it only asked."""
+        self._full = full
+        if report is None:
+            return
+        told, before = asdict(report), self._report
+        self._report = {"report": told, "used": used, "runs": 1}
+        if before is not None:
+            self._report["runs"] += before["runs"]
+            for name in ("removed_blobs", "removed_bytes"):
+                for reason, count in before["report"][name].items():
+                    told[name][reason] += count
+
+    def add_error(self, text: str) -> None:
+        """Add a poll that failed."""
+        self._full = self._told_full = None
+        self._error = {"error": text, "runs": 1 + (self._error["runs"] if self._error else 0)}
+
+    def send(self) -> None:
+        """Send what is new, or that this process lives. Does not wait: what finds no room is sent later, merged."""
+        end_if_forked(self._pid)
+        try:
+            while self._out or self._is_due():
+                self._out = self._out or self._frame()
+                self._out = self._out[self._sock.send(self._out, socket.MSG_DONTWAIT) :]
+        except OSError:
+            pass  # there is no room, or the engine is gone, which the listening thread notices
+
+    def _is_due(self) -> bool:
+        is_new = self._noted or self._removed or self._report or self._error or self._full != self._told_full
+        return bool(is_new) or time.monotonic() - self._told_at >= ALIVE_EVERY_S
+
+    def _frame(self) -> bytes:
+        content = self._noted, self._since, self._full, self._report, self._error
+        self._told_at, self._told_full = time.monotonic(), self._full
+        self._noted, self._report, self._error = 0, None, None
+        count = min(REMOVED_KEYS_A_FRAME, len(self._removed))
+        return pack_frame(self._tag, content, pack_pairs([(self._removed.popleft(), 0) for _ in range(count)]))
 
 
 def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
@@ -199,25 +227,12 @@ def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
     return 0
 
 
-def _read_input(inbox: Inbox) -> None:
-    try:
-        for line in sys.stdin:
-            inbox.add(json.loads(line))
-    except ValueError:
-        pass  # an incomplete line: the parent died while it wrote
+def _listen(sock: socket.socket, tag: bytes, parent: int, inbox: SimpleQueue[tuple[Any, bytes]]) -> None:
+    """Take what the engine sends until it hangs up or ends. Then end this process, whatever that is doing."""
+    with suppress(EOFError, OSError):
+        for frames in receive(sock, tag, [parent]):
+            for frame in frames:
+                inbox.put(frame)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(EXIT_S)
     os._exit(0)  # the main thread hangs in a call
-
-
-def _tell(output: TextIO, pid: int, message: dict[str, Any]) -> None:
-    end_if_forked(pid)
-    try:
-        output.write(json.dumps(message) + "\n")
-        output.flush()
-    except BrokenPipeError:
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

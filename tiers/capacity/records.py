@@ -37,7 +37,6 @@ RECORD_BYTES = 512  # records are padded to a multiple of this, so that most rea
 RECORD_BYTES_MAX = 1 << 20
 #: Errors of a single record (a bad sector, another account's object) that must not block all other writers.
 UNREADABLE = (StorePermissionError, StoreUnavailableError)
-READ_ATTEMPTS_MAX = 8  # a record's size may change between the size query and the read
 MAGIC = b"kvtiers-record 1 "
 HEADER_BYTES = len(MAGIC) + 32 + len(b" - -\n")
 KEYED_HEADER_BYTES = len(MAGIC) + 32 + len(b" %08x " % 0) + 64 + len(b"\n")

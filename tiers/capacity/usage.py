@@ -22,7 +22,7 @@ class Usage:
     """What the collector of a root knows.
 
     Attributes:
-        holder: the collector's name in its lease; "": nobody collects, so the next one need not wait for a lease.
+        holder: name of the collector that works; "": none does.
         beat: differs from publication to publication, so that others see that the collector is alive.
         listed: number of complete listings; 0: ``bytes`` is only a lower bound.
         listed_at: Unix seconds of the collector's host at the end of the last complete listing.

@@ -36,16 +36,35 @@ _MEANT = {
     **dict.fromkeys(("size", "capacity", "limit", "max_size", "size_limit"), "max_bytes"),
     **dict.fromkeys(("expire", "expiry", "max_age"), "ttl"),
 }
-#: Keys of other programs -> what to write in their place.
-_INSTEAD = {
-    "auth": "write encrypt: aes-gcm, which authenticates as well",
-    "request_timeout": "it is two thirds of job_deadline_s",
+#: Keys of earlier versions -> what became of them.
+_REMOVED = {
+    "auth": "write encrypt: aes-gcm in its place, which authenticates as well; blocks stored with gmac are not found",
+    "format": "every tier stores sealed blocks. Leave it out; blocks stored with vllm-raw are not found",
+    "unverified": "blocks without a seal are never loaded. Leave it out",
+    **dict.fromkeys(("gc_high", "gc_low"), "the collector finds its marks below max_bytes by itself. Leave it out"),
+    "gc_every_s": "the collector lists a little at a time, at a pace of its own. Leave it out",
+    "task_bytes": "jobs are divided by what their blocks cost. Leave it out",
+    "lookup_threads": "each process of a tier answers lookups on a thread of its own. Leave it out",
+    "seal_checksum": "new blocks carry xxh3_64, and blocks with xxh3_128 are still read. Leave it out",
+    "trace": "a process that exports OpenTelemetry spans has them of every tier. Leave it out",
+    **dict.fromkeys(
+        (
+            "jobs_max", "max_bytes_in_flight", "lookup_total_s", "present_ttl_s", "absent_ttl_s", "lookup_cache_keys",
+            "circuit_failures", "circuit_probe_s", "shutdown_s", "n_threads_max", "worker_memory", "connect_timeout",
+            "retries",
+        ),
+        "it is a constant now. Leave it out",
+    ),
+    "request_timeout": "it is two thirds of job_deadline_s. Leave it out, or change job_deadline_s",
+    "client": "kvtiers has a client of its own, and boto3 is used where that cannot be. Leave it out",
+    "checksum": "crc64nvme is sent, and payloads are signed where a server refuses it. Leave it out",
     "sse_kms_key_id": "write sse: with the key's ARN or id, which means aws:kms",
     "addressing_style": "the bucket is part of the host on AWS and where endpoint_url has it before its host, else of "
-    "the path. Write endpoint_url: https://BUCKET.HOST for virtual",
+    "the path. Leave it out, or write endpoint_url: https://BUCKET.HOST for virtual",
     "role_arn": "write the role into a profile of ~/.aws/config (role_arn, source_profile), and profile: its name",
     "verify": "certificates are always verified; write the server's certificate authority into ca_bundle",
-}
+    "embedded": "only the demo has such a server; it starts it for endpoint_url: https://kvtiers-demo.invalid",
+}  # fmt: skip
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"
@@ -136,8 +155,8 @@ def did_you_mean(name: str, known: Mapping[str, Any] | list[str]) -> str:
 
 def _unknown_key(name: str, owner: dict[str, Any], homes: Mapping[str, str]) -> str:
     known: dict[str, Any] = owner.get("properties", {})
-    if instead := _INSTEAD.get(name):
-        return f"is not a known key: {instead}"
+    if became := _REMOVED.get(name):
+        return f"was removed: {became}"
     if _CREDENTIAL.search(name.lower()):
         tier_type = known.get("type", {}).get("const", "")
         where = _CREDENTIALS.get(tier_type, _CREDENTIALS[""])

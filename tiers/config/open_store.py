@@ -6,13 +6,10 @@ The store's module is imported here, not at the top, so that a process loads onl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from ..plain_logs import get_logger
 from ..store import Store
-from ..stores.s3.options import S3Options
 from .tier_options import (
     FsspecTierConfig,
     FsTierConfig,
@@ -22,8 +19,6 @@ from .tier_options import (
     StoreTierConfig,
     TierConfig,
 )
-
-logger = get_logger(__name__)
 
 #: A function that makes a store, and its keyword arguments.
 Recipe = tuple[Callable[..., Store], dict[str, Any]]
@@ -62,30 +57,6 @@ def store_recipe(config: TierConfig) -> Recipe:
 
         return make_custom_store, {"module_path": config.module_path, "options": config.options}
     raise ConfigError(f"{config.type!r} is not a type with a built-in store", field="type")
-
-
-def for_engine(recipe: Recipe, name: str = "", why: str = "") -> Recipe:
-    """Replace obstore with boto3 for a store in the engine's own process, so that a server cannot abort the engine.
-
-    obstore allocates the size in a response's Content-Length header, and aborts its process if the allocation fails.
-    boto3 runs with the size limits of ``tiers.stores.s3.boto_http``.
-
-    Args:
-        name: prefix of the warning, such as the tier's name; "": the warning was logged before.
-        why: why the store runs in this process, for the warning.
-    """
-    make_store, arguments = recipe
-    s3 = arguments.get("options")
-    if not isinstance(s3, S3Options):
-        return recipe
-    if name:
-        logger.warning(
-            "%s: using boto3 instead of obstore, at a higher CPU cost: in the engine's own process (%s) a server's "
-            "response could make obstore abort the engine. Set isolation: process where worker processes are possible",
-            name,
-            why,
-        )
-    return make_store, arguments | {"options": replace(s3, client="boto3")}
 
 
 def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:

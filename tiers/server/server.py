@@ -11,7 +11,6 @@ slots any more.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 import time
@@ -26,19 +25,11 @@ from typing import Any, Final
 from ..blocks.batches import Batch, Pair, deal
 from ..blocks.keys import OffloadKey
 from ..blocks.rows import Rows
+from ..child_process import receive
 from ..errors import KVTiersError, StoreError, StoreUnavailableError
-from ..frames import (
-    FOUND,
-    RECEIVE_BYTES,
-    FrameReader,
-    Seats,
-    Work,
-    encode_batch,
-    encode_error,
-    pack_frame,
-    unpack_pairs,
-)
+from ..frames import FOUND, Seats, Work, encode_batch, encode_error, pack_frame, unpack_pairs
 from ..plain_logs import get_logger
+from ..processes import end_if_forked
 from ..store import Store
 from ..tools.neighbors import tell_nearest
 from .block_mover import BlockMover
@@ -134,21 +125,10 @@ class Server:
         """Serve until the other end of the socket is closed, or a descriptor in ``ends`` is readable."""
         for thread in self._threads:
             thread.start()
-        reader = FrameReader(self._tag)
-        poll = select.poll()  # select() accepts no descriptor beyond 1023, and engines have many
-        for fd in (self._sock.fileno(), *ends):
-            poll.register(fd, select.POLLIN)
         try:
-            while True:
-                waiting = self._loads or self._stores
-                for fd, _ in poll.poll(LATE_LOOK_S * 1000 if waiting else None):
-                    if fd != self._sock.fileno():
-                        return
-                    received = self._sock.recv(RECEIVE_BYTES)
-                    if not received:
-                        return
-                    for content, raw in reader.feed(received):
-                        self._take(content, raw)
+            for frames in receive(self._sock, self._tag, ends, self._idle_s):
+                for content, raw in frames:
+                    self._take(content, raw)
                 self._drop_late()
         except (EOFError, OSError) as e:
             logger.debug("tier %s: the connection ended: %s", self._work.tier, e)
@@ -158,6 +138,9 @@ class Server:
                 self._tokens.put(False)
                 self._load_tokens.put(False)
                 self._turns.put(None)
+
+    def _idle_s(self) -> float | None:
+        return LATE_LOOK_S if self._loads or self._stores else None
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end after ``serve``. False: some are stuck, and may still touch slots."""
@@ -289,7 +272,7 @@ class Server:
         return batch
 
     def _end_piece(self, part: _Part, batch: Batch) -> None:
-        self._end_if_forked()
+        end_if_forked(self._pid)
         with part.lock:
             part.batch.add(batch)
             part.left -= 1
@@ -396,12 +379,7 @@ class Server:
 
     def _send(self, *content: object, raw: bytes = b"") -> None:
         frame = pack_frame(self._tag, content, raw)
-        self._end_if_forked()
+        end_if_forked(self._pid)
         with self._sending, suppress(OSError):  # the engine is gone: the loop notices it
             self._sock.sendall(frame)
             self._sent_at = time.monotonic()
-
-    def _end_if_forked(self) -> None:
-        """End a fork that a library made and returned from: it must not answer, and locks may stay locked in it."""
-        if os.getpid() != self._pid:
-            os._exit(1)

@@ -19,7 +19,9 @@ from .server import Server
 
 
 class ServerThreads:
-    """A running server in threads; see ``tiers.tier.channel.Handle``."""
+    """A running server in threads; see ``tiers.connections.Handle``."""
+
+    pid = None
 
     def __init__(self, server: Server, sock: socket.socket, theirs: socket.socket, tag: bytes) -> None:
         self.sock = sock

@@ -28,17 +28,16 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
         KVTiersError: raised by the function; passed on unchanged.
     """
     make = find_factory(module_path)
-    name = _shown(module_path)
     try:
         store = make(dict(options))
     except KVTiersError:
         raise
     except SystemExit as e:  # it must not end the engine
-        raise StoreUnavailableError(f"{name} raised {_describe(e)}") from e
+        raise StoreUnavailableError(f"{module_path} raised {_describe(e)}") from e
     except Exception as e:  # a user's function may raise anything
-        raise StoreConfigError(f"{name} failed with its options: {_describe(e)}") from e
+        raise StoreConfigError(f"{module_path} failed with its options: {_describe(e)}") from e
     if not isinstance(store, Store):
-        raise StoreConfigError(f"{name} returned a {type(store).__name__}, not a kvtiers.Store")
+        raise StoreConfigError(f"{module_path} returned a {type(store).__name__}, not a kvtiers.Store")
     return store
 
 
@@ -65,11 +64,6 @@ def find_factory(module_path: str) -> Callable[..., object]:
             "module_path: module:function"
         )
     return make
-
-
-def _shown(module_path: str) -> str:
-    module_name, _, function = module_path.partition(":")
-    return f"{module_name}.{function or HOOK}"
 
 
 def _describe(e: BaseException) -> str:

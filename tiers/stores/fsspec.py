@@ -1,8 +1,8 @@
 """FsspecStore: blobs under any URL that fsspec supports: s3://, gs://, abfs://, hf://, sftp://, file://, memory:// …
 
 fsspec supports the most storage systems, but is not the fastest client. Its calls take and return one bytes object, so
-a put to an object store joins the parts and a get copies the data once; only local files need neither. Prefer kvtiers'
-own stores (``fs``, ``nfs``, ``s3``) where they support the protocol.
+a put to an object store joins the parts and a get copies the data once. Prefer kvtiers' own stores (``fs``, ``nfs``,
+``s3``) where they support the protocol.
 
 An object store publishes a blob with one put. On all other storage, the blob is written under a temporary name in the
 root's ``.tmp`` folder and then moved. The next process that opens the root removes temporary files older than an hour.
@@ -11,14 +11,10 @@ root's ``.tmp`` folder and then moved. The next process that opens the root remo
 from __future__ import annotations
 
 import copy
-import errno
-import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -31,9 +27,7 @@ from ..errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
-    StorePermissionError,
     StoreUnavailableError,
-    printable,
     public_url,
 )
 from ..plain_logs import get_logger
@@ -41,7 +35,6 @@ from ..store import Capabilities, KeyInfo, Store, check_key, parts_size
 from .chatty_loggers import cap_chatty_loggers
 from .fsspec_driver import (
     ATOMIC_PUT,
-    EXCLUSIVE_CREATE,
     LOCAL,
     TEMPORARY_FOLDER,
     TEMPORARY_NAME,
@@ -64,53 +57,13 @@ TEMPORARY_S_MAX: Final = 3600.0
 # Folders above this depth are listed one by one. A folder at this depth is listed with its whole tree in one call, if
 # the driver can. The layout has 4,096 folders at depth 2, so a listing holds 1/4096 of a namespace in memory.
 LISTED_DEPTH: Final = 2
-LOGGED_FOLDERS_MAX: Final = 16  # folders that are logged, each once, because this user may not list them
 ASKED_AT_ONCE: Final = 128  # keys in one batch of concurrent requests
 TRIAL_FOLDER: Final = "kvtiers-check"
 TRIAL_BYTES: Final = 4096
 
 
-class _Place:
-    """A driver's file system and the store's root in it; valid only in the process that made it.
-
-    fsspec's cache of listings is turned off, but a driver may have a cache of its own (hf:// does). Then each thread
-    gets its own driver, because the driver works on the cache during a call. The cache is emptied before each call,
-    because its listings would be stale.
-
-    Args:
-        reopen: returns another instance of the driver.
-    """
-
-    def __init__(self, fs: Any, root: str, reopen: Callable[[], Any]) -> None:
-        from fsspec.dircache import DirCache
-
-        self.pid = os.getpid()
-        self.root = root
-        self._fs = fs
-        self._reopen = reopen
-        self._own = threading.local()
-        cache = getattr(fs, "dircache", None)
-        self._keeps_listings = isinstance(cache, MutableMapping) and not isinstance(cache, DirCache)
-        if isinstance(cache, DirCache):
-            cache.use_listings_cache = False
-
-    @property
-    def fs(self) -> Any:
-        """The driver, for one call."""
-        if not self._keeps_listings:
-            return self._fs
-        if not hasattr(self._own, "fs"):
-            self._own.fs = self._reopen()
-        self._own.fs.dircache.clear()
-        return self._own.fs
-
-    def path(self, key: str) -> str:
-        return f"{self.root}/{key}"
-
-
 class FsspecStore(Store):
-    """Stores blobs below a URL. Any thread may call. ``_place`` is replaced after a fork. ``_logged_folders`` only
-    grows; without a lock, two threads may log the same folder twice.
+    """Stores blobs below a URL. Any thread may call, but not in forked children.
 
     Args:
         url: URL of the root folder, as the driver takes it, including chains with ``::``. Protocols in ``REFUSED``,
@@ -118,7 +71,6 @@ class FsspecStore(Store):
         storage_options: options of the driver. They may hold secrets, so they are never logged or shown.
         request_timeout_s: limit of one operation; only for asynchronous drivers, such as all drivers of object stores.
         read_only: opening the store removes nothing. (Callers make no writing calls.)
-        clock: Unix seconds.
 
     Raises:
         StoreConfigError: fsspec or the driver is not installed, or the URL, its protocol or an option is not accepted.
@@ -132,23 +84,20 @@ class FsspecStore(Store):
         *,
         request_timeout_s: float = 30.0,
         read_only: bool = False,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = url
         self._storage_options = dict(storage_options or {})
         self._timeout_s = request_timeout_s
-        self._clock = clock
         self._closed = False
-        self._logged_folders: set[str] = set()
-        self._place = self._connect()
-        protocols = protocols_of(self._place.fs)
-        self._is_local = bool(protocols & LOCAL)
+        self._fs, self._root = self._connect()
+        protocols = protocols_of(self._fs)
         self._is_atomic = bool(protocols & ATOMIC_PUT)
-        self._lists_trees = lists_trees(self._place.fs)
-        if not self._place.root and self._is_atomic and "memory" not in protocols:
+        self._lists_trees = lists_trees(self._fs)
+        self._keeps_listings = _turn_off_listings(self._fs)
+        if not self._root and self._is_atomic and "memory" not in protocols:
             raise StoreConfigError(f"{self!r} does not name a bucket; write protocol://bucket/folder")
         self.capabilities = Capabilities(
-            exclusive_create=bool(protocols & EXCLUSIVE_CREATE),
+            exclusive_create=False,  # most drivers have no conditional put
             shared="memory" not in protocols,
             latency_bound=not protocols & {*LOCAL, "memory"},
         )
@@ -159,35 +108,31 @@ class FsspecStore(Store):
         return f"FsspecStore({public_url(self._url)!r})"
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        check_key(key)
-        place = self._current(key)
-        if not overwrite and not self.capabilities.exclusive_create and self.size(key) is not None:
+        path = self._path(key)
+        if not overwrite and self.size(key) is not None:
             return False
         try:
             if self._is_atomic:
-                return self._run(key, lambda: self._put_in_one_call(place, key, parts, overwrite=overwrite))
-            self._run(key, lambda: put_and_move(place.fs, place.path(key), parts, place.path(TEMPORARY_FOLDER)))
+                self._run(key, lambda: self._call("pipe_file", path, b"".join(parts)))
+            else:
+                self._run(key, lambda: put_and_move(self._driver(), path, parts, self._below(TEMPORARY_FOLDER)))
             return True
         except BlobNotFoundError:
             raise StoreConfigError(f"{self!r}: the bucket or the root does not exist; create it", key=key) from None
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-        check_key(key)
-        place = self._current(key)
+        path = self._path(key)
         plain = [part.cast("B") for part in parts if part.nbytes]
-        read = self._read_local if self._is_local else self._read_in_one_call
-        self._run(key, lambda: read(place.path(key), plain, parts_size(plain)))
+        self._run(key, lambda: self._read(path, plain, parts_size(plain)))
 
     def size(self, key: str) -> int | None:
-        check_key(key)
-        place = self._current(key)
-        return self._run(key, lambda: self._size(place.path(key)))
+        path = self._path(key)
+        return self._run(key, lambda: self._size(path))
 
     def delete(self, key: str) -> None:
-        check_key(key)
-        place = self._current(key)
+        path = self._path(key)
         try:
-            self._run(key, lambda: self._call("rm_file", place.path(key)))
+            self._run(key, lambda: self._call("rm_file", path))
         except (BlobNotFoundError, BlobCorruptError):
             pass
 
@@ -196,13 +141,13 @@ class FsspecStore(Store):
 
         A web server lists only names. Each blob's size is then requested, and names without a size are skipped.
         """
-        place = self._current("")
+        self._check_open("")
         folder = prefix.rpartition("/")[0]
         if any(part in ("", "..", ".") for part in folder.split("/") if folder):
             return
         unsized: dict[str, float] = {}
-        for info in self._walk(place, place.path(folder) if folder else place.root, 0, place.path(prefix)):
-            key = info["name"].removeprefix(place.root).removeprefix("/")
+        for info in self._walk(self._below(folder) if folder else self._root, 0, self._below(prefix)):
+            key = info["name"].removeprefix(self._root).removeprefix("/")
             try:
                 check_key(key)
             except InvalidKeyError:
@@ -225,33 +170,35 @@ class FsspecStore(Store):
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """See ``SupportsTail``."""
-        check_key(key)
-        place = self._current(key)
-        size = self._run(key, lambda: self._size(place.path(key)))
+        path = self._path(key)
+        size = self._run(key, lambda: self._size(path))
         start = max(0, (size or 0) - length)
         if size is None or start == size:
             return None if size is None else (size, b"")
-        tail = self._run(key, lambda: self._call("cat_file", place.path(key), start=start, end=size))
+        tail = self._run(key, lambda: self._call("cat_file", path, start=start, end=size))
         if len(tail) == size:
             tail = tail[start:]  # a web server may ignore the range and send the whole blob
         return size, bytes(tail)
 
     def folders(self) -> list[str]:
         """See ``Store``."""
-        place = self._current("")
         try:
-            entries = self._run("", lambda: self._call("ls", place.root, detail=True))
+            entries = self._list(self._root)
         except BlobNotFoundError:
             return []
         names = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
-        return [name.rpartition("/")[2] for name in names if name != place.root and not _is_hidden(name)]
+        return [name.rpartition("/")[2] for name in names if name != self._root and not _is_hidden(name)]
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``Store``. Requests run concurrently if the driver is asynchronous, else one by one."""
+        if not self._fs.async_impl:
+            return super().size_many(keys)
         return self._many(keys, "info", size_of, BlobNotFoundError)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``Store``. Requests run as in ``size_many``."""
+        if not self._fs.async_impl:
+            return super().delete_many(keys)
         return self._many(keys, "rm_file", _raise_if_error, BlobNotFoundError, BlobCorruptError)
 
     def try_out(self, *, read_only: bool) -> None:
@@ -264,22 +211,10 @@ class FsspecStore(Store):
             StoreError: a step failed.
         """
         key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
-        try:
-            self._try_key(key, read_only=read_only)
-        except StoreError as e:
-            error = type(e)(str(e).removesuffix(f" (key {key!r})"))
-        else:
-            return
-        raise error
-
-    # -- private ---------------------------------------------------------------------------------------------------
-
-    def _try_key(self, key: str, *, read_only: bool) -> None:
         self.size(key)
         if read_only:
-            place = self._current("")
             try:
-                self._run("", lambda: self._call("ls", place.root, detail=True))
+                self._list(self._root)
             except BlobNotFoundError:
                 text = f"{self!r} holds nothing, and the tier is read_only: nothing can be loaded"
                 raise StoreConfigError(f"{text}; use the URL of the engines that write") from None
@@ -294,28 +229,41 @@ class FsspecStore(Store):
             self.delete(key)
             if not self._is_atomic:
                 with suppress(Exception):  # drivers may raise anything, and an empty folder does no harm
-                    self._call("rmdir", self._place.path(TRIAL_FOLDER))
+                    self._call("rmdir", self._below(TRIAL_FOLDER))
 
-    def _connect(self) -> _Place:
+    def _connect(self) -> tuple[Any, str]:
         # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.
         options = {"skip_instance_cache": True, **self._storage_options}
         try:
-            fs, root = open_driver(self._url, options)
+            made = open_driver(self._url, options)
         except StoreError as e:
             raise type(e)(f"{self!r}: {e}") from None
         cap_chatty_loggers()  # S3 drivers have created their loggers by now
-        return _Place(fs, root, lambda: open_driver(self._url, options)[0])
+        return made
 
-    def _current(self, key: str) -> _Place:
+    def _driver(self) -> Any:
+        """The driver, for one call. A driver with a cache of listings of its own works on it during a call."""
+        return self._connect()[0] if self._keeps_listings else self._fs
+
+    def _check_open(self, key: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{self!r} is closed", key=key)
-        if self._place.pid != os.getpid():
-            self._place = self._connect()
-        return self._place
+
+    def _path(self, key: str) -> str:
+        """The path of a blob. Checks the key, and that the store is open."""
+        self._check_open(check_key(key))
+        return self._below(key)
+
+    def _below(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _list(self, path: str) -> list[Mapping[str, Any]]:
+        self._check_open("")
+        return self._run("", lambda: self._call("ls", path, detail=True))
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call the driver, with a deadline if it is asynchronous. A late call can change only bytes of its own."""
-        fs = self._place.fs
+        fs = self._driver()
         if not fs.async_impl:
             return getattr(fs, method)(*arguments, **options)
         from fsspec.asyn import sync
@@ -338,7 +286,7 @@ class FsspecStore(Store):
 
         An outcome is None if the error is in ``absent``, and the StoreError for any other error.
         """
-        place = self._current("")
+        self._check_open("")
         answers: dict[str, Any] = {}
         good: list[str] = []
         for key in dict.fromkeys(keys):
@@ -346,7 +294,7 @@ class FsspecStore(Store):
                 good.append(check_key(key))
             except InvalidKeyError as e:
                 answers[key] = e
-        for key, found in zip(good, self._call_many(method, [place.path(key) for key in good]), strict=True):
+        for key, found in zip(good, self._call_many(method, [self._below(key) for key in good]), strict=True):
             try:
                 answers[key] = self._run(key, partial(read, found))
             except absent:
@@ -357,11 +305,9 @@ class FsspecStore(Store):
 
     def _call_many(self, method: str, paths: Sequence[str]) -> list[Any]:
         """Return the driver's result or exception for each path."""
-        fs = self._place.fs
-        if not fs.async_impl:
-            return [_result_or_error(getattr(fs, method), path) for path in paths]
         from fsspec.asyn import _run_coros_in_chunks, sync  # private, but drivers import it, too
 
+        fs = self._driver()
         limits = {"batch_size": fs.batch_size or ASKED_AT_ONCE, "timeout": self._timeout_s}
         asked = [getattr(fs, f"_{method}")(path) for path in paths]
         found: list[Any] = sync(fs.loop, partial(_run_coros_in_chunks, asked, return_exceptions=True, **limits))
@@ -376,31 +322,7 @@ class FsspecStore(Store):
                 return None
             raise
 
-    def _put_in_one_call(self, place: _Place, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
-        create = self.capabilities.exclusive_create and not overwrite
-        options = {"mode": "create"} if create else {}
-        try:
-            self._call("pipe_file", place.path(key), b"".join(parts), **options)
-            return True
-        except FileExistsError:
-            if not create:
-                raise
-            return False
-        except OSError as e:
-            # s3fs raises FileExistsError only if the 412 response names the failed condition. Not every server does.
-            if not create:
-                raise
-            if self._size(place.path(key)) is not None:
-                return False
-            if e.errno != errno.ENOSYS:
-                raise
-        self._call("pipe_file", place.path(key), b"".join(parts))
-        if self.capabilities.exclusive_create:
-            self.capabilities = replace(self.capabilities, exclusive_create=False)
-            logger.warning("%r: the server refuses If-None-Match; each put looks up the key first instead", self)
-        return True
-
-    def _read_in_one_call(self, path: str, parts: Sequence[memoryview], size: int) -> None:
+    def _read(self, path: str, parts: Sequence[memoryview], size: int) -> None:
         """Read with one request, for one byte more than the parts hold, to detect a blob that is too long."""
         try:
             data = self._call("cat_file", path, start=0, end=size + 1)
@@ -422,17 +344,7 @@ class FsspecStore(Store):
             np.frombuffer(part, np.uint8)[:] = source[: len(part)]  # numpy releases the GIL while it copies
             source = source[len(part) :]
 
-    def _read_local(self, path: str, parts: Sequence[memoryview], size: int) -> None:
-        with self._place.fs.open(path, "rb") as file:
-            actual = file.seek(0, os.SEEK_END)
-            if actual != size:
-                raise BlobCorruptError(f"{actual} bytes are stored, {size} were asked for")
-            file.seek(0)
-            for part in parts:
-                if file.readinto(part) != len(part):
-                    raise StoreUnavailableError("the file ended early")
-
-    def _walk(self, place: _Place, path: str, depth: int, wanted: str) -> Iterator[Mapping[str, Any]]:
+    def _walk(self, path: str, depth: int, wanted: str) -> Iterator[Mapping[str, Any]]:
         """Yield the files below ``path``. Folders that cannot hold a path that starts with ``wanted`` are skipped."""
         if depth == LISTED_DEPTH and self._lists_trees:
             found = self._run("", lambda: self._call("find", path, detail=True, withdirs=False))
@@ -441,16 +353,8 @@ class FsspecStore(Store):
                     yield entry
             return
         try:
-            entries = self._run("", lambda: self._call("ls", path, detail=True))
+            entries = self._list(path)
         except BlobNotFoundError:
-            return
-        except StorePermissionError:
-            if depth == 0:
-                raise
-            # If the root may not be listed either, the credentials have expired. Raise then, because the listing would
-            # end without an error and miss all remaining blobs.
-            self._run("", lambda: self._call("ls", place.root, detail=True))
-            self._log_skipped(path.removeprefix(place.root).lstrip("/"))
             return
         for entry in entries:
             name = entry["name"].rstrip("/")  # folder names of web servers end with a slash
@@ -459,7 +363,7 @@ class FsspecStore(Store):
             if entry["type"] != "directory":
                 yield entry
             elif (name.startswith(wanted) or wanted.startswith(f"{name}/")) and not _is_hidden(name):
-                yield from self._walk(place, name, depth + 1, wanted)
+                yield from self._walk(name, depth + 1, wanted)
 
     def _is_folder_itself(self, entry: Mapping[str, Any], path: str) -> bool:
         """Whether an entry is the listed folder.
@@ -472,12 +376,6 @@ class FsspecStore(Store):
             raise StoreConfigError(f"{self!r}: the driver lists names that were not asked for")
         return bool(name == folder)
 
-    def _log_skipped(self, folder: str) -> None:
-        # A root that is a mount point may have a lost+found folder. One such folder must not fail the whole listing.
-        if folder not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
-            self._logged_folders.add(folder)
-            logger.warning("%r: %s is skipped: no permission to list it", self, printable(folder))
-
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
         """Yield the blobs among keys that were listed without a size, after a request for each key's size."""
         for (key, mtime), size in zip(mtimes.items(), self.size_many(list(mtimes)), strict=True):
@@ -489,12 +387,12 @@ class FsspecStore(Store):
     def _sweep(self) -> None:
         """Remove temporary files of dead writers. Others may use a folder of this name, too, so names are checked."""
         try:
-            folder = self._place.path(TEMPORARY_FOLDER)
+            folder = self._below(TEMPORARY_FOLDER)
             for entry in self._call("ls", folder, detail=True):
                 if entry["type"] != "file" or not TEMPORARY_NAME.fullmatch(entry["name"].rpartition("/")[2]):
                     continue
                 written_at = mtime_of(entry)
-                if written_at and self._clock() - written_at > TEMPORARY_S_MAX:  # 0.0: unknown; the writer may be alive
+                if written_at and time.time() - written_at > TEMPORARY_S_MAX:  # 0.0: unknown; the writer may be alive
                     self._call("rm_file", entry["name"])
         except Exception as e:  # noqa: BLE001 - drivers may raise anything, and leftover files must not prevent a start
             if not isinstance(e, FileNotFoundError):
@@ -511,11 +409,15 @@ class FsspecStore(Store):
         raise copy.copy(error)  # ``error`` is in this frame; a traceback would refer back to it in a cycle
 
 
-def _result_or_error(call: Callable[[str], Any], path: str) -> Any:
-    try:
-        return call(path)
-    except Exception as e:  # noqa: BLE001 - drivers may raise anything; the caller translates it
-        return e
+def _turn_off_listings(fs: Any) -> bool:
+    """Turn off fsspec's cache of listings. Returns whether the driver has its own, which cannot be turned off (hf)."""
+    from fsspec.dircache import DirCache
+
+    cache = getattr(fs, "dircache", None)
+    if isinstance(cache, DirCache):
+        cache.use_listings_cache = False
+        return False
+    return isinstance(cache, MutableMapping)
 
 
 def _raise_if_error(outcome: Any) -> None:

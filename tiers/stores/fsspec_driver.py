@@ -25,7 +25,6 @@ from ..errors import (
 from ..plain_logs import get_logger
 from .chatty_loggers import cap_loggers_of
 from .os_errors import store_error
-from .s3.errors import Place, RequestRefusedError, server_error
 
 logger = get_logger(__name__)
 
@@ -35,8 +34,6 @@ LOCAL: Final = frozenset(["file", "local"])
 ATOMIC_PUT: Final = frozenset(
     ["abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "r2", "s3", "s3a"]
 )
-#: Protocols whose drivers put with If-None-Match.
-EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
 _CACHES: Final = (
     "its cache returns stale blocks after a block is replaced or removed, and has no size limit; "
     "take it out of the URL, or put an fs tier in front"
@@ -65,7 +62,6 @@ _ABSENT_STATUSES: Final = (404, 410)
 _OURS: Final = ("asynchronous", "loop")
 _LINK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*", re.ASCII)  # a protocol
 _CLOSE: Final = 0.75  # difflib's ratio: "endpiont_url" is 0.92 of "endpoint_url"; "region" is 0.67 of "session"
-_OPTIONS_SHOWN_MAX: Final = 12
 
 
 class OptionsError(StoreConfigError):
@@ -180,9 +176,6 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
         return StorePermissionError(f"access was denied to the driver ({name}); check its storage_options", key=key)
     if isinstance(error, FileNotFoundError) or status in _ABSENT_STATUSES:
         return BlobNotFoundError("not stored", key=key)
-    answer = _s3_response(error)
-    if answer is not None:
-        return _s3_error(*answer, key)
     if isinstance(error, OSError):
         # Without the error's text, which may contain a URL with a signature.
         return store_error(OSError(error.errno or 0, name), key)
@@ -200,34 +193,24 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
 def explain_options(url: str, options: Mapping[str, Any]) -> str:
     """Say which of a driver's options may be wrong, for the end of an error message. "": there are no options.
 
-    Shows only the options' names. Most drivers take more options than their constructors name, and pass them on. So an
-    unknown name is not an error by itself.
+    Shows only the options' names.
     """
     if not options:
         return ""
-    known = _known_options(url)
-    odd = [name for name in options if name not in known]
-    if not odd:
-        return f"; check the values of storage_options ({', '.join(map(str, options))})"
-    meant = [f"did you mean {close}?" for name in odd if (close := _meant_option(name, known))]
-    accepted = sorted(known)[:_OPTIONS_SHOWN_MAX]
-    more = ", …" if len(known) > len(accepted) else ""
-    told = " ".join(meant) or f"its parameters are {', '.join(accepted)}{more}"
-    return f"; storage_options: the driver's constructor has no parameter {', '.join(map(str, odd))}: {told}"
+    wrong = [f"{name}: did you mean {meant}?" for name, meant in misspelt_options(url, options).items()]
+    if wrong:
+        return f"; storage_options: the driver's constructor has no parameter {' '.join(wrong)}"
+    return f"; check the names and values of storage_options ({', '.join(map(str, options))})"
 
 
 def misspelt_options(url: str, options: Mapping[str, Any]) -> dict[str, str]:
     """Options that are no parameters of the driver and resemble one of its parameters: name -> probably meant name.
 
-    Drivers drop unknown options, pass them on or fail on them.
+    Drivers drop unknown options, pass them on or fail on them, so an unknown name is not an error by itself.
     """
     known = _known_options(url)
-    close = {name: _meant_option(name, known) for name in options if name not in known}
-    return {name: meant for name, meant in close.items() if meant}
-
-
-def _meant_option(name: object, known: Sequence[str]) -> str:
-    return next(iter(get_close_matches(str(name), known, 1, _CLOSE)), "")
+    close = {name: get_close_matches(str(name), known, 1, _CLOSE) for name in options if name not in known}
+    return {name: meant[0] for name, meant in close.items() if meant}
 
 
 def _known_options(url: str) -> list[str]:
@@ -244,27 +227,6 @@ def _known_options(url: str) -> list[str]:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 named.add(parameter.name)
     return sorted(named - {"self", *_OURS})
-
-
-def _s3_response(error: Exception) -> tuple[int, str] | None:
-    """Status and error code of the S3 response behind an OSError of s3fs; None if there was no response."""
-    response = getattr(error.__cause__ or error, "response", None)
-    if not isinstance(response, Mapping):
-        return None
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    code = response.get("Error", {}).get("Code")
-    return (status, code if isinstance(code, str) and not code.isdigit() else "") if isinstance(status, int) else None
-
-
-def _s3_error(status: int, code: str, key: str) -> StoreError:
-    error = server_error(status, code, place=Place("the bucket of the URL", "this region", "the endpoint"))
-    hint = ""
-    if isinstance(error, RequestRefusedError):
-        hint = (
-            "; for an older server without checksum support, set storage_options: {config_kwargs: "
-            "{request_checksum_calculation: when_required}}"
-        )
-    return type(error)(f"{error}{hint}", key=key)
 
 
 def _unwrap_not_found(error: Exception) -> Exception:

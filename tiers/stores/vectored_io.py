@@ -26,18 +26,16 @@ def transfer(
     fd: int,
     parts: Sequence[memoryview],
     offset: int = 0,
-    size: int | None = None,
 ) -> int:
     """Move all parts, and continue after each partial transfer.
 
     Args:
         call: ``os.preadv``, ``os.pwritev`` or an equivalent for a socket.
-        size: joined size of the parts, if the caller knows it.
 
     Returns:
         Bytes moved. This is less than the size of the parts only if a call moved 0 bytes: the end of a file or stream.
     """
-    size = parts_size(parts) if size is None else size
+    size = parts_size(parts)
     done = 0
     while done < size:
         moved = call(fd, parts[:IOV_COUNT_MAX], offset + done)
@@ -86,7 +84,7 @@ def write_all(fd: int, parts: Sequence[memoryview], look: Look | None = None) ->
     size = parts_size(parts)
     written = 0
     if look is None:
-        written = transfer(os.pwritev, fd, parts, size=size)
+        written = transfer(os.pwritev, fd, parts)
     else:
         for offset, run in runs(parts, WRITE_PIECE_BYTES):
             look_at(look, offset, run)
@@ -103,7 +101,7 @@ def read_all(fd: int, parts: Sequence[memoryview], key: str, look: Look | None, 
     """
     filled = 0
     if look is None:
-        filled = transfer(os.preadv, fd, parts, size=size)
+        filled = transfer(os.preadv, fd, parts)
     else:
         for offset, run in runs(parts, READ_PIECE_BYTES):
             filled += transfer(os.preadv, fd, run, offset)

@@ -11,21 +11,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from ..errors import StoreUnavailableError
 
 T = TypeVar("T")
 
-IDLE_S: Final = 60.0
-
 
 class Watchdog:
     """Calls a function when a deadline passes, such as one that shuts down a socket and so ends a blocked read.
 
-    It has one thread, which the first guard starts. The thread ends when nothing was guarded for ``IDLE_S``, or after
-    ``close`` as soon as nothing is guarded. A later guard starts a new thread. A guarded block that ends in time, as
-    nearly all do, does not wake the thread. ``_changed`` owns every field.
+    It has one thread, which the first guard starts. The thread ends after ``close`` as soon as nothing is guarded. A
+    guarded block that ends in time, as nearly all do, does not wake the thread. ``_changed`` owns every field.
 
     Args:
         interval_s: longest time between two checks of the deadlines. The usual length of a deadline is best.
@@ -39,7 +36,6 @@ class Watchdog:
         self._guarded: dict[object, tuple[float, Callable[[], None]]] = {}
         self._thread: threading.Thread | None = None
         self._wakes_at = float("inf")
-        self._used_at = clock()
         self._closed = False
 
     @contextmanager
@@ -58,7 +54,6 @@ class Watchdog:
             elif deadline < self._wakes_at:
                 self._changed.notify()
             self._guarded[guard] = deadline, end
-            self._used_at = self._clock()
         try:
             yield
         finally:
@@ -77,14 +72,13 @@ class Watchdog:
         with self._changed:
             while self._guarded or not self._closed:
                 now = self._clock()
-                if not self._guarded and now - self._used_at > IDLE_S:
-                    break
                 for guard, (deadline, end) in list(self._guarded.items()):
                     if deadline <= now:
                         del self._guarded[guard]
                         end()
-                self._wakes_at = min([now + self._interval_s, *(deadline for deadline, _ in self._guarded.values())])
-                self._changed.wait(self._wakes_at - now)
+                ends = [deadline for deadline, _ in self._guarded.values()]
+                self._wakes_at = min(now + self._interval_s, *ends) if ends else float("inf")
+                self._changed.wait(self._wakes_at - now if ends else None)
             self._thread = None
 
 

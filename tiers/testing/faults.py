@@ -264,16 +264,8 @@ class SyscallFaults:
             gc.disable()
             self._patches.callback(gc.enable)
         seam = _Os(self)
-        openat2 = functools.partial(self._make_call, "openat2", posix.openat2)
-        for module, name, replacement in (
-            (posix, "os", seam),
-            (vectored_io, "os", seam),
-            (publish, "os", seam),
-            (folder_cleanup, "os", seam),
-            (folder_listing, "os", seam),
-            (posix, "openat2", openat2),
-        ):
-            self._patches.enter_context(mock.patch.object(module, name, replacement))
+        for module in (posix, vectored_io, publish, folder_cleanup, folder_listing):
+            self._patches.enter_context(mock.patch.object(module, "os", seam))
         return self
 
     def __exit__(self, *_: object) -> None:

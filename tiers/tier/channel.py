@@ -1,71 +1,36 @@
-"""Channel: the engine's end of the connections to a tier's servers. It has no thread and no lock, and does no I/O.
+"""Channel: sends a tier's jobs and lookups to its servers, over ``tiers.connections``.
 
 Jobs and lookups are frames (``tiers.frames``), and a server answers each of them once. A job is cut into parts,
-and a part goes to the server that has the least work. Everything is read and written by ``poll``, without blocking.
+and a part goes to the server that has the least work.
 
 A server that is silent for a job's deadline although it has work, or that has not ended a part after twice that, is
-killed. Its parts are reported as failed only when it is reaped, because until then it may touch their slots. It is
-started again after a pause that grows if it does not live long. Meanwhile the other servers get its work.
+killed. Its parts are reported as failed only when it is reaped, because until then it may touch their slots. Meanwhile
+the other servers get its work, as they do while it starts again: a busy machine may take seconds for that.
 
 Servers in threads of this process cannot be killed: their parts are reported when the storage answers.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import select
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from functools import partial
 from typing import Any, Final, Protocol
 
 from ..blocks.batches import Batch, Pair, deal, side_by_side
 from ..blocks.keys import OffloadKey
+from ..connections import Child, Connections, Handle
 from ..errors import ConfigError, QueueFullError, StoreError, StoreTimeoutError, StoreUnavailableError
-from ..frames import (
-    FOUND,
-    RECEIVE_BYTES,
-    FrameReader,
-    Seats,
-    decode_batch,
-    decode_error,
-    pack_frame,
-    pack_pairs,
-)
-from ..plain_logs import get_logger
+from ..frames import FOUND, Seats, decode_batch, decode_error, pack_pairs
 from ..store import Capabilities, Store
 
-logger = get_logger(__name__)
-
 PART_BYTES_MIN: Final = 1 << 20  # a smaller part is not worth another server's attention
-DOUBT_SHARE: Final = (
-    0.25  # of the deadline: a server that has been silent for longer gets no more work if others do not
-)
+DOUBT_SHARE: Final = 0.25  # of the deadline: while a server is silent for longer, others get the work
 LATE_FACTOR: Final = 2.0  # no part may take longer than this many deadlines, whatever else its server does
-PAUSE_S: Final = (0.05, 30.0)  # before a server is started again: at first, and at most
-LIVED_S: Final = 10.0  # a server that lived longer is started again without a longer pause
+START_S: Final = 30.0  # for a server to say that it runs, if the deadline is shorter
 END_S: Final = 1.5  # for a server without work to end
-CHECK_S: Final = 0.01  # between checks of deadlines, at most: a step of the scheduler polls several times
-
-
-class Handle(Protocol):
-    """A server that runs."""
-
-    sock: socket.socket
-    tag: bytes
-
-    def kill(self) -> bool:
-        """End it at once. False: it cannot be ended."""
-
-    def has_ended(self) -> bool:
-        """Whether nothing of it can touch a slot any more."""
-
-    def close(self) -> None:
-        """Hang up. It ends when its threads do."""
 
 
 class Backend(Protocol):
@@ -137,29 +102,20 @@ class _Request:
     look: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Server:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Server(Child):
     seats: Seats
-    handle: Handle | None = None
-    reader: FrameReader | None = None
-    out: bytearray = field(default_factory=bytearray)
-    is_full: bool = False  # its socket, when it was last written to
     owed: dict[int, _Request] = field(default_factory=dict)  # by number, the oldest first
     loads: int = 0  # blocks under way
     stores: int = 0
     looks: int = 0
-    heard_at: float = -math.inf
-    started_at: float = -math.inf
-    pause_s: float = PAUSE_S[0]
-    start_at: float | None = None  # when to start it again; None: it runs, ends or is being started
-    ending: str = ""  # why it was killed; it is not reaped yet
+    is_late: bool = False  # and was killed for it
 
 
-class Channel:
+class Channel(Connections[_Server]):
     """Sends a tier's jobs and lookups to its servers. The scheduler's thread calls all methods.
 
     Args:
-        tier: the tier's name, for logs.
         row_bytes: bytes of a block.
         jobs_max, cost_max: a store beyond these limits is refused; cost is in bytes.
         deadline_s: no block of a job begins to move later than this after the job was submitted.
@@ -179,15 +135,14 @@ class Channel:
         tell: Callable[[bool, str], None] = lambda is_warning, text: None,  # noqa: ARG005
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        servers = [_Server(start=partial(backend.start, seats), seats=seats) for seats in backend.seats]
+        super().__init__(tier, servers, clock)
         self._backend = backend
-        self._tier = tier
         self._row_bytes = row_bytes
         self._jobs_max = jobs_max
         self._cost_max = cost_max
         self._deadline_s = deadline_s
         self._tell = tell
-        self._clock = clock
-        self._pid = os.getpid()
         self._next = 0
         self._jobs: dict[int, _Job] = {}
         self._cost = 0
@@ -196,20 +151,11 @@ class Channel:
         self._looked: list[tuple[int, Sequence[bool | None], float]] = []
         self._opened: Opened | None = None
         self._late_s = 0.0
-        self._silent_s = 0.0
-        self._check_at = -math.inf
-        self._sockets = select.poll()
-        self._by_fd: dict[int, _Server] = {}
-        self._started: SimpleQueue[tuple[_Server, Handle | Exception]] = SimpleQueue()
-        self._closing = False
         self.has_heard = False
         """Whether any server has ever said anything."""
-        self.kills = 0
-        """How many servers were killed or found dead."""
-        self._servers = [_Server(seats) for seats in backend.seats]
         try:
-            for server in self._servers:
-                self._adopt(server, backend.start(server.seats))
+            for server in servers:
+                self._adopt(server, server.start())
         except BaseException:
             self.shutdown(0.0)
             raise
@@ -230,8 +176,6 @@ class Channel:
             QueueFullError: a store exceeds a limit, or the channel is closed; nothing was sent.
             ValueError: a job with this id is still under way.
         """
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id} is already in flight")
         if self._closing:
             raise QueueFullError("the tier is shut down")
         if is_load:
@@ -241,9 +185,7 @@ class Channel:
         elif self._cost + cost > self._cost_max and self._cost:
             raise QueueFullError(f"{self._cost} of {self._cost_max} bytes in flight, the job has {cost}")
         now = self._clock()
-        servers = self._servers_for(is_load, now)
-        if not servers:
-            raise QueueFullError("none of the tier's processes runs")
+        servers = self._servers_for(job_id, is_load, now)
         size = max(1, PART_BYTES_MIN // self._row_bytes, -(-len(pairs) // len(servers)))
         parts = list(deal(side_by_side(pairs), size, len(servers)))
         job = self._jobs[job_id] = _Job(job_id, is_load, cost, len(pairs), now, len(parts))
@@ -264,16 +206,11 @@ class Channel:
             QueueFullError: no server runs.
             ValueError: a job with this id is still under way.
         """
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id} is already in flight")
         now = self._clock()
-        servers = self._servers_for(True, now)
-        if not servers:
-            raise QueueFullError("none of the tier's processes runs")
+        server = self._servers_for(job_id, True, now)[0]
         job = self._jobs[job_id] = _Job(job_id, True, 0, 0, now, 1)
-        pairs = [(key, 0) for key in keys]
-        request = _Request(now, job, list(keys))
-        self._send(servers[0], request, ["probe", None, now + self._deadline_s], pack_pairs(pairs))
+        raw = pack_pairs([(key, 0) for key in keys])
+        self._send(server, _Request(now, job, list(keys)), ["probe", None, now + self._deadline_s], raw)
 
     def look(self, keys: Sequence[OffloadKey]) -> int:
         """Ask whether keys are stored. Returns the lookup's number; see ``take_looked``."""
@@ -298,7 +235,7 @@ class Channel:
         """Drop all blocks that have not begun, and those that are sent later; "" lets blocks begin again."""
         if why != self._cut:
             self._cut = why
-            for server in self._servers:
+            for server in self._children:
                 self._write(server, ["cut", why])
 
     def take_finished(self) -> list[FinishedJob]:
@@ -308,7 +245,7 @@ class Channel:
 
     def take_looked(self) -> list[tuple[int, Sequence[bool | None], float]]:
         """Lookups that were answered: number, whether each key is stored (None: that failed), and seconds it took."""
-        if any(server.looks for server in self._servers):
+        if any(server.looks for server in self._children):
             self.poll()
         looked, self._looked = self._looked, []
         return looked
@@ -323,12 +260,6 @@ class Channel:
         """Number of jobs that have not ended."""
         return len(self._jobs)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process IDs of the servers that run in processes."""
-        processes = [getattr(server.handle, "process", None) for server in self._servers]
-        return [process.pid for process in processes if process is not None]
-
     def take_late_s(self) -> float:
         """The longest time that a server was silent, or took for a part, of those that took too long; 0: none did."""
         late_s, self._late_s = self._late_s, 0.0
@@ -336,47 +267,9 @@ class Channel:
 
     @property
     def silent_s(self) -> float:
-        """For how long a server with work had been silent at the last poll: the longest of all; 0: none has work."""
-        return self._silent_s
-
-    # ---- frames ------------------------------------------------------------------------------------------------------
-
-    def poll(self) -> None:
-        """Send what waits, read what has come, and replace servers that hang or have ended. Does not wait.
-
-        Called several times in each step of the scheduler, so without news it is one system call.
-        """
-        if os.getpid() != self._pid:
-            return  # in a fork: what has come is the parent's
+        """For how long a server with work has been silent: the longest of all; 0: none has work."""
         now = self._clock()
-        for fd, events in self._sockets.poll(0):
-            server = self._by_fd[fd]
-            if events & select.POLLOUT:
-                self._flush(server)
-            if events & ~select.POLLOUT:
-                self._receive(server, now)
-        if now >= self._check_at:
-            self._check()
-
-    def _check(self) -> None:
-        self._take_started()
-        now = self._clock()
-        for server in self._servers:
-            if server.ending:
-                self._reap(server)
-            elif server.handle is not None:
-                self._end_if_late(server, now)
-            elif server.start_at is not None and now >= server.start_at and not self._closing:
-                self._start_again(server)
-        self._silent_s = max(self._silence(server, now) for server in self._servers)
-        is_settled = all(server.handle is not None and not server.ending for server in self._servers)
-        self._check_at = now + min(CHECK_S, self._deadline_s / 100) if is_settled else -math.inf
-
-    def wait(self, timeout_s: float) -> None:
-        """``poll``, after waiting until something comes or time is over."""
-        self._sockets.poll(1000 * min(timeout_s, 0.05))
-        self._check_at = -math.inf
-        self.poll()
+        return max(self._silence(server, now) for server in self._children)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every job has ended. False: timed out."""
@@ -402,35 +295,17 @@ class Channel:
             self.cut("shutdown")
         self._closing = True
         self.wait_idle(timeout_s)
-        self._take_started()
-        for server in self._servers:
-            if server.handle is not None and (not server.owed or server.handle.kill()):
-                self._stop_listening(server)
-                server.handle.close()
-                server.ending = "shutdown"
-        until = time.monotonic() + END_S
-        ending = [server for server in self._servers if server.handle is None or server.ending]
-        while not all(list(map(self._has_ended, ending))) and time.monotonic() < until:
-            time.sleep(0.002)
-        if any(server.handle is not None for server in self._servers):
+        idle = [each for each in self._children if not each.owed or (each.handle is not None and each.handle.kill())]
+        if not self._hang_up(idle, END_S):
             return False
         self._backend.close()
         return True
 
-    def _has_ended(self, server: _Server) -> bool:
-        """Whether a server has ended after ``close``; what it owed is then answered."""
-        if server.handle is not None:
-            if not (server.ending and server.handle.has_ended()):
-                return False
-            server.handle, server.ending = None, ""
-        self._fail(server, "shutdown")
-        return True
+    # ---- frames ------------------------------------------------------------------------------------------------------
 
     def _send(self, server: _Server, request: _Request, content: list[object], raw: bytes = b"") -> int:
         self._next += 1
         content[1] = self._next
-        if not server.owed:
-            server.heard_at = request.sent_at
         server.owed[self._next] = request
         self._add_work(server, request, 1)
         self._write(server, content, raw)
@@ -446,47 +321,13 @@ class Channel:
             else:
                 server.stores += blocks
 
-    def _write(self, server: _Server, content: list[object], raw: bytes = b"") -> None:
-        if server.handle is not None and not server.ending and os.getpid() == self._pid:
-            server.out += pack_frame(server.handle.tag, content, raw)
-            self._flush(server)
-
-    def _flush(self, server: _Server) -> None:
-        assert server.handle is not None
-        sock = server.handle.sock
-        try:
-            while server.out:
-                del server.out[: sock.send(server.out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            server.out.clear()  # it has died, which the next read shows
-        if bool(server.out) != server.is_full:
-            server.is_full = not server.is_full
-            self._sockets.register(sock, select.POLLIN | (select.POLLOUT if server.is_full else 0))
-
-    def _receive(self, server: _Server, now: float) -> None:
-        assert server.handle is not None
-        assert server.reader is not None
-        try:
-            received = server.handle.sock.recv(RECEIVE_BYTES)
-            if not received:
-                raise EOFError("its process ended")
-            server.heard_at = now
-            self.has_heard = True
-            for content, raw in server.reader.feed(received):
-                self._hear(server, content, raw)
-        except BlockingIOError:
-            pass
-        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it sends, only its own work may fail
-            self._end(server, f"{e}" or type(e).__name__)
-
-    def _hear(self, server: _Server, content: Any, raw: bytes) -> None:
+    def _hear(self, child: _Server, content: Any, raw: bytes) -> None:
+        self.has_heard = True
         kind, *arguments = content
         if kind == "alive":
             return
         number = arguments[0]
-        request = server.owed.get(number)
+        request = child.owed.get(number)
         expected = "moved" if request and request.job else "looked" if request and request.look else "opened"
         if request is None or kind != expected:
             raise ValueError("it answered what it was not asked")
@@ -506,8 +347,8 @@ class Channel:
             self._opened = Opened(
                 Capabilities(**capabilities) if capabilities else None, decode_error(error) if error else None
             )
-        del server.owed[number]
-        self._add_work(server, request, -1)
+        del child.owed[number]
+        self._add_work(child, request, -1)
 
     def _tell_all(self, warnings: Iterable[object], said: Iterable[object]) -> None:
         for is_warning, texts in ((True, warnings), (False, said)):
@@ -527,21 +368,30 @@ class Channel:
 
     # ---- servers -----------------------------------------------------------------------------------------------------
 
-    def _servers_for(self, is_load: bool, now: float) -> list[_Server]:
-        """The servers to give a job to, those with the least work first.
+    def _servers_for(self, job_id: int, is_load: bool, now: float) -> list[_Server]:
+        """The servers to give a new job to, those with the least work first.
 
         A load does not wait behind stores, nor a store behind loads, if there is another server.
+
+        Raises:
+            QueueFullError: no server runs.
+            ValueError: a job with this id is still under way.
         """
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is already in flight")
         servers = self._trusted(now)
+        if not servers:
+            raise QueueFullError("none of the tier's processes runs")
         own = [each for each in servers if (each.seats.loads_first if is_load else each.seats.stores_first)]
         free = [each for each in servers if each not in own and not (each.stores if is_load else each.loads)]
         return sorted([*own, *free], key=lambda each: each.loads + each.stores) or servers
 
     def _trusted(self, now: float) -> list[_Server]:
-        """The servers that run, without those that are silent if there are others."""
+        """The servers that run, without those that are silent or have not said anything yet if there are others."""
         limit_s = DOUBT_SHARE * self._deadline_s
-        running = [each for each in self._servers if each.handle is not None and not each.ending]
-        return [each for each in running if self._silence(each, now) <= limit_s] or running
+        running = [each for each in self._children if each.runs]
+        heard = [each for each in running if each.spoke_at is not None and self._silence(each, now) <= limit_s]
+        return heard or running
 
     @staticmethod
     def _silence(server: _Server, now: float) -> float:
@@ -549,48 +399,34 @@ class Channel:
             return 0.0
         return now - max(server.heard_at, next(iter(server.owed.values())).sent_at)
 
-    def _end_if_late(self, server: _Server, now: float) -> None:
-        if not server.owed or server.ending:
-            return
-        oldest_s = now - next(iter(server.owed.values())).sent_at
-        if self._silence(server, now) > self._deadline_s or oldest_s > LATE_FACTOR * self._deadline_s:
+    def _begun(self, child: _Server) -> None:
+        if self._cut:
+            self._write(child, ["cut", self._cut])
+
+    def _end_if_late(self, child: _Server, now: float) -> None:
+        oldest_s = now - next(iter(child.owed.values())).sent_at if child.owed else 0.0
+        limit_s = self._deadline_s
+        if child.spoke_at is None:
+            limit_s = max(START_S, limit_s)
+            is_late = now - child.started_at > limit_s
+        else:
+            # What it owed when it came up is due from then on.
+            late_s = min(oldest_s, now - child.spoke_at)
+            is_late = self._silence(child, now) > limit_s or late_s > LATE_FACTOR * limit_s
+        if is_late:
             self._late_s = max(self._late_s, oldest_s)
-            self._end(server, f"it took more than {self._deadline_s:g} s", late=True)
+            child.is_late = True
+            self._end(child, f"it took more than {limit_s:g} s")
 
-    def _end(self, server: _Server, why: str, *, late: bool = False) -> None:
-        """Kill a server that hangs, or cannot be understood, or has ended."""
-        assert server.handle is not None
-        if not server.handle.kill():
-            return
-        self.kills += 1
-        self._stop_listening(server)
-        server.ending = ("late: " if late else "") + why
-        server.out.clear()
-        self._reap(server)
-
-    def _reap(self, server: _Server) -> None:
-        assert server.handle is not None
-        if not server.handle.has_ended():
-            return
-        why, server.ending = server.ending, ""
-        server.handle.close()
-        server.handle = server.reader = None
-        now = self._clock()
-        lived = now - server.started_at > LIVED_S
-        server.pause_s = PAUSE_S[0] if lived else min(PAUSE_S[1], 2 * server.pause_s)
-        server.start_at = now + server.pause_s
-        logger.debug("tier %s: a server ended: %s", self._tier, why)
-        self._fail(server, why)
-
-    def _fail(self, server: _Server, why: str) -> None:
-        """Answer what a server that has ended owes."""
-        owed, server.owed = server.owed, {}
+    def _lost(self, child: _Server, why: str) -> None:
+        """Answer what a server owes that has ended."""
+        owed, child.owed = child.owed, {}
+        is_late, child.is_late = child.is_late, False
         is_loss = why != "shutdown"
-        late = why.startswith("late: ")
-        kind = StoreTimeoutError if late else StoreUnavailableError
-        text = f"{why.removeprefix('late: ')}; its process was killed" if late else f"the tier's process failed: {why}"
+        kind = StoreTimeoutError if is_late else StoreUnavailableError
+        text = f"{why}; its process was killed" if is_late else f"the tier's process failed: {why}"
         for number, request in owed.items():
-            self._add_work(server, request, -1)
+            self._add_work(child, request, -1)
             if request.job is not None:
                 batch = Batch()
                 count = len(request.keys) if request.job.blocks else 0
@@ -603,54 +439,3 @@ class Channel:
                 self._looked.append((number, [None] * request.look, 0.0))
             else:
                 self._opened = Opened(None, kind(text))
-
-    def _adopt(self, server: _Server, handle: Handle) -> None:
-        server.handle = handle
-        server.reader = FrameReader(handle.tag)
-        server.started_at = server.heard_at = self._clock()
-        server.start_at = None
-        server.is_full = False
-        self._by_fd[handle.sock.fileno()] = server
-        self._sockets.register(handle.sock, select.POLLIN)
-        if self._cut:
-            self._write(server, ["cut", self._cut])
-
-    def _stop_listening(self, server: _Server) -> None:
-        """Before its socket is closed: another file may get the number of its descriptor."""
-        assert server.handle is not None
-        if self._by_fd.pop(server.handle.sock.fileno(), None) is not None:
-            self._sockets.unregister(server.handle.sock)
-        self._check_at = -math.inf
-
-    def _start_again(self, server: _Server) -> None:
-        """Start a server in a thread that ends with it: it reads the interpreter from its disk, which may hang."""
-        server.start_at = None
-
-        def start() -> None:
-            try:
-                self._started.put((server, self._backend.start(server.seats)))
-            except Exception as e:  # noqa: BLE001 - a thread's edge: it is tried again
-                self._started.put((server, e))
-            if self._closing:  # perhaps nobody polls any more
-                self._take_started()
-
-        try:
-            threading.Thread(target=start, name=f"kvtiers-{self._tier}-start", daemon=True).start()
-        except RuntimeError:  # no thread can be started now
-            server.start_at = self._clock() + PAUSE_S[1]
-
-    def _take_started(self) -> None:
-        while True:
-            try:
-                server, handle = self._started.get_nowait()
-            except Empty:
-                return
-            if isinstance(handle, Exception):
-                server.pause_s = min(PAUSE_S[1], 2 * server.pause_s)
-                server.start_at = self._clock() + server.pause_s
-                self._fail(server, f"no process could be started: {handle}")
-            elif self._closing:
-                handle.kill()
-                handle.close()
-            else:
-                self._adopt(server, handle)

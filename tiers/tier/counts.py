@@ -36,13 +36,10 @@ class TierCounts:
     Args:
         metrics: holds the series.
         name: the tier's name, for labels and logs.
-        collects: whether the tier has a collector.
         clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, metrics: Metrics, name: str, *, collects: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, metrics: Metrics, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._name = name
         self._clock = clock
@@ -51,8 +48,6 @@ class TierCounts:
         for series, values in _INITIAL_SERIES:
             for value in values:
                 metrics.inc(series, name, *value, by=0)
-        if collects:
-            self.collects()
         metrics.set("kvtiers_circuit_closed", name, value=1.0)
 
     def collects(self) -> None:
@@ -80,7 +75,7 @@ class TierCounts:
         self._metrics.set("kvtiers_collector_up", self._name, value=float(works))
 
     def collected(self, message: dict[str, Any]) -> None:
-        """Count polls in which the collector worked. ``message`` is from ``CollectorEnd.take_reports``."""
+        """Count polls in which the collector worked. ``message`` is from ``CollectorLink.take_reports``."""
         tier, metrics = self._name, self._metrics
         report = message.get("report")
         metrics.inc("kvtiers_collector_runs_total", tier, "ok" if report else "error", by=message["runs"])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from ..base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from ..blocks.batches import Batch
@@ -22,6 +22,7 @@ from ..blocks.file_mapper import FileMapper, strict_fields
 from ..blocks.keys import OffloadKey, make_offload_key
 from ..blocks.rows import Rows
 from ..blocks.seal import TRAILER_BYTES, Seal
+from ..capacity.link import CollectorLink
 from ..errors import QueueFullError, StoreTimeoutError, StoreUnavailableError
 from ..frames import Work
 from ..metrics import Metrics
@@ -87,42 +88,6 @@ class _InFlight:
     submitted_ns: int
 
 
-class CollectorEnd(Protocol):
-    """The tier's end of the connection to its collector (``tiers.capacity.link``). Only ``close`` blocks."""
-
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """Record that the blocks were used."""
-
-    @property
-    def works(self) -> bool:
-        """Whether the collector runs and answers, or is not needed yet."""
-
-    @property
-    def is_full(self) -> str:
-        """Why nothing may be put now; "": it may."""
-
-    def note_put(self, size: int) -> None:
-        """Record that so many bytes were put, or may have been."""
-
-    def note_full(self) -> None:
-        """Record that the storage refused a block because it is full."""
-
-    def take_removed(self, count_max: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Return up to ``count_max`` blocks of this tier that the collector has removed.
-
-        The second list has blocks that ``note_stored`` named at about the same time: only the storage knows about them.
-        """
-
-    def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Record that the blocks are stored now."""
-
-    def take_reports(self) -> list[dict[str, Any]]:
-        """Results since the last call: at most one ``report`` with ``used`` and one ``error``, each with ``runs``."""
-
-    def close(self) -> None:
-        """Stop the collector."""
-
-
 class StoreTierManager(SecondaryTierManager):
     """A tier that keeps sealed blocks in a Store.
 
@@ -135,7 +100,6 @@ class StoreTierManager(SecondaryTierManager):
         make_backend: returns what starts the tier's servers; closed at shutdown.
         mapper: names the blocks and carries the namespace's identity. By default the identity includes the spec's
             ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
-        collector: removes blocks; closed at shutdown.
 
     Attributes:
         store: the store, if servers in threads of this process use it; None: processes have theirs.
@@ -155,7 +119,6 @@ class StoreTierManager(SecondaryTierManager):
         make_backend: Callable[[Work, Rows], Backend],
         mapper: FileMapper | None = None,
         options: TierOptions | None = None,
-        collector: CollectorEnd | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -169,7 +132,7 @@ class StoreTierManager(SecondaryTierManager):
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
         self.mapper = mapper
-        self._collector = collector
+        self._collector: CollectorLink | None = None
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         self._clock = clock
@@ -217,7 +180,7 @@ class StoreTierManager(SecondaryTierManager):
         self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
         self._needs_extra_lookup = False
-        self._counts = TierCounts(self.metrics, self.name, collects=collector is not None, clock=clock)
+        self._counts = TierCounts(self.metrics, self.name, clock=clock)
 
     def _open(self) -> Opened:
         """Have the namespace opened, and wait for that.
@@ -244,7 +207,7 @@ class StoreTierManager(SecondaryTierManager):
             raise
         return opened
 
-    def collect(self, collector: CollectorEnd) -> None:
+    def collect(self, collector: CollectorLink) -> None:
         """Use this collector, and close it at shutdown."""
         self._collector = collector
         self._counts.collects()
@@ -311,7 +274,8 @@ class StoreTierManager(SecondaryTierManager):
         if self._collector is not None:
             self._collector.touch(keys)
 
-    def _poll_collector(self, collector: CollectorEnd) -> None:
+    def _poll_collector(self, collector: CollectorLink) -> None:
+        reports = collector.take_reports()
         removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX - len(self._doubtful))
         if doubtful:
             self._lookup.forget(doubtful)
@@ -328,7 +292,7 @@ class StoreTierManager(SecondaryTierManager):
             self._gone_during_stores.name(set(removed))
             self._events.add(removed, removed=True)
         self._counts.collector_works(collector.works)
-        for message in collector.take_reports():
+        for message in reports:
             self._counts.collected(message)
 
     @property
@@ -388,6 +352,8 @@ class StoreTierManager(SecondaryTierManager):
         self._channel.poll()
         self._book_ended(math.inf if self._closed else BOOKED_KEYS_PER_CALL)
         results, self._results = self._results, []
+        if results and self._collector is not None:
+            self._collector.poll()  # perhaps there is no further step, and it must hear what was put
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:

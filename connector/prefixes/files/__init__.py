@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ....tiers.capacity.records import PREFIXES_FOLDER
-from ....tiers.config.open_store import for_engine, store_recipe
+from ....tiers.config.open_store import store_recipe
 from ....tiers.config.tier_options import (
     BoundedTierConfig,
     FsspecTierConfig,
@@ -33,7 +33,7 @@ def files_for(place: BoundedTierConfig) -> Files:
         StoreError: an fsspec driver could not connect.
     """
     if isinstance(place, S3TierConfig):
-        make_store, arguments = for_engine(store_recipe(place), "prefixes", "they have no worker processes")
+        make_store, arguments = store_recipe(place)
         store: Any = make_store(**arguments)
         return BucketFiles(store, min(THREADS_MAX, max(place.n_read_threads, place.n_write_threads)))
     if isinstance(place, FsspecTierConfig):

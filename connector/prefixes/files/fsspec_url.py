@@ -11,7 +11,6 @@ from typing import Any
 from ....tiers.errors import ConfigError, StoreConfigError, StoreError, public_url
 from ....tiers.stores.fsspec_driver import (
     ATOMIC_PUT,
-    EXCLUSIVE_CREATE,
     TEMPORARY_FOLDER,
     open_driver,
     protocols_of,
@@ -40,18 +39,6 @@ class FsspecFiles(Files):
                 self._fs.pipe_file(self._full(path), data)
             else:
                 put_and_move(self._fs, self._full(path), [memoryview(data)], self._full(TEMPORARY_FOLDER))
-
-    def create(self, path: str, data: bytes) -> bool:
-        if not protocols_of(self._fs) & EXCLUSIVE_CREATE:
-            return super().create(path, data)
-        with driver_errors(path):
-            try:
-                self._fs.pipe_file(self._full(path), data, mode="create")
-                return True
-            except OSError:  # FileExistsError, or a server's refusal that s3fs does not recognize
-                if self.exists(path):
-                    return False
-        return super().create(path, data)
 
     def read(self, path: str, bytes_max: int) -> bytes:
         with driver_errors(path):

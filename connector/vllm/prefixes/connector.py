@@ -289,8 +289,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """
         refusals.check_step(scheduler_output)
         saves = self._saves.of_step(scheduler_output, self._requests)
-        if saves and self._collector is not None:
-            self._collector.note_put(0)  # the workers publish how much they put
+        if self._collector is not None:
+            if saves:
+                self._collector.note_put(0)  # the workers publish how much they put
+            self._collector.poll()
         transfers = self._loads + saves
         idle = not scheduler_output.num_scheduled_tokens
         meta = SharedStorageMetadata(transfers, idle, self._revision, self._drops_loads)
@@ -371,6 +373,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """Return the requests whose loads ended, successfully or not."""
+        if self._collector is not None:
+            self._collector.poll()
         return None, self._worker.ended(idle=self._get_connector_metadata().idle) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

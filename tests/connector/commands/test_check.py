@@ -394,7 +394,8 @@ def s3fs(url: str = "s3://kvb/kv", **options: Any) -> dict[str, Any]:
 def test_check_of_fsspec_url_whose_server_refuses_is_a_problem(code: Fault, expected: str) -> None:
     with HttpFaultServer() as server:
         server.inject(code)
-        assert problems(s3fs(endpoint_url=server.endpoint_url)) == [expected]
+        (found,) = problems(s3fs(endpoint_url=server.endpoint_url))
+    assert found.startswith(expected)
 
 
 def test_check_of_fsspec_url_whose_server_is_silent_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,9 +430,9 @@ def test_check_of_read_only_fsspec_url_that_holds_nothing_is_a_problem() -> None
     ("options", "expected"),
     [
         ({"endpiont_url": "http://127.0.0.1:9"}, "has no parameter endpiont_url: did you mean endpoint_url?"),
-        ({"force_path_style": True}, "has no parameter force_path_style: its parameters are anon, batch_size, "),
-        ({"client_kwargs": {"regoin": "x"}}, "check the values of storage_options (client_kwargs, secret)"),
-        ({"key": 123}, "check the values of storage_options (key, secret)"),
+        ({"force_path_style": True}, "check the names and values of storage_options (force_path_style, secret)"),
+        ({"client_kwargs": {"regoin": "x"}}, "check the names and values of storage_options (client_kwargs, secret)"),
+        ({"key": 123}, "check the names and values of storage_options (key, secret)"),
         ({"asynchronous": True}, "asynchronous is not accepted, because kvtiers calls the driver from threads;"),
     ],
 )
@@ -518,7 +519,7 @@ def test_check_of_store_names_module_or_options_that_are_wrong(tmp_path: Path, m
         ("no_such_module", ".module_path: no_such_module cannot be imported: ModuleNotFoundError: No module named "),
         ("kvtiers_check_needs", ".module_path: kvtiers_check_needs cannot be imported: ModuleNotFoundError: No modul"),
         ("kvtiers_check_store:nope", ".module_path: kvtiers_check_store has no function nope(options) that returns"),
-        ("kvtiers_check_store", ".options: kvtiers_check_store.make_store failed with its options: ValueError: 1"),
+        ("kvtiers_check_store", ".options: kvtiers_check_store failed with its options: ValueError: 1"),
     ):
         (found,) = problems({"type": "store", "module_path": module_path, "options": {"x": 1}})
         assert found.startswith(f"tiers[0]{expected}")

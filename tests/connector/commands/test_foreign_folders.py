@@ -12,7 +12,7 @@ import pytest
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.stores.files.publish import PrivateNames
+from kvtiers.tiers.stores.files.publish import private_name
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import as_parts
 from kvtiers.tiers.testing.servers import moto_server
@@ -90,7 +90,7 @@ def test_gc_accepts_folder_with_any_mark_of_kvtiers(tmp_path: Path, mark: str) -
         assert [path.name for path in folder.iterdir() if path.name[0] != "."] == ["_kvtiers"]
     else:
         (folder / ".tmp").mkdir()
-        (folder / ".tmp" / PrivateNames().make()).touch()
+        (folder / ".tmp" / private_name()).touch()
     if mark != "leftovers":
         (folder / ".ssh").mkdir()
         (folder / "notes.txt").write_text("mine")
@@ -104,8 +104,8 @@ def test_gc_of_shared_folder_removes_only_own_files_and_dry_run_counts_them(root
         (strange / name).rename(root / name)
     before = contents(root).keys() - {*NAMES, "_kvtiers/measured"}
     own = [
-        root / ".tmp" / f"elsewhere-{PrivateNames().make()}",
-        root / ".quarantine" / f"{PrivateNames().make()}-a.bin",
+        root / ".tmp" / f"elsewhere-{private_name()}",
+        root / ".quarantine" / f"{private_name()}-a.bin",
     ]
     for path in own:
         path.write_bytes(b"12345")

@@ -65,7 +65,7 @@ def test_the_version() -> None:
 
 @pytest.mark.parametrize("arguments", ["['--version']", "['--help']", "['-h']"])
 def test_a_start_imports_no_client_and_no_models(arguments: str) -> None:
-    heavy = ("boto3", "botocore", "obstore", "fsspec", "numpy", "pydantic", "yaml", "xxhash", "torch", "vllm")
+    heavy = ("boto3", "botocore", "fsspec", "numpy", "pydantic", "yaml", "xxhash", "torch", "vllm")
     code = (
         "import sys\n"
         "from kvtiers.connector.commands.cli import main\n"

@@ -17,12 +17,12 @@ from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.output import human_age, human_bytes
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.blocks.file_mapper import FileMapper, parse_block_name
-from kvtiers.tiers.capacity.lease import Lease
+from kvtiers.tiers.capacity.usage import Usage, publish_usage
 from kvtiers.tiers.errors import StorePermissionError
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo
 from kvtiers.tiers.stores.files.local import LocalStore
-from kvtiers.tiers.stores.files.publish import PrivateNames
+from kvtiers.tiers.stores.files.publish import private_name
 from kvtiers.tiers.testing.contract import as_parts
 from kvtiers.tiers.testing.servers import S3Server, moto_server
 from tests.identity import FakeSpec, block_key
@@ -98,7 +98,7 @@ def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: 
 @pytest.mark.parametrize("command", [("ls",), ("verify",), ("gc", "--dry-run")])
 def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tuple[str, ...]) -> None:
     (root / ".tmp").mkdir()
-    left = root / ".tmp" / f"elsewhere-{PrivateNames().make()}"
+    left = root / ".tmp" / f"elsewhere-{private_name()}"
     left.write_bytes(bytes(SIZE))
     os.utime(left, (0, 0))
     out = run(*command, write_config(root, "ttl: 9h"))[1]
@@ -204,7 +204,7 @@ def test_gc_with_min_free_alone_makes_room(root: Path, monkeypatch: pytest.Monke
 
 def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.commands.storage._run", lambda collector, *_: collector.run())
-    assert Lease(LocalStore(root), "another").try_acquire()
+    publish_usage(LocalStore(root), Usage(holder="another"))
     assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
     (result,) = result_of(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
     assert result["skipped"] == "another collector is at work"

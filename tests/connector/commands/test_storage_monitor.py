@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import pytest
 
@@ -30,7 +30,7 @@ from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import moto_server
 from tests.connector.commands.test_frame import CLI
 from tests.connector.commands.test_storage_commands import run, write_tiers
-from tests.s3_clients import set_s3_options, use_credentials
+from tests.s3_clients import CLIENTS, use_client, use_credentials
 from tests.waiting import wait_for
 
 
@@ -223,11 +223,11 @@ def test_watching_leaves_nothing_in_a_root(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("client", ["obstore", "boto3"])
-def test_a_bucket_that_is_gone_is_down(client: Literal["obstore", "boto3"], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_bucket_that_is_gone_is_down(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as server:
         use_credentials(monkeypatch, server)
-        set_s3_options(monkeypatch, client=client)
+        use_client(monkeypatch, client)
         config = S3TierConfig(bucket="kvbucket", endpoint_url=server.endpoint_url, region="us-east-1")
         server.client().create_bucket(Bucket="kvbucket")
         tier = WatchedTier("s3", config)

@@ -19,7 +19,7 @@ from kvtiers.tiers.errors import (
 )
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
-from tests.s3_clients import set_s3_options, use_credentials
+from tests.s3_clients import CLIENTS, set_s3_options, use_client, use_credentials
 from tests.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ def names(server: HttpFaultServer) -> list[str]:
     return [found["Key"] for found in listed.get("Contents", ())]
 
 
-@pytest.mark.parametrize("client", ["obstore", "boto3"])
+@pytest.mark.parametrize("client", CLIENTS)
 def test_what_was_published_is_loaded_whole_and_in_order(
     server: HttpFaultServer, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes, layers = hashes_of(1, 2, 3), layers_of(3)
-    set_s3_options(monkeypatch, client=client)
+    use_client(monkeypatch, client)
     store = store_at(server, storage_class="STANDARD_IA", sse="AES256")
     assert store.publish(hashes, layers)
     puts = server.requests("PUT")
@@ -141,8 +141,9 @@ def test_a_publication_that_fails_leaves_nothing(
 ) -> None:
     set_s3_options(monkeypatch, retries=0)
     store, hashes = store_at(server), hashes_of(1, 2)
-    # A put that is denied is made again with a signed payload, and then without a checksum.
-    times = 3 if fault is Fault.ACCESS_DENIED else 1
+    # A put that is denied is made again with a signed payload, and then without a checksum. One whose connection breaks
+    # is made again on a new connection.
+    times = {Fault.ACCESS_DENIED: 3, Fault.RESET_BEFORE: 2}.get(fault, 1)
     server.inject(fault, methods=("PUT",), path_contains=which, times=times)
     with pytest.raises(StoreError):
         store.publish(hashes, layers_of(2))

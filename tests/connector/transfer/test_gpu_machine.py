@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 OTHER_DEPENDENCIES = (
-    *("boto3", "botocore", "obstore", "pydantic", "yaml", "typer", "xxhash", "fsspec", "s3fs", "safetensors", "moto"),
+    *("boto3", "botocore", "pydantic", "yaml", "typer", "xxhash", "fsspec", "s3fs", "safetensors", "moto"),
     *("transformers", "prometheus_client", "opentelemetry", "cryptography", "hypothesis", "matplotlib", "psutil"),
 )
 UNUSABLE = f"has an NVIDIA GPU that torch {torch.__version__} cannot use"

@@ -5,8 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtiers.tiers.blocks.keys import make_offload_key
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, RunningChecksum, Seal
@@ -145,13 +143,6 @@ def test_unknown_version_and_means_are_foreign_not_corrupt() -> None:
         assert (error.reason, error.foreign) == (expected, True)
 
 
-def test_newer_version_may_use_bytes_that_are_zero_here() -> None:
-    newer = bytearray(_resealed(8, 2))
-    newer[300] = 1
-    error = refusal(newer)
-    assert (error.reason, error.foreign) == (SealReason.VERSION, True)
-
-
 def test_no_flipped_bit_makes_a_block_foreign() -> None:
     """A foreign block is never healed."""
     flipped = bytearray(trailer())
@@ -184,14 +175,6 @@ def test_zero_page_and_all_zero_blob_are_refused() -> None:
     assert reason(seal(), KEY, bytes(len(PAYLOAD)), bytes(TRAILER_BYTES)) is SealReason.MAGIC
 
 
-@settings(max_examples=300)
-@given(st.binary(min_size=0, max_size=300), st.integers(0, TRAILER_BYTES))
-def test_arbitrary_trailers_never_crash(noise: bytes, at: int) -> None:
-    tail = bytearray(trailer())
-    tail[at : at + len(noise)] = noise
-    _only_seal_errors(bytes(tail))
-
-
 def test_fuzzed_trailers_never_crash() -> None:
     """X1: 10^5 trailers with mutated heads, their own checksum made right for half of them."""
     import xxhash
@@ -209,14 +192,6 @@ def test_fuzzed_trailers_never_crash() -> None:
             reader.check_trailer(KEY, tail, len(PAYLOAD))
         except SealError:
             pass
-
-
-def _only_seal_errors(tail: bytes) -> None:
-    try:
-        seal().verify(KEY, memoryview(PAYLOAD), tail)
-    except SealError:
-        return
-    assert tail[:152] == trailer()[:152]  # only who wrote it and when may differ between two good blocks
 
 
 @pytest.mark.parametrize(("payload_bytes", "hash_bytes"), [(0, 32), (4095, 32), (4097, 32), (4096, 65)])

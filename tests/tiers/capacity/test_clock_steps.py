@@ -11,7 +11,6 @@ from kvtiers.tiers.capacity import clock as clock_module
 from kvtiers.tiers.capacity.clock import ClockReading
 from kvtiers.tiers.capacity.collector import Collector
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.usage import USAGE, read_usage
 from kvtiers.tiers.capacity.walker import CollectReport, is_block
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.contract import as_parts, list_keys
@@ -195,15 +194,6 @@ def test_dry_run_uses_storage_clock_if_it_is_known(machine: Machine, measured: b
 )  # fmt: skip
 def test_invalid_clock_reading_counts_as_none(content: object) -> None:
     assert ClockReading.from_json(content) is None
-
-
-def test_clock_reading_is_kept_in_the_usage_record(machine: Machine) -> None:
-    machine.collect()
-    usage = read_usage(machine.store)
-    assert usage is not None
-    assert usage.clock == ClockReading(1e9, "this start", 0.0)
-    assert ClockReading.from_json(usage.clock.to_json()) == usage.clock
-    assert USAGE in list_keys(machine.store)
 
 
 def test_boot_id_is_empty_if_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ import pytest
 from kvtiers.connector.prefixes.place import place_of_prefixes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.capacity.collector import IDLE_S, Collector
-from kvtiers.tiers.capacity.lease import LEASE_PREFIX
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import OWN_PREFIX, RecordKeys
 from kvtiers.tiers.capacity.usage import USAGE, Usage, publish_usage, read_usage
@@ -64,8 +63,15 @@ def fill(store: LocalStore, ages_s: Sequence[float], size: int = SIZE) -> None:
         os.utime(f"{store.root_dir}/{name(number)}", (at, at))
 
 
+def holder(store: Store) -> str:
+    """The collector that works; "": none."""
+    usage = read_usage(store)
+    assert usage is not None
+    return usage.holder
+
+
 def run(collector: Collector, *, dry_run: bool = False) -> CollectReport:
-    """Run a collector that must get the lease."""
+    """Run a collector where no other one works."""
     report = collector.run(dry_run=dry_run)
     assert report is not None
     return report
@@ -206,7 +212,7 @@ def test_prefixes_next_to_a_tiers_blocks_are_not_counted(store: LocalStore) -> N
     for number in range(30):
         prefixes.put(f"{MAPPER.name_prefix}/chunk/{number}.safetensors", as_parts(bytes(SIZE)))
     report = collect(store, max_bytes=30 * SIZE)
-    assert (report.blobs, report.removed_blobs["capacity"]) == (10 + 1, 0)  # its lease
+    assert (report.blobs, report.removed_blobs["capacity"]) == (10 + 1, 0)  # its record
     assert len(list_keys(prefixes)) == 30
 
 
@@ -257,8 +263,7 @@ def test_two_collectors_at_once_remove_no_more_than_needed(store: LocalStore) ->
 
     def another(info: KeyInfo) -> None:
         if not others and info.key == name(3):
-            for lost in list(store.keys(LEASE_PREFIX)):
-                store.delete(lost.key)
+            publish_usage(store, Usage())
             others.append(run(Collector(store, policy)))
 
     run(Collector(Busy(store, another), policy))
@@ -274,7 +279,7 @@ def test_blocks_that_cannot_be_removed_are_reported_and_kept(store: LocalStore) 
     faulty = FaultyStore(store, [Fault("delete_many", error=lambda: StorePermissionError("no"), count=None)])
     with pytest.raises(StorePermissionError):
         collect(faulty, ttl_s=10)
-    assert list(store.keys(LEASE_PREFIX)) == []
+    assert not holder(store)
     with SyscallFaults() as dry:
         store.delete_many(["a"])
     number = dry.calls.index("unlink")
@@ -293,7 +298,7 @@ def test_block_that_cannot_be_removed_is_counted_once(store: LocalStore, monkeyp
 
 
 def test_folder_that_cannot_be_removed_does_not_fail_the_removal_of_its_blocks(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(store, [10_000] * 4)
     first, second, *_ = sorted(map(name, range(4)))
@@ -304,15 +309,6 @@ def test_folder_that_cannot_be_removed_does_not_fail_the_removal_of_its_blocks(
     monkeypatch.setattr(os, "rmdir", refuse)
     assert store.delete_many([second, first]) == [None, None]
     assert blocks(store) == {name(n) for n in range(4)} - {first, second}
-    assert f"{first.rpartition('/')[0]} is kept, even if it is empty: Input/output error" in caplog.text
-
-
-def test_full_storage_is_collected_without_room_for_a_lease(store: LocalStore) -> None:
-    """The collector makes room although its own records do not fit."""
-    fill(store, [10_000] * 10)
-    full = FaultyStore(store, [Fault("put", error=lambda: StoreFullError("no"), count=None)])
-    collect(full, max_bytes=5 * SIZE)
-    assert 3 <= len(blocks(store)) <= 4
 
 
 def test_second_collector_finishes_after_the_first_is_killed(store: LocalStore) -> None:
@@ -442,13 +438,13 @@ def test_idle_root_gets_no_writes_and_no_requests() -> None:
     for _ in range(20):
         world.put(collectors[1])
     world.poll(*collectors, polls=int(IDLE_S) + 10)
-    assert not list(world.store.keys(LEASE_PREFIX))
+    assert not holder(world.store)
     calls = dict(counting.calls)
     world.poll(*collectors, polls=10_000)
     assert dict(counting.calls) == calls
     world.put(collectors[2])
     world.poll(*collectors)
-    assert list(world.store.keys(LEASE_PREFIX))
+    assert holder(world.store)
 
 
 def test_idle_root_with_ttl_is_listed_rarely_and_emptied() -> None:
@@ -478,7 +474,7 @@ def test_second_collector_takes_over_when_the_first_dies() -> None:
     assert world.poll(second)
 
 
-def test_collector_that_lost_its_lease_stops_working() -> None:
+def test_collector_whose_place_another_took_stops_working() -> None:
     world = World(max_bytes=100 * SIZE)
     first, second = world.collector(), world.collector()
     world.put(first, second)
@@ -492,13 +488,37 @@ def test_collector_that_lost_its_lease_stops_working() -> None:
     assert [len(world.poll(each)) for each in (first, second)] == [0, 1]
 
 
-def test_lease_of_a_collector_known_to_be_dead_is_taken_over_at_once() -> None:
+@pytest.mark.parametrize(("owner", "waits_s"), [("one", 0.0), ("another", 30.0)])
+def test_dead_collector_is_followed_at_once_by_its_own_engines_and_later_by_others(owner: str, waits_s: float) -> None:
     world = World(max_bytes=100 * SIZE)
     first = world.collector(owner="one")
     world.put(first)
     world.poll(first)
-    second = world.collector(dead_owners=["one"])
-    assert len(world.poll(second)) == 1
+    second = world.collector(owner=owner)
+    began = world.now
+    while not world.poll(second):
+        world.put(second)
+    assert waits_s <= world.now - began - 1.0 <= waits_s + 1.0
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"holder":"one","beat":1}', b"\0" * 512])
+def test_record_that_cannot_be_believed_keeps_no_collector_from_working(content: bytes) -> None:
+    world = World(max_bytes=100 * SIZE)
+    world.store.put(USAGE, as_parts(content))
+    assert len(world.poll(world.collector())) == 1
+
+
+def test_one_of_many_collectors_takes_the_place_of_a_dead_one() -> None:
+    world = World(max_bytes=100 * SIZE)
+    dead = world.collector()
+    world.put(dead)
+    world.poll(dead)
+    others = [world.collector() for _ in range(5)]
+    for _ in range(40):
+        world.put(*others)
+        world.poll(*others)
+    world.put(*others)
+    assert len(world.poll(*others)) == 1
 
 
 class SnapshotStore(LocalStore):
@@ -600,7 +620,7 @@ def test_collector_works_without_room_for_its_records(tmp_path: Path) -> None:
     collector = Collector(full, world.policy, clock=lambda: time.time() + 7200.0)
     for _ in range(10):
         collector.poll()
-    # The host's clock is wrong, and without a lease the storage does not tell its time, so nothing goes by age.
+    # The host's clock is wrong, and without a record the storage does not tell its time, so nothing goes by age.
     assert blocks(store) == {name(n) for n in range(len(blocks(store)))}
     assert 15 <= len(blocks(store)) <= 20
 
@@ -615,7 +635,7 @@ def test_root_of_young_blocks_is_listed_rarely() -> None:
     before = counting.calls["keys"]
     world.poll(collector, polls=600)
     assert world.block_bytes() == 20 * SIZE
-    lists_of_records = 600 + 600 / 10  # the writers' each poll, the lease when it is renewed
+    lists_of_records = 600 + 600 / 10  # the writers' each poll, the collector's own when it reads the clock
     assert counting.calls["keys"] - before <= lists_of_records + 25
 
 
@@ -673,8 +693,6 @@ def test_usage_that_cannot_be_read_is_replaced() -> None:
     store = BadSector()
     world = World(store, max_bytes=10 * SIZE)
     world.poll(world.collector(), polls=2)
-    for lost in list(store.keys(LEASE_PREFIX)):
-        store.delete(lost.key)
     store.bad = USAGE
     assert read_usage(store) is None
     world.poll(world.collector(), polls=2)
@@ -739,7 +757,7 @@ def test_s3_is_bounded_and_collected(moto: S3Server, boto_models_once: None, mon
         assert writer.full() == ""
     assert len(blocks(store)) >= 6
     collector.release()
-    assert not list(store.keys(LEASE_PREFIX))
+    assert not holder(store)
     assert used_bytes(store) is not None
     store.close()
 
@@ -770,4 +788,5 @@ def test_storage_without_timestamps_is_refused(dry_run: bool) -> None:
     store.put(name(0), as_parts(bytes(SIZE)))
     with pytest.raises(StoreConfigError, match="when a blob was written"):
         collect(store, dry_run=dry_run, ttl_s=3600)
-    assert list_keys(store) == [name(0)]
+    assert blocks(store) == {name(0)}
+    assert dry_run or not holder(store)

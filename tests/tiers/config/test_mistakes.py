@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config, parse_config, parse_tier
-from kvtiers.tiers.config.mistakes import _INSTEAD, _schema_at, _schema_of
+from kvtiers.tiers.config.mistakes import _REMOVED, _schema_at, _schema_of
 from kvtiers.tiers.config.tier_options import TIER_MODELS
 from kvtiers.tiers.config.values import parse_duration, parse_size, show_duration, show_size
 from kvtiers.tiers.config.variables import escape, expand
@@ -194,9 +194,9 @@ def test_what_is_no_duration(value: object) -> None:
         parse_duration(value)
 
 
-@pytest.mark.parametrize("name", _INSTEAD)
-def test_key_of_another_program_is_told_what_to_write(name: str) -> None:
-    assert told_of(S3 | {name: 1}) == f"{name}: is not a known key: {_INSTEAD[name]}"
+@pytest.mark.parametrize("name", _REMOVED)
+def test_removed_option_is_told_what_became_of_it(name: str) -> None:
+    assert told_of(S3 | {name: 1}) == f"{name}: was removed: {_REMOVED[name]}"
 
 
 def test_a_value_out_of_range_is_told_the_fields_range() -> None:

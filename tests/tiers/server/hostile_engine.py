@@ -42,7 +42,7 @@ def main() -> None:
     row_bytes = config["row_bytes"]
     flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if config["maps"] else mmap.MAP_PRIVATE)
     rows: Any = np.frombuffer(mmap.mmap(-1, BLOCKS * row_bytes, flags), np.uint8).reshape(BLOCKS, row_bytes)
-    builtin.WORKER_BYTES = 64 << 20
+    builtin.WORKER_BYTES = 128 << 20
     with tier_limits(circuit_probe_s=0.1):
         tier: Any = SecondaryTierFactory.create_secondary_tier(config["tier"], memoryview(rows), FakeSpec())
     keys = [block_key(i) for i in range(BLOCKS)]

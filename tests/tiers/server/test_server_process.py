@@ -22,13 +22,13 @@ import psutil
 import pytest
 
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers import connections
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.builtin import BuiltInTier
+from kvtiers.tiers.child_process import ChildProcess
 from kvtiers.tiers.frames import Seats
-from kvtiers.tiers.server.process import ServerProcess
 from kvtiers.tiers.testing.faults import fork
-from kvtiers.tiers.tier import channel
 from tests.identity import FakeSpec
 from tests.leaks import open_fds
 from tests.processes import is_gone
@@ -43,7 +43,7 @@ METHODS = ("put", "get", "size")
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     """Makes tiers that restart dead servers after a short pause."""
-    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     made: list[Bench] = []
 
     def make(*arguments: Any) -> Bench:
@@ -221,13 +221,13 @@ def kill_at_random(tmp_path: Path, kills: int) -> int:
 
 
 def test_servers_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
-    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     record("S3", kills=20, jobs=kill_at_random(tmp_path, 20), missing=0, twice=0)
 
 
 @pytest.mark.full
 def test_many_servers_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
-    monkeypatch.setattr(channel, "PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     record("W3", kills=200, jobs=kill_at_random(tmp_path, 200), bad=0)
 
 
@@ -310,7 +310,7 @@ print("unchanged")
 
 
 def test_processes_do_not_see_the_keys(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.tiers.server.process.KEY_VARIABLES", {"KEYS"})
+    monkeypatch.setattr("kvtiers.tiers.child_process.KEY_VARIABLES", {"KEYS"})
     monkeypatch.setenv("KEYS", "CANARY")
     monkeypatch.setenv("OTHER", "CANARY")
     bench = make()
@@ -360,7 +360,7 @@ def test_process_that_takes_long_to_be_reaped_holds_nobody_up(monkeypatch: pytes
     monkeypatch.setattr(process, "wait", wait)
     ours, theirs = socket.socketpair()
     with theirs:
-        server = ServerProcess(process, ours, bytes(16))
+        server = ChildProcess(process, ours, bytes(16))
         assert not server.has_ended()
         assert server.kill()
         wait_for(lambda: is_gone(process.pid))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import shutil
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -91,82 +89,11 @@ class InPlace(PlainFiles):
             super().get_into(key, parts)
 
 
-class LockedInPlace(InPlace):
-    """The turns are for other processes as well; still a writer that dies leaves what it has written."""
-
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        with self.turn():
-            return super().put(key, parts, overwrite=overwrite)
-
-    def get_into(self, key: str, parts: Parts) -> None:
-        with self.turn():
-            super().get_into(key, parts)
-
-    def size(self, key: str) -> int | None:
-        with self.turn():
-            return super().size(key)
-
-    def turn(self) -> Turn:
-        return Turn(self.root / ".lock")
-
-
-class Turn:
-    """The file is locked as long as its descriptor is open."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT)
-        os.lockf(self.fd, os.F_LOCK, 0)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-
-class LeavesALock(PlainFiles):
-    """A lock that is a file: who dies has it for ever."""
-
-    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
-        lock = self.root / ".lock"
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            raise StoreError("somebody else writes", key=key) from None
-        try:
-            return super().put(key, parts, overwrite=overwrite)
-        finally:
-            lock.unlink()
-
-
 class SweepsAtItsStart(PlainFiles):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.remove_begun()
-
-    def remove_begun(self) -> None:
         for path in self.begun.iterdir():
             path.unlink(missing_ok=True)
-
-
-class SweepsTheLiving(SweepsAtItsStart):
-    def __init__(self, root: Path) -> None:
-        PlainFiles.__init__(self, root)
-
-    def sweep(self, quarantine_s_max: float) -> int:
-        self.remove_begun()
-        return 0
-
-    def leftovers(self, quarantine_s_max: float) -> int:
-        return 0
-
-    def hidden_names(self) -> list[str]:
-        return []
-
-
-class ClosesForAll(PlainFiles):
-    def close(self) -> None:
-        shutil.rmtree(self.begun, ignore_errors=True)
 
 
 class KeptUntilItIsClosed(PlainFiles):
@@ -239,11 +166,7 @@ def test_correct_store_passes(rule: str, tmp_path: Path) -> None:
     ("bad", "rule"),
     [
         (InPlace, KILLED),
-        (LockedInPlace, KILLED),
-        (LeavesALock, KILLED),
         (SweepsAtItsStart, HANDLES),
-        (SweepsTheLiving, HANDLES),
-        (ClosesForAll, HANDLES),
         (KeptUntilItIsClosed, SEEN),
         (OneWinsInEachProcess, ONE_WINS),
     ],

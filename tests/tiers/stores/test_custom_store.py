@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import mmap
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
@@ -18,17 +17,15 @@ from typer.testing import CliRunner
 
 from kvtiers.connector.commands import check
 from kvtiers.connector.commands.cli import app
-from kvtiers.tiers.base import JobMetadata
-from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP, STORE_ENTRY_POINT_GROUP, json_schema, parse_config
 from kvtiers.tiers.config.tier_options import StoreTierConfig
 from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreConfigError, StoreFullError
-from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import Store, client_errors, fill_parts
 from kvtiers.tiers.stores.custom import make_custom_store
 from kvtiers.tiers.testing.contract import StoreContract
-from tests.identity import FakeSpec, block_key
+from tests.identity import block_key
 from tests.tiers.stores.sqlite_store import SqliteStore
+from tests.tiers.stores.test_read_only import KEYS, Bench, present
 from tests.waiting import PATIENT, wait_for
 
 MODULE = "tests.tiers.stores.sqlite_store"
@@ -127,66 +124,39 @@ def tier_of(tmp_path: Path, **options: Any) -> dict[str, Any]:
     return where | PATIENT | options
 
 
-class Engine:
-    """Stores and loads blocks of a region by one tier."""
-
-    def __init__(self, tier: dict[str, Any]) -> None:
-        self.memory = mmap.mmap(-1, 16 * ROW_BYTES)
-        view = memoryview(self.memory).cast("B", (16, ROW_BYTES))
-        self.tier = SecondaryTierFactory.create_secondary_tier(tier, view, FakeSpec())
-        self.jobs = 0
-
-    def run(self, keys: list[OffloadKey], blocks: list[int], *, load: bool) -> Any:
-        self.jobs += 1
-        submit = self.tier.submit_load if load else self.tier.submit_store
-        submit(JobMetadata(self.jobs, keys, np.array(blocks, np.int32)))
-        (result,) = wait_for(lambda: list(self.tier.get_finished()))
-        return result
-
-    def find(self, keys: list[OffloadKey]) -> list[bool | None]:
-        """Answers to one step's lookups."""
-        answers = [self.tier.lookup(key) for key in keys]
-        self.tier.on_schedule_end()
-        return answers
-
-    def store_until_done(self, keys: list[OffloadKey], blocks: list[int]) -> None:
-        """Before the first measurement a bound grants nothing."""
-        wait_for(lambda: self.run(keys, blocks, load=False).success)
-
-
 @pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    made: list[Engine] = []
+def benches() -> Iterator[list[Bench]]:
+    made: list[Bench] = []
     yield made
-    for engine in made:
-        engine.tier.shutdown()
+    for bench in made:
+        bench.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"isolation": "process"}, {"isolation": "thread", "max_bytes": "4MiB"}])
-def test_blocks_come_back_in_another_engine(tmp_path: Path, engines: list[Engine], options: dict[str, Any]) -> None:
-    keys = [block_key(number) for number in range(8)]
-    engines.append(first := Engine(tier_of(tmp_path, **options)))
-    first.memory[:] = bytes(range(256)) * (len(first.memory) // 256)
-    first.memory[:8] = b"a block!"
-    wanted = bytes(first.memory[: 8 * ROW_BYTES])
-    first.store_until_done(keys, list(range(8)))
-    engines.append(second := Engine(tier_of(tmp_path, **options)))
-    wait_for(lambda: second.find(keys) == [True] * 8)
-    assert second.run(keys, list(range(8, 16)), load=True).success
-    assert second.memory[8 * ROW_BYTES :] == wanted
+def test_blocks_come_back_in_another_engine(tmp_path: Path, benches: list[Bench], options: dict[str, Any]) -> None:
+    first, second = (Bench(**tier_of(tmp_path, **options)) for _ in range(2))
+    benches += [first, second]
+    wanted, tier = first.fill(1), first.tier()
+    wait_for(
+        lambda: first.run(tier, KEYS, is_load=False).success
+    )  # before the first measurement a bound grants nothing
+    other = second.tier()
+    assert present(other, KEYS[0])
+    assert second.run(other, KEYS, is_load=True).success
+    assert np.array_equal(second.rows, wanted)
 
 
 def test_custom_store_works_with_limits_keys_and_all_commands(
-    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEYS", "a1" * 32)
     monkeypatch.setattr("kvtiers.tiers.config.tier_options.REMOTE_POLL_S", 0.25)
     tier = tier_of(tmp_path, max_bytes="1MiB", encrypt="aes-gcm", keys_env="KEYS", name="lite")
-    engines.append(engine := Engine(tier))
-    keys = [block_key(number) for number in range(200)]
-    engine.store_until_done(keys[:10], list(range(10)))
-    for start in range(10, 200, 10):  # more than the bound: the collector makes room, or blocks are dropped
-        engine.run(keys[start : start + 10], list(range(10)), load=False)
+    benches.append(bench := Bench(**tier))
+    running = bench.tier()
+    wait_for(lambda: bench.run(running, KEYS, is_load=False).success)
+    for start in range(8, 200, 8):  # more than the bound: the collector makes room, or blocks are dropped
+        bench.run(running, [block_key(number) for number in range(start, start + 8)], is_load=False)
 
     def is_within_bound() -> bool:
         with sqlite3.connect(tmp_path / "kv.db") as connection:
@@ -215,10 +185,10 @@ def test_memory_behind_processes_is_refused() -> None:
     """Each process would have its own."""
     tier = {"type": "store", "module_path": "tests.tiers.server.hostile_store:make_memory"}
     with pytest.raises(ConfigError, match=r"^isolation: needs other processes, .*; write thread$"):
-        Engine(tier | {"isolation": "process"})
+        Bench(**tier).tier(isolation="process")
     with pytest.raises(ConfigError, match=r"^max_bytes: needs other processes, .*; leave it out$"):
-        Engine(tier | {"isolation": "thread", "max_bytes": "1MiB"})
-    Engine(tier | {"isolation": "thread"}).tier.shutdown()
+        Bench(**tier).tier(isolation="thread", max_bytes="1MiB")
+    Bench(**tier).tier(isolation="thread").shutdown()
 
 
 # ---- the config ------------------------------------------------------------------------------------------------------
@@ -232,7 +202,7 @@ def test_package_registers_its_store_by_an_entry_point(tmp_path: Path, monkeypat
     (tier,) = parse_config({"region": REGION, "tiers": [raw]}).tiers
     assert isinstance(tier, StoreTierConfig)
     assert (tier.name, tier.module_path) == ("sqlite", f"{MODULE}:make_store")
-    Engine(raw).tier.shutdown()
+    Bench(**raw).tier().shutdown()
     assert (tmp_path / "kv.db").exists()
     with pytest.raises(ConfigError, match="accepted: fs, fsspec, memory, nfs, s3, sqlite, store"):
         parse_config({"region": REGION, "tiers": [{"type": "sqlit"}]})

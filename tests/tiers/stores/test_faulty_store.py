@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvtiers.tiers.errors import BlobCorruptError, StoreUnavailableError
-from kvtiers.tiers.store import Store, SupportsQuarantine, SupportsTail
+from kvtiers.tiers.store import Store, SupportsTail
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
@@ -25,25 +24,6 @@ class TestWithoutPlan(StoreContract):
     def peek(self, store: Store, key: str) -> bytes | None:
         size = self.inner.size(key)
         return None if size is None else fetch(self.inner, key, size)
-
-
-class SizesOnly(MemoryStore):
-    """A store with an extra that MemoryStore has not."""
-
-    def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        return [self.size(key) for key in keys]
-
-
-def test_faulty_store_has_the_optional_methods_of_its_store() -> None:
-    store = FaultyStore(MemoryStore())
-    assert isinstance(store, SupportsTail)
-    assert isinstance(store, SupportsQuarantine)
-    store.size_many(["a", "b"])
-    assert (store.calls["size_many"], store.calls["size"]) == (0, 2)  # the store has no method of its own for it
-    more = FaultyStore(SizesOnly(), [Fault("size_many", error=lambda: StoreUnavailableError("once"))])
-    with pytest.raises(StoreUnavailableError):
-        more.size_many(["a"])
-    assert more.size_many(["a"]) == [None]
 
 
 def outcomes(store: Store, count: int) -> list[bool]:
@@ -92,23 +72,11 @@ def test_error_comes_before_or_after_the_call() -> None:
     assert list_keys(inner) == ["a"]
 
 
-@pytest.mark.parametrize("method", ["put", "get_into", "size", "delete", "keys", "close", "get_tail", "quarantine"])
+@pytest.mark.parametrize("method", ["size", "keys", "close", "quarantine"])
 def test_a_base_exception_comes_out_of_any_method(method: str) -> None:
     store = FaultyStore(MemoryStore(), [Fault(method, error=SystemExit)])
-    assert isinstance(store, SupportsTail)
-    assert isinstance(store, SupportsQuarantine)
-    calls: dict[str, Callable[[], object]] = {
-        "put": lambda: store.put("a", as_parts(b"1")),
-        "get_into": lambda: fetch(store, "a", 1),
-        "size": lambda: store.size("a"),
-        "delete": lambda: store.delete("a"),
-        "keys": lambda: list_keys(store),
-        "close": store.close,
-        "get_tail": lambda: store.get_tail("a", 1),
-        "quarantine": lambda: store.quarantine("a"),
-    }
     with pytest.raises(SystemExit):
-        calls[method]()
+        getattr(store, method)(*() if method in ("keys", "close") else "a")
 
 
 def test_delay_uses_the_sleep_hook() -> None:

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 
-from kvtiers.tiers.errors import StoreError, StoreUnavailableError
+from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.stores.os_errors import ERRORS, store_error
-
-
-def test_every_errno_has_one_error() -> None:
-    for code, name in errno.errorcode.items():
-        error = store_error(OSError(code, os.strerror(code)), "f/a")
-        assert type(error) is ERRORS.get(code, StoreUnavailableError)
-        assert error.key == "f/a"
-        assert name in str(error) or errno.errorcode[code] in str(error)
 
 
 def test_what_may_pass_is_retryable_and_the_rest_is_not() -> None:

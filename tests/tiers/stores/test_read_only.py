@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import logging
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +21,10 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import S3Server, SeaweedServer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import set_s3_options, use_credentials
+from tests.s3_clients import CLIENTS, use_client, use_credentials
 from tests.tiers.tier.test_store_tier import Bench as StoreBench
 from tests.waiting import PATIENT
+from tests.web_server import serve_folder
 
 ROWS, ROW_BYTES = 8, 8192
 FEW_WORKERS = {"n_read_threads": 1, "n_write_threads": 1}
@@ -220,19 +219,10 @@ def test_read_only_tier_works_on_a_bucket(
 
 def test_read_only_tier_works_on_a_web_server(bench: Bench, tmp_path: Path) -> None:
     """A web server has neither machine-readable listings nor conditional writes."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(tmp_path))
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
     stored = bench.fill(1)
     assert bench.run(bench.tier(), KEYS, is_load=False).success
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        readers = Bench(type="fsspec", url=f"http://127.0.0.1:{server.server_port}/kv", read_only=True)
+    with serve_folder(tmp_path) as server:
+        readers = Bench(type="fsspec", url=f"{server.url}/kv", read_only=True)
         try:
             reader = readers.tier()
             assert present(reader, KEYS[0])
@@ -241,18 +231,17 @@ def test_read_only_tier_works_on_a_web_server(bench: Bench, tmp_path: Path) -> N
             assert np.array_equal(readers.rows[:7], stored[:7])
         finally:
             readers.close()
-            server.shutdown()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("client", ["obstore", "boto3"])
+@pytest.mark.parametrize("client", CLIENTS)
 def test_read_only_tier_works_with_credentials_that_may_only_read(
     seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, client: str
 ) -> None:
     use_credentials(monkeypatch, seaweed.s3)
     bucket = f"kv-reader-{client}"
     seaweed.s3.client().create_bucket(Bucket=bucket)
-    set_s3_options(monkeypatch, client=client)
+    use_client(monkeypatch, client)
     bench = Bench(type="s3", bucket=bucket, endpoint_url=seaweed.s3.endpoint_url)
     try:
         stored = bench.fill(1)

@@ -11,25 +11,24 @@ from typing import Any
 
 from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.connections import Connections
 from kvtiers.tiers.frames import TAG_BYTES, FrameReader, Seats, encode_batch, pack_frame, unpack_pairs
-from kvtiers.tiers.tier.channel import Channel
 
 TIER = "test"
 
 
-class FakeServer:
-    """A server, and its handle in the engine.
+class FakeChild:
+    """A child, and its handle in the engine.
 
     Attributes:
-        asked: unanswered requests: number -> kind and keys, oldest first.
-        cut: the reason of the last "cut".
         kills, closes: how often the engine has done that.
         is_stuck: a kill does not end it, like a process in an uninterruptible system call.
         has_threads: it runs in threads, which cannot be killed.
     """
 
-    def __init__(self, seats: Seats, send_bytes: int | None = None) -> None:
-        self.seats = seats
+    pid = None
+
+    def __init__(self, send_bytes: int | None = None) -> None:
         self.tag = os.urandom(TAG_BYTES)
         self.sock, self.theirs = socket.socketpair()
         if send_bytes is not None:
@@ -37,9 +36,6 @@ class FakeServer:
         self.sock.setblocking(False)
         self.theirs.setblocking(False)
         self.reader = FrameReader(self.tag)
-        self.asked: dict[int, tuple[str, list[OffloadKey]]] = {}
-        self.frames: list[list[Any]] = []
-        self.cut = ""
         self.to_send = b""
         self.kills = self.closes = 0
         self.is_stuck = self.is_dead = self.has_threads = False
@@ -65,19 +61,12 @@ class FakeServer:
 
     # ---- the test's side
 
-    def read(self, bytes_max: int = 1 << 20) -> None:
-        """Read what the engine has sent."""
-        if self.theirs.fileno() < 0:
-            return
-        with suppress(BlockingIOError, ConnectionError):
-            for content, raw in self.reader.feed(self.theirs.recv(bytes_max)):
-                self.frames.append(content)
-                kind, *arguments = content
-                if kind == "cut":
-                    (self.cut,) = arguments
-                    continue
-                assert arguments[0] not in self.asked
-                self.asked[arguments[0]] = kind, [key for key, _ in unpack_pairs(raw)] if raw else []
+    def received(self, bytes_max: int = 1 << 20) -> list[tuple[Any, bytes]]:
+        """The frames that the engine has sent since the last call."""
+        if self.theirs.fileno() >= 0:
+            with suppress(BlockingIOError, ConnectionError):
+                return list(self.reader.feed(self.theirs.recv(bytes_max)))
+        return []
 
     def send(self, data: bytes, bytes_max: int | None = None) -> bool:
         """Queue ``data`` and send at most ``bytes_max`` bytes. Returns whether the queue is empty."""
@@ -87,6 +76,42 @@ class FakeServer:
             assert self.theirs.send(part) == len(part)
         self.to_send = self.to_send[len(part) :]
         return not self.to_send
+
+    def die(self) -> None:
+        """End by itself."""
+        self.is_dead = not self.is_stuck
+        self.theirs.close()
+
+
+class FakeServer(FakeChild):
+    """A server.
+
+    Attributes:
+        asked: unanswered requests: number -> kind and keys, oldest first.
+        cut: the reason of the last "cut".
+        speaks: said at its start that it runs.
+    """
+
+    def __init__(self, seats: Seats, send_bytes: int | None, speaks: bool) -> None:
+        super().__init__(send_bytes)
+        self.seats = seats
+        self.speaks = speaks
+        self.asked: dict[int, tuple[str, list[OffloadKey]]] = {}
+        self.frames: list[list[Any]] = []
+        self.cut = ""
+        if speaks:
+            self.send(pack_frame(self.tag, ["alive"]))
+
+    def read(self, bytes_max: int = 1 << 20) -> None:
+        """Read what the engine has sent."""
+        for content, raw in self.received(bytes_max):
+            self.frames.append(content)
+            kind, *arguments = content
+            if kind == "cut":
+                (self.cut,) = arguments
+                continue
+            assert arguments[0] not in self.asked
+            self.asked[arguments[0]] = kind, [key for key, _ in unpack_pairs(raw)] if raw else []
 
     def answer(
         self, number: int, batch: Batch | None = None, found: Sequence[int] | None = None, error: Any = None
@@ -108,11 +133,6 @@ class FakeServer:
         for number in list(self.asked):
             self.send(self.answer(number))
 
-    def die(self) -> None:
-        """End by itself."""
-        self.is_dead = not self.is_stuck
-        self.theirs.close()
-
 
 class FakeBackend:
     """Starts fake servers.
@@ -121,6 +141,7 @@ class FakeBackend:
         made: all servers, in the order of their starts.
         start_error: raised by starts.
         may_start: starts wait for it.
+        speak: servers say at their start that they run.
     """
 
     store = None
@@ -132,6 +153,7 @@ class FakeBackend:
         self.may_start = threading.Event()
         self.may_start.set()
         self.is_closed = False
+        self.speak = True
         self.starts = 0
         self._send_bytes = send_bytes
 
@@ -140,7 +162,7 @@ class FakeBackend:
         assert self.may_start.wait(120)
         if self.start_error is not None:
             raise self.start_error
-        self.made.append(FakeServer(seats, self._send_bytes))
+        self.made.append(FakeServer(seats, self._send_bytes, self.speak))
         return self.made[-1]
 
     def close(self) -> None:
@@ -153,7 +175,7 @@ class FakeBackend:
             server.theirs.close()
 
 
-def settle(channel: Channel) -> None:
+def settle(channel: Connections[Any]) -> None:
     """Poll until all sent frames are read and all starting servers have started. The clock does not move."""
     for _ in range(3):
         channel.poll()

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvtiers.tiers.blocks.batches import Batch
 from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.connections import CHECK_S, LIVED_S, PAUSE_S
 from kvtiers.tiers.errors import QueueFullError, StoreThrottledError, StoreUnavailableError
 from kvtiers.tiers.frames import Seats, encode_error, pack_frame
 from kvtiers.tiers.testing.faults import run_in_child
 from kvtiers.tiers.tier import channel as channel_module
-from kvtiers.tiers.tier.channel import CHECK_S, PAUSE_S, Channel, FinishedJob
+from kvtiers.tiers.tier.channel import START_S, Channel, FinishedJob, Opened
 from tests.clock import Clock
 from tests.identity import block_key
 from tests.promises import Record
@@ -54,6 +55,7 @@ class Bench:
             tell=lambda is_warning, text: self.said.append((is_warning, text)),
             clock=self.clock,
         )
+        self.settle()
 
     @property
     def made(self) -> list[FakeServer]:
@@ -87,6 +89,13 @@ class Bench:
         assert len({job.job_id for job in jobs}) == len(jobs)
         return {job.job_id: job for job in jobs}
 
+    def opened(self) -> Opened:
+        """The answer to an opening, which must have come."""
+        self.settle()
+        opened = self.channel.take_opened()
+        assert opened is not None
+        return opened
+
     def end(self) -> None:
         for server in self.made:
             server.is_stuck, server.is_dead = False, True
@@ -112,6 +121,12 @@ def bench(make: Callable[..., Bench]) -> Bench:
     return make()
 
 
+@pytest.fixture
+def single(make: Callable[..., Bench]) -> Bench:
+    """With one server."""
+    return make([BOTH])
+
+
 def counts(job: FinishedJob) -> dict[str, int]:
     """A job's blocks by outcome."""
     return {name: count for batch in job.batches for name, count in batch.outcomes.items() if count}
@@ -120,9 +135,8 @@ def counts(job: FinishedJob) -> dict[str, int]:
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def test_server_answer_becomes_the_jobs_result(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    (server,) = bench.made
+def test_server_answer_becomes_the_jobs_result(single: Bench) -> None:
+    bench, (server,) = single, single.made
     bench.submit(1, 4)
     bench.submit(2, 2, is_load=False, to_replace=[KEYS[1]])
     assert [frame[0] for frame in server.frames] == ["load", "store"]
@@ -172,29 +186,27 @@ def test_load_does_not_wait_behind_stores_nor_a_store_behind_loads(bench: Bench)
     assert set(bench.finished()) == {1, 2, 3}
 
 
-def test_job_beyond_the_limits_is_refused_and_not_sent(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    bench.submit(1, is_load=False, cost=60)
+def test_job_beyond_the_limits_is_refused_and_not_sent(single: Bench) -> None:
+    single.submit(1, is_load=False, cost=60)
     with pytest.raises(QueueFullError, match="60 of 100"):
-        bench.submit(2, is_load=False, cost=50)
+        single.submit(2, is_load=False, cost=50)
     with pytest.raises(ValueError, match="job 1 is already"):
-        bench.submit(1)
-    bench.submit(2, is_load=False, cost=40)
+        single.submit(1)
+    single.submit(2, is_load=False, cost=40)
     for job_id in range(3, 20):  # loads are never refused, and take no room of stores
-        bench.submit(job_id, cost=1000)
+        single.submit(job_id, cost=1000)
     with pytest.raises(QueueFullError, match="6 jobs"):
-        bench.submit(20, is_load=False)
-    assert len(bench.made[0].asked) == 19
-    bench.made[0].answer_all()
-    assert set(bench.finished()) == set(range(1, 20))
-    bench.submit(21, is_load=False, cost=1000)  # alone, any size: or it could never run
-    bench.made[0].answer_all()
-    assert set(bench.finished()) == {21}
+        single.submit(20, is_load=False)
+    assert len(single.made[0].asked) == 19
+    single.made[0].answer_all()
+    assert set(single.finished()) == set(range(1, 20))
+    single.submit(21, is_load=False, cost=1000)  # alone, any size: or it could never run
+    single.made[0].answer_all()
+    assert set(single.finished()) == {21}
 
 
-def test_log_messages_of_servers_are_passed_on(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    (server,) = bench.made
+def test_log_messages_of_servers_are_passed_on(single: Bench) -> None:
+    bench, (server,) = single, single.made
     bench.submit(1)
     bench.channel.look(KEYS)
     server.read()
@@ -230,7 +242,7 @@ def test_frames_wait_while_the_socket_is_full(make: Callable[..., Bench]) -> Non
     for job_id in range(30):
         bench.channel.submit(job_id, pairs, is_load=True)
     server.send(b"")
-    assert bench.channel._servers[0].out
+    assert bench.channel._children[0].out
     bench.channel.look(KEYS)
     for _ in range(1000):
         if len(server.asked) == 31:
@@ -314,10 +326,7 @@ def test_invalid_answer_to_an_opening_is_a_failed_opening(bench: Bench, content:
     server = bench.made[0]
     server.read()
     server.send(pack_frame(server.tag, content))
-    bench.settle()
-    opened = bench.channel.take_opened()
-    assert opened is not None
-    assert isinstance(opened.error, StoreUnavailableError)
+    assert isinstance(bench.opened().error, StoreUnavailableError)
     assert server.kills == 1
     assert bench.channel.take_opened() is None
 
@@ -338,9 +347,7 @@ def test_opening_is_answered(bench: Bench) -> None:
     bench.channel.open()
     server = bench.made[0]
     server.answer_all()
-    bench.settle()
-    opened = bench.channel.take_opened()
-    assert opened is not None
+    opened = bench.opened()
     assert opened.error is None
     assert opened.capabilities is not None
     assert opened.capabilities.exclusive_create
@@ -348,15 +355,11 @@ def test_opening_is_answered(bench: Bench) -> None:
     server.read()
     (number,) = server.asked
     server.send(server.answer(number, error=encode_error(StoreThrottledError("slow down"))))
-    bench.settle()
-    opened = bench.channel.take_opened()
-    assert opened is not None
-    assert isinstance(opened.error, StoreThrottledError)
+    assert isinstance(bench.opened().error, StoreThrottledError)
 
 
-def test_answer_sent_before_a_servers_death_counts(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    (server,) = bench.made
+def test_answer_sent_before_a_servers_death_counts(single: Bench) -> None:
+    bench, (server,) = single, single.made
     bench.submit(1)
     bench.submit(2, 2, is_load=False)
     number = bench.channel.look(KEYS)
@@ -370,43 +373,39 @@ def test_answer_sent_before_a_servers_death_counts(make: Callable[..., Bench]) -
     assert bench.channel.take_looked() == [(number, [None] * 8, 0.0)]
 
 
-def test_requests_fail_at_once_while_no_server_runs(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    bench.made[0].die()
-    bench.settle()
+def test_requests_fail_at_once_while_no_server_runs(single: Bench) -> None:
+    single.made[0].die()
+    single.settle()
     with pytest.raises(QueueFullError, match="processes"):
-        bench.submit(1)
+        single.submit(1)
     with pytest.raises(QueueFullError, match="processes"):
-        bench.channel.probe(-1, KEYS)
-    number = bench.channel.look(KEYS)
-    assert bench.channel.take_looked() == [(number, [None] * 8, 0.0)]
-    bench.channel.open()
-    opened = bench.channel.take_opened()
-    assert opened is not None
-    assert isinstance(opened.error, StoreUnavailableError)
-    assert bench.channel.jobs_in_flight == 0
+        single.channel.probe(-1, KEYS)
+    number = single.channel.look(KEYS)
+    assert single.channel.take_looked() == [(number, [None] * 8, 0.0)]
+    single.channel.open()
+    assert isinstance(single.opened().error, StoreUnavailableError)
+    assert single.channel.jobs_in_flight == 0
 
 
-def test_dead_server_is_replaced_after_a_pause_that_grows(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
+def test_dead_server_is_replaced_after_a_pause_that_grows(single: Bench) -> None:
     pauses = []
     for _ in range(12):
-        bench.made[-1].die()
-        bench.submit(1)
-        assert counts(bench.finished()[1]) == {"failed": 1}
-        count, pause_s = len(bench.made), 0.0
-        while len(bench.made) == count:
-            bench.settle(0.01 if pause_s < 1.0 else 0.5)
+        single.made[-1].die()
+        single.submit(1)
+        assert counts(single.finished()[1]) == {"failed": 1}
+        count, pause_s = len(single.made), 0.0
+        while len(single.made) == count:
+            single.settle(0.01 if pause_s < 1.0 else 0.5)
             pause_s += 0.01 if pause_s < 1.0 else 0.5
         pauses.append(pause_s)
     assert pauses == sorted(pauses)
     assert pauses[0] <= 4 * PAUSE_S[0]
     assert PAUSE_S[1] - 1 <= pauses[-1] <= PAUSE_S[1] + 1
-    bench.settle(channel_module.LIVED_S + 1)  # one that has lived is replaced soon
-    bench.made[-1].die()
-    bench.settle()
-    bench.settle(2 * PAUSE_S[0])
-    assert not bench.made[-1].is_dead
+    single.settle(LIVED_S + 1)  # one that has lived is replaced soon
+    single.made[-1].die()
+    single.settle()
+    single.settle(2 * PAUSE_S[0])
+    assert not single.made[-1].is_dead
 
 
 def test_hanging_start_blocks_nothing(bench: Bench) -> None:
@@ -495,9 +494,67 @@ def test_silent_server_gets_no_work_while_another_answers(make: Callable[..., Be
     assert len(silent.asked) == 1
 
 
-def test_threads_cannot_be_killed_so_their_job_waits_for_its_answer(make: Callable[..., Bench]) -> None:
-    bench = make([BOTH])
-    (server,) = bench.made
+def start_mute_server(bench: Bench) -> FakeServer:
+    """Have the first server die, and another start that does not say that it runs."""
+    bench.backend.speak = False
+    bench.made[0].die()
+    bench.settle()
+    bench.settle(PAUSE_S[1])
+    return bench.made[-1]
+
+
+def test_server_that_has_not_said_that_it_runs_gets_no_work_while_another_runs(bench: Bench) -> None:
+    starting, other = start_mute_server(bench), bench.made[1]
+    bench.submit(1)
+    bench.submit(2, is_load=False)
+    bench.channel.look(KEYS)
+    other.answer_all()
+    assert set(bench.finished()) == {1, 2}
+    starting.read()
+    assert not starting.asked
+    starting.send(pack_frame(starting.tag, ["alive"]))
+    bench.settle()
+    bench.submit(3)
+    assert starting.asked
+
+
+def test_server_that_starts_slowly_keeps_its_jobs_and_has_its_deadlines_from_then_on(single: Bench) -> None:
+    """On a busy machine a start takes longer than a deadline of seconds."""
+    starting = start_mute_server(single)
+    single.submit(1)
+    single.submit(2)
+    single.settle(START_S)
+    assert starting.kills == 0
+    starting.send(pack_frame(starting.tag, ["alive"]))
+    single.settle()
+    first, _ = starting.asked
+    single.settle(DEADLINE_S)
+    starting.send(starting.answer(first))
+    assert set(single.finished()) == {1}
+    assert starting.kills == 0
+    single.settle(DEADLINE_S + 1)
+    assert starting.kills == 1
+    assert single.finished()[2].batches[0].errors == {"StoreTimeoutError": 1}
+
+
+def test_server_that_never_says_that_it_runs_is_killed_and_its_job_fails(single: Bench) -> None:
+    starting = start_mute_server(single)
+    single.submit(1)
+    single.settle(START_S)
+    assert single.finished() == {}
+    single.settle(1.0)
+    assert starting.kills == 1
+    assert single.finished()[1].batches[0].errors == {"StoreTimeoutError": 1}
+    assert single.channel.take_late_s() > START_S
+    single.settle(PAUSE_S[1])
+    idle = single.made[-1]
+    single.settle(START_S + 1)
+    assert idle.kills == 1
+    assert single.channel.take_late_s() == 0.0  # nobody waited for it
+
+
+def test_threads_cannot_be_killed_so_their_job_waits_for_its_answer(single: Bench) -> None:
+    bench, (server,) = single, single.made
     server.has_threads = True
     bench.submit(1)
     for _ in range(5):
@@ -619,6 +676,7 @@ class Machine(RuleBasedStateMachine):
         self.made_at: dict[FakeServer, float] = {}
         self.read_at: dict[tuple[FakeServer, int], float] = {}  # when a server read a request
         self.heard_at: dict[FakeServer, float] = {}
+        self.up_at: dict[FakeServer, float] = {}  # when the engine first heard a server
         self.fresh: set[FakeServer] = set()  # have sent bytes since the last poll
         self.faulty: set[FakeServer] = set()  # will be killed when the engine looks
 
@@ -711,7 +769,8 @@ class Machine(RuleBasedStateMachine):
         number = (list if late else sorted)(server.asked)[-1 if late else 0]
         kind, keys = server.asked[number]
         batch = None if succeeds else Batch(outcomes={"failed": len(keys)})  # type: ignore[arg-type]
-        self.fresh.add(server)
+        if cut != 0:
+            self.fresh.add(server)
         if kind not in ("look", "open"):
             for key in keys:
                 self.moved[key] = succeeds
@@ -775,9 +834,10 @@ class Machine(RuleBasedStateMachine):
             server.is_stuck = False
             server.is_dead = server.is_dead or bool(server.kills)
 
-    @rule(fails=st.booleans())
-    def let_starts_fail(self, fails: bool) -> None:
+    @rule(fails=st.booleans(), speak=st.booleans())
+    def let_starts_fail(self, fails: bool, speak: bool) -> None:
         self.bench.backend.start_error = OSError("no process") if fails else None
+        self.bench.backend.speak = speak
 
     # ---- what must hold
 
@@ -788,12 +848,17 @@ class Machine(RuleBasedStateMachine):
         for server in self.bench.made:
             if server in self.fresh:
                 self.heard_at[server] = now
+            if server in self.fresh or server.speaks:
+                self.up_at.setdefault(server, now)
             if server in self.faulty:
                 assert server.kills, vars(server)
             elif server.kills:
-                assert now - self.made_at[server] > DEADLINE_S
+                assert now - self.made_at[server] > (DEADLINE_S if server in self.up_at else START_S)
+            elif server not in self.up_at:
+                assert now - self.made_at.get(server, now) <= START_S + CHECK_S
             elif server.asked:
                 oldest = min(self.read_at[server, number] for number in server.asked)
+                oldest = max(oldest, self.up_at[server])
                 assert now - max(oldest, self.heard_at.get(server, oldest)) <= DEADLINE_S + CHECK_S
                 assert now - oldest <= 2 * DEADLINE_S + CHECK_S
             self.made_at.setdefault(server, now)
@@ -836,13 +901,14 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "channel"):
             return
         self.unstick()
-        self.bench.backend.start_error = None
+        self.let_starts_fail(False, True)
         for _ in range(4):  # the late are killed, the dead are replaced
             settle(self.channel)
             self.check()
             for server in self.running:
                 if server not in self.faulty:
                     server.is_stuck = False
+                    server.send(pack_frame(server.tag, ["alive"]))
             self.clock.advance(PAUSE_S[1])
         settle(self.channel)
         self.unstick()

@@ -137,14 +137,6 @@ def test_encrypted_blocks_load_after_key_rotation(bench: Bench) -> None:
     assert bench.loads(bench.tier(NEW, OLD, **ENCRYPTED), expected)
 
 
-def test_process_isolation_changes_nothing(bench: Bench) -> None:
-    expected = bench.fill()
-    tier = bench.tier(OLD, isolation="process", **ENCRYPTED)
-    assert bench.run(tier, "store", KEYS) == set(KEYS)
-    assert bench.loads(tier, expected)
-    assert bench.loads(bench.tier(OLD, **ENCRYPTED), expected)
-
-
 def test_piecewise_encryption_is_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.fill()
     whole = bench.tier(OLD, **ENCRYPTED)
@@ -163,15 +155,17 @@ def test_piecewise_encryption_is_the_same(bench: Bench, monkeypatch: pytest.Monk
     assert failures(pieces, "payload_checksum") == ROWS
 
 
-def test_encrypted_blocks_hold_nothing_of_the_payload(bench: Bench) -> None:
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_encrypted_blocks_hold_nothing_of_the_payload(bench: Bench, isolation: str) -> None:
     expected = bench.fill()
-    tier = bench.tier(OLD, encrypt="aes-gcm")
+    tier = bench.tier(OLD, isolation=isolation, **ENCRYPTED)
     assert bench.run(tier, "store", KEYS) == set(KEYS)
     assert np.array_equal(bench.region, expected)  # a slot is not encrypted where it lies: the engine may read it
     stored = b"".join(path.read_bytes()[:-TRAILER_BYTES] for path in bench.files())
     assert len(stored) == ROWS * ROW_BYTES
     assert not any(expected[row, at : at + 16].tobytes() in stored for row in range(ROWS) for at in (0, 4096))
     assert bench.loads(tier, expected)
+    assert bench.loads(bench.tier(OLD, **ENCRYPTED), expected)
 
 
 def test_slot_changed_during_encryption_is_not_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +208,9 @@ def test_planted_unauthenticated_blocks_are_not_loaded(bench: Bench) -> None:
     plain, guarded = bench.tier(), bench.tier(OLD, **ENCRYPTED)
     bench.run(plain, "store", KEYS)
     for key in KEYS:
-        path = Path(guarded.mapper.get_file_name(key))
+        path = bench.root / guarded.mapper.relative_name(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(Path(plain.mapper.get_file_name(key)).read_bytes())
+        path.write_bytes((bench.root / plain.mapper.relative_name(key)).read_bytes())
     assert not bench.loads(guarded, expected)
     assert failures(guarded, "fingerprint") == ROWS
 
@@ -315,6 +309,17 @@ def test_copies_between_two_protections_are_refused(tmp_path: Path, near: str, f
     assert f"(far has {far}, near {near})" in result.output
 
 
+def verify(bench: Bench, folder: Path) -> dict[str, Any]:
+    """What ``kvtiers verify`` reports of the encrypted tier, whose blocks are partly bad."""
+    config = folder / "c.yaml"
+    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **ENCRYPTED}]
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
+    result = CliRunner().invoke(app, ["verify", str(config), "--json"])
+    assert result.exit_code == 1
+    (report,) = json.loads(result.output)["result"]["tiers"]
+    return dict(report)
+
+
 def test_verify_finds_blocks_that_were_written_without_a_key(bench: Bench, tmp_path: Path) -> None:
     bench.fill()
     tier = bench.tier(OLD, **ENCRYPTED)
@@ -323,12 +328,7 @@ def test_verify_finds_blocks_that_were_written_without_a_key(bench: Bench, tmp_p
     for key in KEYS[4:]:
         payload = memoryview(bytes(ROW_BYTES))
         forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
-    config = tmp_path / "c.yaml"
-    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **ENCRYPTED}]
-    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
-    result = CliRunner().invoke(app, ["verify", str(config), "--json"])
-    (report,) = json.loads(result.output)["result"]["tiers"]
-    assert result.exit_code == 1
+    report = verify(bench, tmp_path)
     assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
 
 
@@ -349,11 +349,7 @@ def test_verify_continues_past_blocks_of_an_unknown_protection(bench: Bench, tmp
         trailer = head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
         name = tier.mapper.relative_name(key).replace(config_json.parent.name, namespace)
         store.put(name, [payload, memoryview(trailer.ljust(TRAILER_BYTES, b"\0"))])
-    config = tmp_path / "c.yaml"
-    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **ENCRYPTED}]
-    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
-    result = CliRunner().invoke(app, ["verify", str(config), "--json"])
-    (report,) = json.loads(result.output)["result"]["tiers"]
+    report = verify(bench, tmp_path)
     assert [reason for _, reason in report["bad"]] == ["authentication"]
     assert (report["blocks"], report["foreign"]) == (4, 1)
 
@@ -402,7 +398,7 @@ def test_processes_of_a_tier_do_not_get_keys_of_another_tier(bench: Bench, monke
     tier = bench.tier(isolation="process", max_bytes="64MiB")
     collector: Any = tier._collector
     # A process that is still being started has its parent's environment.
-    wait_for(lambda: collector._process is not None)
+    wait_for(lambda: collector.poll() or collector.pids)
     assert tier._channel.pids
     started: list[str] = []
     for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
@@ -421,8 +417,8 @@ def test_collectors_record_without_the_key_is_replaced(tmp_path: Path) -> None:
         bench.fill()
         wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
         store, keys = LocalStore(bench.root), RecordKeys.of(parse_keys(OLD, "keys"))
-        wait_for(lambda: tier._collector._process is not None)  # type: ignore[union-attr]
-        collector = psutil.Process(tier._collector._process.pid)  # type: ignore[union-attr]
+        link: Any = tier._collector
+        collector = psutil.Process(*wait_for(lambda: link.poll() or link.pids))
         collector.suspend()  # or it might replace the record before this test has looked
         wait_for(lambda: collector.status() == psutil.STATUS_STOPPED)
         put_record(store, USAGE, asdict(Usage(holder="theirs", full="say they")))

@@ -30,7 +30,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def counts(clock: Clock) -> TierCounts:
-    return TierCounts(Metrics(), "fs", collects=False, clock=clock)
+    return TierCounts(Metrics(), "fs", clock=clock)
 
 
 def test_refused_blocks_are_logged_once_a_minute(

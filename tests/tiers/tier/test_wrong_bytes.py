@@ -39,7 +39,7 @@ from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import CONFIG, FakeSpec, block_key
 from tests.promises import Record
-from tests.s3_clients import CLIENTS, set_s3_options, use_credentials
+from tests.s3_clients import CLIENTS, set_s3_options, use_client, use_credentials
 
 ROWS, ROW_BYTES, PAGE_BYTES = 32, 8192, 4096
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
@@ -63,7 +63,7 @@ SOME_KINDS = [
     "fs in processes",
     "nfs piece by piece",
     "fsspec in processes",
-    "s3 in threads, by obstore",
+    "s3 in threads, by direct",
     "s3 in processes",
 ]
 
@@ -238,8 +238,8 @@ def rig(
         return
     use_credentials(monkeypatch)
     with HttpFaultServer() as server:
-        client = way.rpartition(" ")[2] if ", by " in way else "obstore"
-        set_s3_options(monkeypatch, client=client, request_timeout_s=60.0)
+        use_client(monkeypatch, way.rpartition(" ")[2])
+        set_s3_options(monkeypatch, request_timeout_s=60.0)
         config |= {"bucket": "bucket", "endpoint_url": server.endpoint_url}
         made = Rig(config, server=server)
         yield made
@@ -342,7 +342,7 @@ def test_corrupted_blocks_are_not_loaded(rig: Rig, count: int, record: Record) -
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("rig", "count"),
-    cases([*IN_MEMORY, "fs in threads", "fs in processes", "s3 in threads, by obstore"], 31, 4096),
+    cases([*IN_MEMORY, "fs in threads", "fs in processes", "s3 in threads, by direct"], 31, 4096),
     indirect=["rig"],
 )
 def test_block_with_any_flipped_bit_is_not_loaded(rig: Rig, count: int, record: Record) -> None:

@@ -11,101 +11,70 @@ System calls go through the module-level name ``os``, as in ``posix``. Functions
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..os_errors import is_absent
-from .listing import Failures
 from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader
-from .publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME
+from .publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME, is_writer_dead
 
 #: The store's own folders, and the names of its files there.
 OWN_FOLDERS: Mapping[str, re.Pattern[str]] = {PRIVATE_FOLDER: PRIVATE_NAME, QUARANTINE_FOLDER: QUARANTINED_NAME}
+STALE_AGE_S_MAX = 3600.0  # no writer needs an hour for one blob, and hosts' clocks differ by less than an hour
 
-_IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY)
 
-
-def remove_blobs(
-    root: RootFolder, keys: Iterable[str], on_kept: Callable[[str, OSError], None]
-) -> Mapping[str, OSError]:
-    """Unlink files, folder by folder, and remove the folders that become empty.
-
-    A blob mostly has a folder of its own, so each parent is opened and tried only once, not for every folder in it.
-
-    Args:
-        on_kept: called with a folder and the error if the folder could not be removed for another reason than being in
-            use.
+def remove_blobs(root: RootFolder, keys: Iterable[str]) -> Mapping[str, OSError]:
+    """Unlink files, folder by folder, and remove the folders that become empty, each once.
 
     Returns:
         key -> error, for the files that still exist.
     """
-    by_parent: dict[str, dict[str, list[str]]] = {}
+    by_folder: dict[str, list[str]] = {}
     for key in keys:
-        folder = key.rpartition("/")[0]
-        by_parent.setdefault(folder.rpartition("/")[0], {}).setdefault(folder, []).append(key)
+        by_folder.setdefault(key.rpartition("/")[0], []).append(key)
     failed: dict[str, OSError] = {}
-    for parent, folders in by_parent.items():
+    for folder, inside in by_folder.items():
         try:
-            parent_fd = root.open(parent or ".", OPEN_FOLDER)
+            fd = root.open(folder or ".", OPEN_FOLDER)
         except OSError as e:
             if not _is_gone(e):
-                failed.update((key, e) for inside in folders.values() for key in inside)
+                failed.update(dict.fromkeys(inside, e))
             continue
         try:
-            for folder, inside in folders.items():
-                _remove_files(parent_fd, folder, inside, failed)
-                if parent:
-                    _remove_if_empty(parent_fd, folder, on_kept)
+            for key in inside:
+                try:
+                    os.unlink(key.rpartition("/")[2], dir_fd=fd)
+                except IsADirectoryError:
+                    pass
+                except OSError as e:
+                    if not _is_gone(e):
+                        failed[key] = e
         finally:
-            close_reader(parent_fd)
-        while "/" in parent:
-            folder, parent = parent, parent.rpartition("/")[0]
-            try:
-                parent_fd = root.open(parent, OPEN_FOLDER)
-            except OSError as e:
-                if not _is_gone(e):
-                    on_kept(folder, e)
-                break
-            try:
-                if not _remove_if_empty(parent_fd, folder, on_kept):
-                    break
-            finally:
-                close_reader(parent_fd)
+            close_reader(fd)
+    folders = set(by_folder)
+    while folders:
+        folders = {folder.rpartition("/")[0] for folder in folders if "/" in folder and _remove_if_empty(root, folder)}
     return failed
 
 
-def _remove_files(parent_fd: int, folder: str, keys: Iterable[str], failed: dict[str, OSError]) -> None:
-    """Unlink files of one folder. Notes the errors of the files that still exist."""
+def _remove_if_empty(root: RootFolder, folder: str) -> bool:
+    """Remove a folder. Returns False if it is in use, or could not be removed: an empty folder does no harm."""
+    parent, _, name = folder.rpartition("/")
     try:
-        fd = os.open(folder.rpartition("/")[2] or ".", OPEN_FOLDER, dir_fd=parent_fd)
-    except OSError as e:
-        if not _is_gone(e):
-            failed.update(dict.fromkeys(keys, e))
-        return
+        fd = root.open(parent, OPEN_FOLDER)
+    except OSError:
+        return False
     try:
-        for key in keys:
-            try:
-                os.unlink(key.rpartition("/")[2], dir_fd=fd)
-            except IsADirectoryError:
-                pass
-            except OSError as e:
-                if not _is_gone(e):
-                    failed[key] = e
+        os.rmdir(name, dir_fd=fd)
+    except OSError:
+        return False
     finally:
         close_reader(fd)
-
-
-def _remove_if_empty(parent_fd: int, folder: str, on_kept: Callable[[str, OSError], None]) -> bool:
-    """Remove a folder. Returns False if the folder is in use, is already gone, or could not be removed."""
-    try:
-        os.rmdir(folder.rpartition("/")[2], dir_fd=parent_fd)
-    except OSError as e:
-        if e.errno not in _IN_USE and not _is_gone(e):
-            on_kept(folder, e)
-        return False
     return True
 
 
@@ -119,74 +88,51 @@ def touch_blob(root: RootFolder, key: str) -> None:
         close_reader(dir_fd)
 
 
-def sweep_quarantine(root: RootFolder, now: float, age_s_max: float, *, remove: bool = True) -> int:
-    """Remove bad blobs that were quarantined at least ``age_s_max`` before ``now`` (Unix seconds). 0: remove all.
+def sweep(root: RootFolder, now: Callable[[], float], quarantine_s_max: float, *, remove: bool = True) -> int:
+    """Remove the private files of dead writers, and bad blobs that were quarantined long enough ago.
+
+    A file that cannot be removed does not keep the others from being removed.
 
     Args:
+        now: Unix seconds by the clock that sets files' times; called for files whose removal depends on their age.
+        quarantine_s_max: age of the bad blobs that are removed, in seconds. 0: remove all; inf: none.
         remove: False: only count the files.
 
     Returns:
         How many files were removed.
     """
     count = 0
-
-    def sweep_one(fd: int, name: str, status: os.stat_result) -> None:
-        nonlocal count
-        # A rename changes only ctime, so ctime is the time when the blob was moved here.
-        if age_s_max <= 0 or now - status.st_ctime >= age_s_max:
-            if remove:
-                os.unlink(name, dir_fd=fd)
-            count += 1
-
-    _for_each(root, QUARANTINE_FOLDER, sweep_one, Failures())
+    for folder in OWN_FOLDERS if quarantine_s_max < math.inf else (PRIVATE_FOLDER,):
+        for fd, name, status in _own_files(root, folder):
+            if folder == PRIVATE_FOLDER:
+                is_leftover = is_writer_dead(name) or now() - status.st_mtime > STALE_AGE_S_MAX
+            else:  # a rename changes only ctime, so ctime is the time when the blob was moved here
+                is_leftover = quarantine_s_max <= 0 or now() - status.st_ctime >= quarantine_s_max
+            if is_leftover:
+                with contextlib.suppress(OSError):
+                    if remove:
+                        os.unlink(name, dir_fd=fd)
+                    count += 1
     return count
 
 
 def own_bytes(root: RootFolder) -> int:
     """Total bytes of the store's own files, which listings do not include."""
-    total = 0
-    failures = Failures()
-
-    def count(_fd: int, _name: str, status: os.stat_result) -> None:
-        nonlocal total
-        total += status.st_size
-
-    for folder in OWN_FOLDERS:
-        _for_each(root, folder, count, failures)
-    return total
+    return sum(status.st_size for folder in OWN_FOLDERS for _, _, status in _own_files(root, folder))
 
 
 def hidden_names(root: RootFolder) -> list[str]:
     """Names that listings leave out and that no store wrote: other dot names, and others' files in our own folders."""
-    found = [name for name in _names_in(root, ".") if name[0] == "." and name not in OWN_FOLDERS]
+    found = [name for _, name in _names_in(root, ".") if name[0] == "." and name not in OWN_FOLDERS]
     for folder, own in OWN_FOLDERS.items():
-        found += [f"{folder}/{name}" for name in _names_in(root, folder) if own.fullmatch(name) is None]
+        found += [f"{folder}/{name}" for _, name in _names_in(root, folder) if own.fullmatch(name) is None]
     return found
 
 
-def _names_in(root: RootFolder, folder: str) -> list[str]:
-    try:
-        fd = root.open(folder, OPEN_LISTING)
-    except OSError as e:
-        if is_absent(e) or isinstance(e, PermissionError):
-            return []
-        raise
-    try:
-        return os.listdir(fd)
-    finally:
-        close_reader(fd)
+def _names_in(root: RootFolder, folder: str) -> Iterator[tuple[int, str]]:
+    """The folder's descriptor, and each name in it. Nothing if the folder is absent, or this user may not read it.
 
-
-def _for_each(
-    root: RootFolder, folder: str, call: Callable[[int, str, os.stat_result], None], failures: Failures
-) -> None:
-    """Call ``call`` with the folder's descriptor, and the name and status of each of the store's own files in it.
-
-    Other programs may use folders with these names, so only files that are named like the store's own count. Stores
-    write only regular files, but also quarantine links and special files. Unlinking these does not touch their targets.
-
-    Skips folders, and files that were removed meanwhile. Also skips the folder or a file if permission is denied, such
-    as for files of a command run as root: this user cannot remove them, and they must not stop the collection.
+    Such a folder belongs to a command run as root. It must not stop the collection.
     """
     try:
         fd = root.open(folder, OPEN_LISTING)
@@ -197,20 +143,27 @@ def _for_each(
     try:
         with os.scandir(fd) as entries:
             for entry in entries:
-                if OWN_FOLDERS[folder].fullmatch(entry.name) is None:
-                    continue
-                try:
-                    status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) or (
-                        folder == QUARANTINE_FOLDER and not stat.S_ISDIR(status.st_mode)
-                    ):
-                        call(fd, entry.name, status)
-                except (FileNotFoundError, PermissionError):
-                    pass
-                except OSError as e:
-                    failures.note(e)
+                yield fd, entry.name
     finally:
         close_reader(fd)
+
+
+def _own_files(root: RootFolder, folder: str) -> Iterator[tuple[int, str, os.stat_result]]:
+    """The folder's descriptor, and the name and status of each of the store's own files in it.
+
+    Other programs may use folders with these names, so only files that are named like the store's own count. Stores
+    write only regular files, but also quarantine links and special files. Unlinking these does not touch their targets.
+    """
+    for fd, name in _names_in(root, folder):
+        if OWN_FOLDERS[folder].fullmatch(name) is None:
+            continue
+        try:
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except OSError:  # removed meanwhile, or damaged
+            continue
+        is_file = stat.S_ISREG(status.st_mode)
+        if is_file or (folder == QUARANTINE_FOLDER and not stat.S_ISDIR(status.st_mode)):
+            yield fd, name, status
 
 
 def _is_gone(e: OSError) -> bool:

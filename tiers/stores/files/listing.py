@@ -8,22 +8,28 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from functools import partial
 from typing import TypeVar
 
 from ...errors import InvalidKeyError
-from ...store import KEY_PART_LENGTH_MAX, KeyInfo, check_key
+from ...store import KeyInfo, check_key
 from ..os_errors import is_absent
-from .mounts import is_mount_point
 from .posix import OPEN_LISTING, RootFolder, close_reader
 
 T = TypeVar("T")
 
-DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # ext4 and XFS report a wrong checksum with the last two
+#: Errors of a single file or folder if the root still answers: it is damaged, or a mount without its server. ext4 and
+#: XFS report a wrong checksum with EUCLEAN and EBADMSG.
+DAMAGED = (
+    *(errno.EIO, errno.EUCLEAN, errno.EBADMSG),
+    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV),
+)
 DAMAGED_MAX = 16  # damaged entries in one listing; more mean that the device or its connection is gone
-#: Errors of a mount that has lost its server. From the root's own mount, they do not concern a single folder.
-UNREACHABLE = (errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV)
+# Maximum depth of folders. kvtiers uses only a few levels, and a deep foreign tree must not use up all descriptors.
+FOLDERS_DEEP_MAX = 64
 
 
 def walk(root: RootFolder, prefix: str, on_skipped: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
@@ -34,9 +40,8 @@ def walk(root: RootFolder, prefix: str, on_skipped: Callable[[str, OSError], Non
     - dot names, symbolic links and names that are not valid keys;
     - folders that this user may not read: ``lost+found`` in a mount point, or folders left by a command run as root;
     - files and folders that are removed during the listing, by this host or another;
-    - damaged files and folders: they fail twice while the root still answers. (EIO alone is not enough: on a soft mount
-      every call fails with EIO while the server is away.) The listing of a damaged folder ends at the damage;
-    - mounts that have lost their server.
+    - damaged files and folders (``DAMAGED``): they fail twice while the root still answers. The listing of a damaged
+      folder ends at the damage.
 
     Holds one open listing (two descriptors) per level of folders, however many files there are.
 
@@ -46,60 +51,15 @@ def walk(root: RootFolder, prefix: str, on_skipped: Callable[[str, OSError], Non
             names, and for damage beyond ``DAMAGED_MAX`` entries.
     """
     start, slash, name_prefix = prefix.rpartition("/")
-    if slash:
-        try:
-            check_key(start)
-        except InvalidKeyError:
-            return
     try:
-        stack = [_Listing(root.open(start or ".", OPEN_LISTING), prefix[: len(start) + len(slash)], start.isascii())]
+        fd = root.open(check_key(start) if slash else ".", OPEN_LISTING)
+    except InvalidKeyError:
+        return
     except OSError as e:
         if is_absent(e):
             return
         raise
-    damaged_count = 0
-
-    def skip(name: str, e: OSError) -> None:
-        nonlocal damaged_count
-        is_damaged = e.errno in DAMAGED or (e.errno in UNREACHABLE and _is_mounted(root, name))
-        damaged_count += is_damaged
-        if isinstance(e, PermissionError) or (is_damaged and damaged_count <= DAMAGED_MAX):
-            on_skipped(name, e)
-        else:
-            _raise_unless_stale(e, root)
-
-    try:
-        while stack:
-            listing = stack[-1]
-            try:
-                entry = next(listing.entries, None)
-            except OSError as e:
-                if len(stack) == 1:
-                    raise
-                again = _retry_if_damaged(listing.read_again, e, root)
-                if again is None:
-                    raise  # the folder can be read after all, but the rest of it was not listed
-                skip(listing.prefix.rstrip("/"), again)
-                entry = None
-            if entry is None:
-                stack.pop().close()
-            elif entry.name[0] == "." or (len(stack) == 1 and not entry.name.startswith(name_prefix)):
-                continue
-            else:
-                found: KeyInfo | _Listing | OSError | None
-                try:
-                    found = listing.find(entry)
-                except OSError as e:
-                    found = _retry_if_damaged(partial(listing.find, entry), e, root)
-                if isinstance(found, KeyInfo):
-                    yield found
-                elif isinstance(found, _Listing):
-                    stack.append(found)
-                elif found is not None:
-                    skip(listing.prefix + entry.name, found)
-    finally:
-        for listing in stack:
-            listing.close()
+    yield from _Walk(root, on_skipped).list_folder(fd, start + slash, name_prefix)
 
 
 def folder_names(root: RootFolder) -> list[str]:
@@ -112,111 +72,99 @@ def folder_names(root: RootFolder) -> list[str]:
         os.close(fd)
 
 
-class Failures:
-    """Counts the errors of single files while a folder is processed, so that a few bad files do not stop the rest."""
+class _Walk:
+    """One listing. See ``walk``."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    def __init__(self, root: RootFolder, on_skipped: Callable[[str, OSError], None]) -> None:
+        self._root = root
+        self._on_skipped = on_skipped
+        self._damaged_count = 0
 
-    def note(self, e: OSError) -> None:
-        """Count an error. Raise it unless it is EBUSY or damage, and one of the first ``DAMAGED_MAX``."""
-        self._count += 1
-        if e.errno not in (*DAMAGED, errno.EBUSY) or self._count > DAMAGED_MAX:
-            raise e
-
-
-def _retry_if_damaged(call: Callable[[], T], e: OSError, root: RootFolder) -> T | OSError:
-    """Repeat a call that failed with an error in ``DAMAGED``. Returns its result or error; any other ``e`` as it is.
-
-    Raises:
-        OSError: the root does not answer either. Its free space is requested, because clients do not cache that.
-    """
-    if e.errno not in DAMAGED:
-        return e
-    os.fstatvfs(root.fd)
-    try:
-        return call()
-    except OSError as again:
-        return again
-
-
-def _raise_unless_stale(e: OSError, root: RootFolder) -> None:
-    """Raise unless the error is NFS's for a file or folder that another host removed, and the root still exists."""
-    if e.errno != errno.ESTALE:
-        raise e
-    os.fstat(root.fd)  # if the root is gone, a listing that ends without an error would mean that nothing is stored
-
-
-def _is_mounted(root: RootFolder, name: str) -> bool:
-    try:
-        path = os.path.join(os.readlink(f"/proc/self/fd/{root.fd}"), name)
-    except OSError:
-        return False
-    return is_mount_point(path)
-
-
-# Maximum depth of folders. kvtiers uses only a few levels, and a deep foreign tree must not use up all descriptors.
-FOLDERS_DEEP_MAX = 64
-
-
-class _Listing:
-    """A folder being listed; owns ``fd``.
-
-    Attributes:
-        is_plain: ``prefix`` has only characters that need no check. If a name has only such characters too, prefix and
-            name joined are a valid key (see ``check_key``) unless they are too long.
-    """
-
-    __slots__ = ("entries", "fd", "is_plain", "prefix")
-
-    def __init__(self, fd: int, prefix: str, is_plain: bool) -> None:
-        self.fd = fd
-        self.prefix = prefix
-        self.is_plain = is_plain
+    def list_folder(self, fd: int, prefix: str, name_prefix: str = "", depth: int = 0) -> Iterator[KeyInfo]:
+        """Yield the files below an open folder whose keys start with ``prefix``, and close the folder."""
         try:
-            self.entries = os.scandir(fd)
-        except BaseException:
+            with closing(_entries_of(fd)) as entries:
+                found: KeyInfo | int | OSError | None
+                while (entry := self._next(entries, fd, prefix, is_start=depth == 0)) is not None:
+                    if entry.name[0] == "." or not entry.name.startswith(name_prefix):
+                        continue
+                    key = prefix + entry.name
+                    try:
+                        found = _look(fd, entry, key)
+                    except OSError as e:
+                        found = self._retry(partial(_look, fd, entry, key), e)
+                    if isinstance(found, KeyInfo):
+                        yield found
+                    elif isinstance(found, OSError):
+                        self._skip(key, found)
+                    elif found is not None and depth >= FOLDERS_DEEP_MAX:
+                        close_reader(found)
+                    elif found is not None:
+                        yield from self.list_folder(found, f"{key}/", depth=depth + 1)
+        finally:
             close_reader(fd)
-            raise
 
-    def find(self, entry: os.DirEntry[str]) -> KeyInfo | _Listing | None:
-        """Return a file's KeyInfo or a folder's _Listing; None for anything else."""
-        name = entry.name
-        # Calling check_key for every file would take a tenth of a listing's time.
-        is_plain = self.is_plain and name.isascii() and name.isprintable() and "\\" not in name
-        if entry.is_dir(follow_symlinks=False):
-            return self.enter(name, is_plain)
-        return self.info(name, is_plain) if entry.is_file(follow_symlinks=False) else None
-
-    def enter(self, name: str, is_plain: bool) -> _Listing | None:
-        """Open a subfolder; None if it was removed or replaced since it was listed, or is too deep for blobs."""
-        if self.prefix.count("/") >= FOLDERS_DEEP_MAX:
-            return None
+    def _next(
+        self, entries: Iterator[os.DirEntry[str]], fd: int, prefix: str, *, is_start: bool
+    ) -> os.DirEntry[str] | None:
+        """The next entry of a folder; None at its end, or where a folder below the first one is damaged."""
         try:
-            return _Listing(os.open(name, OPEN_LISTING, dir_fd=self.fd), f"{self.prefix}{name}/", is_plain)
+            return next(entries, None)
         except OSError as e:
-            if is_absent(e):
-                return None
-            raise
-
-    def info(self, name: str, is_plain: bool) -> KeyInfo | None:
-        """Return the KeyInfo of a file; None if it was removed since it was listed, or its name is not a valid key."""
-        key = self.prefix + name
-        try:
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            if not is_plain or len(key) > KEY_PART_LENGTH_MAX:
-                check_key(key)
-        except (FileNotFoundError, InvalidKeyError):
+            if is_start:
+                raise
+            # Read all of it again. Its entries are not yielded, because some of them were yielded before.
+            again = self._retry(lambda: deque(_entries_of(fd), 0), e)
+            if not isinstance(again, OSError):
+                raise  # the folder can be read after all, but the rest of it was not listed
+            self._skip(prefix.rstrip("/"), again)
             return None
-        return KeyInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
-    def read_again(self) -> None:
-        """Read the whole folder again. Its entries are not yielded, because some of them were yielded before."""
-        self.entries.close()  # two iterators on one descriptor would share their position
-        self.entries = os.scandir(self.fd)
-        for _ in self.entries:
-            pass
+    def _retry(self, call: Callable[[], T], e: OSError) -> T | OSError:
+        """Repeat a call that failed with an error in ``DAMAGED``; return its result or error. Return any other ``e``.
 
-    def close(self) -> None:
-        self.entries.close()
-        close_reader(self.fd)
+        Raises:
+            OSError: the root does not answer either. (On a soft mount every call fails with EIO while the server is
+                away.) Its free space is requested, because clients do not cache that.
+        """
+        if e.errno not in DAMAGED:
+            return e
+        os.fstatvfs(self._root.fd)
+        try:
+            return call()
+        except OSError as again:
+            return again
+
+    def _skip(self, name: str, e: OSError) -> None:
+        """Note an entry that cannot be listed, or raise its error."""
+        if e.errno == errno.ESTALE:  # another host removed it
+            os.fstat(self._root.fd)  # if the root is gone, a listing that ends without an error would be empty
+            return
+        if not isinstance(e, PermissionError):
+            self._damaged_count += 1
+            if e.errno not in DAMAGED or self._damaged_count > DAMAGED_MAX:
+                raise e
+        self._on_skipped(name, e)
+
+
+def _entries_of(fd: int) -> Generator[os.DirEntry[str]]:
+    with os.scandir(fd) as entries:
+        yield from entries
+
+
+def _look(fd: int, entry: os.DirEntry[str], key: str) -> KeyInfo | int | None:
+    """A file's KeyInfo, or the descriptor of a folder. None: anything else, not a valid key, or removed meanwhile."""
+    try:
+        if entry.is_dir(follow_symlinks=False):
+            return os.open(entry.name, OPEN_LISTING, dir_fd=fd)
+        if not entry.is_file(follow_symlinks=False):
+            return None
+        check_key(key)
+        status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+    except InvalidKeyError:
+        return None
+    except OSError as e:
+        if is_absent(e):
+            return None
+        raise
+    return KeyInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None

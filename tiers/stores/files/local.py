@@ -6,12 +6,13 @@ root also holds ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, k
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 from ...errors import (
@@ -22,7 +23,6 @@ from ...errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
-    StoreFullError,
     StoreUnavailableError,
     printable,
 )
@@ -30,23 +30,19 @@ from ...plain_logs import get_logger
 from ...store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from ..os_errors import ABSENT, store_error
 from ..vectored_io import write_all
-from .cleanup import hidden_names, own_bytes, remove_blobs, sweep_quarantine, touch_blob
+from .cleanup import hidden_names, own_bytes, remove_blobs, sweep, touch_blob
 from .listing import folder_names, walk
-from .posix import (
-    RootFolder,
-    blob_size,
-    read_blob,
-    read_tail,
-    remove_blob,
-)
-from .publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
+from .posix import RootFolder, blob_size, read_blob, read_tail, remove_blob
+from .publish import FreeSpace, Publisher, quarantine_blob
 
 T = TypeVar("T")
 
 logger = get_logger(__name__)
 
 PUBLISH_ATTEMPTS_MAX = 5  # attempts of a put whose folder is removed while it is being written
-LOGGED_FOLDERS_MAX = 16  # folders that are logged, each once, because they cannot be read or removed
+#: Errors of a file that does not exist. ESTALE, after a second attempt: another host removed it.
+GONE = (*ABSENT, errno.ESTALE)
+LOGGED_FOLDERS_MAX = 16  # folders that are logged, each once, because they cannot be read
 
 
 class LocalStore(Store):
@@ -65,7 +61,6 @@ class LocalStore(Store):
         durability: "data": a stored blob survives a power failure; a put of 2 MiB then takes 8 ms instead of 0.6 ms.
             "none": a power failure may lose or corrupt a blob; its seal reveals the corruption. With either setting, a
             process that dies leaves no incomplete blob.
-        quarantine_count_max: maximum number of bad blobs in ``.quarantine``; further bad blobs are deleted.
 
     Attributes:
         damaged: number of folders and files that listings skipped because the disk could not read them.
@@ -85,7 +80,6 @@ class LocalStore(Store):
         read_only: bool = False,
         min_free_bytes: int = 0,
         durability: Literal["none", "data"] = "none",
-        quarantine_count_max: int = 1024,
     ) -> None:
         if durability not in ("none", "data"):
             raise ConfigError(f"{durability!r} is not accepted; write none or data", field="durability")
@@ -93,7 +87,6 @@ class LocalStore(Store):
             raise ConfigError(f"{min_free_bytes} is not accepted; write 0 or more bytes", field="min_free_bytes")
         self.root_dir = os.path.abspath(root_dir)
         self._space = FreeSpace(min_free_bytes) if min_free_bytes else None
-        self._quarantine_count_max = quarantine_count_max
         self._publisher = Publisher(durable=durability == "data", unnamed_files=self._unnamed_files)
         self._read_only = read_only
         self._lock = threading.Lock()
@@ -105,7 +98,7 @@ class LocalStore(Store):
         if read_only:
             return
         try:
-            self._swept_count = sweep(root, lambda: self._now(root))
+            self._swept_count = self._sweep(root, math.inf)
         except (OSError, StoreError) as e:
             # Blobs can be read even if leftover files cannot be removed (in a read-only root, say).
             # Log the text: a handler that keeps the record would keep the exception's frames, and so the root open.
@@ -141,8 +134,7 @@ class LocalStore(Store):
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, except those below more than ``FOLDERS_DEEP_MAX`` folders."""
-        self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
-        root = self._use_root(None)
+        root = self._use_existing_root()
         try:
             yield from walk(root, prefix, self._log_skipped)
         except OSError as e:
@@ -154,15 +146,11 @@ class LocalStore(Store):
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """See ``SupportsTail``."""
-        return self._call(read_tail, key, length, absent=(errno.ENOENT,))
+        return self._call(read_tail, key, length, absent=(errno.ENOENT, errno.ESTALE))
 
     def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target).
-
-        If it cannot be moved, it is deleted, except for a folder that is not empty.
-        """
-        if why := self._call(self._publisher.quarantine, key, self._quarantine_count_max):
-            self._log_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
+        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target)."""
+        self._call(quarantine_blob, key)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``Store``. Folders that become empty are removed too."""
@@ -174,7 +162,7 @@ class LocalStore(Store):
             except InvalidKeyError as e:
                 outcomes[key] = e
         good = [key for key, error in outcomes.items() if error is None]
-        failed = remove_blobs(root, good, self._log_kept_folder)
+        failed = remove_blobs(root, good)
         outcomes.update((key, store_error(e, key)) for key, e in failed.items())
         return [outcomes[key] for key in keys]
 
@@ -184,54 +172,32 @@ class LocalStore(Store):
 
     def sweep(self, quarantine_s_max: float) -> int:
         """See ``KeepsFiles``."""
-        root = self._use_root(None)
-        try:
-            if self._read_only:
-                return own_bytes(root)
-            now = self._time(root)
-            try:
-                self._swept_count += sweep(root, lambda: now)
-            except PermissionError as e:
-                self._log_skipped(PRIVATE_FOLDER, e)
-            self._swept_count += sweep_quarantine(root, now, quarantine_s_max)
+
+        def sweep_and_sum(root: RootFolder) -> int:
+            if not self._read_only:
+                self._swept_count += self._sweep(root, quarantine_s_max)
             return own_bytes(root)
-        except OSError as e:
-            raise store_error(e, "") from e
+
+        return self._ask(sweep_and_sum)
 
     def leftovers(self, quarantine_s_max: float) -> int:
         """See ``KeepsFiles``."""
-        root = self._use_root(None)
-        try:
-            now = self._time(root)
-            left = sweep_quarantine(root, now, quarantine_s_max, remove=False)
-            with contextlib.suppress(PermissionError):
-                left += sweep(root, lambda: now, remove=False)
-            return self._swept_count + left
-        except OSError as e:
-            raise store_error(e, "") from e
+        return self._swept_count + self._ask(lambda root: self._sweep(root, quarantine_s_max, remove=False))
 
     def hidden_names(self) -> list[str]:
         """See ``KeepsFiles``."""
-        try:
-            return hidden_names(self._use_root(None))
-        except OSError as e:
-            raise store_error(e, "") from e
+        return self._ask(hidden_names)
 
     def folders(self) -> list[str]:
         """See ``Store``."""
-        self._after_miss(self._use_root(None))
-        root = self._use_root(None)
-        try:
-            return folder_names(root)
-        except OSError as e:
-            raise store_error(e, "") from e
+        return self._ask(folder_names)
 
     def space(self) -> tuple[int, int] | None:
         """See ``SupportsSpace``."""
-        try:
-            return self._use_root(None).space()
-        except OSError as e:
-            raise store_error(e, "") from e
+        return self._ask(RootFolder.space)
+
+    def _sweep(self, root: RootFolder, quarantine_s_max: float, *, remove: bool = True) -> int:
+        return sweep(root, cache(partial(self._time, root)), quarantine_s_max, remove=remove)
 
     def _time(self, root: RootFolder) -> float:
         if self._read_only:
@@ -268,34 +234,40 @@ class LocalStore(Store):
             with self._space.reserved(root, parts_size(parts), key):
                 return self._publish(root, key, write, overwrite=overwrite)
 
-        try:
-            return bool(self._call(publish, key, absent=()))
-        except StoreFullError as e:
-            # The cause must not be in a local variable: its traceback would keep this frame alive, and the root open.
-            if getattr(e.__cause__, "errno", 0) == errno.ENOSPC and self._use_root(None).has_only_bytes():
-                text = f"{os.strerror(errno.ENOSPC)} (ENOSPC): the file system has no free inodes"
-                raise StoreFullError(text, key=key) from e.__cause__
-            raise
+        return bool(self._call(publish, key, absent=()))
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
-        self._call(read_blob, key, parts, look, absent=())
+        if self._call(read_blob, key, parts, look, absent=(errno.ESTALE,)) is None:
+            raise BlobNotFoundError("removed by another host", key=key)
 
-    def _call(
-        self, function: Callable[..., T], key: str, *arguments: Any, absent: Collection[int] = ABSENT
-    ) -> T | None:
+    def _call(self, function: Callable[..., T], key: str, *arguments: Any, absent: Collection[int] = GONE) -> T | None:
         """Call ``function(root, key, *arguments)``. Returns None if it fails with an errno in ``absent``.
+
+        After ESTALE, which NFS reports for a file that another host removed, it is called once more: the second call
+        looks names up again.
 
         Raises:
             StoreError: it fails with another error.
         """
-        root = self._use_root(key)
+        for is_last in (False, True):
+            root = self._use_root(key)
+            try:
+                return function(root, key, *arguments)
+            except OSError as e:
+                self._after_miss(root)
+                if e.errno != errno.ESTALE or is_last:
+                    if e.errno in absent:
+                        return None
+                    raise store_error(e, key) from e
+        raise AssertionError("the last call returns or raises")
+
+    def _ask(self, function: Callable[[RootFolder], T]) -> T:
+        """Call ``function(root)``."""
+        root = self._use_existing_root()
         try:
-            return function(root, key, *arguments)
+            return function(root)
         except OSError as e:
-            self._after_miss(root)
-            if e.errno in absent:
-                return None
-            raise store_error(e, key) from e
+            raise store_error(e, "") from e
 
     def _publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
@@ -309,16 +281,10 @@ class LocalStore(Store):
     def _log_skipped(self, name: str, e: OSError) -> None:
         is_damaged = not isinstance(e, PermissionError)
         self.damaged += is_damaged
-        reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
-        self._log_once(name, f"is skipped, {reason}", e.strerror or str(e))
-
-    def _log_kept_folder(self, folder: str, e: OSError) -> None:
-        self._log_once(folder, "is kept, even if it is empty", e.strerror or str(e))
-
-    def _log_once(self, name: str, what: str, why: str) -> None:
         if name not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
             self._logged_folders.add(name)
-            logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, why)
+            reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
+            logger.warning("%s: %s is skipped, %s: %s", self.root_dir, printable(name), reason, e.strerror or str(e))
 
     def _use_root(self, key: str | None) -> RootFolder:
         """Return the current root, which stays usable until the caller drops it. Checks ``key`` unless it is None."""
@@ -328,6 +294,11 @@ class LocalStore(Store):
         if key is not None:
             check_key(key)
         return root
+
+    def _use_existing_root(self) -> RootFolder:
+        """Like ``_use_root``, for calls to which a removed root would look like an empty one."""
+        self._after_miss(self._use_root(None))
+        return self._use_root(None)
 
     def _after_miss(self, root: RootFolder) -> None:
         """After a failed call: if the root was removed, open the root that replaced it, if there is one."""

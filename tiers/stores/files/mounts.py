@@ -32,9 +32,6 @@ def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = MOUNTIN
 
     Args:
         root_dir: the folder; it need not exist.
-
-    Raises:
-        OSError: ``mountinfo`` cannot be read.
     """
     mount = _mount_of(os.path.abspath(root_dir), _read_mounts(mountinfo))
     if mount is None or mount.type not in ("nfs", "nfs4"):
@@ -47,27 +44,18 @@ def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = MOUNTIN
 
 def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = MOUNTINFO) -> str:
     """Type of a path's file system, such as ``ext4``; "" if unknown. Accesses no mount that may hang."""
-    try:
-        mount = _mount_of(os.path.abspath(path), _read_mounts(mountinfo))
-    except OSError:  # /proc may be hidden
-        return ""
+    mount = _mount_of(os.path.abspath(path), _read_mounts(mountinfo))
     return mount.type if mount is not None else ""
 
 
 def is_mount_point(path: str, *, mountinfo: str = MOUNTINFO) -> bool:
     """Whether ``path`` is a mount point, according to the kernel's table, because the mount itself may hang."""
-    try:
-        return any(mount.point == path for mount in _read_mounts(mountinfo))
-    except OSError:
-        return False
+    return any(mount.point == path for mount in _read_mounts(mountinfo))
 
 
 def follow_links(path: str) -> str:
     """Follow the symbolic links on this host's own file systems. Touches no mount that may hang."""
-    try:
-        return _follow(os.path.abspath(path), _read_mounts(MOUNTINFO))[0]
-    except OSError:  # /proc may be hidden
-        return path
+    return _follow(os.path.abspath(path), _read_mounts(MOUNTINFO))[0]
 
 
 def missing_mount(root_dir: str | os.PathLike[str]) -> str:
@@ -83,14 +71,14 @@ def missing_mount(root_dir: str | os.PathLike[str]) -> str:
 
 def unmounted_point(path: str, *, mountinfo: str = MOUNTINFO, fstab: str = FSTAB) -> str:
     """The mount point of /etc/fstab that ``path`` lies below, if nothing is mounted there; otherwise ""."""
+    mounted = {mount.point for mount in _read_mounts(mountinfo)}
     try:
-        mounted = {mount.point for mount in _read_mounts(mountinfo)}
         with open(fstab, encoding="utf-8", errors="surrogateescape") as f:
             lines = [line.split() for line in f if not line.lstrip().startswith("#")]
     except OSError:
         return ""
     points = [_unescape(words[1]).rstrip("/") for words in lines if len(words) > 1 and words[1].startswith("/")]
-    return next((p for p in points if p and f"{path}/".startswith(f"{p}/") and p not in mounted), "")
+    return next((p for p in points if p and f"{path}/".startswith(f"{p}/") and mounted and p not in mounted), "")
 
 
 def _find_bad_options(options: dict[str, str]) -> Iterator[str]:
@@ -110,24 +98,24 @@ def _find_bad_options(options: dict[str, str]) -> Iterator[str]:
             f"host for up to {options.get('acdirmax', NAMES_CACHED_S_MAX)} s"
         )
     version = options.get("vers", "")
-    if version.startswith(("2", "3")):
+    if version.startswith("3"):
         yield f"vers={version}: a block that another host deletes during a read is a miss (ESTALE); use vers=4.2"
     if "noac" in options:
         yield "noac: attributes are not cached, and every write waits for the server's disk"
     if int(options.get("acdirmax", NAMES_CACHED_S_MAX)) > NAMES_CACHED_S_MAX:
         yield f"acdirmax={options['acdirmax']} (or actimeo): other hosts' changes are seen up to that many seconds late"
-    if "sync" in options:
-        yield "sync: every write waits for the server's disk"
-    if options.get("proto", "tcp").startswith("udp"):
-        yield "proto=udp: lost packets stall whole blocks, and above 1 Gbit/s data may be corrupted (nfs(5))"
     for name in ("rsize", "wsize"):
         if int(options.get(name, TRANSFER_BYTES_MIN)) < TRANSFER_BYTES_MIN:
             yield f"{name}={options[name]}: too many small requests for each block; use 1048576"
 
 
 def _read_mounts(mountinfo: str) -> list[_Mount]:
-    with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
-        return [_parse_mount(line) for line in f]
+    """The mount table; empty if it cannot be read, because /proc may be hidden."""
+    try:
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
+            return [_parse_mount(line) for line in f]
+    except OSError:
+        return []
 
 
 def _parse_mount(line: str) -> _Mount:

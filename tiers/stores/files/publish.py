@@ -2,7 +2,7 @@
 
 Way 1, for a new blob on a file system with unnamed files (O_TMPFILE: ext4, XFS, Btrfs, tmpfs, overlayfs)::
 
-    openat2(root, folder)       created with its parents if missing, 0700
+    openat(root, folder)        created with its parents if missing, 0700
     openat(folder, O_TMPFILE)   0600; the file has no name, so a writer that dies leaves nothing
     pwritev                     directly from the parts, until all is written (in pieces if the caller passed ``look``)
     [fdatasync]                 durability "data"
@@ -21,26 +21,25 @@ CPU cost per blob on tmpfs (Linux 6.18), beyond plain open, pwritev and close of
 and renamed 13 µs, private and linked 14 µs. Only way 1 leaves nothing behind when the writer is killed.
 
 In way 2, a writer that dies leaves its private file. The file's name, ``<host>-<boot>-<pid namespace>-<pid>-<start
-time>-<store>-<count>``, identifies the writer. The next store that opens the root removes the file: at once if the
-writer was a process of this host that has ended, and after ``STALE_AGE_S_MAX`` if it was on another host.
+time>-<random>-<count>``, identifies the writer. The next store that opens the root removes the file: at once if the
+writer was a process of this host that has ended, and after ``cleanup.STALE_AGE_S_MAX`` if it was on another host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import re
 import secrets
-import stat
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ...errors import StoreConfigError, StoreFullError
-from .listing import Failures
 from .posix import (
     FILE_MODE,
     OPEN_FOLDER,
@@ -51,11 +50,10 @@ from .posix import (
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
-#: Names that PrivateNames makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
+#: Names that private_name makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
 _PRIVATE = r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+"
 PRIVATE_NAME = re.compile(rf"{_PRIVATE}|\.[0-9a-f]{{32}}")
 QUARANTINED_NAME = re.compile(rf"{_PRIVATE}-.+")
-STALE_AGE_S_MAX = 3600.0  # no writer needs an hour for one blob, and hosts' clocks differ by less than an hour
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
@@ -75,9 +73,7 @@ class Publisher:
     def __init__(self, *, durable: bool = False, unnamed_files: bool = True) -> None:
         self._durable = durable
         # Any thread may set this to False. A thread that still reads True finds out by its own failed attempt.
-        # Without /proc, an unnamed file cannot be given a name.
-        self._unnamed_files = unnamed_files and os.path.isdir("/proc/self/fd")
-        self._names = PrivateNames()
+        self._unnamed_files = unnamed_files
 
     def publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         """Store a file under ``key``. Returns False if the key exists and was left unchanged.
@@ -105,46 +101,6 @@ class Publisher:
         finally:
             close_reader(dir_fd)
 
-    def quarantine(self, root: RootFolder, key: str, count_max: int) -> str:
-        """Move the file under ``key`` into quarantine. Delete it if that fails or quarantine holds ``count_max`` files.
-
-        Returns:
-            Why the file could not be moved; "" if it was moved, or the folder is full.
-
-        Raises:
-            FileNotFoundError: there is no file under ``key``.
-            OSError: the file can be neither moved nor deleted.
-        """
-        folder, _, name = key.rpartition("/")
-        dir_fd = root.open(folder or ".", OPEN_FOLDER)
-        try:
-            try:
-                if self._move_aside(root, dir_fd, name, count_max):
-                    return ""
-                why = ""
-            except (OSError, StoreConfigError) as e:
-                why = str(e)  # text only, because the exception's frames would keep the root open
-            # Also after ENOENT, which may concern the quarantine folder: the unlink shows whether the blob exists.
-            try:
-                os.unlink(name, dir_fd=dir_fd)
-            except IsADirectoryError:
-                os.rmdir(name, dir_fd=dir_fd)
-            return why
-        finally:
-            close_reader(dir_fd)
-
-    def _move_aside(self, root: RootFolder, dir_fd: int, name: str, count_max: int) -> bool:
-        """Move a file into the quarantine folder. Returns False if the quarantine folder is full."""
-        aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
-        try:
-            if _count_entries(aside_fd) >= count_max:
-                return False
-            aside = f"{self._names.make()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
-            os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
-            return True
-        finally:
-            close_reader(aside_fd)
-
     def _open_unnamed(self, dir_fd: int) -> int:
         """Open an unnamed file and return its descriptor; -1 if this file system has no unnamed files."""
         try:
@@ -160,16 +116,9 @@ class Publisher:
         published = False
         try:
             self._write(root, fd, write)
-            try:
-                # With a dir_fd Python calls linkat with AT_SYMLINK_FOLLOW. AT_EMPTY_PATH in place of /proc would save
-                # 0.3 µs of 20, but needs a capability before Linux 6.10.
-                os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=dir_fd)
-                published = True
-            except FileExistsError:
-                pass
-            except OSError as e:
-                _raise_if_no_hard_links(e)
-                raise
+            # With a dir_fd Python calls linkat with AT_SYMLINK_FOLLOW. AT_EMPTY_PATH in place of /proc would save
+            # 0.3 µs of 20, but needs a capability before Linux 6.10.
+            published = _link(f"/proc/self/fd/{fd}", name, dst_dir_fd=dir_fd)
         finally:
             try:
                 os.close(fd)
@@ -185,7 +134,7 @@ class Publisher:
     ) -> bool:
         temp_fd = _make_own_folder(root, PRIVATE_FOLDER)
         try:
-            temp = self._names.make()
+            temp = private_name()
             fd = os.open(temp, OPEN_PRIVATE, FILE_MODE, dir_fd=temp_fd)
             renamed = False
             try:
@@ -193,17 +142,10 @@ class Publisher:
                     self._write(root, fd, write)
                 finally:
                     os.close(fd)
-                if overwrite:
-                    os.rename(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd)
-                    renamed = True
-                else:
-                    try:
-                        os.link(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
-                    except FileExistsError:
-                        return False
-                    except OSError as e:
-                        _raise_if_no_hard_links(e)
-                        raise
+                if not overwrite:
+                    return _link(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+                os.rename(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd)
+                renamed = True
                 return True
             finally:
                 if not renamed:
@@ -218,27 +160,32 @@ class Publisher:
             os.fdatasync(fd)
 
 
+def quarantine_blob(root: RootFolder, key: str) -> None:
+    """Move the file, link or folder under ``key`` into quarantine."""
+    folder, _, name = key.rpartition("/")
+    dir_fd = root.open(folder or ".", OPEN_FOLDER)
+    try:
+        aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
+        try:
+            aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
+            os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
+        finally:
+            close_reader(aside_fd)
+    finally:
+        close_reader(dir_fd)
+
+
 class FreeSpace:
-    """Keeps writers from using a reserve of free space.
+    """Keeps this process's writers from using a reserve of free space. Any thread may call.
 
-    Reading the free space is a system call. So a result is reused for ``PERIOD_S``, minus the bytes reserved since, as
-    long as it is ``NEAR_BYTES`` above the reserve. Below this margin, every put reads the free space. The margin also
-    covers other processes' writes during PERIOD_S, if they write less than NEAR_BYTES per PERIOD_S. It does not cover
-    their puts in progress at that moment: one block for each other process, including the workers of a tier.
-
-    Any thread may call; ``_lock`` owns the fields.
+    Each put reads the free space. This does not cover other processes' puts in progress at that moment: one block for
+    each of them, including the processes of a tier.
     """
 
-    PERIOD_S = 0.25
-    NEAR_BYTES = 1 << 30
-
-    def __init__(self, min_free_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, min_free_bytes: int) -> None:
         self._min_free_bytes = min_free_bytes
-        self._clock = clock
         self._lock = threading.Lock()
-        self._room_bytes = 0
-        self._asked_at = float("-inf")
-        self._in_flight_bytes = 0
+        self._in_flight_bytes = 0  # owned by the lock
 
     @contextlib.contextmanager
     def reserved(self, root: RootFolder, size: int, key: str) -> Iterator[None]:
@@ -249,18 +196,13 @@ class FreeSpace:
             OSError: the free space cannot be read.
         """
         with self._lock:
-            now = self._clock()
-            if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
-                # Bytes being written may be counted twice, as reserved and as written; this errs on the safe side.
-                # A file system that does not report its size (all zeros) is not full: it refuses blocks by itself.
-                free, _ = root.space() or (sys.maxsize, 0)
-                self._room_bytes = free - self._min_free_bytes - self._in_flight_bytes
-                self._asked_at = now
-            if self._room_bytes < size:
+            # Bytes being written may be counted twice, as reserved and as written; this errs on the safe side.
+            # A file system that does not report its size (all zeros) is not full: it refuses blocks by itself.
+            free, _ = root.space() or (sys.maxsize, 0)
+            if free - self._in_flight_bytes - size < self._min_free_bytes:
                 raise StoreFullError(
                     f"{size} bytes would leave less than min_free_bytes = {self._min_free_bytes} free", key=key
                 )
-            self._room_bytes -= size
             self._in_flight_bytes += size
         try:
             yield
@@ -269,50 +211,11 @@ class FreeSpace:
                 self._in_flight_bytes -= size
 
 
-def sweep(root: RootFolder, now: Callable[[], float], *, remove: bool = True) -> int:
-    """Remove the private files of dead writers. Everything else in the private folder is somebody else's and stays.
-
-    Args:
-        now: Unix seconds; called only if the private folder exists.
-        remove: False: only count the files.
-
-    Returns:
-        How many files were removed.
-    """
-    try:
-        fd = root.open(PRIVATE_FOLDER, OPEN_LISTING)
-    except FileNotFoundError:
-        return 0
-    count = 0
-    try:
-        machine = _machine()
-        now_s = now()
-        failures = Failures()
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                if PRIVATE_NAME.fullmatch(entry.name) is None:
-                    continue
-                try:
-                    status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
-                    is_old = now_s - status.st_mtime > STALE_AGE_S_MAX
-                    if stat.S_ISREG(status.st_mode) and (is_old or _is_dead(entry.name, machine)):
-                        if remove:
-                            os.unlink(entry.name, dir_fd=fd)
-                        count += 1
-                except FileNotFoundError:
-                    pass  # removed by another store
-                except OSError as e:
-                    failures.note(e)
-    finally:
-        close_reader(fd)
-    return count
-
-
 def storage_time(root: RootFolder) -> float:
     """Unix seconds by the clock that sets files' times below a root: on NFS, the server's clock, not this host's."""
     dir_fd = _make_own_folder(root, PRIVATE_FOLDER)
     try:
-        name = PrivateNames().make()
+        name = private_name()
         fd = os.open(name, OPEN_PRIVATE, FILE_MODE, dir_fd=dir_fd)
         try:
             return os.fstat(fd).st_mtime
@@ -323,39 +226,31 @@ def storage_time(root: RootFolder) -> float:
         close_reader(dir_fd)
 
 
-class PrivateNames:
-    """Creates file names for ``PRIVATE_FOLDER`` that no other writer uses."""
-
-    def __init__(self) -> None:
-        self._store = secrets.token_hex(4)  # a process may have several stores
-        self._count = itertools.count()
-        self._writer = (0, "")  # pid, and the part of the name that contains it; recomputed in a forked child
-
-    def make(self) -> str:
-        pid, writer = self._writer
-        if pid != os.getpid():
-            pid = os.getpid()
-            writer = f"{_machine()}-{pid}-{_start_time(pid)}-{self._store}"
-            self._writer = pid, writer
-        return f"{writer}-{next(self._count)}"
+def private_name() -> str:
+    """A file name for ``PRIVATE_FOLDER`` that no other writer uses."""
+    return f"{_writer(os.getpid())}-{next(_count)}"
 
 
-def _is_dead(name: str, machine: str) -> bool:
-    """Whether the writer of a private file is known to have ended. ``machine``: see ``_machine``."""
+_count = itertools.count()
+
+
+@functools.cache
+def _writer(pid: int) -> str:
+    """The part of a private file's name that identifies the process. Computed anew in a forked child."""
+    return f"{_machine()}-{pid}-{_start_time(pid)}-{secrets.token_hex(4)}"
+
+
+def is_writer_dead(name: str) -> bool:
+    """Whether the writer of a private file is known to have ended: it was a process of this host and pid namespace."""
     theirs, *rest = name.rsplit("-", 4)
-    if len(rest) != 4 or not rest[0].isdecimal() or not machine or theirs != machine:
-        return False
     # If the pid was reused for another process, the start time differs.
-    return _start_time(int(rest[0])) != rest[1]
+    return len(rest) == 4 and theirs == _machine() and _start_time(int(rest[0])) != rest[1]
 
 
 def _machine() -> str:
-    """ID of host, boot and pid namespace, in which pid and start time identify one process. "" without /proc."""
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        boot_id = _read_line("/proc/sys/kernel/random/boot_id")
-    except FileNotFoundError:
-        return ""
+    """ID of host, boot and pid namespace, in which pid and start time identify one process."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    boot_id = _read_line("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename}-{boot_id[:8]}-{namespace}".replace("/", "_")
 
 
@@ -376,13 +271,20 @@ def _read_line(path: str) -> str:
         close_reader(fd)
 
 
-def _raise_if_no_hard_links(e: OSError) -> None:
-    """Raise if link(2) failed because there are no hard links. Here, EPERM means that; missing rights are EACCES."""
-    if e.errno in NO_HARD_LINKS:
-        raise StoreConfigError(
-            f"this file system has no hard links ({errno.errorcode[e.errno]}), which kvtiers needs to publish blocks; "
-            "use another file system (vfat, exFAT and some FUSE mounts have no hard links)"
-        ) from e
+def _link(source: str, name: str, **folders: Any) -> bool:
+    """Give a file a name. Returns False if the name exists already."""
+    try:
+        os.link(source, name, **folders)
+    except FileExistsError:
+        return False
+    except OSError as e:
+        if e.errno in NO_HARD_LINKS:  # from link(2), EPERM means this too; missing rights are EACCES
+            raise StoreConfigError(
+                f"this file system has no hard links ({errno.errorcode[e.errno]}), which kvtiers needs to publish "
+                "blocks; use another file system (vfat, exFAT and some FUSE mounts have no hard links)"
+            ) from e
+        raise
+    return True
 
 
 def _make_own_folder(root: RootFolder, name: str) -> int:
@@ -392,15 +294,6 @@ def _make_own_folder(root: RootFolder, name: str) -> int:
         if e.errno in (errno.ENOTDIR, errno.ELOOP):  # callers would take this errno for an absent key
             raise StoreConfigError(f"{name!r} in the root must be a folder") from e
         raise
-
-
-def _count_entries(dir_fd: int) -> int:
-    fd = os.open(".", OPEN_LISTING, dir_fd=dir_fd)
-    try:
-        with os.scandir(fd) as entries:
-            return sum(1 for _ in entries)
-    finally:
-        close_reader(fd)
 
 
 def _sync_folder(dir_fd: int) -> None:

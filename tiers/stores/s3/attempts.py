@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Final, TypeVar
 
-from ...errors import StoreClosedError, StoreConfigError, StoreError, StoreTimeoutError
+from ...errors import StoreClosedError, StoreError, StoreTimeoutError
 from .clients import RENEW_EVERY_S, RENEW_S_MAX, Clients, ProcessClients
 from .errors import CredentialsLateError, CredentialsRefusedError
 from .options import S3Options
@@ -116,11 +116,6 @@ class Attempts:
             raise StoreTimeoutError(text) from None
         try:
             return action(process.get(latest_start))
-        except BaseException as e:
-            # A Rust panic in obstore, in a thread or task. Its class cannot be imported; one is not an Exception.
-            if type(e).__name__ not in ("PanicException", "RustPanic"):
-                raise
-            raise StoreConfigError("obstore cannot make this request; isolation: thread uses boto3 instead") from None
         finally:
             process.slots.put(None)
 

@@ -3,9 +3,8 @@
 botocore's timeouts are per socket call, and it reads a response of any length into memory. A server could hold a
 request forever with endless ``100 Continue`` responses or one header byte per second, or fill all memory with an
 endless error document. Here a watchdog shuts the request's socket at the deadline, anywhere between the TLS handshake
-and the response's last byte, and a response that is too long is an error.
-
-The body of an object is not read here: its reader has its own deadline and reads only as much as it has room for.
+and the response's last byte, and a response that is too long is an error. An object is received into memory, too, if
+its reader has said how large it may be.
 """
 
 from __future__ import annotations
@@ -76,6 +75,19 @@ class BoundedHttp:
         client.meta.events.register("before-call", self._begin_call)
         return client
 
+    @contextlib.contextmanager
+    def room_for(self, bytes_max: int) -> Iterator[None]:
+        """Let responses to the calling thread have up to ``bytes_max`` bytes."""
+        self._call.bytes_max = bytes_max
+        try:
+            yield
+        finally:
+            del self._call.bytes_max
+
+    def bytes_max(self) -> int:
+        """How long a response to the calling thread may be, if it is no error."""
+        return int(getattr(self._call, "bytes_max", ANSWER_BYTES_MAX))
+
     def deadline(self) -> float:
         """The time by which the calling thread's current call must end."""
         return float(getattr(self._call, "deadline", self.clock() + self._timeout_s))
@@ -122,7 +134,7 @@ class _BoundedSession:
         self._http = http
 
     def send(self, request: Any) -> AWSResponse:
-        """Send a request and receive its response, except for the body of an object.
+        """Send a request and receive its response.
 
         Raises:
             botocore's exceptions, including ReadTimeoutError at the deadline and AnswerTooLongError.
@@ -132,8 +144,13 @@ class _BoundedSession:
         try:
             with _exchange() as exchange, self._http.watchdog.guard(exchange.end, deadline):
                 answer = self._inner.send(request)
-                if not streams or answer.status_code >= HTTPStatus.MULTIPLE_CHOICES:
-                    answer.raw = _Received(_receive(answer, request))
+                is_error = answer.status_code >= HTTPStatus.MULTIPLE_CHOICES
+                bytes_max = ERROR_BYTES_MAX if is_error else self._http.bytes_max()
+                if streams and int(answer.headers.get("content-length", 0)) > bytes_max:
+                    answer.raw.close()
+                    answer.raw = _Received()  # the caller of ``room_for`` sees the header
+                else:
+                    answer.raw = _receive(answer, request, bytes_max)
         except boto_errors.BotoCoreError:
             self._raise_if_late(request, deadline)
             raise
@@ -158,19 +175,19 @@ class _Received(io.BytesIO):
         yield self.read()
 
 
-def _receive(answer: AWSResponse, request: Any) -> bytes:
-    bytes_max = ANSWER_BYTES_MAX if answer.status_code < HTTPStatus.MULTIPLE_CHOICES else ERROR_BYTES_MAX
-    received = bytearray()
+def _receive(answer: AWSResponse, request: Any, bytes_max: int) -> _Received:
+    received = _Received()
     try:
         while piece := answer.raw.read(PIECE_BYTES):
-            received += piece
-            if len(received) > bytes_max:
+            received.write(piece)
+            if received.tell() > bytes_max:
                 answer.raw.close()
                 raise AnswerTooLongError(endpoint_url=request.url, bytes_max=bytes_max)
     except (HTTPError, HTTPException, OSError, ValueError) as e:
         answer.raw.close()
         raise boto_errors.ConnectionClosedError(error=e, request=request, endpoint_url=request.url) from None
-    return bytes(received)
+    received.seek(0)
+    return received
 
 
 class _Exchange:

@@ -8,20 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from ...errors import StoreConfigError, StoreError, StoreTimeoutError
-from ...plain_logs import get_logger
+from ...errors import StoreError, StoreTimeoutError
 from ...store import Look
 from ..watchdog import begin
-from .boto3_client import Boto3Client
-from .boto_config import BotoConfig
-from .control import S3Control
 from .options import S3Options
 from .put_form import PutForm
-from .session import S3Session
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from .control import S3Control
+    from .session import S3Session
 
 # Shortest wait for the clients, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
 CLIENTS_S_MIN: Final = 3.0
@@ -125,6 +122,8 @@ class ProcessClients:
         try:
             error = made.exception(wait_s)
         except TimeoutError:
+            from .boto_config import BotoConfig
+
             if not BotoConfig(self._options.profile).may_ask_others():
                 raise StoreTimeoutError(
                     f"the S3 clients were not made within {wait_s:.3g} s; is this machine busy?"
@@ -160,25 +159,21 @@ class ProcessClients:
         return len(self._hung) < MAKES_HUNG_MAX and age_s >= MAKE_S_MAX * 2 ** len(self._hung)
 
     def _make(self) -> Clients:
+        # botocore takes 20 MB and 0.2 s of CPU: too much for an engine whose requests are made by other processes.
+        from .boto3_client import Boto3Client
+        from .control import S3Control
+        from .direct import DirectClient
+        from .session import S3Session
+
         session = S3Session(self._options)
-        control = S3Control(session)
-        return Clients(session, control, self._make_data(session))
+        data = Boto3Client(session) if needs_boto3(session) else DirectClient(session, clock=self._clock)
+        return Clients(session, S3Control(session), data)
 
-    def _make_data(self, session: S3Session) -> DataPlane:
-        bucket = self._options.bucket
-        # AWS reserves the suffix for directory buckets, which have endpoints of their own.
-        if self._options.client == "obstore" and session.proxy is None and not bucket.endswith("--x-s3"):
-            # Imported only where it is used: never in an engine's own process, whose environment it changes for a
-            # moment.
-            from .obstore_client import ObstoreClient, usable
 
-            try:
-                if not usable():
-                    raise StoreConfigError("obstore cannot be used in a forked process")
-                return ObstoreClient(session, clock=self._clock)
-            except StoreConfigError as e:
-                logger.warning("bucket %s: %s; using boto3 instead", bucket, e)
-        return Boto3Client(session, clock=self._clock)
+def needs_boto3(session: S3Session) -> bool:
+    """Whether blocks must be moved by boto3: through a proxy, or to an endpoint and credentials of a bucket's own."""
+    # AWS reserves the suffix for directory buckets.
+    return session.proxy is not None or session.options.bucket.endswith("--x-s3")
 
 
 def _close(made: Future[Clients]) -> None:

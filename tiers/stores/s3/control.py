@@ -25,7 +25,6 @@ from .errors import NO_S3, VagueRefusalError, deadline_error, server_error, with
 from .listing import Page
 from .session import S3Session
 
-DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
 LIFECYCLE_ID = "kvtiers"
 RULE_DIGITS = 12  # hex digits that tell rules' IDs apart; S3 accepts IDs of 255 characters
 
@@ -41,8 +40,6 @@ class S3Control:
 
     def list_page(self, prefix: str, delimiter: str = "", token: str = "") -> Page:
         """List up to 1,000 objects and folders by their whole names.
-
-        boto3's parser is slow (50 ms of CPU per page), but obstore refuses a page that holds a name like "a//b".
 
         Args:
             delimiter: "/" to list what is directly below the prefix, folders included; "" to list all objects below it.
@@ -64,7 +61,7 @@ class S3Control:
         return found, folders, self._next_token(page, token)
 
     def delete(self, key: str) -> None:
-        """Delete an object by its whole name; absent is success. (obstore would trust any page with status 200.)"""
+        """Delete an object by its whole name; absent is success."""
         client = self._session.client
         answer = self._ask_about(key, client.delete_object)
         if answer is None:
@@ -82,7 +79,7 @@ class S3Control:
         return {} if answer is None else dict(answer.get("Metadata", {}))
 
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
-        """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; return the errors of those not deleted.
+        """Delete up to 1,000 objects by their whole names; return the errors of those not deleted.
 
         Raises:
             VagueRefusalError: the response names no object, so it may not come from S3.
@@ -104,7 +101,7 @@ class S3Control:
     def check(self) -> None:
         """See ``S3Store.check``."""
         answer = self._list(Prefix=self._options.prefix, MaxKeys=1)
-        # boto3 follows redirects to the right region, which slows down every request; obstore does not follow them.
+        # boto3 follows redirects to the right region; our own client does not.
         region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._session.region)
         if region != self._session.region and self._session.is_aws:
             raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")

@@ -1,318 +1,195 @@
-"""DirectReader: receives objects from the socket straight into the slot.
+"""DirectClient: S3's data plane on plain sockets, without a proxy.
 
-obstore returns new bytes objects, which costs one more copy from freshly allocated memory. This module takes half of
-obstore's CPU time for an object of 4 KiB as for one of 1 MiB.
-
-The usual response is an object of the expected size. Its headers are recognized in the first bytes that arrive, because
-http.client takes 0.1 ms to parse headers, and all threads contend for the GIL at each return to Python. http.client
-handles every other response.
+Blocks move between the slot and the socket without a copy in between: a put sends the parts where they are, in one
+vectored call, and a get receives into them. Other clients hand over new bytes objects.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
-import http.client
-import io
+import base64
 import re
-import select
-import socket
-import ssl
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Final, TypeVar
 from urllib.parse import quote, urlsplit
 
-from ...errors import BlobCorruptError, StoreUnavailableError
+from ...errors import BlobCorruptError, BlobNotFoundError, StoreError, StoreUnavailableError
 from ...store import Look, parts_size
-from ..vectored_io import look_at, runs, transfer
-from ..watchdog import Watchdog
-from .errors import (
-    NO_S3,
-    connection_error,
-    deadline_error,
-    missing_header,
-    server_error,
-    tls_error,
-)
-from .options import IDLE_S_MAX
+from ..vectored_io import look_at, runs
+from .answer import Answer
+from .checksums import crc64nvme, sha256
+from .connections import USUAL_PORTS, Connections
+from .errors import NO_S3, missing_header, server_error, without_absence
+from .put_form import CHECKSUM, PutForm
 from .session import S3Session
-from .tls import make_context
+from .signer import EMPTY, UNSIGNED, Signer
+
+T = TypeVar("T")
 
 ERROR_BYTES_MAX: Final = 64 << 10
 PIECE_BYTES: Final = 512 << 10  # size of the pieces that ``look`` sees
-FIRST_BYTES: Final = 16 << 10  # of a TLS record. http.client gets responses with longer headers; S3's are under 1 KiB
 
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
-_SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive[ \t]*\r\n))")
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
-_ALGORITHM: Final = "AWS4-HMAC-SHA256"
-_NO_BODY: Final = hashlib.sha256().hexdigest()
+_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
 
-class DirectReader:
-    """Makes one attempt at a GET from the endpoint itself, without a proxy. Any thread may call.
+class DirectClient:
+    """Data plane on sockets; each method makes one attempt. Any thread may call.
 
-    ``_idle`` is a stack of idle connections, each with the time at which it became idle; its operations are atomic.
-
-    An attempt ends after ``attempt_timeout_s``, unless a name server hangs: the resolver has its own limit.
+    It follows no redirect. Keys are the objects' whole names. Methods raise only StoreError.
     """
 
     def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
-        self._options = session.options
-        self._clock = clock
+        options = session.options
         parts = urlsplit(session.endpoint_url)
-        bucket = self._options.bucket
-        subdomain, folder = (f"{bucket}.", "") if session.virtual_host else ("", f"/{bucket}")
+        subdomain, folder = (f"{options.bucket}.", "") if session.virtual_host else ("", f"/{options.bucket}")
         self._folder = f"{parts.path.rstrip('/')}{folder}/"
-        self._name = subdomain + (parts.hostname or "")
-        usual_port = 443 if parts.scheme == "https" else 80
-        self._port = parts.port or usual_port
-        self._tls = make_context(session.ca_path) if parts.scheme == "https" else None
-        # The same header as the other clients send: a proxy may rewrite it, and the signature covers it.
-        host = f"[{self._name}]" if ":" in self._name else self._name
-        self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
-        self._idle = deque[tuple[socket.socket, float]]()
-        self._closed = False
-        self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
+        name = subdomain + (parts.hostname or "")
+        port = parts.port or USUAL_PORTS[parts.scheme]
+        self._connections = Connections(session, name, port, is_tls=parts.scheme == "https", clock=clock)
+        # The same header as boto3 sends: a proxy may rewrite it, and the signature covers it.
+        host = f"[{name}]" if ":" in name else name
+        self._signer = Signer(host if port == USUAL_PORTS[parts.scheme] else f"{host}:{port}", session.region)
+        self._put_headers = {
+            name: value
+            for name, value in (
+                ("x-amz-server-side-encryption", options.encryption),
+                ("x-amz-server-side-encryption-aws-kms-key-id", options.kms_key),
+                ("x-amz-storage-class", options.storage_class),
+            )
+            if value is not None
+        }
+
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        form: PutForm,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
+        """See ``DataPlane``."""
+        headers = dict(self._put_headers)
+        if create:
+            headers["if-none-match"] = "*"
+        for name, value in (metadata or {}).items():
+            headers[f"x-amz-meta-{name}"] = value
+        payload = UNSIGNED
+        if form is PutForm.CHECKED:
+            headers[f"x-amz-checksum-{CHECKSUM}"] = crc64nvme(parts)
+        else:
+            digest = sha256(parts)
+            payload = digest.hex()
+            if form is PutForm.SIGNED:
+                headers["x-amz-checksum-sha256"] = base64.b64encode(digest).decode()
+
+        def receive(answer: Answer) -> bool:
+            if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+                error = self._error(answer)
+                if create and answer.status == HTTPStatus.PRECONDITION_FAILED:
+                    return False
+                raise without_absence(error, self._session.place)
+            if not answer.header("etag"):
+                raise missing_header("ETag", self._session.place)
+            answer.read(ERROR_BYTES_MAX)
+            return True
+
+        return self._ask("PUT", key, headers, receive, payload=payload, body=parts)
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
         """See ``DataPlane``."""
-        signed_by = self._session.credentials()
-        path = self._folder + quote(key, safe="/-._~")
-        request = self._signer.get(
-            path, signed_by["access_key_id"], signed_by["secret_access_key"], signed_by.get("token")
-        )
-        deadline = self._clock() + self._options.attempt_timeout_s
-        while True:
-            reused = self._pop_idle()
-            shaken = reused is not None
-            sock = reused or self._dial()
-            try:
-                with self._watchdog.guard(partial(_shut, sock), deadline):
-                    if reused is None and isinstance(sock, ssl.SSLSocket):
-                        sock.do_handshake()
-                    shaken = True
-                    sock.sendall(request)
-                    keeps = self._receive(sock, parts, size, look)
-            except (OSError, http.client.HTTPException, ValueError) as e:
-                sock.close()
-                if self._clock() >= deadline:
-                    if reused is not None:  # a NAT or load balancer may have dropped all idle connections
-                        self._close_idle()
-                    raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
-                if isinstance(e, ssl.SSLError) and not shaken:
-                    raise tls_error(str(e), self._session.place) from None
-                if reused is None:
-                    raise connection_error(self._session.place) from None
-            except BaseException:
-                sock.close()
-                raise
-            else:
-                # After the guard has ended: our watchdog must not end the next user's request.
-                if keeps and not self._closed:
-                    self._idle.append((sock, self._clock()))
-                else:
-                    sock.close()
-                return
+
+        def receive(answer: Answer) -> None:
+            self._raise_unless(HTTPStatus.OK, answer)
+            if answer.announced is None:
+                raise missing_header("Content-Length", self._session.place)
+            if answer.announced != size:
+                self._raise_without_etag(answer)
+                raise BlobCorruptError(f"{answer.announced} bytes are stored, {size} were asked for")
+            for offset, run in [(0, parts)] if look is None else runs(parts, PIECE_BYTES):
+                answer.fill(run)
+                if look is not None:
+                    look_at(look, offset, run)
+
+        self._ask("GET", key, {}, receive)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """See ``DataPlane``."""
+
+        def receive(answer: Answer) -> tuple[int, bytes]:
+            if answer.status == HTTPStatus.OK:
+                self._raise_without_etag(answer)
+                raise BlobCorruptError("the server ignores ranges")
+            self._raise_unless(HTTPStatus.PARTIAL_CONTENT, answer)
+            self._raise_without_etag(answer)
+            found = _RANGE.fullmatch(answer.header("content-range"))
+            if found is None:
+                raise missing_header("Content-Range", self._session.place)
+            first, last, size = map(int, found.groups())
+            tail = bytearray(min(size, length))
+            if (first, last) != (size - len(tail), size - 1) or answer.announced not in (None, len(tail)):
+                raise BlobCorruptError("the server sent another range than was asked for")
+            answer.fill([memoryview(tail)])
+            return size, bytes(tail)
+
+        try:
+            return self._ask("GET", key, {"range": f"bytes=-{length}"}, receive)
+        except BlobNotFoundError:
+            return None
+
+    def size(self, key: str) -> int | None:
+        """See ``DataPlane``."""
+
+        def receive(answer: Answer) -> int | None:
+            if answer.status == HTTPStatus.NOT_FOUND:
+                return None
+            self._raise_unless(HTTPStatus.OK, answer)
+            if answer.announced is None:  # for example, a proxy compresses responses
+                raise missing_header("Content-Length", self._session.place)
+            self._raise_without_etag(answer)
+            return answer.announced
+
+        return self._ask("HEAD", key, {}, receive)
 
     def close(self) -> None:
         """Close idle connections and end the watchdog."""
-        self._closed = True
-        self._watchdog.close()
-        self._close_idle()
+        self._connections.close()
 
-    def _receive(self, sock: socket.socket, parts: Sequence[memoryview], size: int, look: Look | None) -> bool:
-        """Fill the parts. Returns whether the connection can be reused."""
-        first = sock.recv(FIRST_BYTES)
-        unread = _Unread(sock, first)
-        pieces = [(0, parts)] if look is None else runs(parts, PIECE_BYTES)
-        if head_bytes := _head_of_object(first, size):
-            unread.first = unread.first[head_bytes:]
-            for offset, run in pieces:
-                if transfer(unread.readinto_many, -1, run) < parts_size(run):
-                    raise http.client.IncompleteRead(b"")
-                if look is not None:
-                    look_at(look, offset, run)
-            return not unread.first
-        response = http.client.HTTPResponse(unread, method="GET")  # type: ignore[arg-type] # it calls makefile only
-        with contextlib.closing(response):
-            response.begin()
-            if response.status >= http.HTTPStatus.MULTIPLE_CHOICES:
-                code = _CODE.search(response.read(ERROR_BYTES_MAX))
-                location = response.getheader("Location", "")
-                raise server_error(
-                    response.status, code[1].decode() if code else "", place=self._session.place, location=location
-                )
-            if response.status != http.HTTPStatus.OK:
-                raise StoreUnavailableError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {response.status})")
-            if response.length is None:
-                raise missing_header("Content-Length", self._session.place)
-            if response.length != size:
-                if response.getheader("ETag") is None:  # a web page with status 200, not from S3
-                    raise missing_header("ETag", self._session.place)
-                raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
-            for offset, run in pieces:
-                for piece in run:
-                    fill(response, piece)
-                if look is not None:
-                    look_at(look, offset, run)
-            return not response.will_close
+    def _ask(
+        self,
+        method: str,
+        key: str,
+        headers: Mapping[str, str],
+        receive: Callable[[Answer], T],
+        *,
+        payload: str = EMPTY,
+        body: Sequence[memoryview] | None = None,
+    ) -> T:
+        credentials = self._session.credentials()
+        path = self._folder + quote(key, safe="/-._~")
+        size = None if body is None else parts_size(body)
+        head = self._signer.head(method, path, credentials, headers, payload=payload, size=size)
+        return self._connections.exchange(method, [memoryview(head), *(body or ())], receive)
 
-    def _close_idle(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._idle.pop()[0].close()
+    def _error(self, answer: Answer) -> StoreError:
+        """Our exception for a response that is an error or a redirect."""
+        found = _CODE.search(answer.read(ERROR_BYTES_MAX))
+        code = found[1].decode() if found else ""
+        location = answer.header("location")
+        if not code and answer.status < HTTPStatus.BAD_REQUEST and answer.header("x-amz-bucket-region"):
+            code = "PermanentRedirect"  # a HEAD's, without a body
+        return server_error(answer.status, code, place=self._session.place, location=location)
 
-    def _pop_idle(self) -> socket.socket | None:
-        oldest = self._clock() - IDLE_S_MAX
-        with contextlib.suppress(IndexError):  # another thread took it
-            while self._idle[0][1] < oldest:
-                self._idle.popleft()[0].close()
-            while True:
-                sock, idle_since = self._idle.pop()
-                if idle_since < oldest:
-                    sock.close()
-                    continue
-                poll = select.poll()
-                poll.register(sock, select.POLLIN)
-                if not poll.poll(0):
-                    return sock
-                sock.close()  # readable while idle: the server has closed it
-        return None
+    def _raise_unless(self, status: HTTPStatus, answer: Answer) -> None:
+        if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+            raise self._error(answer)
+        if answer.status != status:
+            raise StoreUnavailableError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {answer.status})")
 
-    def _dial(self) -> socket.socket:
-        within_s = self._options.connect_timeout_s
-        with contextlib.suppress(OSError, ValueError):  # ValueError: the name is too long for IDNA
-            addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
-            for family, kind, protocol, _, address in addresses:
-                with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as undo:
-                    sock = undo.enter_context(socket.socket(family, kind, protocol))
-                    sock.settimeout(within_s / len(addresses))
-                    sock.connect(address)
-                    sock.settimeout(None)  # from here the watchdog ends late requests
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    # A request with a session token is two packets, and Nagle's algorithm would make the second wait
-                    # for an ACK.
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    if self._tls is not None:
-                        # A host name to resolve may end with a dot; a name in a certificate may not (RFC 6066, 3).
-                        name = self._name.rstrip(".")
-                        sock = self._tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
-                    undo.pop_all()
-                    return sock
-        raise connection_error(self._session.place)
-
-
-def _head_of_object(first: bytes, size: int) -> int:
-    """Size of the headers if they announce an object of ``size``. 0: another response, or incomplete headers."""
-    head_bytes = first.find(b"\r\n\r\n") + 4
-    head = first[:head_bytes].lower()
-    if not head.startswith(b"http/1.1 200 ") or _SPECIAL.search(head) or _LENGTH.findall(head) != [b"%d" % size]:
-        return 0
-    return head_bytes
-
-
-class _Unread(io.RawIOBase):
-    """What is still to be read of a response: its ``first`` bytes, already received, and the rest from the socket."""
-
-    def __init__(self, sock: socket.socket, first: bytes) -> None:
-        self.first = memoryview(first)
-        self._sock = sock
-        self._is_tls = isinstance(sock, ssl.SSLSocket)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self.first:
-            return self._sock.recv_into(buffer)
-        count = min(len(self.first), len(buffer))
-        buffer[:count] = self.first[:count]
-        self.first = self.first[count:]
-        return count
-
-    def readinto_many(self, _: int, parts: Sequence[memoryview], done: int) -> int:  # noqa: ARG002 - as os.preadv
-        """Fill some of the parts; returns the number of bytes, 0 at the end."""
-        if self.first or self._is_tls:
-            return self.readinto(parts[0])
-        return self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
-
-    def makefile(self, mode: str) -> io.BufferedReader:  # noqa: ARG002 - http.client calls it, as of a socket
-        return io.BufferedReader(self)
-
-
-def fill(response: http.client.HTTPResponse, part: memoryview) -> None:
-    """Receive a whole part of a body.
-
-    Raises:
-        http.client.IncompleteRead: the body ended early.
-    """
-    while part:
-        count = response.readinto(part)
-        if not count:
-            raise http.client.IncompleteRead(b"", len(part))
-        part = part[count:]
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the request completed at this very moment
-        # Not SSLSocket.shutdown, which ends decryption first: the reader would take encrypted bytes for plain ones.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-class ReadSigner:
-    """Signs GETs with AWS Signature Version 4; botocore's 0.1 ms of Python would matter here. Any thread may call.
-
-    It follows "Create a signed AWS API request" in the AWS IAM User Guide. It is short because our GETs have no query
-    and no body, S3 does not normalize paths, and a signing key is valid for a day.
-
-    Args:
-        host: value of the Host header.
-        region: the bucket's region.
-        clock: returns seconds since 1970.
-    """
-
-    def __init__(self, host: str, region: str, *, clock: Callable[[], float] = time.time) -> None:
-        self._host = host
-        self._region = region
-        self._clock = clock
-        self._key = ("", "", b"")  # date, secret and their signing key; replaced as a whole
-
-    def get(self, path: str, access_key: str, secret_key: str, token: str | None) -> bytes:
-        """Make a GET's request line and headers.
-
-        Args:
-            path: percent-encoded, as sent.
-            access_key, token: of printable ASCII characters, as ``BotoConfig.check`` ensures.
-        """
-        now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._clock()))
-        scope = f"{now[:8]}/{self._region}/s3/aws4_request"
-        headers = f"host:{self._host}\nx-amz-content-sha256:{_NO_BODY}\nx-amz-date:{now}\n"
-        names = "host;x-amz-content-sha256;x-amz-date"
-        if token:
-            headers += f"x-amz-security-token:{token}\n"
-            names += ";x-amz-security-token"
-        canonical = f"GET\n{path}\n\n{headers}\n{names}\n{_NO_BODY}"
-        to_sign = f"{_ALGORITHM}\n{now}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
-        signature = hmac.digest(self._signing_key(now[:8], secret_key), to_sign.encode(), "sha256").hex()
-        lines = (
-            f"GET {path} HTTP/1.1",
-            *headers.splitlines(),
-            "user-agent:kvtiers",
-            f"authorization:{_ALGORITHM} Credential={access_key}/{scope}, SignedHeaders={names}, Signature={signature}",
-        )
-        return "\r\n".join((*lines, "\r\n")).encode()
-
-    def _signing_key(self, date: str, secret_key: str) -> bytes:
-        known_date, known_secret, key = self._key
-        if (known_date, known_secret) != (date, secret_key):
-            key = f"AWS4{secret_key}".encode()
-            for scope in (date, self._region, "s3", "aws4_request"):
-                key = hmac.digest(key, scope.encode(), "sha256")
-            self._key = date, secret_key, key
-        return key
+    def _raise_without_etag(self, answer: Answer) -> None:
+        """Refuse a web page with status 200 that is not from S3: it would look like an object of another size."""
+        if not answer.header("etag"):
+            raise missing_header("ETag", self._session.place)

@@ -104,26 +104,16 @@ _FORM = "the server does not accept this request"
 _UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
 _OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
 _NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
-_IS_AUTHORITY = (
-    "endpoint: the certificate of {} is itself a certificate authority's, which obstore does not accept for a server; "
-    "issue a certificate for the server alone (CA:FALSE)"
-)
 _OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
 #: Part of a client's error text -> hint.
 _TLS_ERRORS = (
     ("WRONG_VERSION_NUMBER", _NO_TLS),  # OpenSSL's
     ("RECORD_LAYER_FAILURE", _NO_TLS),
-    ("InvalidContentType", _NO_TLS),  # rustls'
-    ("CorruptMessage", _NO_TLS),
     ("doesn't match", _OTHER_NAME),  # urllib3's
-    ("certificate is not valid for", _OTHER_NAME),
     ("Hostname mismatch", _OTHER_NAME),
     ("IP address mismatch", _OTHER_NAME),
-    ("NotValidForName", _OTHER_NAME),
-    ("CaUsedAsEndEntity", _IS_AUTHORITY),
     ("certificate has expired", _OTHER_TIME),
-    ("InvalidCertificate(Expired", _OTHER_TIME),
-    ("InvalidCertificate(NotValidYet", _OTHER_TIME),
+    ("certificate is not yet valid", _OTHER_TIME),
 )
 
 NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"

@@ -18,6 +18,7 @@ KEYS_PER_ASKER: Final = 8
 ASKER_S: Final = 0.004
 ASKERS_MAX: Final = 128
 DELETERS_MAX: Final = 8
+DELETE_KEYS_MAX: Final = 1000  # S3's limit for one batch delete
 
 Answers = dict[str, int | Exception | None]
 

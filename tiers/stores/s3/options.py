@@ -5,12 +5,9 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import Literal
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError, quoted
-
-Client = Literal["obstore", "boto3"]
 
 # All names that S3 or a compatible server accepts, without any that would change the URL's meaning.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
@@ -18,7 +15,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _HOST = re.compile(
     r"(?=.{1,255}\Z)((?!-)[a-z0-9-]{1,63}(?<!-)\.)*(?!-)[a-z0-9-]{1,63}(?<!-)\.?", re.IGNORECASE | re.ASCII
 )
-# Paths that boto3, obstore and DirectReader all send unchanged.
+# Paths that both clients send unchanged.
 _PATH = re.compile(r"(/(?!\.\.?(/|\Z))[A-Za-z0-9._~-]+)*/?")
 # A host whose last label is such a number is an IPv4 address or invalid (WHATWG, "ends in a number").
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
@@ -45,7 +42,7 @@ class S3Options:
     container and instance metadata, ``credential_process``), which also refreshes them.
 
     Attributes:
-        bucket: must exist. A directory bucket (S3 Express, ``…--x-s3``) is always accessed with boto3.
+        bucket: must exist. A directory bucket (S3 Express, ``…--x-s3``) is accessed with boto3.
         prefix: folder inside the bucket; "" is the bucket's root.
         endpoint_url: of a server other than AWS; None: boto3's chain (``AWS_ENDPOINT_URL``, profile), otherwise AWS.
             See ``without_bucket``.
@@ -59,7 +56,6 @@ class S3Options:
             starts in the first half only, so the limit holds. The credential chain also gets half, but at least 3 s.
         retries: further attempts after a 5xx, a 429 or a broken connection.
         max_connections: concurrent requests; further requests wait.
-        client: ``obstore`` (Rust), or ``boto3`` where obstore must not run. A proxy always gets boto3.
 
     Raises:
         ConfigError: a value is invalid. The error names the field.
@@ -77,7 +73,6 @@ class S3Options:
     request_timeout_s: float = 10.0
     retries: int = 3
     max_connections: int = 32
-    client: Client = "obstore"
 
     def __post_init__(self) -> None:
         if not _BUCKET.fullmatch(self.bucket) or ".." in self.bucket:
@@ -113,7 +108,7 @@ class S3Options:
     def connect_timeout_s(self) -> float:
         """Limit for one connection.
 
-        obstore and ``DirectReader`` give each of the host's n addresses (AWS: 8) 1/n of it; boto3 gives each all of it.
+        ``DirectClient`` gives each of the host's n addresses (AWS: 8) 1/n of it; boto3 gives each all of it.
         """
         return min(CONNECT_S_MAX, self.attempt_timeout_s)
 

@@ -17,9 +17,7 @@ _VARIABLES: Final = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "
 def proxy_of(endpoint_url: str) -> str | None:
     """The proxy's URL from the environment; None if requests go to the endpoint directly.
 
-    Chosen once for all three clients, which each read ``NO_PROXY`` differently: botocore (like urllib) supports
-    host:port but not networks. reqwest, which obstore uses, supports networks but not host:port. Only reqwest reads
-    ``ALL_PROXY``.
+    Like curl, it reads ``ALL_PROXY``, and networks in ``NO_PROXY``; botocore itself reads neither.
     """
     parts = urlsplit(endpoint_url)
     host = parts.hostname or ""
@@ -29,7 +27,7 @@ def proxy_of(endpoint_url: str) -> str | None:
         return None
     if "://" not in proxy:
         return f"http://{proxy}"
-    return proxy if proxy.startswith("http") else None  # no client supports SOCKS
+    return proxy if proxy.startswith("http") else None  # botocore does not support SOCKS
 
 
 def check_proxy(proxy_url: str) -> None:

@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -23,14 +21,8 @@ import boto3
 import botocore.session
 from botocore import exceptions as boto_errors
 from botocore.config import Config
-from botocore.credentials import (
-    Credentials,
-    ReadOnlyCredentials,
-)
+from botocore.credentials import Credentials, ReadOnlyCredentials
 from botocore.httpsession import get_cert_path
-
-if TYPE_CHECKING:
-    from obstore.store import S3Credential
 
 from ...errors import ConfigError, StoreConfigError, StoreError
 from ..chatty_loggers import cap_chatty_loggers
@@ -43,9 +35,6 @@ from .options import IDLE_S_MAX, S3Options, check_endpoint, without_bucket
 from .proxies import check_proxy, name_proxy, proxy_of
 
 DEFAULT_REGION = "us-east-1"
-# boto3 hands out credentials that stay valid for at least 10 more minutes. obstore asks for new ones 5 minutes before
-# this TTL ends, so once a minute.
-CREDENTIALS_TTL = timedelta(minutes=6)
 # As in botocore: before credentials with less time left are used, the chain is asked for better ones.
 GOOD_S_MIN: Final = 600.0
 #: In the last 15 minutes before expiry, botocore would ask the chain on every request. That is useless if credentials
@@ -54,7 +43,10 @@ ASK_EVERY_S: Final = 30.0
 
 
 class S3Session:
-    """Credentials and boto3 clients of one bucket. Any thread may call: only boto3's own caches change, under locks.
+    """Credentials and boto3 clients of one bucket. Any thread may call.
+
+    Only ``_client`` and boto3's own caches change, under locks. The client is made on first use: boto3 takes 0.2 s of
+    CPU and 15 MB to read S3's API, which a process does not need that only moves blocks of a known endpoint.
 
     All clients trust the system's certificate authorities (including ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``) and those
     in the file ``ca_path``. This is the first that is set of: the option ``ca_bundle``, ``AWS_CA_BUNDLE`` or the
@@ -74,39 +66,43 @@ class S3Session:
         self._proxies: dict[str, str] | None = None
         self._endpoint_url = options.endpoint_url
         self._bucket_in_host = False
-        self._http = BoundedHttp(options.attempt_timeout_s)
+        self.http = BoundedHttp(options.attempt_timeout_s)
+        self._client: Any = None
+        self._making = threading.Lock()
         # For error messages. Until the client is made, only the options are known.
         source = BotoConfig(options.profile)
         self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS", str(source))
         try:
-            botocore_session = self._make_botocore_session(source)
-            self._session = boto3.Session(botocore_session=botocore_session)
-            self.region = options.region or self._session.region_name or DEFAULT_REGION
+            session = self._make_botocore_session(source)
+            self._session = boto3.Session(botocore_session=session)
+            self.region: str = options.region or session.get_config_variable("region") or DEFAULT_REGION
             source.check_region(self.region)
-            botocore_session.set_config_variable("region", self.region)  # for STS, where the profile assumes a role
-            chain = self._find_credentials(botocore_session)
+            session.set_config_variable("region", self.region)  # for STS, where the profile assumes a role
+            chain = self._find_credentials(session)
             if chain is not None:
-                source.refuse_mfa(botocore_session, chain)
+                source.refuse_mfa(session, chain)
                 self._credentials = ChainCredentials(
                     chain, self._translate_chain, options.attempt_timeout_s, check=source.check
                 )
-                botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
+                session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
             self.ca_path: str = (
                 options.ca_bundle
-                or botocore_session.get_config_variable("ca_bundle")
+                or session.get_config_variable("ca_bundle")
                 or os.environ.get("REQUESTS_CA_BUNDLE")  # as in botocore, the last source before its own bundle
                 or get_cert_path(True)
             )
-            self.ca_pem = _read_ca_bundle(self.ca_path)
-            self.client = self.make_client()
+            _check_ca_bundle(self.ca_path)
+            if chain is None:
+                raise boto_errors.NoCredentialsError
+            endpoint_url = options.endpoint_url
+            if endpoint_url is None:  # the environment or the profile may give it, and a client knows
+                self._client = self.make_client()
+                endpoint_url = self._client.meta.endpoint_url
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
         except ValueError:  # boto3 raises it if the endpoint of the environment or the profile is not a URL
             raise StoreConfigError(source.explain_endpoint()) from None
-        if chain is None:
-            raise self.translate(boto_errors.NoCredentialsError())
-        # The first client knows the endpoint, which the environment or the profile may give.
-        self.endpoint_url, self._bucket_in_host = without_bucket(self.client.meta.endpoint_url, options.bucket)
+        self.endpoint_url, self._bucket_in_host = without_bucket(endpoint_url, options.bucket)
         self.place = replace(self.place, region=self.region, endpoint_url=self.endpoint_url)
         try:
             check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure)
@@ -119,13 +115,26 @@ class S3Session:
         proxies = getproxies()
         if proxies:  # the first client has read them in its own way
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
-        is_other = self.endpoint_url != self.client.meta.endpoint_url
+        is_other = self.endpoint_url != endpoint_url
         if is_other:
             self._endpoint_url = self.endpoint_url
         if proxies or is_other:
-            self.client = self.make_client()
-        #: Why the data plane got no credentials. obstore passes on the provider's exception only as text.
-        self.credentials_error: StoreError | None = None
+            self._client = None
+
+    @property
+    def client(self) -> Any:
+        """boto3's client of S3, which signs payloads.
+
+        Raises:
+            StoreError: boto3 does not accept its configuration.
+        """
+        with self._making:
+            if self._client is None:
+                try:
+                    self._client = self.make_client()
+                except (boto_errors.BotoCoreError, ValueError) as e:
+                    raise self.translate(e) from None
+            return self._client
 
     @property
     def is_aws(self) -> bool:
@@ -139,20 +148,9 @@ class S3Session:
         # No wildcard certificate covers a bucket's name with dots.
         return self._bucket_in_host or (self.is_aws and "." not in self.options.bucket)
 
-    def credentials(self) -> S3Credential:
-        """Credentials that are valid for some minutes; obstore's ``credential_provider``."""
-        try:
-            frozen = self._credentials.get_frozen_credentials()
-        except StoreError as e:
-            self.credentials_error = type(e)(str(e))  # a copy: the traceback would hold the callers' memory
-            raise
-        self.credentials_error = None
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + CREDENTIALS_TTL,
-        }
+    def credentials(self) -> ReadOnlyCredentials:
+        """Credentials that are valid now. See ``ChainCredentials.get_frozen_credentials``."""
+        return self._credentials.get_frozen_credentials()
 
     def make_client(self, *, sign_payload: bool = True) -> Any:
         """Make a boto3 client. ``sign_payload``: the signature covers the payload's SHA-256, otherwise its checksum."""
@@ -192,14 +190,16 @@ class S3Session:
 
     def close(self) -> None:
         """Close idle connections and end the watchdog."""
-        self.client.close()
-        self._http.close()
+        with self._making:
+            if self._client is not None:
+                self._client.close()
+        self.http.close()
 
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _make_botocore_session(self, source: BotoConfig) -> botocore.session.Session:
         options = self.options
-        session = source.make_session(self._http)
+        session = source.make_session(self.http)
         # For the STS, SSO and web identity clients that the chain makes: a refresh must also end within an attempt.
         session.set_default_client_config(
             Config(
@@ -218,16 +218,13 @@ class S3Session:
         return translate_chain(error, self.place, self.options.attempt_timeout_s)
 
 
-def _read_ca_bundle(path: str) -> bytes:
-    try:
-        pem = Path(path).read_bytes()
-    except OSError as e:
-        raise StoreConfigError(f"ca_bundle: {path} cannot be read: {e.strerror}") from None
+def _check_ca_bundle(path: str) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
-    except OSError:
+    except ssl.SSLError:
         raise StoreConfigError(f"ca_bundle: {path} does not hold valid certificates in PEM form") from None
-    return pem
+    except OSError as e:
+        raise StoreConfigError(f"ca_bundle: {path} cannot be read: {e.strerror}") from None
 
 
 class _Fixed:

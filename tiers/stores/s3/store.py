@@ -7,7 +7,8 @@ win. The server may answer such a put with:
 - 409: another operation, perhaps a delete, is in progress on the key. The put is retried.
 - 501: the server refuses the header (Backblaze B2). Each put then first checks for the object; the last writer wins.
 
-``S3Options.client`` chooses one of two data planes. boto3 always does credentials and rare requests (``S3Control``).
+Blocks move by ``DirectClient``, behind a proxy and for directory buckets by boto3, which always does credentials and
+rare requests (``S3Control``).
 An attempt ends after half of ``request_timeout_s``, by its client's own total timeout. Retryable errors are retried
 after growing, jittered pauses. No attempt starts in the second half of ``request_timeout_s``.
 """
@@ -39,7 +40,6 @@ from ..vectored_io import look_at
 from ..watchdog import begin
 from .attempts import Attempts
 from .clients import Clients
-from .control import DELETE_KEYS_MAX
 from .errors import (
     BareRefusalError,
     CredentialsLateError,
@@ -52,7 +52,7 @@ from .errors import (
     deadline_error,
 )
 from .listing import Page, follow
-from .many_objects import Answers, Lookups, delete_each
+from .many_objects import DELETE_KEYS_MAX, Answers, Lookups, delete_each
 from .options import S3Options
 from .put_form import (
     REFUSALS,
@@ -110,7 +110,7 @@ class S3Store(Store):
         self._attempts = Attempts(options, clock=clock, sleep=sleep, rng=rng)
 
     def __repr__(self) -> str:
-        return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r}, client={self.options.client!r})"
+        return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r})"
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         return self._put(key, _as_bytes(parts), create=not overwrite)
@@ -260,8 +260,6 @@ class S3Store(Store):
 
     def try_out(self, *, read_only: bool) -> None:
         """Run ``check``, then a put, a get and a delete, so that each client transfers bytes once.
-
-        The clients differ in how they read certificates and in how they send checksums.
 
         Args:
             read_only: only get keys that do not exist.
@@ -485,5 +483,5 @@ class S3Store(Store):
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
-    """The non-empty parts as plain unsigned bytes, the only form that obstore accepts."""
+    """The non-empty parts as plain unsigned bytes, whose length is their size."""
     return [part.cast("B") for part in parts if part.nbytes]

@@ -1,9 +1,8 @@
 """Which certificates S3's clients trust: one rule for all of them, on each version of Python.
 
 All trust the system's certificate authorities (including ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``) and those of one file
-(see ``S3Session``). obstore checks certificates with rustls, the other two with Python's ``ssl``, which has become
-stricter than rustls since Python 3.13. Its flags are set here as rustls works: a certificate authority needs no key
-usage and no key identifier, and may itself be signed by another one that is not trusted.
+(see ``S3Session``). A certificate authority needs no key usage and no key identifier, which Python's ``ssl`` requires
+since version 3.13, and may itself be signed by another one that is not trusted.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from kvtiers.tiers.errors import BlobNotFoundError
-from kvtiers.tiers.stores.files import posix
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
@@ -37,13 +36,9 @@ def is_blob_of(key: str, data: bytes) -> bool:
     return len(data) == BLOB_BYTES and hashlib.sha256(key.encode() + data[32:]).digest() == data[:32]
 
 
-@pytest.fixture(params=["openat2", "stepwise", "private names"])
-def open_store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], LocalStore]:
+@pytest.fixture(params=["unnamed files", "private names"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], LocalStore]:
     """Opens the place as a process that starts would."""
-    if request.param == "stepwise":
-        monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
 
     def open_store() -> LocalStore:
         return use_private_names(LocalStore(tmp_path / "root"), request.param == "private names")
@@ -107,9 +102,9 @@ def test_killed_at_every_system_call(open_store: Callable[[], LocalStore], tmp_p
         assert left_over, "no death left a private file: the test does not show that they are swept"
 
 
-@pytest.mark.parametrize("kills", [25, pytest.param(67, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [25, pytest.param(100, marks=pytest.mark.full)])
 def test_killed_at_random(open_store: Callable[[], LocalStore], tmp_path: Path, kills: int, record: Record) -> None:
-    """On each of the three ways, with 67 deaths each 201 together."""
+    """On each of the two ways, with 100 deaths each."""
     randoms = random.Random(7)
     keys = [f"f{i % 3}/{i}" for i in range(12)]
     root = tmp_path / "root"

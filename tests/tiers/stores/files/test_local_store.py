@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import logging
 import os
 import resource
 import shutil
@@ -24,19 +22,17 @@ from kvtiers.tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
     ConfigError,
-    InvalidKeyError,
-    StoreClosedError,
     StoreConfigError,
     StoreError,
     StoreFullError,
 )
-from kvtiers.tiers.store import Store, check_key
-from kvtiers.tiers.stores.files import posix, publish
+from kvtiers.tiers.store import Store, put_aside
+from kvtiers.tiers.stores.files import cleanup, publish
 from kvtiers.tiers.stores.files.listing import FOLDERS_DEEP_MAX
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
-from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
-from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
+from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys
+from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
 from tests.leaks import open_fds
 from tests.tiers.stores.files.root_folder import FolderContract, use_private_names
 
@@ -46,32 +42,9 @@ class TestLocalStore(FolderContract):
         return LocalStore(self.tmp_path / "root")
 
 
-class TestStepwise(TestLocalStore):
-    """A kernel or sandbox without openat2."""
-
-    @pytest.fixture(autouse=True)
-    def _without_openat2(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
-
-
-class TestPrivateNames(TestLocalStore):
-    """A file system without unnamed files."""
-
-    def make_store(self) -> Store:
-        return use_private_names(LocalStore(self.tmp_path / "root"))
-
-
-@pytest.mark.full  # what is special about it is tested below
-class TestDurableWithReserve(TestLocalStore):
-    def make_store(self) -> Store:
-        return LocalStore(self.tmp_path / "root", durability="data", min_free_bytes=1)
-
-
-@pytest.fixture(params=["openat2", "stepwise", "private names"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+@pytest.fixture(params=["unnamed files", "private names"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStore]:
     """A store on ``tmp_path / "root"``, on each of its ways."""
-    if request.param == "stepwise":
-        monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
     store = LocalStore(tmp_path / "root")
     yield use_private_names(store) if request.param == "private names" else store
     store.close()
@@ -118,30 +91,6 @@ def test_modes_under_any_umask(tmp_path: Path, umask: int, private: bool) -> Non
 SECRET = b"a secret outside of the root"
 
 
-def plant_link_to_file(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "secret")
-
-
-def plant_dangling_link(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "not-there")
-
-
-def plant_relative_link(path: Path, outside: Path) -> None:
-    path.symlink_to(os.path.relpath(outside / "secret", path.parent))
-
-
-def plant_link_to_folder(path: Path, outside: Path) -> None:
-    path.symlink_to(outside)
-
-
-def plant_proc_link(path: Path, outside: Path) -> None:
-    path.symlink_to("/proc/self/mem")
-
-
-def plant_fifo(path: Path, outside: Path) -> None:
-    os.mkfifo(path)
-
-
 def plant_socket(path: Path, outside: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         here = os.open(path.parent, os.O_PATH)  # a socket's path is limited to 107 bytes
@@ -156,21 +105,17 @@ def plant_device(path: Path, outside: Path) -> None:
         pytest.skip("making a device takes CAP_MKNOD")
 
 
-def plant_folder(path: Path, outside: Path) -> None:
-    path.mkdir()
-
-
-PLANTS = [
-    plant_link_to_file,
-    plant_dangling_link,
-    plant_relative_link,
-    plant_link_to_folder,
-    plant_proc_link,
-    plant_fifo,
-    plant_socket,
-    plant_device,
-    plant_folder,
-]
+PLANTS: dict[str, Callable[[Path, Path], None]] = {
+    "link to file": lambda path, outside: path.symlink_to(outside / "secret"),
+    "dangling link": lambda path, outside: path.symlink_to(outside / "not-there"),
+    "relative link": lambda path, outside: path.symlink_to(os.path.relpath(outside / "secret", path.parent)),
+    "link to folder": lambda path, outside: path.symlink_to(outside),
+    "link to proc": lambda path, outside: path.symlink_to("/proc/self/mem"),
+    "fifo": lambda path, outside: os.mkfifo(path),
+    "socket": plant_socket,
+    "device": plant_device,
+    "folder": lambda path, outside: path.mkdir(),
+}
 
 
 @pytest.fixture
@@ -187,12 +132,10 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_non_file_under_a_key_is_a_corrupt_blob(
-    store: LocalStore, tmp_path: Path, outside: Path, plant: Callable[[Path, Path], None]
-) -> None:
+def test_non_file_under_a_key_is_a_corrupt_blob(store: LocalStore, tmp_path: Path, outside: Path, plant: str) -> None:
     path = tmp_path / "root" / "f" / "a"
     path.parent.mkdir()
-    plant(path, outside)
+    PLANTS[plant](path, outside)
     fds = open_fds()
 
     for size in (0, 1, len(SECRET)):
@@ -214,14 +157,12 @@ def test_non_file_under_a_key_is_a_corrupt_blob(
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_overwrite_and_delete_replace_a_non_file(
-    store: LocalStore, tmp_path: Path, outside: Path, plant: Callable[[Path, Path], None]
-) -> None:
+def test_overwrite_and_delete_replace_a_non_file(store: LocalStore, tmp_path: Path, outside: Path, plant: str) -> None:
     for key in ("f/a", "f/b"):
         path = tmp_path / "root" / key
         path.parent.mkdir(exist_ok=True)
-        plant(path, outside)
-    if plant is plant_folder:
+        PLANTS[plant](path, outside)
+    if plant == "folder":
         # A folder may hold other keys: it is never replaced, and deleting its key is success as for an absent one.
         with pytest.raises(BlobCorruptError):
             store.put("f/a", as_parts(b"1"), overwrite=True)
@@ -267,7 +208,7 @@ def test_link_in_place_of_the_stores_own_folders_is_not_followed(
         own.rmdir()
     own.symlink_to(outside)
     if name == ".quarantine":
-        store.quarantine("f/a")  # it is deleted instead
+        put_aside(store, "f/a")  # it is deleted instead
         assert list(store.keys()) == []
     else:
         with pytest.raises(StoreConfigError, match=name):
@@ -446,14 +387,13 @@ def test_puts_succeed_after_the_root_was_removed_under_writers(store: LocalStore
 # ---- litter ----------------------------------------------------------------------------------------------------------
 
 
-def test_private_files_of_dead_writers_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
     private = tmp_path / "root" / ".tmp"
     store = LocalStore(tmp_path / "root")
     store.put("a", as_parts(b"1"), overwrite=True)  # makes the folder
-    names = store._publisher._names
 
     def plant() -> str:
-        (private / (name := names.make())).write_bytes(b"half a blob")
+        (private / (name := publish.private_name())).write_bytes(b"half a blob")
         return name
 
     ours = plant()
@@ -468,7 +408,7 @@ def test_private_files_of_dead_writers_are_swept(tmp_path: Path, monkeypatch: py
 
     LocalStore(tmp_path / "root")
     assert {path.name for path in private.iterdir()} == {ours, other_host, without_proc}
-    long_ago = time.time() - publish.STALE_AGE_S_MAX - 60
+    long_ago = time.time() - cleanup.STALE_AGE_S_MAX - 60
     for path in private.iterdir():
         os.utime(path, (long_ago, long_ago))
     LocalStore(tmp_path / "root")
@@ -481,20 +421,20 @@ def test_foreign_files_in_the_stores_folders_are_kept_and_not_counted(
     tmp_path: Path, store_class: type[LocalStore]
 ) -> None:
     """Other programs may use folders with these names, too."""
-    names = publish.PrivateNames()
-    own = names.make()
+    own = publish.private_name()
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine")
     others = []
     for folder, ending in ((".tmp", ""), (".quarantine", "-a.bin")):
         inside = tmp_path / "root" / folder
         inside.mkdir(parents=True)
-        for name in ("thesis.txt", "sample", f"{own}.txt", own[:-1], "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
+        torn = own.rpartition("-")[0]
+        for name in ("thesis.txt", "sample", f"{own}.txt", torn, "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
             (inside / name).write_bytes(b"mine")
         if folder == ".tmp":  # stores write only regular files, but move whatever has a block's name aside
-            (inside / names.make()).symlink_to(outside)
-            os.mkfifo(inside / names.make())
-        (inside / f"{names.make()}{ending}").mkdir()
+            (inside / publish.private_name()).symlink_to(outside)
+            os.mkfifo(inside / publish.private_name())
+        (inside / f"{publish.private_name()}{ending}").mkdir()
         others += list(inside.iterdir())
         for path in inside.iterdir():
             os.utime(path, (0, 0), follow_symlinks=False)
@@ -526,7 +466,7 @@ def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -
     store = LocalStore(root)
     store.put("f/a", as_parts(b"1"), overwrite=True)
     store.quarantine("f/a")
-    stale = root / ".tmp" / f"elsewhere-{store._publisher._names.make()}"
+    stale = root / ".tmp" / f"elsewhere-{publish.private_name()}"
     stale.write_bytes(b"half a blob")
     os.utime(stale, (0, 0))
     store = LocalStore(root, read_only=True)
@@ -540,127 +480,16 @@ def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -
     assert store.hidden_names() == []
 
 
-def test_private_file_of_a_living_writer_is_kept(tmp_path: Path) -> None:
+def test_quarantined_blob_shows_its_key(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "root")
-    (tmp_path / "root" / ".tmp").mkdir()
-    go_read, go_write = os.pipe()
-    done_read, done_write = os.pipe()
-
-    def write() -> None:
-        name = store._publisher._names.make()
-        (tmp_path / "root" / ".tmp" / name).write_bytes(b"")
-        os.write(done_write, b"1")
-        os.read(go_read, 1)
-
-    child = start_child(write)
-    os.read(done_read, 1)
-    LocalStore(tmp_path / "root")
-    left = list((tmp_path / "root" / ".tmp").iterdir())
-    os.write(go_write, b"1")
-    assert wait_child(child) == 0
-    for fd in (go_read, go_write, done_read, done_write):
-        os.close(fd)
-    assert len(left) == 1
-    LocalStore(tmp_path / "root")
-    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
-
-
-def test_folder_name_with_line_breaks_is_logged_on_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever may write below the root names it."""
-    (tmp_path / "root" / "x\nERROR all is lost\x1b[2J").mkdir(parents=True)
-    store = LocalStore(tmp_path / "root")
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("kvtiers.tiers.stores.files.listing._Listing.enter", refuse)
-    assert list_keys(store) == []
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "x\\nERROR all is lost\\x1b[2J is skipped" in message
-    assert message.isprintable()
-
-
-def test_leftovers_that_cannot_be_swept_are_logged_and_the_store_opens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / ".tmp").write_bytes(b"no folder")
-    with caplog.at_level(logging.WARNING, "kvtiers.tiers.stores.files.local"):
-        store = LocalStore(tmp_path / "root")
-    assert "files of dead writers were not removed" in caplog.text
-    store.put("a", as_parts(b"1"))
-    assert fetch(store, "a", 1) == b"1"
-
-
-def test_quarantine_keeps_blobs_up_to_a_limit(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "root", quarantine_count_max=2)
-    aside = tmp_path / "root" / ".quarantine"
-    for i in range(4):
-        store.put("f/" + "n" * 251 + ".bin", as_parts(b"bad %d" % i))
-        store.quarantine("f/" + "n" * 251 + ".bin")
-        assert list_keys(store) == []
-    assert sorted(path.read_bytes() for path in aside.iterdir()) == [b"bad 0", b"bad 1"]
-    assert all("nnnn" in path.name for path in aside.iterdir()), "an operator must see which key it was"
+    store.put(f"f/{'n' * 251}.bin", as_parts(b"bad"))
+    store.quarantine(f"f/{'n' * 251}.bin")
+    (aside,) = (tmp_path / "root" / ".quarantine").iterdir()
+    assert aside.read_bytes() == b"bad"
+    assert "nnnn" in aside.name
 
 
 # ---- descriptors, threads, processes ---------------------------------------------------------------------------------
-
-
-def test_calls_leave_no_descriptor_open(store: LocalStore, tmp_path: Path) -> None:
-    fds = open_fds()
-    for overwrite in (False, False, True):
-        store.put("f/g/h/a", as_parts(b"1"), overwrite=overwrite)
-    calls: list[Callable[[], object]] = [
-        lambda: fetch(store, "f/g/h/a", 2),
-        lambda: fetch(store, "f/g/h/b", 2),
-        lambda: fetch(store, "f/g/h", 2),
-        lambda: store.put("f/g/h", as_parts(b"1"), overwrite=True),
-        lambda: store.put("f/g/h/a/b", as_parts(b"1")),
-    ]
-    for call in calls:
-        with pytest.raises(StoreError):
-            call()
-    store.size("f/g/h/a")
-    store.get_tail("f/g/h/a", 1)
-    next(store.keys())  # and never again
-    store.quarantine("f/g/h/a")
-    store.delete("f/g/h/a")
-    assert open_fds() <= fds
-    store.close()
-    assert str(tmp_path / "root") in dict(fds).values()
-    assert str(tmp_path / "root") not in dict(open_fds()).values()
-
-
-def test_close_does_not_disturb_running_calls(tmp_path: Path) -> None:
-    fds = open_fds()
-    store = LocalStore(tmp_path / "root")
-    for i in range(10):
-        store.put(f"f{i}/a", as_parts(b"1"))
-    listing = store.keys()
-    seen = {next(listing).key}
-    store.close()
-    with pytest.raises(StoreClosedError):
-        store.size("f0/a")
-    seen |= {info.key for info in listing}
-    assert len(seen) == 10
-    del listing
-    assert open_fds() <= fds
-
-
-def test_store_of_the_parent_works_in_a_forked_child(store: LocalStore, tmp_path: Path) -> None:
-    store.put("f/a", as_parts(b"parent"))
-
-    def use() -> None:
-        assert fetch(store, "f/a", 6) == b"parent"
-        store.put("f/b", as_parts(b"child"))
-        store.put("f/a", as_parts(b"child"), overwrite=True)
-        store.close()
-
-    assert run_in_child(use) == 0
-    assert fetch(store, "f/a", 5) == b"child"
-    assert fetch(store, "f/b", 5) == b"child"
 
 
 def test_listing_memory_does_not_grow(tmp_path: Path) -> None:
@@ -708,49 +537,6 @@ def test_foreign_names_are_not_listed(tmp_path: Path) -> None:
     (tmp_path / "root" / ".tmp").mkdir()
     (tmp_path / "root" / ".tmp" / "b").touch()
     assert list_keys(store) == ["f/a", "f/d.hidden/file"]
-
-
-@pytest.mark.parametrize("prefix", ["", "long name/", "naïve/", "x" * 250 + "/"])
-def test_listed_names_are_exactly_the_valid_keys(tmp_path: Path, prefix: str) -> None:
-    root = tmp_path / "root"
-    store = LocalStore(root)
-    names = [
-        "plain",
-        "long name",
-        "naïve",
-        "back\\slash",
-        "bell\x07",
-        "del\x7f",
-        "zero\u200bwidth",
-        "not\udcff",
-        "x" * 250,
-    ]
-    for outer in names:
-        for folder in (outer, f"{outer}/plain", "/".join([outer, *["y" * 250] * 4])):
-            (root / folder).mkdir(parents=True)
-            for name in names:
-                (root / folder / f"{name}.bin").touch()
-
-    def is_key(name: str) -> bool:
-        try:
-            check_key(name)
-        except InvalidKeyError:
-            return False
-        return True
-
-    found = [str(path.relative_to(root)) for path in root.rglob("*.bin")]
-    expected = [name for name in found if is_key(name) and name.startswith(prefix)]
-    assert 0 < len(expected) < len(found)
-    assert list_keys(store, prefix) == sorted(expected)
-
-
-def test_size_is_told_before_a_byte_is_touched(store: LocalStore) -> None:
-    store.put("f/a", as_parts(make_data(5000)))
-    for size in (0, 4999, 5001):
-        buffer = bytearray(b"\xa5" * size)
-        with pytest.raises(BlobCorruptError, match="5000"):
-            store.get_into("f/a", [memoryview(buffer)])
-        assert buffer == b"\xa5" * size
 
 
 def test_min_free_bytes_refuses_before_anything_is_made(tmp_path: Path) -> None:

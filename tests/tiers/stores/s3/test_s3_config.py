@@ -43,7 +43,7 @@ from kvtiers.tiers.errors import (
 from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
 from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S
 from kvtiers.tiers.stores.s3.control import S3Control
-from kvtiers.tiers.stores.s3.direct import DirectReader
+from kvtiers.tiers.stores.s3.direct import DirectClient
 from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, CredentialsRefusedError, SignatureRefusedError
 from kvtiers.tiers.stores.s3.options import S3Options, check_endpoint, without_bucket
 from kvtiers.tiers.stores.s3.session import ASK_EVERY_S, ChainCredentials, S3Session
@@ -53,18 +53,12 @@ from kvtiers.tiers.testing.contract import as_parts, fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.tiny_s3 import Answer, Request
 from tests.certificate import make_certificate
-from tests.s3_clients import CLIENTS, asks_once, be_patient
+from tests.s3_clients import asks_once, be_patient
 from tests.waiting import in_time, wait_for
 
 SECRET = "CanarySecretWJalrXUtnFEMIK7MDENG"
 TOKEN = "CanaryTokenFwoGZXIvYXdzEBY"
 DATA = bytes(range(256)) * 20
-
-
-@pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer(buckets=("bucket", "other-bucket")) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +76,6 @@ def _credentials(boto_models_once: None, tmp_path: Path, monkeypatch: pytest.Mon
     }.items():
         monkeypatch.setenv(name, value)
     be_patient(monkeypatch)
-
-
-@pytest.fixture(params=CLIENTS)
-def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
-    return replace(options, request_timeout_s=120.0)
 
 
 def put(options: S3Options, server: HttpFaultServer) -> Request:
@@ -218,7 +206,7 @@ def test_addressing_style_on_aws(endpoint_url: str | None, bucket: str, virtual:
 
 
 def test_directory_buckets_are_boto3s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the zone's own endpoint; obstore and our own reads would ask the region's."""
+    """At the zone's own endpoint; our own client would ask the region's."""
     bucket = "kv--usw2-az1--x-s3"
     asked: list[str] = []
 
@@ -335,7 +323,7 @@ def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
     store.close()
 
 
-@pytest.mark.parametrize("options", ["obstore"], indirect=True)
+@pytest.mark.parametrize("client", ["direct"], indirect=True)
 def test_credential_chain_that_hangs_once_is_asked_again(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +385,6 @@ def test_refresh_of_credentials_that_hangs_holds_nobody(
     options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What there is goes on while it is good; when it has expired, a chain made anew is asked."""
-    monkeypatch.setattr("kvtiers.tiers.stores.s3.session.CREDENTIALS_TTL", timedelta(0))  # obstore asks each time, too
     server.put_object("bucket", "f/a", DATA)
     script = answers_for_a_while(tmp_path)
     answers = script.read_text()
@@ -765,7 +752,7 @@ def test_name_with_a_dot_at_its_end_is_the_certificates(
     with serve_by_tls(tmp_path) as server:
         server.put_object("bucket", "f/a", DATA)
         url = f"https://storage.example.:{server.port}"
-        reader = DirectReader(S3Session(replace(options, endpoint_url=url, ca_bundle=str(tmp_path / "ca.pem"))))
+        reader = DirectClient(S3Session(replace(options, endpoint_url=url, ca_bundle=str(tmp_path / "ca.pem"))))
         filled = bytearray(len(DATA))
         reader.get_into("f/a", [memoryview(filled)], len(DATA))
         assert filled == DATA
@@ -787,20 +774,6 @@ def test_ca_bundle_may_have_comments(
         bundle.write_text(text)
         with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* does not hold valid certificates in PEM form"):
             S3Store(store.options).size("a")
-
-
-def test_certificate_that_obstore_alone_refuses_is_used_by_boto3(
-    options: S3Options,
-    https: HttpFaultServer,
-    certificate: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr("kvtiers.tiers.stores.s3.session._read_ca_bundle", lambda _: b"hello")
-    url = https.endpoint_url
-    sent = put(replace(options, client="obstore", endpoint_url=url, ca_bundle=str(certificate / "ca.pem")), https)
-    assert "Boto3" in sent.headers["user-agent"]
-    assert "is not accepted by obstore; using boto3 instead" in caplog.text
 
 
 def test_ca_bundle_that_is_not_there(options: S3Options) -> None:
@@ -871,14 +844,7 @@ def test_max_connections(options: S3Options, server: HttpFaultServer, limit: int
     assert errors == []
     assert len(server.requests("PUT")) == 40
     assert server.most_under_way <= limit
-    # Connections are kept and used again; obstore opens one more when the last is free a moment too late.
-    assert len({request.client_port for request in server.requests("PUT")}) < 20
-
-
-def test_client(server: HttpFaultServer) -> None:
-    plain = S3Options(bucket="bucket", endpoint_url=server.endpoint_url)
-    assert "Boto3" not in put(plain, server).headers["user-agent"]
-    assert "Boto3" in put(replace(plain, client="boto3"), server).headers["user-agent"]
+    assert len({request.client_port for request in server.requests("PUT")}) <= limit  # they are used again
 
 
 # -- what is stored ----------------------------------------------------------------------------------------------------
@@ -985,22 +951,6 @@ def test_put_that_may_not_be_made_is_told_by_its_first_refusal(options: S3Option
     store.close()
 
 
-def test_refusal_for_another_reason_does_not_drop_the_checksum(options: S3Options, server: HttpFaultServer) -> None:
-    server.inject(Fault.NOT_IMPLEMENTED, methods=("PUT",), times=6)
-    store = S3Store(options)
-    with pytest.raises(StoreConfigError, match="NotImplemented, HTTP 501"):
-        store.put("a", as_parts(DATA))
-    store.put("a", as_parts(DATA))
-    assert "x-amz-checksum-crc64nvme" in server.requests("PUT")[-1].headers
-
-
-def test_missing_awscrt_is_named(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
-    store = S3Store(replace(options, client="boto3"))
-    with pytest.raises(StoreConfigError, match=r"^boto3 needs awscrt for checksums: pip install"):
-        store.size("a")
-
-
 # -- bad values --------------------------------------------------------------------------------------------------------
 
 
@@ -1090,22 +1040,6 @@ def test_zone_of_an_ipv6_address_is_refused() -> None:
         S3Options(bucket="bucket", endpoint_url="https://[fe80::1%25eth0]:9000")
 
 
-def test_panic_of_rust_is_a_store_error(options: S3Options) -> None:
-    """PanicException is no Exception: it ended threads, and the tier's constructor."""
-    store = S3Store(replace(options, client="obstore", endpoint_url="https://a.9"))
-    calls = (
-        lambda: store.put("a", as_parts(DATA)),
-        lambda: fetch(store, "a", len(DATA)),
-        lambda: store.size("a"),
-        lambda: store.delete("a"),
-    )
-    for call in calls:
-        with pytest.raises(StoreError):
-            call()
-    assert {type(answer) for answer in store.size_many([f"a{i}" for i in range(20)])} == {StoreConfigError}
-    store.close()
-
-
 def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="holds credentials") as caught:
         S3Options(bucket="bucket", endpoint_url=f"https://user:{SECRET}@storage.example")
@@ -1119,7 +1053,7 @@ def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Opt
     """A put without it sets AWS's default."""
     sent: dict[str, Any] = {}
     session = S3Session(options)
-    session.client = SimpleNamespace(
+    session._client = SimpleNamespace(
         get_bucket_lifecycle_configuration=lambda **_: {
             "Rules": [],
             "TransitionDefaultMinimumObjectSize": "varies_by_storage_class",
@@ -1143,7 +1077,7 @@ def test_deletion_with_a_bare_200_is_good_where_the_object_is_gone(options: S3Op
 
     bare = {"ResponseMetadata": {"HTTPStatusCode": 200, "HTTPHeaders": {}}}
     session = S3Session(options)
-    session.client = SimpleNamespace(delete_object=lambda **_: bare, head_object=head)
+    session._client = SimpleNamespace(delete_object=lambda **_: bare, head_object=head)
     with ExitStack() as stack:
         if not is_gone:
             stack.enter_context(pytest.raises(StoreConfigError, match="not as S3 does"))
@@ -1152,7 +1086,7 @@ def test_deletion_with_a_bare_200_is_good_where_the_object_is_gone(options: S3Op
 
 def test_deletion_that_failed_for_an_unnamed_key_failed_for_all(options: S3Options) -> None:
     session = S3Session(options)
-    session.client = SimpleNamespace(delete_objects=lambda **_: {"Errors": [{"Code": "InternalError"}]})
+    session._client = SimpleNamespace(delete_objects=lambda **_: {"Errors": [{"Code": "InternalError"}]})
     failed = S3Control(session).delete_batch(["a", "b"])
     assert [type(failed[key]) for key in ("a", "b")] == [StoreUnavailableError] * 2
 

@@ -1,39 +1,49 @@
-"""DirectReader: what is its own beside the promises of all clients (test_s3_store, test_s3_faults, test_s3_seaweed)."""
+"""DirectClient: what is its own beside the promises of all clients (test_s3_store, test_s3_faults, test_s3_seaweed)."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from http.client import HTTPResponse
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
+from botocore.config import Config
 from botocore.credentials import ReadOnlyCredentials
 
 from kvtiers.tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
+    StoreConfigError,
     StoreError,
+    StoreFullError,
     StorePermissionError,
     StoreThrottledError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.stores.s3.direct import DirectReader, ReadSigner
+from kvtiers.tiers.stores.s3.connections import Connections
+from kvtiers.tiers.stores.s3.direct import DirectClient
 from kvtiers.tiers.stores.s3.options import IDLE_S_MAX, S3Options
+from kvtiers.tiers.stores.s3.put_form import PutForm
 from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.s3.signer import UNSIGNED, Signer
 from kvtiers.tiers.stores.s3.store import S3Store
-from kvtiers.tiers.testing.contract import fetch, make_data
+from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
+from tests.certificate import make_certificate
 from tests.s3_clients import use_credentials
 from tests.waiting import in_time, wait_for
 
@@ -77,7 +87,7 @@ def test_connection_that_was_idle_for_long_is_not_used_again(
     """A NAT may have forgotten it without a word."""
     now = [0.0]
     session = S3Session(store.options)
-    reader = DirectReader(session, clock=lambda: now[0])
+    reader = DirectClient(session, clock=lambda: now[0])
     parts = [memoryview(bytearray(len(DATA)))]
     both_asked = threading.Barrier(2)  # so there are two connections
     end = server.end
@@ -89,7 +99,7 @@ def test_connection_that_was_idle_for_long_is_not_used_again(
     with ThreadPoolExecutor(2) as pool, monkeypatch.context() as together:
         together.setattr(server, "end", answer_together)
         list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
-    two = [sock for sock, _ in reader._idle]
+    two = [sock for sock, _ in reader._connections._idle]
     assert len(two) == 2
     for now[0] in (IDLE_S_MAX, IDLE_S_MAX + 1, 2 * IDLE_S_MAX + 2):
         reader.get_into("f/a", parts, len(DATA))
@@ -104,7 +114,7 @@ def test_hanging_connection_that_was_used_before_takes_the_idle_ones_with_it(
     store: S3Store, server: HttpFaultServer
 ) -> None:
     session = S3Session(replace(store.options, request_timeout_s=0.6))
-    reader = DirectReader(session)
+    reader = DirectClient(session)
     server.answer_after_s = 0.05
     parts = [memoryview(bytearray(len(DATA)))]
     with ThreadPoolExecutor(2) as pool:
@@ -112,26 +122,26 @@ def test_hanging_connection_that_was_used_before_takes_the_idle_ones_with_it(
         def two_are_idle() -> bool:
             with suppress(StoreTimeoutError):
                 list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
-            return len(reader._idle) == 2
+            return len(reader._connections._idle) == 2
 
         wait_for(two_are_idle)
     server.inject(Fault.STALL, times=1)
     with pytest.raises(StoreTimeoutError):
         reader.get_into("f/a", parts, len(DATA))
-    assert not reader._idle
+    assert not reader._connections._idle
     reader.close()
     session.close()
 
 
 def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[socket.socket] = []
-    dial = DirectReader._dial
+    dial = Connections._dial
 
-    def note(reader: DirectReader) -> socket.socket:
-        made.append(dial(reader))
+    def note(connections: Connections) -> socket.socket:
+        made.append(dial(connections))
         return made[-1]
 
-    monkeypatch.setattr(DirectReader, "_dial", note)
+    monkeypatch.setattr(Connections, "_dial", note)
     assert fetch(store, "f/a", len(DATA)) == DATA
     assert [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in made] == [1]
 
@@ -147,7 +157,7 @@ def test_no_socket_to_be_had(store: S3Store, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as scarce:
-        scarce.setattr("kvtiers.tiers.stores.s3.direct.socket.socket", fail)
+        scarce.setattr("kvtiers.tiers.stores.s3.connections.socket.socket", fail)
         with pytest.raises(StoreUnavailableError):
             fetch(store, "f/a", len(DATA))
     assert fetch(store, "f/a", len(DATA)) == DATA
@@ -166,8 +176,8 @@ def test_no_socket_to_be_had(store: S3Store, monkeypatch: pytest.MonkeyPatch) ->
 def test_host_is_what_all_clients_send(store: S3Store, endpoint: str, host: str) -> None:
     """A proxy that hands on the host that it understood (nginx' $host) changes no other, and a signature covers it."""
     session = S3Session(replace(store.options, endpoint_url=endpoint))
-    reader = DirectReader(session)
-    assert f"\r\nhost:{host}\r\n".encode() in reader._signer.get("/bucket/f/a", "AKIA", "secret", None)
+    reader = DirectClient(session)
+    assert f"\r\nhost:{host}\r\n".encode() in reader._signer.head("GET", "/bucket/f/a", session.credentials(), {})
     reader.close()
     session.close()
 
@@ -210,10 +220,10 @@ def test_get_that_begins_after_its_clients_were_replaced_is_given_up_in_time(
 ) -> None:
     """It had them before, and waited for credentials while another thread's had expired."""
     session = S3Session(replace(store.options, request_timeout_s=0.6))
-    reader = DirectReader(session)
+    reader = DirectClient(session)
     parts = [memoryview(bytearray(len(DATA)))]
     in_time(lambda: reader.get_into("f/a", parts, len(DATA)))
-    (watchdog,) = [thread for thread in threading.enumerate() if thread is reader._watchdog._thread]
+    (watchdog,) = [thread for thread in threading.enumerate() if thread is reader._connections._watchdog._thread]
     reader.close()
     watchdog.join()
     in_time(lambda: reader.get_into("f/a", parts, len(DATA)))
@@ -316,26 +326,50 @@ def test_pieces_begin_again_with_the_body(
 
 @pytest.mark.parametrize("token", [None, "session/token+="])
 @pytest.mark.parametrize("path", ["/bucket/f/a.bin", "/a%20b/%C3%A9~//x%3D..-_"])
-@pytest.mark.parametrize("day", [0, 1])
+@pytest.mark.parametrize(
+    ("method", "headers", "payload"),
+    [
+        ("GET", {}, None),
+        ("GET", {"range": "bytes=-4096"}, None),
+        ("HEAD", {}, None),
+        ("PUT", {"x-amz-storage-class": "STANDARD_IA", "if-none-match": "*"}, None),
+        ("PUT", {"x-amz-meta-kvtiers-used-at": "1.5", "x-amz-checksum-crc64nvme": "AAAA"}, UNSIGNED),
+    ],
+)
 def test_requests_are_signed_as_botocore_signs_them(
-    monkeypatch: pytest.MonkeyPatch, token: str | None, path: str, day: int
+    monkeypatch: pytest.MonkeyPatch,
+    token: str | None,
+    path: str,
+    method: str,
+    headers: dict[str, str],
+    payload: str | None,
 ) -> None:
-    now = datetime(2026, 11, 22, 23, 59, 59, tzinfo=UTC) + timedelta(days=day)
+    now = datetime(2026, 11, 22, 23, 59, 59, tzinfo=UTC)
     monkeypatch.setattr("botocore.auth.get_current_datetime", lambda: now)
-    expected = AWSRequest("GET", f"http://store.example:9000{path}", {"host": "store.example:9000"})
-    S3SigV4Auth(ReadOnlyCredentials("AKIA", "secret", token), "s3", "eu-west-3").add_auth(expected)
-    seconds = [0.0, now.timestamp()]
-    signer = ReadSigner("store.example:9000", "eu-west-3", clock=lambda: seconds[-1])
+    data = b"data" if method == "PUT" else b""
+    given = headers | {"host": "store.example:9000"}
+    expected = AWSRequest(method, f"http://store.example:9000{path}", given, data)
+    expected.context["client_config"] = Config(s3={"payload_signing_enabled": payload is None})
+    credentials = ReadOnlyCredentials("AKIA", "secret", token)
+    S3SigV4Auth(credentials, "s3", "eu-west-3").add_auth(expected)
+    seconds = [now.timestamp()]
+    signer = Signer("store.example:9000", "eu-west-3", clock=lambda: seconds[-1])
+    digest = payload or hashlib.sha256(data).hexdigest()
+
+    def sign(credentials: ReadOnlyCredentials) -> str:
+        return signer.head(method, path, credentials, headers, payload=digest, size=len(data) or None).decode()
+
     for _ in range(2):  # the second with the key of the first
-        request = signer.get(path, "AKIA", "secret", token).decode()
-        assert request.startswith(f"GET {path} HTTP/1.1\r\n")
+        request = sign(credentials)
+        assert request.startswith(f"{method} {path} HTTP/1.1\r\n")
         assert request.endswith("\r\n\r\n")
         sent = dict(line.split(":", 1) for line in request.split("\r\n")[1:-2])
         assert sent.pop("user-agent") == "kvtiers"
+        assert sent.pop("content-length", "0") == str(len(data))
         assert sent == {name.lower(): value for name, value in expected.headers.items()}
-    for secret, at in (("other", now), ("secret", now + timedelta(days=1))):
-        seconds.append(at.timestamp())
-        assert signer.get(path, "AKIA", secret, token).decode() != request
+    assert sign(ReadOnlyCredentials("AKIA", "other", token)) != request
+    seconds.append(now.timestamp() + 86_400)
+    assert sign(credentials) != request
 
 
 def test_credentials_that_no_header_may_hold(store: S3Store, server: HttpFaultServer) -> None:
@@ -353,3 +387,123 @@ def test_every_address_of_a_name_is_tried(store: S3Store, server: HttpFaultServe
     named = S3Store(replace(store.options, endpoint_url=server.endpoint_url.replace("127.0.0.1", "localhost")))
     assert fetch(named, "f/a", len(DATA)) == DATA
     named.close()
+
+
+# -- puts --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refuse(answer: bytes, certificate: Path | None = None) -> Iterator[str]:
+    """A server that answers each request when it has its head, reads no body, and closes; yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                connection, _ = listener.accept()
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a reset may drop the answer
+                if certificate is not None:
+                    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                    context.load_cert_chain(certificate / "server.pem")
+                    connection = context.wrap_socket(connection, server_side=True)
+                with connection, suppress(OSError):
+                    if not connection.recv(4096):
+                        return
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = listener.getsockname()[1]
+        yield f"{'http' if certificate is None else 'https'}://127.0.0.1:{port}"
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)) as last:
+            if certificate is not None:
+                context = ssl.create_default_context(cafile=certificate / "ca.pem")
+                last = context.wrap_socket(last, server_hostname="127.0.0.1")
+            last.shutdown(socket.SHUT_WR)
+            thread.join()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize(
+    ("head", "code", "error", "says"),
+    [
+        ("403 Forbidden", "QuotaExceeded", StoreFullError, "quota"),
+        ("413 Too Large", "", StoreConfigError, "larger than the server"),
+        ("503 Slow", "SlowDown", StoreThrottledError, "slow down"),
+        ("301 Moved\r\nLocation: https://other.example/x", "", StoreConfigError, "redirects to https://other.example"),
+    ],
+)
+def test_put_that_is_refused_before_its_body_was_read_gets_the_reason(
+    store: S3Store, tmp_path: Path, tls: bool, head: str, code: str, error: type[StoreError], says: str
+) -> None:
+    body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
+    answer = f"HTTP/1.1 {head}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    certificate = make_certificate(tmp_path) if tls else None
+    with refuse(answer, certificate) as url:
+        ca_bundle = str(tmp_path / "ca.pem") if tls else None
+        refused = S3Store(replace(store.options, endpoint_url=url, ca_bundle=ca_bundle))
+        with pytest.raises(error, match=says):
+            refused.put("f/b", as_parts(bytes(32 << 20)), overwrite=True)
+        refused.close()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_put_whose_connection_the_server_gave_up_is_sent_again(
+    store: S3Store, server: HttpFaultServer, overwrite: bool
+) -> None:
+    """It may find its own object: to the caller that is one that somebody has stored."""
+    for fault, published in ((Fault.RESET_BEFORE, True), (Fault.LOST_ACK, overwrite)):
+        fetch(store, "f/a", len(DATA))  # over a connection that is kept
+        server.inject(fault, times=1)
+        key = f"f/{fault}"
+        assert store.put(key, as_parts(DATA), overwrite=overwrite) is published
+        assert server.get_object("bucket", key) == DATA
+    server.inject(Fault.RESET_BEFORE, times=2)
+    with pytest.raises(StoreUnavailableError):
+        store.put("f/b", as_parts(DATA), overwrite=overwrite)
+
+
+def test_put_of_many_parts(store: S3Store, server: HttpFaultServer) -> None:
+    """More than one call of sendmsg takes, and more bytes than a socket buffers."""
+    data = make_data(12 << 20)
+    for size in (8192, 5 << 20):
+        assert store.put(f"f/{size}", as_parts(data, size))
+        assert server.get_object("bucket", f"f/{size}") == data
+
+
+def test_connection_is_kept_after_answers_that_are_no_success(store: S3Store, server: HttpFaultServer) -> None:
+    assert store.put("f/a", as_parts(DATA)) is False
+    with pytest.raises(BlobNotFoundError):
+        fetch(store, "f/absent", 1)
+    assert store.size("f/absent") is None
+    assert store.get_tail("f/absent", 1) is None
+    assert store.get_tail("f/a", 10) == (len(DATA), DATA[-10:])
+    assert len({request.client_port for request in server.requests()}) == 1
+
+
+def test_forms_of_a_put(store: S3Store, server: HttpFaultServer) -> None:
+    client = DirectClient(S3Session(store.options))
+    for form, names in (
+        (PutForm.CHECKED, {"x-amz-checksum-crc64nvme"}),
+        (PutForm.SIGNED, {"x-amz-checksum-sha256"}),
+        (PutForm.PLAIN, set()),
+    ):
+        assert client.put("f/b", as_parts(DATA, 4096), create=False, form=form, metadata={"kvtiers-used-at": "1"})
+        headers = server.requests("PUT")[-1].headers
+        assert {name for name in headers if "checksum" in name} == names
+        signed = UNSIGNED if form is PutForm.CHECKED else hashlib.sha256(DATA).hexdigest()
+        assert headers["x-amz-content-sha256"] == signed
+        assert headers["x-amz-meta-kvtiers-used-at"] == "1"
+        assert "if-none-match" not in headers
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "range_", ["bytes 0-9/100000", "bytes 99990-99999/*", "bytes 99990-99998/100000", "bytes 99990-99999/99999", ""]
+)
+def test_tail_of_another_range_is_refused(store: S3Store, range_: str) -> None:
+    head = f"HTTP/1.1 206 Partial Content\r\nETag: x\r\nContent-Range: {range_}\r\nContent-Length: 10\r\n\r\n"
+    with answer(head.encode() + DATA[-10:]) as url:
+        client = DirectClient(S3Session(replace(store.options, endpoint_url=url)))
+        with pytest.raises(StoreError, match=r"another range|Content-Range"):
+            client.get_tail("f/a", 10)
+        client.close()

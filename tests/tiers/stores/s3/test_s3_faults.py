@@ -47,7 +47,7 @@ from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from kvtiers.tiers.testing.tiny_s3 import Answer, Request
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import CLIENTS, asks_once, use_credentials
+from tests.s3_clients import asks_once, use_credentials
 from tests.tiers.server.in_threads import in_threads
 from tests.waiting import PATIENT, in_time, wait_for
 
@@ -69,20 +69,14 @@ ERRORS = [
 ]
 
 
-@pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def _credentials(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     use_credentials(monkeypatch)
 
 
-@pytest.fixture(params=CLIENTS)
-def store(server: HttpFaultServer, request: pytest.FixtureRequest) -> Iterator[S3Store]:
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, request_timeout_s=60.0)
+@pytest.fixture
+def store(server: HttpFaultServer, client: str) -> Iterator[S3Store]:
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, request_timeout_s=60.0)
     store = S3Store(options, sleep=lambda _: None, rng=lambda: 0.0)
     yield store
     store.close()
@@ -116,7 +110,7 @@ def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer) -> None:
         target.assert_only_parts_touched()
         again = len(server.requests("GET")) - asked
         if fault is Fault.RESET_BEFORE:
-            assert again in (4, 5)  # obstore sends a request again itself if a kept connection is reset
+            assert again in (4, 5)  # a request is sent again if a kept connection is reset
         elif fault is not Fault.OTHER_REGION:  # which boto3 follows by itself
             assert again == (4 if caught.value.retryable else 1), fault
         server.heal()
@@ -235,29 +229,13 @@ def test_error_documents_whose_code_is_none(stored: S3Store, server: HttpFaultSe
                 call()
 
 
-@pytest.mark.parametrize("store", ["obstore"], indirect=True)
-@pytest.mark.parametrize(
-    "entries",
-    [
-        "<Contents><Key>f/a</Key><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>",
-        "<Contents><Key>f/a</Key><Size>3</Size></Contents>",
-        "<CommonPrefixes></CommonPrefixes>",
-    ],
-)
-def test_listing_with_entries_that_say_too_little(stored: S3Store, server: HttpFaultServer, entries: str) -> None:
-    answer_listings(server, entries)
-    listing = stored.folders if "Prefix" in entries else lambda: list(stored.keys())
-    with pytest.raises(StoreConfigError, match="answers, but not as S3 does"):
-        listing()
-
-
 def answer_listings(server: HttpFaultServer, content: str) -> None:
     page = f"<ListBucketResult><Name>bucket</Name>{content}</ListBucketResult>"
     server.answers[Fault.HTML_WITH_200] = Answer(200, page.encode())
     server.inject(Fault.HTML_WITH_200, methods=("GET",))
 
 
-@pytest.mark.parametrize("store", ["obstore"], indirect=True)
+@pytest.mark.parametrize("client", ["direct"], indirect=True)
 def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, server: HttpFaultServer) -> None:
     answer_listings(server, "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>")
     for listing in (lambda: list(stored.keys()), stored.folders):
@@ -267,7 +245,7 @@ def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, server: Http
         assert len(server.requests("GET")) - before == 2
 
 
-@pytest.mark.parametrize("store", ["obstore"], indirect=True)
+@pytest.mark.parametrize("client", ["direct"], indirect=True)
 @pytest.mark.parametrize("token", ["", "<NextContinuationToken/>"])
 def test_listing_that_is_cut_off_without_a_token_is_an_error(
     stored: S3Store, server: HttpFaultServer, token: str
@@ -411,7 +389,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, names: str, started: int = 0
 
 
 def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+    stored: S3Store, server: HttpFaultServer, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = hurried(stored)
     store.prepare()
@@ -419,8 +397,8 @@ def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
         refuse_threads(scarce, "kvtiers-s3-watchdog")
         with pytest.raises(StoreUnavailableError, match="cannot start another thread"):
             fetch(store, "f/a", len(DATA))
-    data: Any = store._attempts.current().get().data
-    watchdog = getattr(data, "_direct", data)._watchdog
+    clients: Any = store._attempts.current().get()
+    watchdog = clients.session.http.watchdog if client == "boto3" else clients.data._connections._watchdog
     assert not watchdog._guarded
     assert in_time(lambda: fetch(store, "f/a", len(DATA))) == DATA
     assert watchdog._thread.is_alive()
@@ -466,13 +444,13 @@ def test_many_keys_are_moved_by_as_many_threads_as_can_be_had(
 
 @pytest.mark.parametrize("idle_s_max", [-1.0, 60.0])
 def test_boto3_uses_no_connection_that_was_idle_for_long(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, idle_s_max: float
+    stored: S3Store, server: HttpFaultServer, client: str, monkeypatch: pytest.MonkeyPatch, idle_s_max: float
 ) -> None:
     """Those of the control plane, and of boto3."""
     monkeypatch.setattr("kvtiers.tiers.stores.s3.session.IDLE_S_MAX", idle_s_max)
     for _ in range(3):
         list(stored.keys())
-        if stored.options.client == "boto3":
+        if client == "boto3":
             fetch(stored, "f/a", len(DATA))
     ports = {request.client_port for request in server.requests("GET")}
     assert len(ports) == (1 if idle_s_max > 0 else len(server.requests("GET")))
@@ -559,7 +537,7 @@ def test_tail_without_ranges_is_one_operation(
     monkeypatch.setattr(server, "begin", begin_late)
     server.inject(Fault.IGNORE_RANGE)
     if len(methods) < 3:
-        with pytest.raises(StoreTimeoutError, match="no time is left"):
+        with pytest.raises(StoreTimeoutError, match=r"no time is left|did not answer within 30 s"):
             store.get_tail("f/a", 4096)
     else:
         assert store.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
@@ -825,7 +803,7 @@ def test_renewed_credentials_are_found_by_questions_alone(
     store.close()
 
 
-@pytest.mark.parametrize("store", ["obstore"], indirect=True)
+@pytest.mark.parametrize("client", ["direct"], indirect=True)
 def test_lasting_refusal_makes_clients_anew_ever_more_seldom(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

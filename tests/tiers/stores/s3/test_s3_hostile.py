@@ -8,39 +8,36 @@ server does.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvtiers.tiers.config.deployment import parse_tier
-from kvtiers.tiers.config.open_store import for_engine, store_recipe
-from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.testing.hostile import Hostile
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 
 ENGINE_BYTES_MAX = 400 << 20  # an engine in order takes 120 MiB
-WORKER_BYTES_MAX = 500 << 20  # 64 MiB that it may allocate, what a worker starts with, and obstore's threads
+WORKER_BYTES_MAX = 500 << 20  # 128 MiB that it may allocate, and what a worker starts with
 JOB_DEADLINE_S = 8.0
 IN_TIME_S = 2 * JOB_DEADLINE_S + 120  # on a busy machine; without a deadline there is no end
 KINDS = ("load", "store", "lookup")
 STORE_KINDS = ("head", "list", "size_many", "delete", "delete_many")  # asked where the store is in the engine's process
 
-#: client, row_bytes (large objects are read by the direct reader), isolation, whether the region can be mapped.
+#: client (boto3 where the server is its own proxy), row_bytes, isolation, whether the region can be mapped.
 #: One of those in processes and one of those in threads run in ``make test``.
 WAYS = [
-    pytest.param("obstore", 64 << 10, "process", True, id="obstore-process"),
-    pytest.param("obstore", 512 << 10, "process", True, id="direct-process", marks=pytest.mark.full),
+    pytest.param("direct", 64 << 10, "process", True, id="direct-process"),
+    pytest.param("direct", 512 << 10, "process", True, id="direct-process-large", marks=pytest.mark.full),
     pytest.param("boto3", 64 << 10, "process", True, id="boto3-process", marks=pytest.mark.full),
-    pytest.param("obstore", 64 << 10, "thread", True, id="obstore-thread", marks=pytest.mark.full),
+    pytest.param("direct", 64 << 10, "thread", True, id="direct-thread", marks=pytest.mark.full),
     pytest.param("boto3", 64 << 10, "thread", True, id="boto3-thread", marks=pytest.mark.full),
-    pytest.param("obstore", 64 << 10, "auto", False, id="obstore-unmappable", marks=pytest.mark.full),
+    pytest.param("direct", 64 << 10, "auto", False, id="direct-unmappable", marks=pytest.mark.full),
     pytest.param("boto3", 64 << 10, "auto", False, id="boto3-unmappable", marks=pytest.mark.full),
 ]
 
@@ -74,10 +71,13 @@ def engine(url: str, client: str, row_bytes: int, isolation: str, maps: bool) ->
         "n_write_threads": 2,
         "job_deadline_s": JOB_DEADLINE_S,
     }
-    s3 = {"client": client, "request_timeout_s": 1.0, "retries": 1}
+    s3 = {"request_timeout_s": 1.0, "retries": 1}
     config = json.dumps({"tier": tier, "s3": s3, "row_bytes": row_bytes, "maps": maps})
     command = [sys.executable, "-m", "tests.tiers.server.hostile_engine", config]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    proxy = {"http_proxy": url, "no_proxy": ""} if client == "boto3" else {}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **proxy}
+    ) as process:
         try:
             started = Engine(process)
             assert started.hear() == "started"
@@ -111,14 +111,3 @@ def test_a_hostile_server_takes_neither_memory_nor_life(
         peak, _ = started.ask("peak")
         assert peak["engine"] < ENGINE_BYTES_MAX
         assert peak["worker"] < WORKER_BYTES_MAX
-
-
-def test_obstore_is_not_used_in_the_engines_own_process(caplog: pytest.LogCaptureFixture) -> None:
-    config = parse_tier({"type": "s3", "bucket": "bucket"})
-    assert isinstance(config, S3TierConfig)
-    with caplog.at_level("WARNING"):
-        _, arguments = for_engine(store_recipe(config), "tier s3", "isolation: thread")
-    assert arguments == {"options": replace(config.store_options(), client="boto3")}
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "isolation: thread" in told
-    assert "abort the engine" in told

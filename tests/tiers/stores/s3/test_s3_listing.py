@@ -19,12 +19,6 @@ Page = Callable[[int], str]
 
 
 @pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer() as server:
-        yield server
-
-
-@pytest.fixture
 def store(server: HttpFaultServer, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
     use_credentials(monkeypatch)
     options = S3Options(bucket="bucket", prefix="p", endpoint_url=server.endpoint_url, request_timeout_s=60.0)
@@ -153,7 +147,10 @@ def test_listing_of_prefix_without_keys_makes_no_request(store: S3Store, monkeyp
         *(entries("p/a", size=size) for size in ("", "-1", "many", "1e3", "0x10", "&lt;3&gt;")),
         *(entries("p/a", date=date) for date in ("", "yesterday", "2026-13-01T00:00:00Z", "1e400")),
         "<Contents><Size>3</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>",
+        "<Contents><Key>p/a</Key><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>",
+        "<Contents><Key>p/a</Key><Size>3</Size></Contents>",
         "<Contents/>",
+        "<CommonPrefixes/>",
     ],
 )
 def test_listing_with_unreadable_entry_error_names_endpoint_not_credentials(

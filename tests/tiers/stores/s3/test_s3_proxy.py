@@ -1,17 +1,15 @@
-"""Which requests go through a proxy: all three clients agree."""
+"""Which requests go through a proxy: all clients agree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from kvtiers.tiers.stores.s3.options import Client, S3Options
+from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.proxies import proxy_of
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
-from tests.s3_clients import CLIENTS, use_credentials
+from tests.s3_clients import use_credentials
 
 PROXY = "http://proxy.example:3128"
 
@@ -21,12 +19,6 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-
-
-@pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer() as server:
-        yield server
 
 
 @pytest.mark.parametrize(
@@ -78,7 +70,6 @@ def test_endpoints_that_are_asked_without_a_proxy(
     assert proxy_of(endpoint_url) == (None if excluded else PROXY)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
     ("host", "no_proxy", "excluded"),
     [
@@ -97,14 +88,13 @@ def test_all_requests_go_one_way(
     host: str,
     no_proxy: str,
     excluded: bool,
-    client: Client,
 ) -> None:
     use_credentials(monkeypatch)
     endpoint_url = f"http://{host}:{server.port}"
     with HttpFaultServer() as proxy:  # which is asked for any host, and knows the same buckets
         monkeypatch.setenv("http_proxy", proxy.endpoint_url)
         monkeypatch.setenv("no_proxy", no_proxy.format(host=host, port=server.port))
-        store = S3Store(S3Options(bucket="bucket", endpoint_url=endpoint_url, client=client, request_timeout_s=120.0))
+        store = S3Store(S3Options(bucket="bucket", endpoint_url=endpoint_url, request_timeout_s=120.0))
         data = make_data(300_000)
         store.check()
         store.put("f/a", as_parts(data))

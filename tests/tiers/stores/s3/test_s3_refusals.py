@@ -20,17 +20,11 @@ from kvtiers.tiers.testing import tiny_s3
 from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.testing.tiny_s3 import Answer, Request, TinyS3
-from tests.s3_clients import CLIENTS, use_credentials
+from tests.s3_clients import use_credentials
 
 DATA = make_data(3000)
 #: Decides the answer to a request; None: the server's own.
 Gate = Callable[[Request], Answer | None]
-
-
-@pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +37,9 @@ def now() -> list[float]:
     return [0.0]
 
 
-@pytest.fixture(params=CLIENTS)
-def store(server: HttpFaultServer, request: pytest.FixtureRequest, now: list[float]) -> Iterator[S3Store]:
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, request_timeout_s=60.0)
+@pytest.fixture
+def store(server: HttpFaultServer, client: str, now: list[float]) -> Iterator[S3Store]:
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, request_timeout_s=60.0)
     store = S3Store(options, clock=lambda: now[0], sleep=lambda _: None, rng=lambda: 0.0)
     yield store
     store.close()
@@ -233,20 +227,16 @@ def tunnel_proxy(status: str) -> Iterator[tuple[int, list[str]]]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
     ("status", "says"),
     [("407 Proxy Authentication Required", "requires a login"), ("403 Forbidden", "refuses to connect this machine")],
 )
 def test_proxy_that_refuses_connect_is_named_with_its_variable(
-    monkeypatch: pytest.MonkeyPatch, client: str, status: str, says: str
+    monkeypatch: pytest.MonkeyPatch, status: str, says: str
 ) -> None:
     with tunnel_proxy(status) as (port, asked):
         monkeypatch.setenv("HTTPS_PROXY", f"http://user:canary@127.0.0.1:{port}")
-        store = S3Store(
-            S3Options(bucket="bucket", endpoint_url="https://storage.example", client=client),  # type: ignore[arg-type]
-            sleep=lambda _: None,
-        )
+        store = S3Store(S3Options(bucket="bucket", endpoint_url="https://storage.example"), sleep=lambda _: None)
         for call in (store.check, lambda: store.put("f/a", as_parts(DATA))):
             before = len(asked)
             with pytest.raises(ProxyRefusedError) as caught:
@@ -267,14 +257,11 @@ def test_proxy_url_with_unquoted_login_is_refused_without_login(monkeypatch: pyt
     store.close()
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_proxy_without_listener_is_named(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+def test_proxy_without_listener_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with tunnel_proxy("") as (port, _):
         pass
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
-    store = S3Store(
-        S3Options(bucket="bucket", endpoint_url="https://storage.example", client=client, retries=0)  # type: ignore[arg-type]
-    )
+    store = S3Store(S3Options(bucket="bucket", endpoint_url="https://storage.example", retries=0))
     for call in (store.check, lambda: store.put("f/a", as_parts(DATA))):
         with pytest.raises(StoreUnavailableError, match=rf"^proxy: .* proxy http://127.0.0.1:{port} \(https_proxy\)"):
             call()

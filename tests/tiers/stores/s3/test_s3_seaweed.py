@@ -19,7 +19,7 @@ from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.servers import SeaweedServer
-from tests.s3_clients import CLIENTS, use_credentials
+from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.full
@@ -41,13 +41,12 @@ def behind(seaweed: SeaweedServer) -> Any:
     return client
 
 
-@pytest.fixture(params=CLIENTS)
-def options(seaweed: SeaweedServer, behind: Any, request: pytest.FixtureRequest) -> S3Options:
+@pytest.fixture
+def options(seaweed: SeaweedServer, behind: Any, client: str) -> S3Options:
     return S3Options(
         bucket="kvtiers",
         prefix=f"test-{next(_numbers)}",
         endpoint_url=seaweed.s3.endpoint_url,
-        client=request.param,
         request_timeout_s=60.0,
     )
 
@@ -97,10 +96,6 @@ class TestContract(StoreContract):
         data = found["Body"].read()
         assert isinstance(data, bytes)
         return data
-
-
-def test_check(store: S3Store) -> None:
-    store.check()
 
 
 def test_wrong_secret(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +160,6 @@ def test_paging(store: S3Store, behind: Any) -> None:
     assert store.size_many(asked) == [expected.get(key) for key in asked]
     assert store.delete_many(list(expected)) == [None] * 2500
     assert list_keys(store) == []
-
-
-def test_prefix_does_not_see_its_neighbours(store: S3Store) -> None:
-    neighbour = S3Store(replace(store.options, prefix=f"{store.options.prefix}-neighbour"))
-    neighbour.put("a", as_parts(b"1"))
-    assert list_keys(store) == []
-    assert store.size("a") is None
-    neighbour.close()
 
 
 def test_virtual_hosts(store: S3Store, seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:

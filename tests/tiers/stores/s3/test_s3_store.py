@@ -26,7 +26,7 @@ from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_
 from kvtiers.tiers.testing.faults import fork
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.testing.servers import S3Server
-from tests.s3_clients import CLIENTS, use_credentials
+from tests.s3_clients import use_client, use_credentials
 
 _bucket_numbers = count()
 
@@ -49,9 +49,9 @@ def options(moto: S3Server) -> S3Options:
     return S3Options(bucket=bucket, endpoint_url=moto.endpoint_url, request_timeout_s=120.0)
 
 
-@pytest.fixture(params=CLIENTS)
-def store(options: S3Options, request: pytest.FixtureRequest) -> Iterator[S3Store]:
-    store = S3Store(replace(options, client=request.param))
+@pytest.fixture
+def store(options: S3Options, client: str) -> Iterator[S3Store]:
+    store = S3Store(options)
     yield store
     store.close()
 
@@ -94,7 +94,7 @@ class S3Contract(StoreContract):
         return None if found is None else bytes(found.value)
 
 
-class TestObstoreS3Store(S3Contract):
+class TestDirectS3Store(S3Contract):
     def make_store(self) -> S3Store:
         return S3Store(self.options)
 
@@ -109,19 +109,18 @@ class TestBoto3S3Store(StoreContract):
 
     no_fork = S3Contract.no_fork
     test_size_many_of_more_keys_than_a_request_takes = (
-        TestObstoreS3Store.test_size_many_of_more_keys_than_a_request_takes
+        TestDirectS3Store.test_size_many_of_more_keys_than_a_request_takes
     )
 
     @pytest.fixture(autouse=True)
     def _use_server(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         use_credentials(monkeypatch)
+        use_client(monkeypatch, "boto3")
         with HttpFaultServer() as self.server:
             yield
 
     def make_store(self) -> S3Store:
-        return S3Store(
-            S3Options(bucket="bucket", endpoint_url=self.server.endpoint_url, client="boto3", request_timeout_s=120.0)
-        )
+        return S3Store(S3Options(bucket="bucket", endpoint_url=self.server.endpoint_url, request_timeout_s=120.0))
 
     def reopen(self, store: Store) -> S3Store:
         return self.make_store()
@@ -134,12 +133,6 @@ class TestBoto3S3Store(StoreContract):
 
     def test_put_aged_keeps_an_age_and_replaces(self, store: Store) -> None:
         pytest.skip("the server keeps no metadata")
-
-
-@pytest.mark.full
-class TestBoto3S3StoreOnMoto(S3Contract):
-    def make_store(self) -> S3Store:
-        return S3Store(replace(self.options, client="boto3"))
 
 
 def test_protocols_and_repr(store: S3Store) -> None:
@@ -326,7 +319,7 @@ class TestFork:
         if child == 0:
             code = 1
             try:
-                signal.alarm(300)  # obstore's runtime would hang here for ever
+                signal.alarm(300)
                 store.put("b", as_parts(b"from the child"))
                 if fetch(store, "b", 14) == b"from the child" and store.size_many(["a", "b"])[1] == 14:
                     code = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,26 +17,11 @@ from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.stores.s3.trial import TRIAL_BYTES, TRIAL_FOLDER
 from kvtiers.tiers.testing import tiny_s3
-from kvtiers.tiers.testing.contract import as_parts, fetch
+from kvtiers.tiers.testing.contract import as_parts
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
-from tests.certificate import make_certificate
-from tests.s3_clients import CLIENTS, set_s3_options
 from tests.tiers.stores.s3.test_s3_config import _credentials as _credentials  # an autouse fixture
-from tests.tiers.stores.s3.test_s3_config import serve_by_tls
 
 DATA = bytes(range(256))
-
-
-@pytest.fixture
-def server() -> Iterator[HttpFaultServer]:
-    with HttpFaultServer() as server:
-        yield server
-
-
-@pytest.fixture(params=CLIENTS)
-def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
-    return replace(options, request_timeout_s=120.0)
 
 
 def of_trial(server: HttpFaultServer, *methods: str) -> list[tuple[str, int]]:
@@ -65,7 +50,7 @@ def test_nothing_is_written_where_nothing_may_be(options: S3Options, server: Htt
     ("method", "step"), [("PUT", "put"), ("GET", "get"), ("DELETE", "delete")], ids=["put", "get", "delete"]
 )
 def test_step_that_fails_is_named_and_nothing_stays(
-    options: S3Options, server: HttpFaultServer, method: str, step: str, monkeypatch: pytest.MonkeyPatch
+    options: S3Options, server: HttpFaultServer, method: str, step: str
 ) -> None:
     server.inject(Fault.ACCESS_DENIED, methods=(method,), path_contains=TRIAL_FOLDER)
     store = S3Store(options)
@@ -73,7 +58,6 @@ def test_step_that_fails_is_named_and_nothing_stays(
     with pytest.raises(StoreError, match=rf"^secret: these credentials may not do this.*in the trial's {step}"):
         store.try_out(read_only=False)
     tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url}
-    set_s3_options(monkeypatch, client=options.client)
     found = check.examine(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})).texts("problem")
     assert [problem for problem in found if "these credentials may not do this" in problem]
     if method != "DELETE":
@@ -87,41 +71,6 @@ def test_bytes_that_changed_are_told(options: S3Options, server: HttpFaultServer
     with pytest.raises(StoreError, match="returned other bytes than were written"):
         store.try_out(read_only=False)
     store.close()
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificate(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "option", "profile"])
-def test_every_client_trusts_what_the_others_trust(
-    options: S3Options, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    bundle = str(certificate / "ca.pem")
-    for name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    if variable == "option":
-        options = replace(options, ca_bundle=bundle)
-    elif variable == "profile":
-        (tmp_path / "config").write_text(f"[default]\nca_bundle = {bundle}\n")
-    else:
-        monkeypatch.setenv(variable, bundle)
-    with serve_by_tls(certificate) as https:
-        store = S3Store(replace(options, endpoint_url=https.endpoint_url))
-        store.try_out(read_only=False)
-        store.put("a", as_parts(DATA))
-        assert fetch(store, "a", len(DATA)) == DATA
-        store.close()
-
-
-def test_certificate_that_is_not_trusted_is_told_by_every_client(options: S3Options, certificate: Path) -> None:
-    with serve_by_tls(certificate) as https:
-        https.put_object("bucket", "a", DATA)
-        store = S3Store(replace(options, endpoint_url=https.endpoint_url))
-        with pytest.raises(StoreConfigError, match=r"^endpoint: the certificate of .* is not trusted; set ca_bundle"):
-            fetch(store, "a", len(DATA))
-        store.close()
 
 
 def test_busy_machine_is_not_called_a_hung_chain(

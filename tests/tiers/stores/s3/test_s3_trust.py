@@ -15,21 +15,20 @@ from pathlib import Path
 import pytest
 
 from kvtiers.tiers.errors import StoreConfigError
-from kvtiers.tiers.stores.s3.options import Client, S3Options
+from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import as_parts, fetch, make_data
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from tests.certificate import Style, make_certificate
-from tests.s3_clients import CLIENTS, use_credentials
+from tests.s3_clients import use_credentials
 
 DATA = make_data(3000)
 
 
 @pytest.fixture
-def options(boto_models_once: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Options:
+def options(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> S3Options:
     use_credentials(monkeypatch)
-    client: Client = getattr(request, "param", "obstore")
-    return S3Options(bucket="bucket", client=client, request_timeout_s=60.0, retries=0)
+    return S3Options(bucket="bucket", request_timeout_s=60.0, retries=0)
 
 
 def serve_by_tls(folder: Path) -> HttpFaultServer:
@@ -65,54 +64,47 @@ def forwarding_proxy(port: int) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("options", CLIENTS, indirect=True)
-@pytest.mark.parametrize("style", ["old", "strict", "intermediate"])
-@pytest.mark.parametrize("source", ["ca_bundle", "AWS_CA_BUNDLE", "SSL_CERT_FILE"])
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize("style", ["old", "strict", "intermediate", "self-signed"])
+@pytest.mark.parametrize("source", ["ca_bundle", "profile", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"])
 def test_private_authority_is_trusted_by_all_clients(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: Style, source: str
 ) -> None:
     """Strict mode, Python's default since 3.13, refuses the old one. Without it, Python refuses the intermediate."""
     make_certificate(tmp_path, style=style)
     bundle = str(tmp_path / "ca.pem")
-    if source != "ca_bundle":
+    if source == "profile":
+        (tmp_path / "config").write_text(f"[default]\nca_bundle = {bundle}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    elif source != "ca_bundle":
         monkeypatch.setenv(source, bundle)
     with serve_by_tls(tmp_path) as server:
         server.put_object("bucket", "f/a", DATA)
         trusting = replace(options, endpoint_url=server.endpoint_url)
         store = S3Store(replace(trusting, ca_bundle=bundle) if source == "ca_bundle" else trusting)
         store.check()
+        store.put("f/b", as_parts(DATA))
         assert fetch(store, "f/a", len(DATA)) == DATA
         store.close()
-
-
-@pytest.mark.parametrize("options", CLIENTS, indirect=True)
-def test_self_signed_certificate_that_obstore_refuses_is_named(
-    options: S3Options, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    make_certificate(tmp_path, style="self-signed")
-    with serve_by_tls(tmp_path) as server:
-        server.put_object("bucket", "f/a", DATA)
-        store = S3Store(replace(options, endpoint_url=server.endpoint_url, ca_bundle=str(tmp_path / "ca.pem")))
-        if request.node.callspec.params["options"] == "obstore":
+        monkeypatch.undo()
+        use_credentials(monkeypatch)
+        untrusting = S3Store(trusting)
+        for call in (untrusting.check, lambda: fetch(untrusting, "f/a", len(DATA))):
             with pytest.raises(
-                StoreConfigError, match=r"is itself a certificate authority's, .*; issue .*\(CA:FALSE\)"
+                StoreConfigError, match=r"^endpoint: the certificate of .* is not trusted; set ca_bundle"
             ):
-                store.put("f/b", as_parts(DATA))
-        else:
-            store.put("f/b", as_parts(DATA))
-        assert fetch(store, "f/a", len(DATA)) == DATA
-        store.close()
+                call()
+        untrusting.close()
 
 
-@pytest.mark.parametrize("client", CLIENTS)
 def test_certificate_behind_proxy_is_trusted_by_system_authorities(
-    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: Client
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     with serve_by_tls(tmp_path) as server, forwarding_proxy(server.port) as proxy:
         monkeypatch.setenv("https_proxy", proxy)
-        store = S3Store(replace(options, endpoint_url="https://127.0.0.1:1", client=client))
+        store = S3Store(replace(options, endpoint_url="https://127.0.0.1:1"))
         store.check()
         store.put("f/a", as_parts(DATA))
         assert fetch(store, "f/a", len(DATA)) == DATA

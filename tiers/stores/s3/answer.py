@@ -1,0 +1,152 @@
+"""Answer: one HTTP response, read from the socket straight into the caller's memory.
+
+The usual response has a Content-Length and keeps the connection. Its headers are recognized in the first bytes that
+arrive, because http.client takes 0.1 ms to parse headers, and all threads contend for the GIL at each return to Python.
+http.client handles every other response.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ...store import parts_size
+from ..vectored_io import transfer
+
+FIRST_BYTES: Final = 16 << 10  # of a TLS record. http.client gets responses with longer headers; S3's are under 1 KiB
+
+_STATUS = re.compile(rb"http/1\.1 ([2-5][0-9][0-9]) ")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,19})[ \t]*(?=\r\n)")
+_SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive[ \t]*\r\n))")
+
+
+class Answer:
+    """The response to one request. The constructor receives its headers; one thread uses it.
+
+    Attributes:
+        status: HTTP status, 200 or more.
+        announced: Content-Length; None: the server sent none.
+
+    Raises:
+        OSError: the connection broke.
+        http.client.HTTPException: this is not HTTP.
+        ValueError: a header is not what it should be.
+    """
+
+    def __init__(self, sock: socket.socket, method: str) -> None:
+        first = sock.recv(FIRST_BYTES)
+        self._unread = _Unread(sock, first)
+        self._response: http.client.HTTPResponse | None = None
+        self._head = first[: first.find(b"\r\n\r\n") + 2]
+        self._lower = self._head.lower()
+        status, lengths = _STATUS.match(self._lower), _LENGTH.findall(self._lower)
+        has_length = len(lengths) == 1 or (not lengths and status is not None and status[1] == b"204")
+        self.announced: int | None
+        if status is not None and has_length and not _SPECIAL.search(self._lower):
+            self._unread.skip(len(self._head) + 2)
+            self.status = int(status[1])
+            self.announced = int(lengths[0]) if lengths else 0
+            self._left = 0 if method == "HEAD" else self.announced
+            return
+        response = http.client.HTTPResponse(self._unread, method=method)  # type: ignore[arg-type] # it calls makefile
+        response.begin()
+        self._response = response
+        self.status = response.status
+        self.announced = response.length
+        if method == "HEAD":  # of which http.client says that its body has 0 bytes
+            length = response.getheader("content-length")
+            self.announced = int(length) if length else None
+
+    def header(self, name: str) -> str:
+        """A header's value; "" if it is absent.
+
+        Args:
+            name: in lower case.
+        """
+        if self._response is not None:
+            return self._response.getheader(name, "")
+        start = self._lower.find(f"\r\n{name}:".encode()) + len(name) + 3
+        if start < len(name) + 3:
+            return ""
+        return self._head[start : self._head.index(b"\r\n", start)].decode("iso-8859-1").strip()
+
+    def fill(self, parts: Sequence[memoryview]) -> None:
+        """Receive the next bytes of the body, as many as the parts hold.
+
+        Raises:
+            http.client.IncompleteRead: the body ended early.
+        """
+        if self._response is not None:
+            for part in parts:
+                fill(self._response, part)
+            return
+        size = parts_size(parts)
+        if size > self._left or transfer(self._unread.readinto_many, -1, parts) < size:
+            raise http.client.IncompleteRead(b"")
+        self._left -= size
+
+    def read(self, bytes_max: int) -> bytes:
+        """Receive the rest of the body, at most ``bytes_max``."""
+        if self._response is not None:
+            return self._response.read(bytes_max)
+        body = bytearray(min(self._left, bytes_max))
+        self.fill([memoryview(body)] if body else [])
+        return bytes(body)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it was received, so that the connection is ready for the next request."""
+        if self._response is None:
+            return self._left == 0 and not self._unread.first
+        return not self._response.will_close and (self._response.isclosed() or self._response.length == 0)
+
+
+class _Unread(io.RawIOBase):
+    """What is still to be read of a response: its ``first`` bytes, already received, and the rest from the socket."""
+
+    def __init__(self, sock: socket.socket, first: bytes) -> None:
+        self.first = memoryview(first)
+        self._sock = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+
+    def skip(self, count: int) -> None:
+        """Drop some of the first bytes."""
+        self.first = self.first[count:]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self.first:
+            return self._sock.recv_into(buffer)
+        count = min(len(self.first), len(buffer))
+        buffer[:count] = self.first[:count]
+        self.skip(count)
+        return count
+
+    def readinto_many(self, _: int, parts: Sequence[memoryview], done: int) -> int:  # noqa: ARG002 - as os.preadv
+        """Fill some of the parts; returns the number of bytes, 0 at the end."""
+        if self.first or self._is_tls:
+            return self.readinto(parts[0])
+        return self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+
+    def makefile(self, mode: str) -> io.BufferedReader:  # noqa: ARG002 - http.client calls it, as of a socket
+        return io.BufferedReader(self)
+
+
+def fill(response: Any, part: memoryview) -> None:
+    """Receive a whole part of a body.
+
+    Raises:
+        http.client.IncompleteRead: the body ended early.
+    """
+    while part:
+        count = response.readinto(part)
+        if not count:
+            raise http.client.IncompleteRead(b"", len(part))
+        part = part[count:]
