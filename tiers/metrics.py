@@ -106,12 +106,10 @@ METRICS: Mapping[str, MetricDef] = {
 }
 
 
+@dataclass(slots=True)
 class _Histogram:
-    __slots__ = ("counts", "total")
-
-    def __init__(self, buckets: int) -> None:
-        self.counts = [0] * buckets
-        self.total = 0.0
+    counts: list[int]
+    total: float = 0.0
 
 
 class Metrics:
@@ -157,7 +155,7 @@ class Metrics:
         bounds = self.table[name].bounds
         histogram = self._histograms.get(key)
         if histogram is None:
-            histogram = self._histograms[key] = _Histogram(len(bounds) + 1)
+            histogram = self._histograms[key] = _Histogram([0] * (len(bounds) + 1))
         histogram.counts[bisect_left(bounds, value)] += 1
         histogram.total += value
         self._tell(key)

@@ -130,32 +130,26 @@ class TierHealth:
         return [key for key in keys if key in self._unreadable or key in self._bad]
 
 
-class FailedKeys:
+class FailedKeys(OrderedDict[OffloadKey, None]):
     """The keys that failed most recently, up to ``keys_max``."""
 
     def __init__(self, keys_max: int) -> None:
+        super().__init__()
         self._keys_max = keys_max
-        self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
 
     def add(self, keys: Iterable[OffloadKey]) -> bool:
         """Add keys that failed. Returns whether any of them is new here."""
         is_news = False
         for key in keys:
-            is_news |= key not in self._keys
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-            if len(self._keys) > self._keys_max:
-                self._keys.popitem(last=False)
+            is_news |= key not in self
+            self[key] = None
+            self.move_to_end(key)
+            if len(self) > self._keys_max:
+                self.popitem(last=False)
         return is_news
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Remove keys that did not fail again."""
-        if self._keys:
+        if self:
             for key in keys:
-                self._keys.pop(key, None)
+                self.pop(key, None)
