@@ -26,6 +26,7 @@ from ...tiers.config.open_store import open_tool_store
 from ...tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
+    FsspecTierConfig,
     FsTierConfig,
     MemoryTierConfig,
     NfsTierConfig,
@@ -48,6 +49,7 @@ from .output import answer, cell, counted, human_age, make_console
 from .session import ExitCode, session
 from .storage_checks import (
     examine_bucket,
+    examine_container,
     examine_folder,
     examine_namespaces,
     examine_reading,
@@ -312,6 +314,8 @@ def _examine_storage(
             yield from try_folder(where, tier.root_dir)
     if isinstance(tier, S3TierConfig):
         yield from examine_bucket(where, tier, store)
+    if isinstance(tier, FsspecTierConfig):
+        yield from examine_container(where, tier, store)
     if is_read_only:
         yield from examine_reading(where, tier, store)
     elif writes:

@@ -19,7 +19,14 @@ from contextlib import suppress
 
 from ...tiers.builtin import key_ids
 from ...tiers.capacity.walker import is_block
-from ...tiers.config.tier_options import FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+from ...tiers.config.tier_options import (
+    FsspecTierConfig,
+    FsTierConfig,
+    NfsTierConfig,
+    S3TierConfig,
+    TierConfig,
+    shown_place,
+)
 from ...tiers.errors import StoreConfigError, StoreError, printable
 from ...tiers.store import Store, SupportsTail
 from ...tiers.stores.files.mounts import file_system_type
@@ -83,6 +90,14 @@ def examine_bucket(where: str, config: S3TierConfig, store: Store) -> Iterator[F
     if config.allow_insecure:
         text = "http is allowed, which sends blocks and signatures in clear text"
         yield Finding("problem", where, "TLS", text, "use https")
+
+
+def examine_container(where: str, config: FsspecTierConfig, store: Store) -> Iterator[Finding]:
+    """Say that a URL's bucket or container is absent: to reads, that looks like one without blocks."""
+    has_container = getattr(store, "has_container", None)
+    if has_container is not None and has_container() is False:
+        text = f"the bucket or container of {shown_place(config)} does not exist"
+        yield Finding("problem", where, "url", text, "create it, or correct the URL or storage_options")
 
 
 def examine_reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError
 
 from ..errors import ConfigError
 from .mistakes import Mistakes, did_you_mean, explain, join, kind_of, show
@@ -47,13 +47,23 @@ class RegionConfig(Model):
     ) = Field(None, description="Name of the region in /dev/shm. Default: the engine's ID.")
 
 
+def _check_host_name(address: str) -> str:
+    try:
+        address.encode("idna")  # socket does the same, but raises UnicodeError there, not OSError
+    except UnicodeError:
+        raise ValueError("is not a valid host name: a part of it is empty or too long") from None
+    if not address.isprintable():
+        raise ValueError("is not a valid host name: it contains control characters")
+    return address
+
+
 class MetricsConfig(Model):
     """Prometheus metrics, served by the engine process itself."""
 
     port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
         None, description="Port to serve /metrics on; 0 picks a free port and logs it. null: metrics are not served."
     )
-    address: Annotated[str, Field(min_length=1, max_length=255)] = Field(
+    address: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_check_host_name)] = Field(
         "127.0.0.1", description="Address to listen on. Anyone who can reach it can read the metrics."
     )
 

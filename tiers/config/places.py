@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
+from typing import Any
+from urllib.parse import urlsplit
 
 from ..stores.files.mounts import follow_links
 from ..stores.fsspec_driver import LOCAL
@@ -18,6 +22,12 @@ from .tier_options import (
     StoreTierConfig,
 )
 
+_AWS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
+#: Options of fsspec drivers that name a server or an account.
+_SERVERS = ("account_host", "account_name", "connection_string", "endpoint", "endpoint_url", "host", "hostname", "port")
+
+RESOLVE_S_MAX = 2.0  # time limit for resolving a root's symbolic links: on a hung mount the call does not return
+
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
@@ -26,38 +36,93 @@ class TierPlace:
     Attributes:
         name: the config field that gives the location.
         storage: identifies the storage; only paths in the same storage can be compared.
-        path: the location in the storage, without a trailing slash.
+        paths: the location in the storage, without a trailing slash: as configured and, unless a mount hangs, with
+            symbolic links in its parent folders resolved.
     """
 
     name: str
     storage: object = field(repr=False)  # holds a driver's options, which may be secret
-    path: str
+    paths: frozenset[str]
 
     def is_same(self, other: TierPlace) -> bool:
         """Whether both are the same location."""
-        return self.storage == other.storage and self.path == other.path
+        return self.storage == other.storage and not self.paths.isdisjoint(other.paths)
 
     def is_inside(self, other: TierPlace) -> bool:
         """Whether this location is below the other."""
-        return self.storage == other.storage and self.path.startswith(f"{other.path}/")
+        return self.storage == other.storage and any(
+            path.startswith(f"{above}/") for path in self.paths for above in other.paths
+        )
 
 
 def place_of(tier: AnyTierConfig) -> TierPlace | None:
     """Where a tier keeps its blocks; None for memory tiers and external tiers."""
-    if isinstance(tier, FsTierConfig | NfsTierConfig):
-        return TierPlace("root_dir", "files", _folder(tier.root_dir))
+    if isinstance(tier, FsTierConfig):
+        return TierPlace("root_dir", "files", frozenset((_spelled(tier.root_dir), _resolved(tier.root_dir))))
+    if isinstance(tier, NfsTierConfig):
+        return TierPlace(
+            "root_dir", "files", frozenset((_spelled(tier.root_dir), _spelled(follow_links(tier.root_dir))))
+        )
     if isinstance(tier, S3TierConfig):
-        endpoint, _ = without_bucket(tier.endpoint_url or "", tier.bucket)
-        path = "/".join(filter(None, (tier.bucket, tier.prefix)))
-        return TierPlace("prefix" if tier.prefix else "bucket", ("s3", endpoint.rstrip("/")), path)
+        endpoint, _ = without_bucket(tier.endpoint_url or _endpoint_of_environment(), tier.bucket)
+        storage = ("s3", _server(endpoint))
+        path = "/".join(filter(None, (tier.bucket, tier.prefix.strip("/"))))
+        return TierPlace("prefix" if tier.prefix else "bucket", storage, frozenset((path,)))
     if isinstance(tier, FsspecTierConfig):
         protocol, _, path = tier.url.rpartition("::")[2].partition("://")
         if protocol in LOCAL:
-            return TierPlace("url", "files", _folder(path))
-        return TierPlace("url", (protocol, tier.storage_options), path.rstrip("/"))
+            # The driver follows links, also of the root.
+            return TierPlace("url", "files", frozenset((_spelled(path), _resolved(path, whole=True))))
+        return TierPlace("url", *_remote_place(protocol, path, tier.storage_options))
     if isinstance(tier, StoreTierConfig):  # its options are opaque: equal options count as the same location
-        return TierPlace("options", ("store", tier.module_path, tier.options), "")
+        return TierPlace("options", ("store", tier.module_path, tier.options), frozenset(("",)))
     return None
+
+
+def _remote_place(protocol: str, path: str, options: Mapping[str, Any]) -> tuple[object, frozenset[str]]:
+    """The storage of a URL, and its path there.
+
+    Two URLs whose protocols have one driver (s3, s3a; gs, gcs; abfs, az) name the same storage, unless an option or the
+    URL names another server or account. Other options, such as credentials, do not change what is stored there.
+    """
+    driver = _driver_of(protocol)
+    authority, _, folder = path.rstrip("/").partition("/")
+    before, at, host = authority.rpartition("@")  # a login, but for abfs: container@account.host
+    if driver == _driver_of("s3"):
+        inner = options.get("client_kwargs")
+        inner = inner.get("endpoint_url") if isinstance(inner, Mapping) else None
+        storage: object = ("s3", _server(options.get("endpoint_url") or inner or _endpoint_of_environment()))
+    elif driver == _driver_of("abfs") and at:
+        storage, host = (driver, (("account_name", host.partition(".")[0]),)), before
+    else:
+        storage = (driver, tuple((name, str(options[name])) for name in _SERVERS if options.get(name)))
+    return storage, frozenset((f"{host}/{folder}".strip("/"),))
+
+
+def _driver_of(protocol: str) -> str:
+    """The name of a protocol's driver; the protocol itself if fsspec does not know it. Imports no driver."""
+    try:
+        from fsspec.registry import known_implementations
+    except ImportError:
+        return protocol
+    return str(known_implementations.get(protocol, {}).get("class", protocol))
+
+
+def _endpoint_of_environment() -> str:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+
+
+def _server(endpoint_url: object) -> str:
+    """Host and port of an S3 endpoint, with one spelling for each server; "" for AWS, where bucket names are global."""
+    text = str(endpoint_url or "")
+    try:
+        parts = urlsplit(text)
+        host, port = (parts.hostname or text).rstrip("."), parts.port
+    except ValueError:
+        return text
+    if not host or host.endswith(_AWS):
+        return ""
+    return f"{'127.0.0.1' if host in ('localhost', '::1') else host}:{'' if port in (80, 443, None) else port}"
 
 
 def shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
@@ -75,6 +140,18 @@ def shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
     return [(field, f"{message}; each tier needs its own location, not inside another's") for field, message in found]
 
 
-def _folder(path: str) -> str:
+def _spelled(path: str) -> str:
     # abspath keeps a leading "//"; "/" becomes "", so that every absolute path starts with it plus "/".
-    return f"/{os.path.abspath(follow_links(path)).strip('/')}".rstrip("/")
+    return f"/{os.path.abspath(path).strip('/')}".rstrip("/")
+
+
+def _resolved(path: str, *, whole: bool = False) -> str:
+    """Resolve links in the parent folders, and in the last part if ``whole``. Unresolved if a mount hangs."""
+    parent, name = (_spelled(path), "") if whole else os.path.split(_spelled(path))
+    found: list[str] = []
+    thread = threading.Thread(
+        target=lambda: found.append(os.path.realpath(parent)), name="kvtiers-resolve", daemon=True
+    )
+    thread.start()
+    thread.join(RESOLVE_S_MAX)
+    return _spelled(os.path.join(found[0] if found else parent, name))

@@ -201,6 +201,16 @@ class FsspecStore(Store):
             return super().delete_many(keys)
         return self._many(keys, "rm_file", _raise_if_error, BlobNotFoundError, BlobCorruptError)
 
+    def has_container(self) -> bool | None:
+        """Whether the bucket or container at the root's beginning exists; None: it has none, or nobody can tell."""
+        container = self._root.partition("/")[0]
+        if not container or not self._is_atomic:
+            return None
+        try:
+            return bool(self._call("exists", container))
+        except StoreError:
+            return None
+
     def try_out(self, *, read_only: bool) -> None:
         """Do what an engine's first lookup, put and get do, with a small blob that is deleted again.
 

@@ -30,8 +30,8 @@ logger = get_logger(__name__)
 
 FAILED_S_MIN = 1.0  # a block whose load failed counts as absent for at least this long
 SILENT_TURNS_MAX = 5
-NEAR_TURN_KEYS = 64  # mostly answered one after the other: on a slow disk a turn must end within the deadline
-FAR_TURN_KEYS = 128  # answered all at once
+NEAR_TURN_KEYS = 32  # mostly answered one after the other: on a slow disk a turn must end within the deadline
+FAR_TURN_KEYS = 64  # answered all at once
 TOTAL_S = 15.0  # a request's wait while the storage keeps answering; computing a long prompt takes as long
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from kvtiers.tiers.config.tier_options import (
     TierConfig,
 )
 from kvtiers.tiers.config.values import parse_duration, parse_size
-from kvtiers.tiers.config.yaml_file import read_yaml
+from kvtiers.tiers.config.yaml_file import NODES_MAX, _Loader, read_yaml
 from kvtiers.tiers.errors import ConfigError, StoreFullError, public_url
 from tests.identity import FakeSpec
 
@@ -174,10 +175,43 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse_tier({"type": "fsspec", "url": url}).url == expected  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 28))]),
+        "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 28))]),
+        "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 40))]),
+        f"a: [{'x,' * NODES_MAX}]",
+    ],
+    ids=["doubled", "merged", "deep", "long"],
+)
+def test_yaml_alias_bomb_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: str
+) -> None:
+    monkeypatch.setattr(_Loader, "construct_document", lambda *_: pytest.fail("2^28 values would be built here"))
+    path = tmp_path / "c.yaml"
+    path.write_text(bomb)
+    with pytest.raises(ConfigError, match="has more than 10,000 values, counting each alias|nested too deeply"):
+        read_yaml(path)
+
+
 def test_tiers_of_one_type_get_their_own_names() -> None:
     more = [FS | {"root_dir": "/b"}, FS | {"root_dir": "/c", "name": "far"}]
     config = parse_config({"region": REGION, "tiers": [FS, {"type": "memory"}, *more]})
     assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
+
+
+def test_a_mount_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(os.path, "realpath", lambda path: answered.wait(120) and path)
+    monkeypatch.setattr("kvtiers.tiers.config.places.RESOLVE_S_MAX", 0.01)
+    try:
+        parse_config({"region": REGION, "tiers": [FS, FS | {"root_dir": "/other"}, FSSPEC | {"url": "file:///third"}]})
+        with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
+            parse_config({"region": REGION, "tiers": [FS, FS]})
+        assert not answered.is_set()
+    finally:
+        answered.set()
 
 
 def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
@@ -200,6 +234,13 @@ def test_root_that_is_a_link_is_the_place_it_leads_to(tmp_path: Path) -> None:
         parse_config({"region": REGION, "tiers": [FS | {"root_dir": f"{tmp_path}/real"}, nfs]})
 
 
+def test_endpoint_of_the_environment_is_the_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio:9000")
+    for other in (S3 | {"endpoint_url": "https://minio:9000"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO):
+        with pytest.raises(ConfigError, match=r"tiers\[1\].*: is the place of tiers\[0\].bucket, too"):
+            parse_config({"region": REGION, "tiers": [S3, other]})
+
+
 def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that replace others, and engines started elsewhere, would use another one."""
     monkeypatch.chdir(tmp_path)
@@ -209,6 +250,8 @@ def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pyte
 
 
 FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
+AT_MINIO = {"storage_options": {"client_kwargs": {"endpoint_url": "http://MINIO:9000"}}}
+ACCOUNT = {"storage_options": {"account_name": "acct", "account_key": "k"}}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +271,31 @@ FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
         ([FSSPEC | {"url": "file:///kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
+        ([FSSPEC, FSSPEC | {"url": "gcs://b/kv"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([FSSPEC, FSSPEC | {"storage_options": {"token": "t"}}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([S3 | {"prefix": "a"}, FSSPEC | {"url": "s3://bucket/a/"}], ["tiers[1].url: is the place of tiers[0].prefix"]),
+        ([FSSPEC | {"url": "s3a://bucket/a"}, S3], ["tiers[0].url: is inside tiers[1].bucket"]),
+        ([FSSPEC | {"url": "s3://kv/a"}, FSSPEC | {"url": "s3a://kv"}], ["tiers[0].url: is inside tiers[1].url"]),
+        (
+            [S3 | {"endpoint_url": "https://minio:9000/"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO],
+            ["tiers[1].url: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [S3, S3 | {"endpoint_url": "https://s3.eu-central-1.amazonaws.com"}],
+            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [S3 | {"endpoint_url": "http://127.0.0.1:80"}, S3 | {"endpoint_url": "http://localhost"}],
+            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
+        ),
+        (
+            [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct.dfs.core.windows.net/kv/x"}],
+            ["tiers[1].url: is inside tiers[0].url"],
+        ),
+        (
+            [FSSPEC | {"url": "sftp://me@host/kv"}, FSSPEC | {"url": "ssh://you:pw@host/kv"}],
+            ["tiers[1].url: is the place of tiers[0].url, too"],
+        ),
         (
             [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
             ["tiers[1].type: 'nope' is not", "tiers[2].root_dir: is inside tiers[0].root_dir"],
@@ -248,7 +316,13 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
         [FS, FS | {"root_dir": "/kv2"}],
         [{"type": "memory"}, {"type": "memory"}],
         [S3 | {"prefix": "a"}, S3 | {"prefix": "ab"}, S3 | {"endpoint_url": "https://minio:9000"}],
-        [FSSPEC | {"url": "abfs://c/kv", "storage_options": {"account_name": name}} for name in ("a", "b")],
+        [
+            S3,
+            FSSPEC | {"url": "s3://bucket"} | AT_MINIO,
+            FSSPEC | {"url": "gs://bucket"},
+            FSSPEC | {"url": "s3://other"},
+        ],
+        [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct2.dfs.core.windows.net/kv"}],
         [FSSPEC | {"url": "sftp://a/kv"}, FSSPEC | {"url": "sftp://b/kv"}],
         [FSSPEC | {"url": "hf://datasets/o/a@main/kv"}, FSSPEC | {"url": "hf://datasets/o/b@main/kv"}],
         [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::s3://kv"}, FSSPEC],

@@ -23,6 +23,7 @@ from ...errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
+    StoreFullError,
     StoreUnavailableError,
     printable,
 )
@@ -234,7 +235,14 @@ class LocalStore(Store):
             with self._space.reserved(root, parts_size(parts), key):
                 return self._publish(root, key, write, overwrite=overwrite)
 
-        return bool(self._call(publish, key, absent=()))
+        try:
+            return bool(self._call(publish, key, absent=()))
+        except StoreFullError as e:
+            # The cause must not be in a local variable: its traceback would keep this frame alive, and the root open.
+            if getattr(e.__cause__, "errno", 0) == errno.ENOSPC and self._use_root(None).has_only_bytes():
+                text = f"{os.strerror(errno.ENOSPC)} (ENOSPC): the file system has no free inodes"
+                raise StoreFullError(text, key=key) from e.__cause__
+            raise
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         if self._call(read_blob, key, parts, look, absent=(errno.ESTALE,)) is None:

@@ -150,6 +150,14 @@ class RootFolder:
         status = os.fstatvfs(self.fd)
         return (status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize) if status.f_blocks else None
 
+    def has_only_bytes(self) -> bool:
+        """Whether the file system has free space, but all of its inodes are used up. False: not, or unknown."""
+        try:
+            status = os.fstatvfs(self.fd)
+        except OSError:
+            return False
+        return status.f_bavail > 0 and status.f_files > 0 and status.f_favail == 0
+
     def is_removed(self) -> bool:
         """Whether the folder was removed or moved since it was opened, so its path is now absent or another folder."""
         try:
