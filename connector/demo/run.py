@@ -271,7 +271,7 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
             json.dumps([dict(tier) for tier in config.tiers])
         except TypeError as e:
             raise ConfigError(
-                f"{options.config_file}: a tier's option is not a number, text, list or mapping ({e}); quote dates",
+                f"{options.config_file}: a tier's option is not a number, text, list or mapping ({e})",
                 field="--config",
             ) from e
         return start_embedded_s3(config.model_dump() | {"tiers": [dict(tier) for tier in config.tiers]}, cleanup)

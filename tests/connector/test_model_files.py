@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -142,9 +143,9 @@ def test_digest_one_of_fused_projections_differs(third: int, tmp_path: Path) -> 
 
 @FORMATS
 def test_digest_copy_of_folder_is_equal(suffix: str, write: Callable[..., None], tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / f"model{suffix}", "qkv")
+    (tmp_path / "one").mkdir()
+    write(tmp_path / "one" / f"model{suffix}", "qkv")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
     assert files_digest(str(tmp_path / "one")) == files_digest(str(tmp_path / "other")) is not None
 
 
