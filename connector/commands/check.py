@@ -315,7 +315,10 @@ def _examine_storage(
     if isinstance(tier, S3TierConfig):
         yield from examine_bucket(where, tier, store)
     if isinstance(tier, FsspecTierConfig):
-        yield from examine_container(where, tier, store)
+        absent = list(examine_container(where, tier, store))
+        yield from absent
+        if absent:
+            return
     if is_read_only:
         yield from examine_reading(where, tier, store)
     elif writes:

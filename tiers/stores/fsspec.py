@@ -207,9 +207,12 @@ class FsspecStore(Store):
         if not container or not self._is_atomic:
             return None
         try:
-            return bool(self._call("exists", container))
+            self._call("info", container)  # not "exists", which is False on any error
+        except BlobNotFoundError:
+            return False
         except StoreError:
             return None
+        return True
 
     def try_out(self, *, read_only: bool) -> None:
         """Do what an engine's first lookup, put and get do, with a small blob that is deleted again.
