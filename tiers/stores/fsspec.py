@@ -207,7 +207,7 @@ class FsspecStore(Store):
         if not container or not self._is_atomic:
             return None
         try:
-            self._call("info", container)  # not "exists", which is False on any error
+            self._run("", lambda: self._call("info", container))  # not "exists", which is False on any error
         except BlobNotFoundError:
             return False
         except StoreError:
