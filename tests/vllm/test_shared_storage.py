@@ -40,6 +40,7 @@ from kvtiers.connector.vllm.prefixes.connector import SharedStorageConnector
 from kvtiers.connector.vllm.prefixes.steps import SharedStorageMetadata
 from kvtiers.tiers import daemon_pool
 from kvtiers.tiers.blocks.keys import hash_blocks
+from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreUnavailableError
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from tests.clock import Clock
@@ -954,6 +955,19 @@ def test_a_worker_with_other_weights_than_the_scheduler_sees_says_so_and_keeps_t
         store_whole(rig, tokens, [3, 7, 1, 9, 5])
     assert rigs().matched(prompt(TOKENS)) == (0, False)
     assert caplog.text.count("are not those that the scheduler sees") == 1
+
+
+def test_worker_that_takes_the_schedulers_digest_still_starts_the_collector_of_a_full_disk(
+    rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[bool] = []
+    monkeypatch.setattr(CollectorLink, "note_full", lambda _: refused.append(True))
+    worker = rigs(extra={"tier": {"type": "fs", "root_dir": str(tmp_path / "disk"), "min_free": "1MiB"}}).worker
+    before = worker._stores[0]
+    worker._agree(worker._revision)
+    assert worker._stores[0] is not before
+    worker._stores[0].on_full()
+    assert refused == [True]
 
 
 def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:

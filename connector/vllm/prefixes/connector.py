@@ -112,6 +112,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 field="decode_context_parallel_size" if parallel.dcp_size > 1 else "prefill_context_parallel_size",
             )
         self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
+        self._collector: CollectorLink | None = None
         self._stores = self._open(self._spec)
         threads = LOOKUP_THREADS if role == KVConnectorRole.SCHEDULER else LOAD_THREADS
         self._pool = DaemonPool(threads, "kvtiers-prefix")
@@ -132,19 +133,23 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._reporter = PrefixReporter()
         self._lookups_given_up = 0
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
-        self._collector: CollectorLink | None = None
         # If only the disk is a limit, a worker starts the collector's process when the disk is full.
         if self._limits is not None and (role == KVConnectorRole.WORKER) is self._limits.policy.waits:
             self._collector = self._limits.start_collector(self._mapper(self._spec))
-            for store in self._stores:
-                store.on_full = self._collector.note_full
 
     def _open(self, spec: translate.EngineSpec) -> list[PrefixStore]:
         mapper = self._mapper(spec)
-        return [
+        stores = [
             PrefixStore(self._place, mapper.base_path, mapper.fingerprint, rank=rank, limits=self._limits)
             for rank in self._ranks
         ]
+        for store in stores:
+            store.on_full = self._note_full
+        return stores
+
+    def _note_full(self) -> None:
+        if self._collector is not None:
+            self._collector.note_full()
 
     def _check_storage(self) -> None:
         try:
