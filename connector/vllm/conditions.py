@@ -51,6 +51,8 @@ def without_effect(config: Any) -> Iterator[str]:
     engine = getattr(config, "model_config", None)
     if adapters is not None and getattr(adapters, "lora_dtype", None) == getattr(engine, "dtype", ""):
         yield "lora_config.lora_dtype"
+    if getattr(engine, "has_inner_state", True) is False:  # vLLM sets them by the CPU, whatever the model
+        yield "cache_config.mamba_"
     named = getattr(getattr(config, "attention_config", None), "backend", None)
     if named is not None and _is_chosen_anyway(named, config):
         yield "attention_config.backend"

@@ -141,6 +141,7 @@ DAILY: Mapping[str, Mapping[str, Any]] = {
     "ngram": {"speculative_config": {**NGRAM, "num_speculative_tokens": 3}},
     "longer ngram": {"speculative_config": {**NGRAM, "num_speculative_tokens": 5}},
     "backend that vLLM chooses anyway": {"attention_backend": "CPU_ATTN"},
+    "dtype of states that the model has not": {"mamba_ssm_cache_dtype": "float32"},
 }
 
 

@@ -55,7 +55,7 @@ for _ in range(2):
     with handing_over(engines.VllmConfig(), engines.kv_cache_config(engines.FULL)):
         make()
 """
-STARTED = "tier fs: started: fs in "
+STARTED = "tier fs: started: "
 OPENED = "tier fs: circuit open: 1 failures in a row, the last: no answer"
 BACK = "tier fs: circuit closed: it answers again"
 

@@ -231,7 +231,12 @@ def test_of_a_sliding_window_no_more_is_read_than_the_window(engines: Any) -> No
 
     assert hit() is None
     (tier,) = manager.tiering._tiers  # answers in another order could be a window before the last one
-    wait_for(lambda: None not in [tier.lookup(key, context) for key in some])
+
+    def is_known() -> bool:
+        manager.on_schedule_end(STEP)
+        return None not in [tier.lookup(key, context) for key in some]
+
+    wait_for(is_known)
     assert wait_for(hit) == blocks
     samples = manager.tiering.metrics.snapshot()
     loaded = [each.value for each in samples if each.name == "kvtiers_blocks_total" and each.labels["op"] == "load"]

@@ -32,6 +32,7 @@ FAILED_S_MIN = 1.0  # a block whose load failed counts as absent for at least th
 SILENT_TURNS_MAX = 5
 NEAR_TURN_KEYS = 32  # mostly answered one after the other: on a slow disk a turn must end within the deadline
 FAR_TURN_KEYS = 64  # answered all at once
+NEAR_ASKED_MAX = 256  # under way at once: on a slow disk the last of them must not be late either
 TOTAL_S = 15.0  # a request's wait while the storage keeps answering; computing a long prompt takes as long
 
 
@@ -160,7 +161,8 @@ class AsyncLookup:
         self._answered_at = float("-inf")  # when any probe last returned
         self._epoch = 0  # how often these methods were called
         self._turn_keys = FAR_TURN_KEYS if is_far else NEAR_TURN_KEYS
-        self._probes_max = max(1, options.asked_max // self._turn_keys)
+        asked_max = options.asked_max if is_far else min(options.asked_max, NEAR_ASKED_MAX)
+        self._probes_max = max(1, asked_max // self._turn_keys)
         self._answered: dict[str, list[OffloadKey]] = {}  # by request id, since the last take_answered
         self._turns: deque[_Asker] = deque()
         self._under_way: dict[int, _Turn] = {}
