@@ -350,8 +350,8 @@ class FsspecTierConfig(NetworkTierConfig):
     isolation: Isolation = Field("thread", description=ISOLATION)
     lookup_deadline_s: Seconds = Field(
         1.0,
-        description=f"{LOOKUP_DEADLINE} A driver that is not asynchronous (sftp, webdav) answers 128 lookups one after "
-        "the other: write more for it if the storage is further away than 5 ms.",
+        description=f"{LOOKUP_DEADLINE} A driver that is not asynchronous (sftp, webdav) answers 64 lookups one after "
+        "the other: write more for it if the storage is further away than 10 ms.",
     )
     url: Annotated[ExpandedPath, AfterValidator(_check_url)] = Field(
         json_schema_extra={"x-accepted": "a URL"}, description="Location, such as gs://bucket/folder."
