@@ -97,6 +97,22 @@ def test_block_is_aes_gcm_as_others_make_it() -> None:
     assert AESGCM(key).encrypt(tail[180:192], PAYLOAD, associated) == blob[:-TRAILER_BYTES] + tail[192:208]
 
 
+def test_stores_of_one_payload_share_no_nonce_and_no_ciphertext() -> None:
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
+    blobs = [stored_by(seal, payload=PAYLOAD[:4096]) for _ in range(1000)]
+    assert len({blob[4096:][180:192] for blob in blobs}) == 1000
+    assert len({blob[:4096] for blob in blobs}) == 1000
+
+
+def test_purposes_and_namespaces_do_not_share_keys() -> None:
+    derived = [
+        *RING.derive(b"AES-256-GCM", FINGERPRINT).values(),
+        *RING.derive(b"AES-256-GCM", bytes(32)).values(),
+        OLD,
+    ]
+    assert len(set(derived)) == len(derived)
+
+
 def test_every_bit_of_the_trailer_is_covered() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     blob = stored_by(seal, payload=PAYLOAD[:4096])

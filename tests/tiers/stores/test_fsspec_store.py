@@ -427,6 +427,19 @@ def test_listing_of_names_not_asked_for_is_refused(
         list_keys(local)
 
 
+def test_tree_with_names_outside_the_folder_is_refused(s3: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3.put("a/b/c/d", as_parts(b"1"))
+    assert list_keys(s3) == ["a/b/c/d"]
+    root = s3._root
+
+    async def find(*_: object, **__: object) -> dict[str, dict[str, object]]:
+        return {"other": {"name": f"{root}/a/x/c", "size": 1, "type": "file"}}
+
+    monkeypatch.setattr(s3._fs, "_find", find)
+    with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+        list_keys(s3)
+
+
 # -- lookups -----------------------------------------------------------------------------------------------------------
 
 
