@@ -43,7 +43,7 @@ def with_effect(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def without_effect(config: Any) -> Iterator[str]:
-    """Name prefixes of options that do not count in this engine, although ``uncounted`` does not list them."""
+    """Name prefixes of options and variables that do not count in this engine, though ``uncounted`` lacks them."""
     drafts = getattr(config, "speculative_config", None)
     if getattr(drafts, "method", None) in _DRAFTS_WITHOUT_MODEL:
         yield "speculative_config."
@@ -52,7 +52,7 @@ def without_effect(config: Any) -> Iterator[str]:
     if adapters is not None and getattr(adapters, "lora_dtype", None) == getattr(engine, "dtype", ""):
         yield "lora_config.lora_dtype"
     if getattr(engine, "has_inner_state", True) is False:  # vLLM sets them by the CPU, whatever the model
-        yield "cache_config.mamba_"
+        yield from ("cache_config.mamba_", "VLLM_SSM_")
     named = getattr(getattr(config, "attention_config", None), "backend", None)
     if named is not None and _is_chosen_anyway(named, config):
         yield "attention_config.backend"

@@ -56,14 +56,14 @@ def identity(
             f"is {type(vllm_config).__name__}, which is not a dataclass, so its fields are unknown",
             field="vllm_config",
         )
+    found = dict(_counted(vllm_config, "")) | dict(variables.counted(environ, _ignored_variables()))
     without_effect = tuple(conditions.without_effect(vllm_config))
-    found = {name: value for name, value in _counted(vllm_config, "") if not name.startswith(without_effect)}
+    found = {name: value for name, value in found.items() if not name.startswith(without_effect)}
     if _DEVICE in found:
         found[_DEVICE] = Shown(found[_DEVICE])
         former = {**FORMER, **(FORMER_ON_CPU if found[_DEVICE] == "cpu" else {})}
         found |= {name: Shown(value) if isinstance(value, str) else value for name, value in former.items()}
     found |= conditions.with_effect(vllm_config)
-    found |= variables.counted(environ, _ignored_variables())
     if versions.release() not in ERA:
         found["vllm"] = Shown(versions.VERSION)
     for name in ignore:

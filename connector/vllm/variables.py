@@ -25,6 +25,9 @@ PREFIX = "VLLM_"
 #: What Kubernetes sets in a pod for each Service (``enableServiceLinks``).
 _SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT(_\w+)?)|\w+_PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?")
 
+#: Values that have the same effect as no value, and that vLLM sets by itself on some machines (here on CPUs with BF16).
+_AS_UNSET = {f"{PREFIX}SSM_CONV_STATE_LAYOUT": "SD"}
+
 #: Plug-ins in modules that begin with these do not change a model.
 _OWN_PLUGINS = ("kvtiers.", "vllm.")
 
@@ -47,7 +50,11 @@ def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tu
         ignored: names without ``VLLM_``.
     """
     known = _registered()
-    names = [name for name in _unlisted(environ, ignored) if known is None or name in known]
+    names = [
+        name
+        for name in _unlisted(environ, ignored)
+        if (known is None or name in known) and environ[name] != _AS_UNSET.get(name)
+    ]
     parsers = _parsers(environ) if names else {}
     for name in names:
         parser = parsers.get(name)

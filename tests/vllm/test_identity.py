@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,16 @@ def test_options_that_are_known_to_change_kv_count(name: str, fields: str) -> No
 )
 def test_variables_that_are_known_to_change_kv_count(name: str) -> None:
     assert identity(VllmConfig(), {f"VLLM_{name}": "1"}) == {f"VLLM_{name}": "1"}
+
+
+def test_state_layout_that_vllm_sets_on_some_cpus_is_as_if_unset() -> None:
+    assert identity(VllmConfig(), {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}) == {}
+
+
+def test_state_layout_does_not_count_in_models_without_states() -> None:
+    config = VllmConfig(model_config=SimpleNamespace(has_inner_state=False))
+    without = identity(config, {})
+    assert identity(config, {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}) == without
 
 
 def test_every_line_of_the_table_names_what_some_supported_release_has() -> None:
