@@ -287,7 +287,6 @@ class Server:
     def _answer_lookups(self) -> None:
         while (turn := self._turns.get()) is not None:
             number, keys = turn
-            began_at = time.monotonic()
             try:
                 found = self._get_mover().probe(keys)
                 if len(found) != len(keys):
@@ -299,7 +298,7 @@ class Server:
                     self._say(f"lookup of {len(keys)} keys failed: {type(e).__name__}: {e}")
                 found = [None] * len(keys)
             answers = bytes(map(FOUND.index, found))
-            self._send("looked", number, time.monotonic() - began_at, *self._take_texts(), raw=answers)
+            self._send("looked", number, *self._take_texts(), raw=answers)
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class Channel(Connections[_Server]):
         self._cost = 0
         self._cut = ""
         self._finished: list[FinishedJob] = []
-        self._looked: list[tuple[int, Sequence[bool | None], float]] = []
+        self._looked: list[tuple[int, Sequence[bool | None]]] = []
         self._opened: Opened | None = None
         self._late_s = 0.0
         self.has_heard = False
@@ -218,7 +218,7 @@ class Channel(Connections[_Server]):
         servers = self._trusted(now)
         if not servers:
             self._next += 1
-            self._looked.append((self._next, [None] * len(keys), 0.0))
+            self._looked.append((self._next, [None] * len(keys)))
             return self._next
         server = min(servers, key=lambda each: each.looks)
         return self._send(server, _Request(now, look=len(keys)), ["look", None], pack_pairs([(key, 0) for key in keys]))
@@ -243,8 +243,8 @@ class Channel(Connections[_Server]):
         finished, self._finished = self._finished, []
         return finished
 
-    def take_looked(self) -> list[tuple[int, Sequence[bool | None], float]]:
-        """Lookups that were answered: number, whether each key is stored (None: that failed), and seconds it took."""
+    def take_looked(self) -> list[tuple[int, Sequence[bool | None]]]:
+        """Lookups that were answered: number, and whether each key is stored (None: that failed)."""
         if any(server.looks for server in self._children):
             self.poll()
         looked, self._looked = self._looked, []
@@ -339,9 +339,9 @@ class Channel(Connections[_Server]):
         elif request.look:
             if len(raw) != request.look:
                 raise ValueError(f"it sent {len(raw)} answers to {request.look} keys")
-            _, seconds, warnings, said = arguments
+            _, warnings, said = arguments
             self._tell_all(warnings, said)
-            self._looked.append((number, [FOUND[answer] for answer in raw], float(seconds)))
+            self._looked.append((number, [FOUND[answer] for answer in raw]))
         else:
             _, capabilities, error = arguments
             self._opened = Opened(
@@ -436,6 +436,6 @@ class Channel(Connections[_Server]):
                 batch.fault = text if is_loss else ""
                 self._end_part(request.job, batch)
             elif request.look:
-                self._looked.append((number, [None] * request.look, 0.0))
+                self._looked.append((number, [None] * request.look))
             else:
                 self._opened = Opened(None, kind(text))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,7 @@ SILENT_TURNS_MAX = 5
 NEAR_TURN_KEYS = 32  # mostly answered one after the other: on a slow disk a turn must end within the deadline
 FAR_TURN_KEYS = 64  # answered all at once
 NEAR_ASKED_MAX = 256  # under way at once: on a slow disk the last of them must not be late either
+OVER_S = 600.0  # a request that was given up is forgotten when it has been idle for so long
 TOTAL_S = 15.0  # a request's wait while the storage keeps answering; computing a long prompt takes as long
 
 
@@ -42,8 +43,8 @@ class Asks(Protocol):
     def look(self, keys: Sequence[OffloadKey]) -> int:
         """Begin a probe, and return its number."""
 
-    def take_looked(self) -> list[tuple[int, Sequence[bool | None], float]]:
-        """Probes that have ended: number, answers parallel to the keys (None: that lookup failed), and seconds."""
+    def take_looked(self) -> list[tuple[int, Sequence[bool | None]]]:
+        """Probes that have ended: number, and answers parallel to the keys (None: that lookup failed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class AsyncLookup:
         self._askers: dict[str, _Asker] = {}  # by request id, the oldest first
         self._fresh: list[_Asker] = []
         self._answered_at = float("-inf")  # when any probe last returned
-        self._epoch = 0  # how often these methods were called
+        self._epoch = 0  # how often ``mark``, ``forget`` and ``_expire`` were called; see ``_asked``
         self._turn_keys = FAR_TURN_KEYS if is_far else NEAR_TURN_KEYS
         asked_max = options.asked_max if is_far else min(options.asked_max, NEAR_ASKED_MAX)
         self._probes_max = max(1, asked_max // self._turn_keys)
@@ -303,6 +304,7 @@ class AsyncLookup:
                 or now - turn.silent_since >= SILENT_TURNS_MAX * options.deadline_s
             ):
                 self._expire([key for key in turn.keys if self._is_answered_by(turn, key)], now)
+        over: set[_Asker] = set()
         for asker in list(self._askers.values()):
             if asker.queue and now - max(asker.queued_at, self._answered_at) >= options.deadline_s:
                 keys = list(asker.queue)
@@ -310,12 +312,14 @@ class AsyncLookup:
                 self._expire([key for key in keys if key in self._asked], now)
             if asker.owed:
                 asker.idle_at = None
-                if asker.req_id and now - asker.came_at >= options.total_s:
-                    self._end_wait(asker)
+                if asker.req_id and not asker.is_over and now - asker.came_at >= options.total_s:
+                    over.add(asker)
             elif asker.idle_at is None:
                 asker.idle_at = now
-            elif now - asker.idle_at >= options.deadline_s and not asker.is_over:
+            elif now - asker.idle_at >= (OVER_S if asker.is_over else options.deadline_s):
                 del self._askers[asker.req_id]
+        if over:
+            self._end_waits(over)
 
     def _expire(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Mark unanswered keys absent. A late answer is ignored, because a load may have failed meanwhile."""
@@ -326,13 +330,16 @@ class AsyncLookup:
         self._end_asking(keys)
         self._record(keys, False, now + self._options.absent_ttl_s)
 
-    def _end_wait(self, asker: _Asker) -> None:
-        """End the wait of a request after ``total_s``: for this request, all keys still unknown are absent."""
-        self._counts.given_up += asker.owed
-        asker.is_over = True
-        awaited = [key for key, each in self._asked.items() if each[0] is asker or asker in self._joined.get(key, ())]
-        self._answered.setdefault(asker.req_id, []).extend(awaited)
-        self._drop_queue(asker)
+    def _end_waits(self, over: Set[_Asker]) -> None:
+        """End the waits of requests after ``total_s``: for these requests, all keys still unknown are absent."""
+        self._counts.given_up += sum(asker.owed for asker in over)  # before a dropped queue ends what others owe
+        for asker in over:
+            asker.is_over = True
+            self._drop_queue(asker)
+        for key, (first, _) in self._asked.items():
+            for asker in (first, *self._joined.get(key, ())):
+                if asker in over:
+                    self._answered.setdefault(asker.req_id, []).append(key)
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
@@ -357,7 +364,7 @@ class AsyncLookup:
         if not looked:
             return
         self._answered_at = self._clock()
-        for number, answers, _ in looked:
+        for number, answers in looked:
             if (turn := self._under_way.pop(number, None)) is not None:
                 self._take_reply(turn, answers)
         self._send()

@@ -37,10 +37,10 @@ class Storage:
         self._under_way[len(self.asked) - 1] = [None if self.fails else key in self.present for key in keys]
         return len(self.asked) - 1
 
-    def take_looked(self) -> list[tuple[int, Sequence[bool | None], float]]:
+    def take_looked(self) -> list[tuple[int, Sequence[bool | None]]]:
         free = [n for n in self._under_way if self.held is not None and not set(self.held) & set(self.asked[n])]
         self._clock.now += sum(len(self.asked[number]) for number in free) / self._per_second
-        return [(number, self._under_way.pop(number), 0.0) for number in free]
+        return [(number, self._under_way.pop(number)) for number in free]
 
 
 class Bench:
@@ -296,8 +296,38 @@ def test_request_ends_its_wait_with_the_known_prefix(make: Make, clock: Clock) -
     assert counts.given_up > 9_000
     assert set(bench.lookup.take_answered()["r"]) == set(LONG)
     assert bench.lookup.lookup(LONG[-1], "r") is False  # it does not begin to wait again
+    bench.lookup.flush()
+    assert bench.lookup.take_counts().given_up == 0
     bench.lookup.finish("r")
     assert bench.lookup.lookup(LONG[-1], "r") is None
+
+
+def test_requests_that_end_their_waits_together_get_each_key_once(make: Make, clock: Clock) -> None:
+    bench = make(LONG, deadline_s=100.0, total_s=3.0, turns=1)
+    bench.storage.held = None
+    for req_id, keys in (("a", LONG[:1_000]), ("b", LONG[500:1_500])):
+        bench.ask(keys, req_id)
+    clock.now += 3.1
+    bench.lookup.flush()
+    assert bench.lookup.take_counts().given_up == 2_000
+    answered = bench.lookup.take_answered()
+    assert sorted(answered["a"]) == sorted(LONG[:1_000])
+    assert sorted(answered["b"]) == sorted(LONG[500:1_500])
+
+
+def test_request_that_was_given_up_and_is_not_ended_is_forgotten(make: Make, clock: Clock) -> None:
+    """The engine may never report its end."""
+    bench = make(deadline_s=100.0, total_s=3.0)
+    bench.storage.held = None
+    bench.ask(KEYS, "r")
+    clock.now += 3.1
+    bench.lookup.flush()
+    bench.storage.held = ()
+    for passed_s in (0.0, lookup_module.OVER_S, 1.0):
+        assert bench.lookup._askers
+        clock.now += passed_s
+        bench.lookup.flush()
+    assert not bench.lookup._askers
 
 
 def test_miss_stops_questions_for_later_keys_of_its_request(make: Make) -> None:
