@@ -99,7 +99,7 @@ class Connections(ABC, Generic[C]):
         self._check_at = -math.inf
         self._sockets = select.poll()
         self._by_fd: dict[int, C] = {}
-        self._started: SimpleQueue[tuple[C, Handle | Exception]] = SimpleQueue()
+        self._started: SimpleQueue[tuple[C, Handle | BaseException]] = SimpleQueue()
         self._closing = False
         self.kills = 0
         """How many children were killed or found dead."""
@@ -112,7 +112,7 @@ class Connections(ABC, Generic[C]):
 
     @abstractmethod
     def _hear(self, child: C, content: Any, raw: bytes) -> None:
-        """Take a frame. If this raises, whatever it is, the child is killed."""
+        """Handle one frame. Any exception means that the child cannot be understood; it is killed."""
 
     @abstractmethod
     def _end_if_late(self, child: C, now: float) -> None:
@@ -133,7 +133,7 @@ class Connections(ABC, Generic[C]):
         Called several times in each step of the scheduler, so without news it is one system call.
         """
         if os.getpid() != self._pid:
-            return  # in a fork: what has come is the parent's
+            return  # this is a fork, and the messages are for its parent
         now = self._clock()
         for fd, events in self._sockets.poll(0):
             child = self._by_fd[fd]
@@ -166,19 +166,26 @@ class Connections(ABC, Generic[C]):
             self._reap(child)
 
     def _hang_up(self, children: Iterable[C], timeout_s: float) -> bool:
-        """Start nothing any more, hang up on these children, and wait for their end. Whether no child is left."""
-        self._take_started()
+        """Start nothing any more, hang up on these children, and wait for their end. Whether no child is left.
+
+        Children that have not ended after half of ``timeout_s`` are killed.
+        """
         self._closing = True
+        self._take_started()
         for child in children:
             if child.handle is not None:
                 self._stop_listening(child)
                 child.handle.close()
                 child.ending = "shutdown"
-        until = time.monotonic() + timeout_s
-        while [child for child in self._children if child.ending and not self._reap(child)]:
-            if time.monotonic() >= until:
-                break
-            time.sleep(0.002)
+        for _ in range(2):
+            until = time.monotonic() + timeout_s / 2
+            while hung := [child.handle for child in self._children if child.ending and not self._reap(child)]:
+                if time.monotonic() >= until:
+                    break
+                time.sleep(0.002)
+            for handle in hung:
+                assert handle is not None
+                handle.kill()
         return all(child.handle is None for child in self._children)
 
     # ---- frames ------------------------------------------------------------------------------------------------------
@@ -270,7 +277,7 @@ class Connections(ABC, Generic[C]):
         def start() -> None:
             try:
                 self._started.put((child, child.start()))
-            except Exception as e:  # noqa: BLE001 - a thread's edge: it is tried again
+            except BaseException as e:  # noqa: BLE001 - a thread's edge: it is tried again
                 self._started.put((child, e))
             if self._closing:  # perhaps nobody polls any more
                 self._take_started()
@@ -286,7 +293,7 @@ class Connections(ABC, Generic[C]):
                 child, handle = self._started.get_nowait()
             except Empty:
                 return
-            if isinstance(handle, Exception):
+            if isinstance(handle, BaseException):
                 self._pause(child, 2 * child.pause_s)
                 self._lost(child, f"no process could be started: {handle}")
             elif self._closing:

@@ -332,7 +332,7 @@ class Collector:
             return
         self._writer.poll(publishes=self._counts_puts)
         usage = self._writer.usage
-        if usage is not None and usage.holder not in ("", self._owner):
+        if usage is not None and not self._is_free(usage):
             self._works = False
             return
         if not self._counts_puts:

@@ -34,7 +34,7 @@ STORED_KEYS_MAX: Final = 65_536  # latest stores, which show that a reported rem
 REPORTS_MAX: Final = 64  # waiting for ``take_reports``; older ones are dropped
 LISTEN_S: Final = 1.0
 # A process that is silent for this long is killed. On far storage the limit is SILENT_POLLS polls, if that is longer.
-# It doubles after each kill, because the process may only be slow.
+# It doubles after each kill and stays so, because the process may only be slow: one page of a far listing takes long.
 SILENT_S, SILENT_S_MAX = 20.0, 600.0
 SILENT_POLLS: Final = 8
 CLOSE_S: Final = 0.5
@@ -90,7 +90,7 @@ class CollectorLink(Connections[Child]):
         self._waiting: OrderedDict[OffloadKey, None] = OrderedDict()  # uses before the process is needed
         self._unsent: deque[OffloadKey] = deque()  # uses, in their order
         self._sent: deque[OffloadKey] = deque()  # uses that the process has not recorded yet
-        self._overdue = 0  # the first uses of ``_unsent`` that a new process must get before it hears of puts
+        self._overdue = 0  # so many uses at the front of ``_unsent`` must reach a new process before it hears of puts
         self._puts: deque[int] = deque()  # bytes that the process was not told yet
         self._was_refused = False
         self._removed: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> since when it may have been removed
@@ -101,7 +101,7 @@ class CollectorLink(Connections[Child]):
         self._failing: tuple[str, float] | None = None  # the last error, and since when there was no success
         self._reports: deque[dict[str, Any]] = deque(maxlen=REPORTS_MAX)
         self._silent_s = 0.0
-        self._silent_s_max = self._silent_s_min = max(SILENT_S, SILENT_POLLS * policy.poll_s)
+        self._silent_s_max = max(SILENT_S, SILENT_POLLS * policy.poll_s)
         self._listen_at = -math.inf
         self._is_needed = not policy.waits
         self.poll()
@@ -140,7 +140,8 @@ class CollectorLink(Connections[Child]):
         return self._full
 
     def note_put(self, size: int) -> None:
-        """Record that so many bytes were put, or may have been. 0: other processes put, and publish it themselves."""
+        """Record that so many bytes were put, or may have been. 0: only shows that the engine is active, because the
+        processes that put the bytes publish their own counts."""
         if self._is_needed:
             self._puts.append(size)
 
@@ -198,9 +199,7 @@ class CollectorLink(Connections[Child]):
         """End the process. Takes at most about ``CLOSE_S``."""
         if os.getpid() != self._pid:
             return  # in a fork: the process belongs to the parent
-        if not self._hang_up([self._child], CLOSE_S / 2) and self._child.handle is not None:
-            self._child.handle.kill()
-            self._hang_up([self._child], CLOSE_S / 2)
+        self._hang_up([self._child], CLOSE_S)
 
     def _tell(self) -> None:
         """Send uses, then puts: a process that hears of a full disk removes what it does not know to be used."""
@@ -210,7 +209,8 @@ class CollectorLink(Connections[Child]):
         put, was_refused = None, False
         if not self._overdue:
             put = self._puts.popleft() if self._puts else None
-            was_refused, self._was_refused = self._was_refused, False
+            if self._was_refused:
+                self._was_refused, was_refused = False, True  # in this order: another thread may set it meanwhile
         if keys or put is not None or was_refused:
             self._write(self._child, [put, was_refused], pack_pairs([(key, 0) for key in keys]))
 
@@ -238,7 +238,6 @@ class CollectorLink(Connections[Child]):
         if full is not None:
             self._full, self._failing = full, None
         if report is not None:
-            self._silent_s_max = self._silent_s_min
             self._reports.append(report)
 
     def _report_error(self, error: dict[str, Any]) -> None:
@@ -248,8 +247,8 @@ class CollectorLink(Connections[Child]):
     def _end_if_late(self, child: Child, now: float) -> None:
         """Kill a silent process.
 
-        Counted in rounds, not by a clock: time in which this process was stopped, or had nothing to do, is not the
-        other one's silence. Nor is time in which that works, or waits for a core.
+        Silence is counted in calls of this method, one a second, so time in which the engine was stopped or idle does
+        not count. Nor does a second in which the collector runs or waits for a core.
         """
         assert child.handle is not None
         if now < self._listen_at:

@@ -13,7 +13,7 @@ The process sends ``[noted, since, full, report, error]``, with the keys of remo
 - ``full``: why the engine must stop to put, after a poll that went well; "": it need not
 - ``report``: ``{"report": {…}, "used": bytes, "runs": polls}``, after polls in which it worked; "used" is null until it
   is known
-- ``error``: ``{"error": "…", "runs": polls}``. If there is ``full``, too, the error is over
+- ``error``: ``{"error": "…", "runs": polls}``. If the frame also has ``full``, a later poll went well
 
 A frame without news is a sign of life, at least every ``ALIVE_EVERY_S`` while its storage answers.
 
@@ -177,7 +177,7 @@ class News:
                 self._out = self._out or self._frame()
                 self._out = self._out[self._sock.send(self._out, socket.MSG_DONTWAIT) :]
         except OSError:
-            pass  # there is no room, or the engine is gone, which the listening thread notices
+            pass  # the socket is full, or the engine has ended, which the listening thread notices
 
     def _is_due(self) -> bool:
         is_new = self._noted or self._removed or self._report or self._error or self._full != self._told_full

@@ -625,6 +625,21 @@ def test_collector_works_without_room_for_its_records(tmp_path: Path) -> None:
     assert 15 <= len(blocks(store)) <= 20
 
 
+@pytest.mark.parametrize("last", ["", "a collector that was killed"])
+def test_full_disk_is_emptied_though_the_last_collectors_record_cannot_be_replaced(last: str) -> None:
+    world = World()
+    for _ in range(100):
+        world.put()
+    publish_usage(world.store, Usage(holder=last, beat=7))
+    full = FaultyStore(world.store, [Fault("put", error=lambda: StoreFullError("no"), count=None)])
+    collector = world.collector(store=full)
+    for _ in range(2 * int(world.policy.lease_s)):
+        collector.note_refused()
+        world.poll(collector)
+    assert len(blocks(world.store)) < 100
+    assert holder(world.store) == last
+
+
 def test_root_of_young_blocks_is_listed_rarely() -> None:
     world = World(max_bytes=10 * SIZE, grace_s=1e6)
     counting = FaultyStore(world.store)

@@ -228,7 +228,7 @@ def test_silent_process_is_killed_and_the_next_one_has_twice_the_time(
     assert "its collector (process None) has not answered for" in caplog.text
     assert silence() >= 2 * first
     bench.say(report={"report": {}, "used": 1, "runs": 1})
-    assert silence() <= first + 2
+    assert silence() >= 4 * first - 2  # a storage that is slow once is slow again
     assert len({config["owner"] for config in bench.configs}) == 1
 
 

@@ -23,6 +23,7 @@ class FakeChild:
     Attributes:
         kills, closes: how often the engine has done that.
         is_stuck: a kill does not end it, like a process in an uninterruptible system call.
+        is_stopped: only a kill ends it.
         has_threads: it runs in threads, which cannot be killed.
     """
 
@@ -38,7 +39,7 @@ class FakeChild:
         self.reader = FrameReader(self.tag)
         self.to_send = b""
         self.kills = self.closes = 0
-        self.is_stuck = self.is_dead = self.has_threads = False
+        self.is_stuck = self.is_stopped = self.is_dead = self.has_threads = False
 
     # ---- the engine's side
 
@@ -57,7 +58,7 @@ class FakeChild:
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
-        self.is_dead = self.is_dead or not self.is_stuck
+        self.is_dead = self.is_dead or not (self.is_stuck or self.is_stopped)
 
     # ---- the test's side
 
@@ -120,7 +121,7 @@ class FakeServer(FakeChild):
         kind, keys = self.asked.pop(number)
         if kind == "look":
             raw = bytes([1] * len(keys) if found is None else found)
-            return pack_frame(self.tag, ["looked", number, 0.01, [], []], raw)
+            return pack_frame(self.tag, ["looked", number, [], []], raw)
         if kind == "open":
             capabilities = {"exclusive_create": True, "shared": True, "latency_bound": False}
             return pack_frame(self.tag, ["opened", number, None if error else capabilities, error])
