@@ -46,6 +46,8 @@ class Answer:
         self._head = first[: first.find(b"\r\n\r\n") + 2]
         self._lower = self._head.lower()
         status, lengths = _STATUS.match(self._lower), _LENGTH.findall(self._lower)
+        if len(set(lengths)) > 1:
+            raise http.client.HTTPException("two lengths")
         has_length = len(lengths) == 1 or (not lengths and status is not None and status[1] == b"204")
         self.announced: int | None
         if status is not None and has_length and not _SPECIAL.search(self._lower):
@@ -55,7 +57,9 @@ class Answer:
             self._left = 0 if method == "HEAD" else self.announced
             return
         response = http.client.HTTPResponse(self._unread, method=method)  # type: ignore[arg-type] # it calls makefile
-        response.begin()
+        response.begin()  # skips 100
+        if response.status < http.HTTPStatus.OK:
+            raise http.client.HTTPException("an interim response that nobody asked for")
         self._response = response
         self.status = response.status
         self.announced = response.length

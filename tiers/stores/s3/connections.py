@@ -23,6 +23,7 @@ from .tls import make_context
 
 T = TypeVar("T")
 
+DIAL_S_MIN: Final = 0.001  # 0 would mean not to wait at all, which is another mode of a socket
 USUAL_PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -66,7 +67,7 @@ class Connections:
         deadline = self._clock() + self._options.attempt_timeout_s
         reused = self._pop_idle()
         while True:
-            sock = reused or self._dial()
+            sock = reused or self._dial(deadline)
             is_ready = reused is not None
             answer: Answer | None = None
             try:
@@ -91,10 +92,10 @@ class Connections:
                     raise connection_error(self._place) from None
                 reused = None
             except BaseException:
-                self._put_back(sock, reusable=answer is not None and is_sent and answer.is_complete)
+                self._put_back(sock, reusable=answer is not None and is_sent and _is_free(answer, method))
                 raise
             else:
-                self._put_back(sock, reusable=is_sent and answer.is_complete)
+                self._put_back(sock, reusable=is_sent and _is_free(answer, method))
                 return result
 
     def close(self) -> None:
@@ -104,7 +105,10 @@ class Connections:
         self._close_idle()
 
     def _put_back(self, sock: socket.socket, *, reusable: bool) -> None:
-        """Keep a connection for the next request. Not under a guard, which might end that request."""
+        """Keep a connection for the next request.
+
+        Called after the guard has ended: a late watchdog would shut the socket down under its next user.
+        """
         if reusable and not self._closed:
             self._idle.append((sock, self._clock()))
         else:
@@ -132,8 +136,8 @@ class Connections:
                 sock.close()  # readable while idle: the server has closed it
         return None
 
-    def _dial(self) -> socket.socket:
-        within_s = self._options.connect_timeout_s
+    def _dial(self, deadline: float) -> socket.socket:
+        within_s = max(DIAL_S_MIN, min(self._options.connect_timeout_s, deadline - self._clock()))
         with contextlib.suppress(OSError, ValueError):  # ValueError: the name is too long for IDNA
             addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, address in addresses:
@@ -166,6 +170,15 @@ def _send(sock: socket.socket, request: Sequence[memoryview]) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_free(answer: Answer, method: str) -> bool:
+    """Whether the connection is ready for the next request.
+
+    A server that refuses a put by its headers may leave the body unread and take it for the next request.
+    """
+    takes_body = method != "PUT" or answer.status in (http.HTTPStatus.OK, http.HTTPStatus.PRECONDITION_FAILED)
+    return answer.is_complete and takes_body
 
 
 def _shut(sock: socket.socket) -> None:

@@ -137,8 +137,8 @@ def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, m
     made: list[socket.socket] = []
     dial = Connections._dial
 
-    def note(connections: Connections) -> socket.socket:
-        made.append(dial(connections))
+    def note(connections: Connections, deadline: float) -> socket.socket:
+        made.append(dial(connections, deadline))
         return made[-1]
 
     monkeypatch.setattr(Connections, "_dial", note)
@@ -285,6 +285,8 @@ def test_objects_however_they_are_announced(store: S3Store, parsed: list[HTTPRes
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", BlobNotFoundError),
         (b"HTTP/1.1 503 Slow\r\nContent-Length: 0\r\n\r\n", StoreThrottledError),
         (b"220 ftp.example.com ready\r\n\r\n", StoreUnavailableError),
+        (b"HTTP/1.1 103 Early Hints\r\nContent-Length: %d\r\n\r\n" % len(DATA), StoreUnavailableError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nContent-Length: 1\r\n\r\n" % len(DATA), StoreUnavailableError),
     ],
 )
 def test_answers_that_leave_the_parts_alone(store: S3Store, head: bytes, error: type[StoreError]) -> None:
@@ -480,6 +482,15 @@ def test_connection_is_kept_after_answers_that_are_no_success(store: S3Store, se
     assert store.get_tail("f/absent", 1) is None
     assert store.get_tail("f/a", 10) == (len(DATA), DATA[-10:])
     assert len({request.client_port for request in server.requests()}) == 1
+
+
+def test_connection_is_not_kept_after_a_put_is_refused(store: S3Store, server: HttpFaultServer) -> None:
+    """The server may have answered by the headers alone, and would take the body for the next request."""
+    server.inject(Fault.SLOW_DOWN, times=1)
+    with pytest.raises(StoreThrottledError):
+        store.put("f/b", as_parts(DATA), overwrite=True)
+    assert store.put("f/b", as_parts(DATA), overwrite=True)
+    assert len({request.client_port for request in server.requests("PUT")}) == 2
 
 
 def test_forms_of_a_put(store: S3Store, server: HttpFaultServer) -> None:
