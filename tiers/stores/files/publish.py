@@ -57,6 +57,7 @@ QUARANTINED_NAME = re.compile(rf"{_PRIVATE}-.+")
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+FDS = "/proc/self/fd"  # gives a name to an unnamed file
 # EISDIR: the kernel does not support the flag. EINVAL: from some FUSE servers.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -73,7 +74,7 @@ class Publisher:
     def __init__(self, *, durable: bool = False, unnamed_files: bool = True) -> None:
         self._durable = durable
         # Any thread may set this to False. A thread that still reads True finds out by its own failed attempt.
-        self._unnamed_files = unnamed_files
+        self._unnamed_files = unnamed_files and os.path.isdir(FDS)  # /proc may be hidden
 
     def publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         """Store a file under ``key``. Returns False if the key exists and was left unchanged.
@@ -115,7 +116,7 @@ class Publisher:
             self._write(root, fd, write)
             # With a dir_fd Python calls linkat with AT_SYMLINK_FOLLOW. AT_EMPTY_PATH in place of /proc would save
             # 0.3 µs of 20, but needs a capability before Linux 6.10.
-            published = _link(f"/proc/self/fd/{fd}", name, dst_dir_fd=dir_fd)
+            published = _link(f"{FDS}/{fd}", name, dst_dir_fd=dir_fd)
         finally:
             try:
                 os.close(fd)

@@ -387,6 +387,14 @@ def test_puts_succeed_after_the_root_was_removed_under_writers(store: LocalStore
 # ---- litter ----------------------------------------------------------------------------------------------------------
 
 
+def test_blocks_are_stored_although_proc_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "FDS", str(tmp_path / "no proc"))
+    store = LocalStore(tmp_path / "kv")
+    assert store.put("f/a", as_parts(b"x"))
+    assert not store.put("f/a", as_parts(b"y"))
+    assert fetch(store, "f/a", 1) == b"x"
+
+
 def test_private_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
     private = tmp_path / "root" / ".tmp"
     store = LocalStore(tmp_path / "root")
