@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,6 +27,8 @@ def wait_for(get: Callable[[], T], *, within_s: float = HANG_S) -> T:
         if value:
             return value
         waited_s = time.monotonic() - began
+        if waited_s >= within_s and sys.__stderr__ is not None:
+            faulthandler.dump_traceback(file=sys.__stderr__)  # of all threads: what hangs is mostly elsewhere
         assert waited_s < within_s, f"nothing within {within_s} s from {get}"
         time.sleep(min(max(0.001, waited_s / 20), 0.02))  # ever longer: what the test waits for needs the CPU, too
 
