@@ -43,7 +43,7 @@ plot: setup
 # begin; xdist by itself begins with those of the most tests, and a long file of few tests then ends alone.
 test: setup
 	@echo "Running some 6,100 tests in three processes: 6 to 8 minutes on two cores, longer on a busy machine."
-	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-full: setup
 	$(BIN)/python -m pytest
@@ -176,7 +176,7 @@ e2e-reduced: e2e-env
 
 # And the copy kernel, because Triton comes with vLLM and not with the tests' environment.
 test-vllm:
-	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py
+	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py $(PYTEST_OPTIONS)
 
 clean:
 	rm -rf .venv .venv-3.* $(SITE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
