@@ -235,6 +235,9 @@ class Server:
                 self._end_piece(part, self._moved(part, pairs))
                 self._storing.discard(me)
                 break
+            else:
+                if any(queues):  # a piece came into a queue after this look there, and its token took another piece
+                    tokens.put(True)
 
     def _moved(self, part: _Part, pairs: Sequence[Pair]) -> Batch:
         rest: list[Pair] = []

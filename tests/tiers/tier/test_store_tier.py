@@ -9,9 +9,11 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -166,8 +168,12 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces, and a long time for threads to end: otherwise a tier leaves its store open and its rows mapped."""
+    """Small pieces, and a long time for threads to end: otherwise a tier leaves its store open and its rows mapped.
+
+    No search for other namespaces either: tests count calls of the store.
+    """
     monkeypatch.setattr(channel, "END_S", 10.0)
+    monkeypatch.setattr(server, "tell_nearest", lambda *_: None)
     monkeypatch.setattr(server, "PIECE_BYTES_MIN", 3 * ROW_BYTES)
     monkeypatch.setattr(server, "PIECE_BYTES_MAX", 3 * ROW_BYTES)
 
@@ -706,6 +712,33 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     assert [result.success for result in tier.get_finished()] == [False]
 
 
+class _LateQueue(deque[Any]):
+    """A piece comes just after the first look for one."""
+
+    def popleft(self) -> Any:
+        if not self:
+            self.append(("part", []))
+            raise IndexError
+        return super().popleft()
+
+
+@ONE_BENCH
+def test_piece_that_comes_after_a_thread_looked_for_it_is_moved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token took the piece of another kind for which the thread had come."""
+    handle: Any = bench.tier()._channel._children[0].handle
+    ended: list[Any] = []
+    monkeypatch.setattr(handle._server, "_moved", lambda part, pairs: part)
+    monkeypatch.setattr(handle._server, "_end_piece", lambda part, batch: ended.append(part))
+    tokens: SimpleQueue[bool] = SimpleQueue()
+    thread = threading.Thread(target=handle._server._move_pieces, args=(tokens, (_LateQueue(), deque())))
+    thread.start()
+    tokens.put(True)
+    wait_for(lambda: ended)
+    tokens.put(False)
+    thread.join()
+    assert ended == ["part"]
+
+
 @ONE_BENCH
 def test_shutdown_cancels_running_batches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_tier, "DRAIN_SHARE", 0.001)
@@ -1240,7 +1273,8 @@ class TestLiveness:
             tier._lookup.forget(KEYS)
         assert tier.circuit_state == "closed"
         # A success between the failures that follow would begin their count anew.
-        wait_for(lambda: not (tier.on_schedule_end() or tier._lookup._under_way))
+        while tier._lookup._under_way:
+            tier.on_schedule_end()
         store.refused = tier.mapper.name_prefix  # of all
         for key in KEYS[1:4]:
             assert not bench.present(tier, key)
