@@ -1,7 +1,7 @@
 """``kvtiers check``: validates a configuration, and finds problems that an engine with it would have here.
 
-It only reads, unless ``--write`` is given. The last line is the verdict: usable, usable with warnings, or not usable
-and what is at fault.
+It only reads, unless ``--write`` is given. The last line is the verdict: usable, usable with warnings, or not usable,
+followed by the failing options.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from ...tiers.config.tier_options import (
     shown_place,
 )
 from ...tiers.config.values import show_duration, show_size
-from ...tiers.errors import KVTiersError, printable
+from ...tiers.errors import ConfigError, KVTiersError, printable
 from ...tiers.registry import SecondaryTierFactory
 from ...tiers.store import Store
 from ...tiers.tools.neighbors import namespaces_in
@@ -45,7 +45,7 @@ from .findings import Finding, no_answer, of_error
 from .host_checks import host_findings
 from .model_size import Sizing, describe, size_of
 from .options import AsJson
-from .output import answer, cell, counted, human_age, make_console
+from .output import answer, cell, complain, counted, human_age, make_console
 from .session import ExitCode, session
 from .storage_checks import (
     examine_bucket,
@@ -66,7 +66,8 @@ _PANEL = "With --model"
 #: Options that other lines show.
 _SAID_OTHERWISE = {
     "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
-    "isolation", "job_deadline_s", "lookup_deadline_s", "encrypt", "keys_file", "keys_env", "read_only", "ttl",
+    "children", "isolation", "job_deadline_s", "lookup_deadline_s", "encrypt", "keys_file", "keys_env", "read_only",
+    "ttl",
 }  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def check(
         typer.Option(
             "--write",
             help="Also try writing: create the root folders as an engine would, and put, replace and delete small "
-            "blobs in each tier that is not read_only. Without it, nothing is written.",
+            "blobs in each tier that is not read_only. Run it as the engine's user. Without it, nothing is written.",
         ),
     ] = False,
     model: Annotated[
@@ -152,14 +153,22 @@ def check(
     if model is None and (tp, kv_cache_dtype, block_size, prefill or None) != (1, "auto", None, None):
         raise typer.BadParameter("--tp, --kv-cache-dtype, --block-size and --prefill apply to --model; give it, too")
     deployment = None if config is None else _load(config, as_json=as_json)
-    sizing = None
+    sizing, refused = None, []
     if model is not None:
-        sizing = size_of(
-            model, deployment, tp_size=tp, kv_cache_dtype=kv_cache_dtype, block_tokens=block_size, speeds=prefill
-        )
+        try:
+            sizing = size_of(
+                model, deployment, tp_size=tp, kv_cache_dtype=kv_cache_dtype, block_tokens=block_size, speeds=prefill
+            )
+        except ConfigError as e:
+            if deployment is None or e.field.startswith("--"):
+                raise
+            refused = [of_error("--model", e)]
     if write:
         session().if_interrupted = lambda: f"a blob of 4 KiB may be left below {TRIAL_FOLDER} in a tier; run it again"
-    checked = Checked(model=sizing) if deployment is None else examine(deployment, writes=write, sizing=sizing)
+    if deployment is None:
+        checked = Checked(model=sizing)
+    else:
+        checked = examine(deployment, writes=write, sizing=sizing, refused=refused)
     failed = any(finding.level == "problem" for finding in checked.findings)
     if as_json:
         answer(checked, ok=not failed)
@@ -181,10 +190,12 @@ def _load(config: Path, *, as_json: bool) -> DeploymentConfig:
         errors = str(e).split("\n")
         verdict = f"not usable: {counted(len(errors), 'mistake')}"
         if as_json:
-            answer(Checked(verdict), ok=False, errors=errors)
+            for error in errors:
+                complain(error)
+            answer(Checked(verdict), ok=False)
         else:
-            for line in errors:
-                _print(f"  {line}")
+            for error in errors:
+                _print(f"  {error}")
             _tell_verdict(config, verdict)
         raise typer.Exit(ExitCode.BAD_INPUT) from e
 
@@ -208,13 +219,20 @@ def _tell_verdict(config: Path, verdict: str) -> None:
     make_console().print(f"{cell(str(config))} is [bold {color}]{cell(verdict)}[/bold {color}]", highlight=False)
 
 
-def examine(deployment: DeploymentConfig, *, writes: bool = False, sizing: Sizing | None = None) -> Checked:
+def examine(
+    deployment: DeploymentConfig,
+    *,
+    writes: bool = False,
+    sizing: Sizing | None = None,
+    refused: Sequence[Finding] = (),
+) -> Checked:
     """Examine a valid configuration on this machine.
 
     Args:
         writes: also create root folders, and write and delete small blobs.
+        refused: why the model of ``--model`` has no sizing.
     """
-    found = list(host_findings(deployment))
+    found = [*refused, *host_findings(deployment)]
     # In parallel: a bucket that does not answer takes seconds to fail, and a hanging mount never does.
     tiers = [_Examination(f"tiers[{index}] {tier.type}", tier, writes) for index, tier in enumerate(deployment.tiers)]
     deadline = time.monotonic() + TIERS_S_MAX
@@ -324,6 +342,11 @@ def _examine_storage(
     elif writes:
         yield from try_store(where, tier, store)
     namespaces, is_cut = namespaces_in(store)
+    if isinstance(tier, FsspecTierConfig):
+        yield Finding("ok", where, "storage", "answers")
+    if isinstance(tier, StoreTierConfig):
+        text = f"answers; opening it is up to {tier.module_path}, which may create folders even without --write"
+        yield Finding("ok", where, "storage", text)
     yield from examine_namespaces(where, namespaces, is_cut)
     yield from examine_seals(where, tier, store)
     for namespace in namespaces:
@@ -379,10 +402,12 @@ def _tier_in_words(
         return
     shown: dict[str, Any] = tier.model_dump()
     name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
-    yield f"{place}{name}: {tier.type}, {shown_place(tier)}"
+    where = "" if isinstance(tier, MemoryTierConfig) else f", {shown_place(tier)}"
+    yield f"{place}{name}: {tier.type}{where}"
+    runs_in = "the engine's process" if tier.isolation == "thread" else counted(tier.children, "process", "processes")
     yield (
-        f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads in {tier.children} "
-        f"processes, isolation {tier.isolation}"
+        f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads, in {runs_in} "
+        f"(isolation {tier.isolation})"
     )
     yield (
         f"  gives up on a job after {show_duration(tier.job_deadline_s)}, and on unanswered lookups after "

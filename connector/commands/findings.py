@@ -36,7 +36,7 @@ class Finding:
     Attributes:
         level: a note is worth knowing, a warning is worth fixing, and a problem must be fixed: it stops the engine, or
             its blocks are lost, not stored or not safe.
-        where: ``host``, ``engine``, ``config`` or ``tiers[0] fs``.
+        where: ``host``, ``engine``, ``config``, ``--model`` or ``tiers[0] fs``.
         check: the option at fault, or the name of the check in a word or two.
         message: the result.
         fix: what to do; "" if nothing is needed.
@@ -53,6 +53,8 @@ class Finding:
         """What is at fault, as short as in the verdict: an option's path, or a tier."""
         if self.check in ("/dev/shm", "memory"):
             return "region.size"
+        if self.where == "--model":
+            return self.where
         if not self.where.startswith("tiers"):
             return self.check
         tier = self.where.partition(" ")[0]

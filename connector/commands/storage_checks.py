@@ -34,7 +34,7 @@ from ...tiers.tools.inventory import block_beginnings
 from ...tiers.tools.neighbors import Namespace, differing_fields, shown_values
 from ...tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 from .findings import Finding, Level, of_error
-from .tier_checks import TRIAL_FOLDER
+from .tier_checks import trial_key
 
 CLOCK_SKEW_S_MAX = 5.0
 LISTED_MAX = 2000  # a check must not list a bucket of millions
@@ -215,7 +215,7 @@ def try_folder(where: str, root: str) -> Iterator[Finding]:
 
 def try_store(where: str, config: TierConfig, store: Store, now: Callable[[], float] = time.time) -> Iterator[Finding]:
     """Put, put again, replace, read, list and delete a blob. Stops at the first operation that is refused."""
-    key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
+    key = trial_key()
     first, second = bytes([1]) * 4096, bytes([2]) * 4096
     got = bytearray(4096)
     try:

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ...tiers.builtin import check_needs_no_sharing, make_seal, record_keys
@@ -24,10 +24,11 @@ from ...tiers.config.tier_options import (
     S3TierConfig,
     StoreTierConfig,
     TierConfig,
+    shown_place,
 )
 from ...tiers.config.values import show_size
 from ...tiers.config.variables import AS_WRITTEN
-from ...tiers.errors import KVTiersError
+from ...tiers.errors import BlobNotFoundError, KVTiersError, StoreConfigError
 from ...tiers.registry import SecondaryTierFactory
 from ...tiers.stores.custom import find_factory
 from ...tiers.stores.files.mounts import (
@@ -47,6 +48,11 @@ FSSPEC_CALL_S_MAX = 8.0  # for each call of the trial; drivers retry for longer 
 #: Text that a template engine, or a person, was meant to replace.
 _PLACEHOLDER = re.compile(r"\{\{.*?\}\}|<[^<>]+>|%\(\w+\)s|%[A-Z][A-Z_]{2,}%")
 _VARIABLE = re.compile(r"\$(\w+|\{\w+(:-[^{}]*)?\}|\(\w+\))", re.ASCII)
+
+
+def trial_key() -> str:
+    """The name of a blob that nobody has stored."""
+    return f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
 
 
 def tier_findings(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator[Finding]:
@@ -127,7 +133,9 @@ def _try_bucket(tier: S3TierConfig) -> None:
 
     with closing(open_store(tier)) as store:
         assert isinstance(store, S3Store)
-        store.try_out(read_only=True)
+        store.check()
+        with suppress(BlobNotFoundError):  # blocks move by another client than the request of ``check``
+            store.get_into(trial_key(), [memoryview(bytearray(1))])
 
 
 def _url(where: str, tier: FsspecTierConfig) -> Iterator[Finding]:
@@ -149,17 +157,17 @@ def _try_url(tier: FsspecTierConfig) -> None:
 
     _, options = tool_recipe(tier, read_only=True)  # opened so, it does not remove old temporary files
     with closing(FsspecStore(**options, request_timeout_s=FSSPEC_CALL_S_MAX)) as store:
-        if tier.read_only:
-            store.try_out(read_only=True)
-        else:
-            store.size(f"{TRIAL_FOLDER}/{secrets.token_hex(8)}")  # an engine's first call
+        store.size(trial_key())  # an engine's first call
+        if tier.read_only and not any(store.keys()):
+            text = f"{shown_place(tier)} holds nothing, and the tier is read_only: nothing can be loaded"
+            raise StoreConfigError(f"{text}; use the URL of the engines that write")
 
 
 def _try_store(tier: StoreTierConfig) -> None:
     with closing(open_store(tier)) as store:
         if not store.capabilities.shared:
             check_needs_no_sharing(tier.capacity_policy(), in_processes=tier.isolation != "thread")
-        store.size(f"{TRIAL_FOLDER}/{secrets.token_hex(8)}")
+        store.size(trial_key())
 
 
 def _folder(where: str, tier: BoundedTierConfig, root: Path, field: str) -> Iterator[Finding]:

@@ -198,13 +198,18 @@ class Crooked(MemoryStore):
     """A store that does one thing wrong."""
 
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
-    always_replaces = never_replaces = refuses = lists_nothing = False
+    always_replaces = never_replaces = refuses = hides = lists_nothing = False
     skew_s = 0.0
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> Any:
         if self.refuses:
             raise StorePermissionError("secret: AccessDenied for PutObject", key=key)
         return super().put(key, parts, overwrite=(overwrite or self.always_replaces) and not self.never_replaces)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if self.hides:
+            raise StorePermissionError("secret: AccessDenied for GetObject", key=key)
+        super().get_into(key, parts)
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         for info in super().keys(prefix):
@@ -218,6 +223,7 @@ class Crooked(MemoryStore):
         ({"always_replaces": True}, "conditional put", "ignores If-None-Match"),
         ({"never_replaces": True}, "replace", "still has its old content"),
         ({"refuses": True}, "rights", "AccessDenied"),
+        ({"hides": True}, "rights", "AccessDenied"),
         ({"lists_nothing": True}, "listing", "not listed"),
         ({"skew_s": 60.0}, "clock", "60 s ahead"),
         ({"skew_s": -900.0}, "clock", "900 s behind"),
@@ -446,7 +452,7 @@ def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
     assert one(examine(deployment(fs(tmp_path))), "namespaces").level == "note"
 
 
-def test_what_others_named_is_shown_as_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_stored_names_are_escaped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     evil = "m\x1b]0;t\x07\u202e[red]\nproblem all is lost"
     for name, value in (("m_aaaaaaaaaaaa", 1), ("m_bbbbbbbbbbbb", evil)):
         (tmp_path / name).mkdir()

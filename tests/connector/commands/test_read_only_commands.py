@@ -65,7 +65,7 @@ def test_check_says_so(config: str, root: Path) -> None:
     assert f"tiers[1] fs, root_dir: {root} does not exist, and the tier is read_only" in " ".join(out.split())
 
 
-def test_check_writes_nothing(root: Path) -> None:
+def test_check_with_write_of_read_only_tier_only_reads(root: Path) -> None:
     tier = parse_tier({"type": "fs", "root_dir": str(root), "read_only": True, "min_free": "1000TiB"})
     assert isinstance(tier, FsTierConfig)
     before = tree(root)
