@@ -43,8 +43,8 @@ COMMANDS = {
 MOVED = {
     "doctor": "doctor is part of check: kvtiers check CONFIG --write",
     "migrate": "migrate is copy now: kvtiers copy SOURCE TARGET",
-    "serve-metrics": "serve-metrics is gone: engines export the metrics (metrics.port, or vLLM's /metrics), and "
-    "kvtiers du CONFIG --json measures what is stored",
+    "serve-metrics": "serve-metrics is gone: engines export the metrics (metrics.port, or vLLM's /metrics); to measure "
+    "what is stored: kvtiers du CONFIG --json",
     "size": "size is part of check: kvtiers check [CONFIG] --model MODEL",
     "warm": "warm is copy now: kvtiers copy CONFIG --from FAR --to NEAR --until-full",
 }
