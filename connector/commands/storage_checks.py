@@ -213,24 +213,16 @@ def try_folder(where: str, root: str) -> Iterator[Finding]:
         yield Finding("problem", where, "atomic rename", "a reader saw the new file", "use another file system")
 
 
+class _DamagedReadError(Exception):
+    """Other bytes were read than any that were written."""
+
+
 def try_store(where: str, config: TierConfig, store: Store, now: Callable[[], float] = time.time) -> Iterator[Finding]:
     """Put, put again, replace, read, list and delete a blob. Stops at the first operation that is refused."""
     key = trial_key()
-    first, second = bytes([1]) * 4096, bytes([2]) * 4096
-    got = bytearray(4096)
     try:
-        began = time.perf_counter()
-        store.put(key, [memoryview(first)])
-        put_s = time.perf_counter() - began
         try:
-            began = time.perf_counter()
-            store.get_into(key, [memoryview(got)])
-            get_s = time.perf_counter() - began
-            if got not in (first, second):
-                yield _damaged_reads(where)
-                return
-            yield _latency(where, config, put_s, get_s)
-            yield from _semantics(where, key, store, (first, second), got)
+            yield from _semantics(where, config, key, store)
             yield from _listing(where, key, store, now)
         finally:
             (error,) = store.delete_many([key])
@@ -242,16 +234,14 @@ def try_store(where: str, config: TierConfig, store: Store, now: Callable[[], fl
         yield Finding("ok", where, "rights", "blobs can be put, read, listed, replaced and deleted")
         if isinstance(config, S3TierConfig):
             yield _checksum(where, is_refused=getattr(store, "checksum_refused", False))
+    except _DamagedReadError:
+        text = f"host {socket.gethostname()} read other bytes of a blob than it had written"
+        fix = "check this host's memory and network (dmesg, ECC and NIC errors, proxies), and run check on another host"
+        yield Finding("problem", where, "reads", text, fix)
     except StoreConfigError as e:
         yield of_error(where, e, config)
     except StoreError as e:
         yield of_error(where, e, config, "rights")
-
-
-def _damaged_reads(where: str) -> Finding:
-    text = f"host {socket.gethostname()} read other bytes of a blob than it had written"
-    fix = "check this host's memory and network (dmesg, ECC and NIC errors, proxies), and run check on another host"
-    return Finding("problem", where, "reads", text, fix)
 
 
 def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Finding:
@@ -262,15 +252,25 @@ def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Find
     return Finding("problem", where, "latency", text, "raise lookup_deadline_s, or use storage with a lower latency")
 
 
-def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes], got: bytearray) -> Iterator[Finding]:
+def _semantics(where: str, config: TierConfig, key: str, store: Store) -> Iterator[Finding]:
     """Check that a put of an existing blob changes nothing, unless it is told to replace the blob."""
-    first, second = contents
+    first, second = bytes([1]) * 4096, bytes([2]) * 4096
+    got = bytearray(4096)
+
+    def get() -> bytes:
+        store.get_into(key, [memoryview(got)])
+        if got not in (first, second):
+            raise _DamagedReadError
+        return bytes(got)
+
+    began = time.perf_counter()
+    store.put(key, [memoryview(first)])
+    put_s = time.perf_counter() - began
+    began = time.perf_counter()
+    get()
+    yield _latency(where, config, put_s, time.perf_counter() - began)
     store.put(key, [memoryview(second)])
-    store.get_into(key, [memoryview(got)])
-    if got not in contents:
-        yield _damaged_reads(where)
-        return
-    if got == first:
+    if get() == first:
         yield Finding("ok", where, "conditional put", "the first writer of a block wins")
     elif store.capabilities.exclusive_create:
         text = "the storage ignores If-None-Match: every replica writes every block again"
@@ -279,10 +279,7 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
     else:
         yield Finding("note", where, "conditional put", "the last writer of a block wins, which is harmless here")
     store.put(key, [memoryview(second)], overwrite=True)
-    store.get_into(key, [memoryview(got)])
-    if got not in contents:
-        yield _damaged_reads(where)
-    elif got != second:
+    if get() != second:
         text = "a replaced blob still has its old content: bad blocks cannot be repaired"
         yield Finding("problem", where, "replace", text, "look for a cache between this machine and the storage")
     if isinstance(store, SupportsTail):

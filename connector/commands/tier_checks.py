@@ -67,7 +67,7 @@ def tier_findings(where: str, tier: TierConfig | ExternalTierConfig) -> Iterator
     elif isinstance(tier, FsspecTierConfig):
         yield from _url(where, tier)
     elif isinstance(tier, StoreTierConfig):
-        refused = list(_refusals(where, lambda: find_factory(tier.module_path), tier, "module_path"))
+        refused = _refusals(where, lambda: find_factory(tier.module_path), tier, "module_path")
         yield from refused or _refusals(where, lambda: _try_store(tier), tier, "options")
     elif isinstance(tier, FsTierConfig | NfsTierConfig):
         if isinstance(tier, NfsTierConfig):
@@ -86,7 +86,7 @@ def root_of(tier: TierConfig) -> str | None:
 
 def keys(where: str, tier: TierConfig) -> Iterator[Finding]:
     """Check that the keys of a protected tier can be read, and that nobody else can."""
-    refused = list(_refusals(where, lambda: make_seal(tier)))
+    refused = _refusals(where, lambda: make_seal(tier))
     if not refused and tier.encrypt != "none":
         yield Finding("ok", where, "keys", f"readable; encrypt is {tier.encrypt}")
     yield from refused
@@ -108,12 +108,13 @@ def mount_options(where: str, config: NfsTierConfig) -> Iterator[Finding]:
 
 def _refusals(
     where: str, call: Callable[[], object], config: TierConfig | None = None, field: str = ""
-) -> Iterator[Finding]:
+) -> list[Finding]:
     """The error that would also stop an engine's start, if there is one."""
     try:
         call()
     except KVTiersError as e:
-        yield of_error(where, e, config, field)
+        return [of_error(where, e, config, field)]
+    return []
 
 
 def _placeholders(where: str, tier: TierConfig) -> Iterator[Finding]:
@@ -139,8 +140,7 @@ def _try_bucket(tier: S3TierConfig) -> None:
 
 
 def _url(where: str, tier: FsspecTierConfig) -> Iterator[Finding]:
-    refused = list(_refusals(where, lambda: check_drivers(tier.url), tier, "url"))
-    if refused:
+    if refused := _refusals(where, lambda: check_drivers(tier.url), tier, "url"):
         yield from refused
         return
     for name, meant in misspelt_options(tier.url, tier.storage_options).items():

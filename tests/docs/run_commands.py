@@ -53,7 +53,8 @@ compare with. The [README](../README.md#two-commands) describes `demo`.
 - A folder or URL has no limits, keys or options. `gc` therefore needs `--max-bytes` or `--ttl`. `verify --repair`,
   `rm` and `copy` work as with a file; `copy` leaves 1 GiB of the disk free. For blocks that `encrypt` protects, give
   the YAML file.
-- `ls`, `du`, `show`, `vllm-config`, `check`, `verify`, and `gc`, `rm` and `copy` with `--dry-run` change nothing.
+- `ls`, `du`, `show`, `vllm-config`, `check`, `verify`, and `gc`, `rm` and `copy` with `--dry-run` change nothing. (They
+  open a tier of type `store`, and its module may create its folder then.)
   `check --write` and `bench` write blobs of their own and remove them; `gc`, `rm` and `verify --repair` remove blocks;
   `copy` writes blocks to the target.
 - If you type an old command (`doctor`, `migrate`, `serve-metrics`, `size`, `warm`), kvtiers prints its replacement and
