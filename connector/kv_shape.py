@@ -29,13 +29,13 @@ _LAYER_KINDS: Mapping[str, Literal["full", "window", "state"]] = {
 #: Fields of models whose layers differ. Only ``layer_types`` says which layer is of which kind.
 _LAYERS_DIFFER = re.compile(
     r"mamba_.*|ssm_.*|state_size|conv_.*|linear_.*|attn_layer_.*|full_att.*|attention_chunk_size|hybrid_.*|r?swa_.*"
-    r"|yoco_.*|interleaved_sliding_window|layer_group_size|layers_block_type|block_configs|per_layer_config"
+    r"|yoco_.*|interleaved_sliding_window|(attention_)?window_.*|layer_group_size|layers_block_type|block_configs"
     r"|(layer|block|attn|attention)s?_(types|type_list)"
 )
-#: Fields of models that keep more or less than ``layer_types`` says: an index of tokens, one cache for some layers, or
-#: heads of two sizes.
+#: Fields of models that keep more or less than ``layer_types`` says: an index of tokens, one cache for several layers,
+#: or heads of two sizes.
 _UNKNOWN_CACHE = re.compile(
-    r"index_(topk|n_heads|head_dim)|num_kv_shared_layers|cross_attention_layers"
+    r"index_(topk|n_heads|head_dim)|num_kv_shared_layers|use_cla|cross_attention_layers|per_layer_config"
     r"|(.*_)?(swa|global|local|sliding)_(.*_)?(heads|head_dim)"
 )
 #: Lists that may have one entry for each layer and say nothing about KV: of MLPs, of positions, of tokens.
