@@ -162,7 +162,7 @@ def check(
         except ConfigError as e:
             if deployment is None or e.field.startswith("--"):
                 raise
-            refused = [of_error("--model", e)]
+            refused = [of_error(e).at("--model")]
     if write:
         session().if_interrupted = lambda: f"a blob of 4 KiB may be left below {TRIAL_FOLDER} in a tier; run it again"
     if deployment is None:
@@ -269,16 +269,16 @@ class _Examination:
         """Wait until the deadline. Returns what was found."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         is_late = self._thread.is_alive()  # before the findings are copied, or the last ones could be lost
-        late = [no_answer(self._where, self._tier, TIERS_S_MAX)] if is_late else []
-        return [*self._found, *late]
+        late = [no_answer(self._tier, TIERS_S_MAX)] if is_late else []
+        return [finding.at(self._where) for finding in (*self._found, *late)]
 
     def _work(self, writes: bool) -> None:
-        where, tier = self._where, self._tier
+        tier = self._tier
         try:
-            for finding in examine_tier(where, tier, self.sizes, writes=writes):
+            for finding in examine_tier(tier, self.sizes, writes=writes):
                 self._found.append(finding)
         except (KVTiersError, OSError) as e:
-            self._found.append(of_error(where, e, tier if isinstance(tier, TierConfig) else None))
+            self._found.append(of_error(e, tier if isinstance(tier, TierConfig) else None))
         except Exception as e:  # noqa: BLE001 - the thread's edge: a lost exception would look like success
             # Without the exception's text, which may contain secrets.
             at = traceback.extract_tb(e.__traceback__)[-1]
@@ -286,12 +286,10 @@ class _Examination:
             fix = "please report this: it is a bug in kvtiers check"
             if isinstance(tier, StoreTierConfig):
                 fix = f"let {tier.module_path}'s store raise a StoreError (docs/writing-a-store.md)"
-            self._found.append(Finding("problem", where, "storage", text, fix))
+            self._found.append(Finding("problem", "storage", text, fix))
 
 
-def examine_tier(
-    where: str, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *, writes: bool
-) -> Iterator[Finding]:
+def examine_tier(tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *, writes: bool) -> Iterator[Finding]:
     """Examine a tier's options, its storage, and the blocks there.
 
     Args:
@@ -299,56 +297,54 @@ def examine_tier(
         writes: also create the root folder, and write and delete small blobs.
     """
     is_usable = True
-    for finding in tier_findings(where, tier):
+    for finding in tier_findings(tier):
         yield finding
         # A store that is short of space can be opened and examined. Others would only repeat the problem.
         is_usable &= finding.level != "problem" or finding.check in ("min_free", "mount options")
     if isinstance(tier, ExternalTierConfig):
-        yield Finding("note", where, "options", "not a kvtiers tier, so its options are not checked")
+        yield Finding("note", "options", "not a kvtiers tier, so its options are not checked")
         return
     if isinstance(tier, MemoryTierConfig):
-        yield Finding("note", where, "storage", "in the engine's memory: lost at its exit, not shared with others")
+        yield Finding("note", "storage", "in the engine's memory: lost at its exit, not shared with others")
         return
     root = root_of(tier)
     if not is_usable:
         return
     if root is not None and not writes and not os.path.isdir(root):
-        yield Finding("note", where, "storage", "there is none yet; an engine creates it when it starts")
+        yield Finding("note", "storage", "there is none yet; an engine creates it when it starts")
         return
     with closing(open_tool_store(tier, read_only=not writes)) as store:  # without min_free, which was judged above
-        yield from _examine_storage(where, tier, store, sizes, writes=writes)
+        yield from _examine_storage(tier, store, sizes, writes=writes)
     if root is not None and writes:
         with suppress(OSError):
             os.rmdir(os.path.join(root, TRIAL_FOLDER))
 
 
-def _examine_storage(
-    where: str, tier: TierConfig, store: Store, sizes: dict[str, int], *, writes: bool
-) -> Iterator[Finding]:
+def _examine_storage(tier: TierConfig, store: Store, sizes: dict[str, int], *, writes: bool) -> Iterator[Finding]:
     is_read_only = isinstance(tier, BoundedTierConfig) and tier.read_only
     if isinstance(tier, FsTierConfig | NfsTierConfig):
-        yield from examine_folder(where, tier)
+        yield from examine_folder(tier)
         if writes and not is_read_only:
-            yield from try_folder(where, tier.root_dir)
+            yield from try_folder(tier.root_dir)
     if isinstance(tier, S3TierConfig):
-        yield from examine_bucket(where, tier, store)
+        yield from examine_bucket(tier, store)
     if isinstance(tier, FsspecTierConfig):
-        absent = list(examine_container(where, tier, store))
+        absent = list(examine_container(tier, store))
         yield from absent
         if absent:
             return
     if is_read_only:
-        yield from examine_reading(where, tier, store)
+        yield from examine_reading(tier, store)
     elif writes:
-        yield from try_store(where, tier, store)
+        yield from try_store(tier, store)
     namespaces, is_cut = namespaces_in(store)
     if isinstance(tier, FsspecTierConfig):
-        yield Finding("ok", where, "storage", "answers")
+        yield Finding("ok", "storage", "answers")
     if isinstance(tier, StoreTierConfig):
         text = f"answers; opening it is up to {tier.module_path}, which may create folders even without --write"
-        yield Finding("ok", where, "storage", text)
-    yield from examine_namespaces(where, namespaces, is_cut)
-    yield from examine_seals(where, tier, store)
+        yield Finding("ok", "storage", text)
+    yield from examine_namespaces(namespaces, is_cut)
+    yield from examine_seals(tier, store)
     for namespace in namespaces:
         block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
         if block is not None:
@@ -364,9 +360,10 @@ def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizin
     largest, model = max(known, default=(0, ""))
     if largest > deployment.region.size:
         yield Finding(
-            "warning", "config", "region.size",
+            "warning", "region.size",
             f"{human_bytes(deployment.region.size)} do not hold one block of {model}, which has {human_bytes(largest)}",
             f"write at least {show_size(-(-largest >> 20 << 24))} for this model",
+            where="config",
         )  # fmt: skip
 
 
