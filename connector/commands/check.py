@@ -19,56 +19,31 @@ from typing import Annotated, Any
 
 import typer
 
-from ...tiers.capacity.walker import is_block
 from ...tiers.config.deployment import DeploymentConfig, json_schema, load_config
-from ...tiers.config.mistakes import value_in_words
 from ...tiers.config.open_store import open_tool_store
 from ...tiers.config.tier_options import (
-    BoundedTierConfig,
     ExternalTierConfig,
-    FsspecTierConfig,
-    FsTierConfig,
     MemoryTierConfig,
-    NfsTierConfig,
-    S3TierConfig,
     StoreTierConfig,
     TierConfig,
-    shown_place,
 )
-from ...tiers.config.values import show_duration, show_size
+from ...tiers.config.values import show_size
 from ...tiers.errors import ConfigError, KVTiersError, printable
 from ...tiers.registry import SecondaryTierFactory
-from ...tiers.store import Store
-from ...tiers.tools.neighbors import namespaces_in
 from ..sizes import human_bytes
+from .description import describe_deployment
 from .findings import Finding, no_answer, of_error
 from .host_checks import host_findings
 from .model_size import Sizing, describe, size_of
 from .options import AsJson
-from .output import answer, cell, complain, counted, human_age, make_console
+from .output import answer, cell, complain, counted, make_console
 from .session import ExitCode, session
-from .storage_checks import (
-    examine_bucket,
-    examine_container,
-    examine_folder,
-    examine_namespaces,
-    examine_reading,
-    examine_seals,
-    try_folder,
-    try_store,
-)
+from .storage_checks import examine_storage
 from .tier_checks import TRIAL_FOLDER, root_of, tier_findings
 
 TIERS_S_MAX = 30.0  # storage that hangs longer is reported as a problem
-MODELS_MAX = 5  # whose blocks are described
 _COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _PANEL = "With --model"
-#: Options that other lines show.
-_SAID_OTHERWISE = {
-    "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
-    "children", "isolation", "job_deadline_s", "lookup_deadline_s", "encrypt", "keys_file", "keys_env", "read_only",
-    "ttl",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +151,8 @@ def check(
         for line in [] if sizing is None else [*describe(sizing), ""]:
             _print(line)
         if config is not None and deployment is not None:
-            _describe(config, deployment, checked.blocks)
+            for line in describe_deployment(config, deployment, checked.blocks):
+                _print(line)
             show_findings(checked.findings)
             _tell_verdict(config, checked.verdict)
     if failed:
@@ -314,43 +290,10 @@ def examine_tier(tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *
         yield Finding("note", "storage", "there is none yet; an engine creates it when it starts")
         return
     with closing(open_tool_store(tier, read_only=not writes)) as store:  # without min_free, which was judged above
-        yield from _examine_storage(tier, store, sizes, writes=writes)
+        yield from examine_storage(tier, store, sizes, writes=writes)
     if root is not None and writes:
         with suppress(OSError):
             os.rmdir(os.path.join(root, TRIAL_FOLDER))
-
-
-def _examine_storage(tier: TierConfig, store: Store, sizes: dict[str, int], *, writes: bool) -> Iterator[Finding]:
-    is_read_only = isinstance(tier, BoundedTierConfig) and tier.read_only
-    if isinstance(tier, FsTierConfig | NfsTierConfig):
-        yield from examine_folder(tier)
-        if writes and not is_read_only:
-            yield from try_folder(tier.root_dir)
-    if isinstance(tier, S3TierConfig):
-        yield from examine_bucket(tier, store)
-    if isinstance(tier, FsspecTierConfig):
-        absent = list(examine_container(tier, store))
-        yield from absent
-        if absent:
-            return
-    if is_read_only:
-        yield from examine_reading(tier, store)
-    elif writes:
-        yield from try_store(tier, store)
-    namespaces, is_cut = namespaces_in(store)
-    if isinstance(tier, FsspecTierConfig):
-        yield Finding("ok", "storage", "answers")
-    if isinstance(tier, StoreTierConfig):
-        text = f"answers; opening it is up to {tier.module_path}, which may create folders even without --write"
-        yield Finding("ok", "storage", text)
-    yield from examine_namespaces(namespaces, is_cut)
-    yield from examine_seals(tier, store)
-    for namespace in namespaces:
-        block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
-        if block is not None:
-            sizes[namespace.model] = block.size
-        if len(sizes) == MODELS_MAX:
-            return
 
 
 def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizing: Sizing | None) -> Iterator[Finding]:
@@ -365,83 +308,3 @@ def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizin
             f"write at least {show_size(-(-largest >> 20 << 24))} for this model",
             where="config",
         )  # fmt: skip
-
-
-def _describe(path: Path, deployment: DeploymentConfig, blocks: list[dict[str, int]]) -> None:
-    region = deployment.region
-    _print(f"An engine that uses {path} works like this:")
-    _print("")
-    _print(
-        f"KV blocks pass through a CPU region of {human_bytes(region.size)}; when the region is full, "
-        f"{region.eviction_policy.upper()} chooses the blocks to evict. {deployment.blocks_per_chunk} engine block(s) "
-        "make one stored block."
-    )
-    wait = show_duration(region.promotion_wait_s)
-    _print(f"A block found in a tier waits up to {wait} for room before it counts as a miss.")
-    _print("")
-    if not deployment.tiers:
-        return
-    any_read_only = any(isinstance(tier, BoundedTierConfig) and tier.read_only for tier in deployment.tiers)
-    written = "each of these tiers that is not read_only" if any_read_only else "all of these tiers"
-    _print(f"Every stored block goes to {written}; loads come from the first tier that has the block:")
-    _print("")
-    for index, (tier, sizes) in enumerate(zip(deployment.tiers, blocks, strict=True)):
-        for line in _tier_in_words(f"tiers[{index}]", tier, sizes, region.size):
-            _print(line)
-    _print("")
-
-
-def _tier_in_words(
-    place: str, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], region_bytes: int
-) -> Iterator[str]:
-    if isinstance(tier, ExternalTierConfig):
-        yield f"{place} {tier.type}, from {tier.module_path or 'an entry point'}"
-        return
-    shown: dict[str, Any] = tier.model_dump()
-    name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
-    where = "" if isinstance(tier, MemoryTierConfig) else f", {shown_place(tier)}"
-    yield f"{place}{name}: {tier.type}{where}"
-    runs_in = "the engine's process" if tier.isolation == "thread" else counted(tier.children, "process", "processes")
-    yield (
-        f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads, in {runs_in} "
-        f"(isolation {tier.isolation})"
-    )
-    yield (
-        f"  gives up on a job after {show_duration(tier.job_deadline_s)}, and on unanswered lookups after "
-        f"{show_duration(tier.lookup_deadline_s)}"
-    )
-    keys = f", keys from {tier.keys_file or f'the variable {tier.keys_env}'}" if tier.encrypt != "none" else ""
-    yield f"  protects blocks with a checksum, encrypt {tier.encrypt}{keys}"
-    if isinstance(tier, BoundedTierConfig):
-        yield f"  {_bound_in_words(tier)}"
-        shown.pop("max_bytes")
-    schema = type(tier).model_json_schema()["properties"]
-    # An option that all tiers have is shown if the file sets it.
-    others = [
-        f"{name} {value_in_words(schema[name], value)}"
-        for name, value in shown.items()
-        if name not in _SAID_OTHERWISE
-        and value is not None
-        and (name in tier.model_fields_set or name not in TierConfig.model_fields)
-    ]
-    if others:
-        yield f"  other options: {', '.join(others)}"
-    for model, size in sizes.items():
-        room = f"the region has room for about {region_bytes // size:,}"
-        yield f"  holds blocks of {model}, {human_bytes(size)} each: {room}"
-
-
-def _bound_in_words(tier: BoundedTierConfig) -> str:
-    if tier.read_only:
-        return "only loads (read_only); the engines that write to its storage enforce the limits"
-    notes_uses = isinstance(tier, FsTierConfig | NfsTierConfig)
-    rules = []
-    if tier.max_bytes is not None:
-        unused = "least recently used" if notes_uses else "oldest"
-        rules.append(
-            f"all writers together store about {human_bytes(tier.max_bytes)} at most: shortly before, the {unused} "
-            "blocks are removed"
-        )
-    if tier.ttl is not None:
-        rules.append(f"blocks not {'used' if notes_uses else 'written'} for {human_age(tier.ttl)} are removed")
-    return "; ".join(rules) or "nothing is ever removed; set max_bytes or ttl to bound it"

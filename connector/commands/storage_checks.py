@@ -20,10 +20,12 @@ from contextlib import suppress
 from ...tiers.builtin import key_ids
 from ...tiers.capacity.walker import is_block
 from ...tiers.config.tier_options import (
+    BoundedTierConfig,
     FsspecTierConfig,
     FsTierConfig,
     NfsTierConfig,
     S3TierConfig,
+    StoreTierConfig,
     TierConfig,
     shown_place,
 )
@@ -31,7 +33,7 @@ from ...tiers.errors import StoreConfigError, StoreError, printable
 from ...tiers.store import Store, SupportsTail
 from ...tiers.stores.files.mounts import file_system_type
 from ...tiers.tools.inventory import block_beginnings
-from ...tiers.tools.neighbors import Namespace, differing_fields, shown_values
+from ...tiers.tools.neighbors import Namespace, differing_fields, namespaces_in, shown_values
 from ...tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 from .findings import Finding, Level, of_error
 from .tier_checks import trial_key
@@ -41,6 +43,41 @@ LISTED_MAX = 2000  # a check must not list a bucket of millions
 LOST_AND_FOUND = "lost+found"
 REFUSED_SHOWN_MAX = 5
 READ_BYTES_MAX = 256 << 20  # larger blobs are not blocks
+MODELS_MAX = 5  # whose blocks are described
+
+
+def examine_storage(tier: TierConfig, store: Store, sizes: dict[str, int], *, writes: bool) -> Iterator[Finding]:
+    """Examine a tier's storage and the blocks there. For the arguments, see ``check.examine_tier``."""
+    is_read_only = isinstance(tier, BoundedTierConfig) and tier.read_only
+    if isinstance(tier, FsTierConfig | NfsTierConfig):
+        yield from examine_folder(tier)
+        if writes and not is_read_only:
+            yield from try_folder(tier.root_dir)
+    if isinstance(tier, S3TierConfig):
+        yield from examine_bucket(tier, store)
+    if isinstance(tier, FsspecTierConfig):
+        absent = list(examine_container(tier, store))
+        yield from absent
+        if absent:
+            return
+    if is_read_only:
+        yield from examine_reading(tier, store)
+    elif writes:
+        yield from try_store(tier, store)
+    namespaces, is_cut = namespaces_in(store)
+    if isinstance(tier, FsspecTierConfig):
+        yield Finding("ok", "storage", "answers")
+    if isinstance(tier, StoreTierConfig):
+        text = f"answers; opening it is up to {tier.module_path}, which may create folders even without --write"
+        yield Finding("ok", "storage", text)
+    yield from examine_namespaces(namespaces, is_cut)
+    yield from examine_seals(tier, store)
+    for namespace in namespaces:
+        block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
+        if block is not None:
+            sizes[namespace.model] = block.size
+        if len(sizes) == MODELS_MAX:
+            return
 
 
 # ---- what reads only -------------------------------------------------------------------------------------------------

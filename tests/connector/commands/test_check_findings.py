@@ -318,7 +318,7 @@ def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mon
         hangs.set()
         gate.wait(120)
 
-    monkeypatch.setattr(check, "examine_folder", hang)
+    monkeypatch.setattr(storage_checks, "examine_folder", hang)
     join = threading.Thread.join
 
     def join_until_it_hangs(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -341,7 +341,7 @@ def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
         yield Finding("ok", "file system", "first")
         raise ValueError("with a secret in it")
 
-    monkeypatch.setattr(check, "examine_folder", fail)
+    monkeypatch.setattr(storage_checks, "examine_folder", fail)
     findings = examine(deployment(fs(tmp_path)))
     found = one(findings, "storage")
     assert (found.level, found.message[:33]) == ("problem", "could not be checked: ValueError ")
@@ -603,7 +603,7 @@ def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monk
     for module in ("connector.commands.storage_checks", "connector.commands.tier_checks", "tiers.stores.files.mounts"):
         monkeypatch.setattr(f"kvtiers.{module}.file_system_type", lambda root: "nfs4")
     monkeypatch.setattr(check, "open_tool_store", noting("store", MemoryStore()))
-    monkeypatch.setattr(check, "examine_folder", lambda *_: iter(()))
+    monkeypatch.setattr(storage_checks, "examine_folder", lambda *_: iter(()))
     finding = one(examine(deployment({"type": "nfs", "root_dir": str(tmp_path)})), "mount options")
     assert (finding.level, finding.fix) == ("warning", "mount -t nfs -o softerr S:/E /mnt")
     assert order == ["options", "folder", "store"]
