@@ -42,7 +42,7 @@ plot: setup
 # A file's tests stay together, in one of three processes: many of them mostly wait. tests/conftest.py says which files
 # begin; xdist by itself begins with those of the most tests, and a long file of few tests then ends alone.
 test: setup
-	@echo "Running some 6,100 tests in three processes: 6 to 8 minutes on two cores, longer on a busy machine."
+	@echo "Running some 5,500 tests in three processes: 6 to 8 minutes on two cores, longer on a busy machine."
 	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-full: setup

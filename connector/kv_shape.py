@@ -28,12 +28,21 @@ _LAYER_KINDS: Mapping[str, Literal["full", "window", "state"]] = {
 }
 #: Fields of models whose layers differ. Only ``layer_types`` says which layer is of which kind.
 _LAYERS_DIFFER = re.compile(
-    r"mamba_.*|ssm_.*|state_size|conv_.*|linear_.*|attn_layer_.*|full_attention_interval|attention_chunk_size"
-    r"|hybrid_.*|layers_block_type"
+    r"mamba_.*|ssm_.*|state_size|conv_.*|linear_.*|attn_layer_.*|full_att.*|attention_chunk_size|hybrid_.*|r?swa_.*"
+    r"|yoco_.*|interleaved_sliding_window|(attention_)?window_.*|layer_group_size|layers_block_type|block_configs"
+    r"|(layer|block|attn|attention)s?_(types|type_list)"
 )
-#: Fields of models that keep more or less than ``layer_types`` says: an index of tokens, or one cache for some layers.
-_UNKNOWN_CACHE = re.compile(r"index_(topk|n_heads|head_dim)|num_kv_shared_layers|cross_attention_layers")
-_MEASURE = "its size is measured by running: vLLM's log, and kvtiers check once blocks are stored, show a block's bytes"
+#: Fields of models that keep more or less than ``layer_types`` says: an index of tokens, one cache for several layers,
+#: or heads of two sizes.
+_UNKNOWN_CACHE = re.compile(
+    r"index_(topk|n_heads|head_dim)|num_kv_shared_layers|use_cla|cross_attention_layers|per_layer_config"
+    r"|(.*_)?(swa|global|local|sliding)_(.*_)?(heads|head_dim)"
+)
+#: Lists that may have one entry for each layer and say nothing about KV: of MLPs, of positions, of tokens.
+_NOT_OF_KV = re.compile(
+    r"layer_types|no_rope_layers|architectures|.*(moe|mlp|ffn|expert|intermediate|rope|rotary|token).*"
+)
+_MEASURE = "run the model: vLLM's log shows the size of a block, and so does `kvtiers check` after blocks are stored"
 KV_DTYPE_BYTES: Mapping[str, int] = {
     "float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1
 }  # fmt: skip
@@ -199,6 +208,11 @@ def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
     if name := next((name for name in text if _UNKNOWN_CACHE.fullmatch(name) and text[name]), None):
         raise _unknown(name, "layers keep more or less than each token's K and V")
     named = text.get("layer_types")
+    for name, value in text.items():
+        # A field of a model type that nobody here has seen. A new kind of layer often comes with such a list.
+        is_of_layers = isinstance(value, list) and len(value) == layers and not _is_uniform(value)
+        if is_of_layers and value != named and not _NOT_OF_KV.fullmatch(name):
+            raise _unknown(name, "its entries, one for each layer, differ")
     if named is not None:
         if not isinstance(named, list) or len(named) != layers:
             raise ConfigError(f"must be a list of {layers} layer types, one for each layer", field="layer_types")
@@ -206,14 +220,19 @@ def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
             if name not in _LAYER_KINDS:
                 raise _unknown("layer_types", repr(name))
         return [_LAYER_KINDS[name] for name in named]
-    if name := next((name for name in text if _LAYERS_DIFFER.fullmatch(name) and text[name]), None):
-        raise _unknown(name, "layers differ, and there is no layer_types")
+    for name, value in text.items():
+        if _LAYERS_DIFFER.fullmatch(name) and value and not _is_uniform(value):
+            raise _unknown(name, "layers differ, and there is no layer_types")
     if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
         return ["full"] * layers
     if text.get("sliding_window_pattern") is None:
         raise _unknown("sliding_window", "there is no layer_types that says which layers have the window")
     every = _positive(text, "sliding_window_pattern")
     return ["window" if (index + 1) % every else "full" for index in range(layers)]
+
+
+def _is_uniform(value: object) -> bool:
+    return isinstance(value, list) and all(entry == value[0] for entry in value)
 
 
 def _unknown(field: str, why: str) -> ConfigError:

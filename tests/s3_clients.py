@@ -43,7 +43,7 @@ def use_credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server | None = N
 
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a busy machine, which may take seconds to import boto3, and spare it what each client reads anew."""
-    for limit in ("clients.CLIENTS_S_MIN", "store.CHECK_S_MAX", "store.TRY_S_MAX"):
+    for limit in ("clients.CLIENTS_S_MIN", "store.CHECK_S_MAX"):
         monkeypatch.setattr(f"kvtiers.tiers.stores.s3.{limit}", 60.0)
     use_light_sessions(monkeypatch)
 

@@ -4,8 +4,8 @@ A thread in a system call on a hung mount can be neither cancelled nor abandoned
 it reads into. A process can be killed, and once it is reaped, it cannot touch memory any more.
 
 A child ends with the engine's process, of which it holds a pidfd, even if a fork of the engine keeps the socket open.
-What a library forks in it ends when it returns from the library, or at the latest with the child, which is killed with
-its process group.
+A process that a library forks inside the child ends as soon as the library returns, or is killed with the child's
+process group.
 """
 
 from __future__ import annotations

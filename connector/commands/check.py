@@ -1,7 +1,7 @@
 """``kvtiers check``: validates a configuration, and finds problems that an engine with it would have here.
 
-It only reads, unless ``--write`` is given. The last line is the verdict: usable, usable with warnings, or not usable
-and what is at fault.
+It only reads, unless ``--write`` is given. The last line is the verdict: usable, usable with warnings, or not usable,
+followed by the failing options.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,55 +19,31 @@ from typing import Annotated, Any
 
 import typer
 
-from ...tiers.capacity.walker import is_block
 from ...tiers.config.deployment import DeploymentConfig, json_schema, load_config
-from ...tiers.config.mistakes import value_in_words
 from ...tiers.config.open_store import open_tool_store
 from ...tiers.config.tier_options import (
-    BoundedTierConfig,
     ExternalTierConfig,
-    FsspecTierConfig,
-    FsTierConfig,
     MemoryTierConfig,
-    NfsTierConfig,
-    S3TierConfig,
     StoreTierConfig,
     TierConfig,
-    shown_place,
 )
-from ...tiers.config.values import show_duration, show_size
-from ...tiers.errors import KVTiersError, printable
+from ...tiers.config.values import show_size
+from ...tiers.errors import ConfigError, KVTiersError, printable
 from ...tiers.registry import SecondaryTierFactory
-from ...tiers.store import Store
-from ...tiers.tools.neighbors import namespaces_in
 from ..sizes import human_bytes
+from .description import describe_deployment
 from .findings import Finding, no_answer, of_error
 from .host_checks import host_findings
 from .model_size import Sizing, describe, size_of
 from .options import AsJson
-from .output import answer, cell, counted, human_age, make_console
+from .output import answer, cell, complain, counted, make_console
 from .session import ExitCode, session
-from .storage_checks import (
-    examine_bucket,
-    examine_container,
-    examine_folder,
-    examine_namespaces,
-    examine_reading,
-    examine_seals,
-    try_folder,
-    try_store,
-)
+from .storage_checks import examine_storage
 from .tier_checks import TRIAL_FOLDER, root_of, tier_findings
 
 TIERS_S_MAX = 30.0  # storage that hangs longer is reported as a problem
-MODELS_MAX = 5  # whose blocks are described
 _COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _PANEL = "With --model"
-#: Options that other lines show.
-_SAID_OTHERWISE = {
-    "type", "name", "root_dir", "url", "bucket", "prefix", "module_path", "n_read_threads", "n_write_threads",
-    "isolation", "job_deadline_s", "lookup_deadline_s", "encrypt", "keys_file", "keys_env", "read_only", "ttl",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +72,7 @@ def check(
         typer.Option(
             "--write",
             help="Also try writing: create the root folders as an engine would, and put, replace and delete small "
-            "blobs in each tier that is not read_only. Without it, nothing is written.",
+            "blobs in each tier that is not read_only. Run it as the engine's user. Without it, nothing is written.",
         ),
     ] = False,
     model: Annotated[
@@ -152,14 +128,22 @@ def check(
     if model is None and (tp, kv_cache_dtype, block_size, prefill or None) != (1, "auto", None, None):
         raise typer.BadParameter("--tp, --kv-cache-dtype, --block-size and --prefill apply to --model; give it, too")
     deployment = None if config is None else _load(config, as_json=as_json)
-    sizing = None
+    sizing, refused = None, []
     if model is not None:
-        sizing = size_of(
-            model, deployment, tp_size=tp, kv_cache_dtype=kv_cache_dtype, block_tokens=block_size, speeds=prefill
-        )
+        try:
+            sizing = size_of(
+                model, deployment, tp_size=tp, kv_cache_dtype=kv_cache_dtype, block_tokens=block_size, speeds=prefill
+            )
+        except ConfigError as e:
+            if deployment is None or e.field.startswith("--"):
+                raise
+            refused = [of_error(e).at("--model")]
     if write:
         session().if_interrupted = lambda: f"a blob of 4 KiB may be left below {TRIAL_FOLDER} in a tier; run it again"
-    checked = Checked(model=sizing) if deployment is None else examine(deployment, writes=write, sizing=sizing)
+    if deployment is None:
+        checked = Checked(model=sizing)
+    else:
+        checked = examine(deployment, writes=write, sizing=sizing, refused=refused)
     failed = any(finding.level == "problem" for finding in checked.findings)
     if as_json:
         answer(checked, ok=not failed)
@@ -167,7 +151,8 @@ def check(
         for line in [] if sizing is None else [*describe(sizing), ""]:
             _print(line)
         if config is not None and deployment is not None:
-            _describe(config, deployment, checked.blocks)
+            for line in describe_deployment(config, deployment, checked.blocks):
+                _print(line)
             show_findings(checked.findings)
             _tell_verdict(config, checked.verdict)
     if failed:
@@ -181,10 +166,12 @@ def _load(config: Path, *, as_json: bool) -> DeploymentConfig:
         errors = str(e).split("\n")
         verdict = f"not usable: {counted(len(errors), 'mistake')}"
         if as_json:
-            answer(Checked(verdict), ok=False, errors=errors)
+            for error in errors:
+                complain(error)
+            answer(Checked(verdict), ok=False)
         else:
-            for line in errors:
-                _print(f"  {line}")
+            for error in errors:
+                _print(f"  {error}")
             _tell_verdict(config, verdict)
         raise typer.Exit(ExitCode.BAD_INPUT) from e
 
@@ -208,13 +195,20 @@ def _tell_verdict(config: Path, verdict: str) -> None:
     make_console().print(f"{cell(str(config))} is [bold {color}]{cell(verdict)}[/bold {color}]", highlight=False)
 
 
-def examine(deployment: DeploymentConfig, *, writes: bool = False, sizing: Sizing | None = None) -> Checked:
+def examine(
+    deployment: DeploymentConfig,
+    *,
+    writes: bool = False,
+    sizing: Sizing | None = None,
+    refused: Sequence[Finding] = (),
+) -> Checked:
     """Examine a valid configuration on this machine.
 
     Args:
         writes: also create root folders, and write and delete small blobs.
+        refused: why the model of ``--model`` has no sizing.
     """
-    found = list(host_findings(deployment))
+    found = [*refused, *host_findings(deployment)]
     # In parallel: a bucket that does not answer takes seconds to fail, and a hanging mount never does.
     tiers = [_Examination(f"tiers[{index}] {tier.type}", tier, writes) for index, tier in enumerate(deployment.tiers)]
     deadline = time.monotonic() + TIERS_S_MAX
@@ -251,16 +245,16 @@ class _Examination:
         """Wait until the deadline. Returns what was found."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         is_late = self._thread.is_alive()  # before the findings are copied, or the last ones could be lost
-        late = [no_answer(self._where, self._tier, TIERS_S_MAX)] if is_late else []
-        return [*self._found, *late]
+        late = [no_answer(self._tier, TIERS_S_MAX)] if is_late else []
+        return [finding.at(self._where) for finding in (*self._found, *late)]
 
     def _work(self, writes: bool) -> None:
-        where, tier = self._where, self._tier
+        tier = self._tier
         try:
-            for finding in examine_tier(where, tier, self.sizes, writes=writes):
+            for finding in examine_tier(tier, self.sizes, writes=writes):
                 self._found.append(finding)
         except (KVTiersError, OSError) as e:
-            self._found.append(of_error(where, e, tier if isinstance(tier, TierConfig) else None))
+            self._found.append(of_error(e, tier if isinstance(tier, TierConfig) else None))
         except Exception as e:  # noqa: BLE001 - the thread's edge: a lost exception would look like success
             # Without the exception's text, which may contain secrets.
             at = traceback.extract_tb(e.__traceback__)[-1]
@@ -268,12 +262,10 @@ class _Examination:
             fix = "please report this: it is a bug in kvtiers check"
             if isinstance(tier, StoreTierConfig):
                 fix = f"let {tier.module_path}'s store raise a StoreError (docs/writing-a-store.md)"
-            self._found.append(Finding("problem", where, "storage", text, fix))
+            self._found.append(Finding("problem", "storage", text, fix))
 
 
-def examine_tier(
-    where: str, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *, writes: bool
-) -> Iterator[Finding]:
+def examine_tier(tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *, writes: bool) -> Iterator[Finding]:
     """Examine a tier's options, its storage, and the blocks there.
 
     Args:
@@ -281,57 +273,27 @@ def examine_tier(
         writes: also create the root folder, and write and delete small blobs.
     """
     is_usable = True
-    for finding in tier_findings(where, tier):
+    for finding in tier_findings(tier):
         yield finding
         # A store that is short of space can be opened and examined. Others would only repeat the problem.
         is_usable &= finding.level != "problem" or finding.check in ("min_free", "mount options")
     if isinstance(tier, ExternalTierConfig):
-        yield Finding("note", where, "options", "not a kvtiers tier, so its options are not checked")
+        yield Finding("note", "options", "not a kvtiers tier, so its options are not checked")
         return
     if isinstance(tier, MemoryTierConfig):
-        yield Finding("note", where, "storage", "in the engine's memory: lost at its exit, not shared with others")
+        yield Finding("note", "storage", "in the engine's memory: lost at its exit, not shared with others")
         return
     root = root_of(tier)
     if not is_usable:
         return
     if root is not None and not writes and not os.path.isdir(root):
-        yield Finding("note", where, "storage", "there is none yet; an engine creates it when it starts")
+        yield Finding("note", "storage", "there is none yet; an engine creates it when it starts")
         return
     with closing(open_tool_store(tier, read_only=not writes)) as store:  # without min_free, which was judged above
-        yield from _examine_storage(where, tier, store, sizes, writes=writes)
+        yield from examine_storage(tier, store, sizes, writes=writes)
     if root is not None and writes:
         with suppress(OSError):
             os.rmdir(os.path.join(root, TRIAL_FOLDER))
-
-
-def _examine_storage(
-    where: str, tier: TierConfig, store: Store, sizes: dict[str, int], *, writes: bool
-) -> Iterator[Finding]:
-    is_read_only = isinstance(tier, BoundedTierConfig) and tier.read_only
-    if isinstance(tier, FsTierConfig | NfsTierConfig):
-        yield from examine_folder(where, tier)
-        if writes and not is_read_only:
-            yield from try_folder(where, tier.root_dir)
-    if isinstance(tier, S3TierConfig):
-        yield from examine_bucket(where, tier, store)
-    if isinstance(tier, FsspecTierConfig):
-        absent = list(examine_container(where, tier, store))
-        yield from absent
-        if absent:
-            return
-    if is_read_only:
-        yield from examine_reading(where, tier, store)
-    elif writes:
-        yield from try_store(where, tier, store)
-    namespaces, is_cut = namespaces_in(store)
-    yield from examine_namespaces(where, namespaces, is_cut)
-    yield from examine_seals(where, tier, store)
-    for namespace in namespaces:
-        block = next((info for info in store.keys(f"{namespace.name}_r0/") if is_block(info.key)), None)
-        if block is not None:
-            sizes[namespace.model] = block.size
-        if len(sizes) == MODELS_MAX:
-            return
 
 
 def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizing: Sizing | None) -> Iterator[Finding]:
@@ -341,85 +303,8 @@ def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizin
     largest, model = max(known, default=(0, ""))
     if largest > deployment.region.size:
         yield Finding(
-            "warning", "config", "region.size",
+            "warning", "region.size",
             f"{human_bytes(deployment.region.size)} do not hold one block of {model}, which has {human_bytes(largest)}",
             f"write at least {show_size(-(-largest >> 20 << 24))} for this model",
+            where="config",
         )  # fmt: skip
-
-
-def _describe(path: Path, deployment: DeploymentConfig, blocks: list[dict[str, int]]) -> None:
-    region = deployment.region
-    _print(f"An engine that uses {path} works like this:")
-    _print("")
-    _print(
-        f"KV blocks pass through a CPU region of {human_bytes(region.size)}; when the region is full, "
-        f"{region.eviction_policy.upper()} chooses the blocks to evict. {deployment.blocks_per_chunk} engine block(s) "
-        "make one stored block."
-    )
-    wait = show_duration(region.promotion_wait_s)
-    _print(f"A block found in a tier waits up to {wait} for room before it counts as a miss.")
-    _print("")
-    if not deployment.tiers:
-        return
-    any_read_only = any(isinstance(tier, BoundedTierConfig) and tier.read_only for tier in deployment.tiers)
-    written = "each of these tiers that is not read_only" if any_read_only else "all of these tiers"
-    _print(f"Every stored block goes to {written}; loads come from the first tier that has the block:")
-    _print("")
-    for index, (tier, sizes) in enumerate(zip(deployment.tiers, blocks, strict=True)):
-        for line in _tier_in_words(f"tiers[{index}]", tier, sizes, region.size):
-            _print(line)
-    _print("")
-
-
-def _tier_in_words(
-    place: str, tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], region_bytes: int
-) -> Iterator[str]:
-    if isinstance(tier, ExternalTierConfig):
-        yield f"{place} {tier.type}, from {tier.module_path or 'an entry point'}"
-        return
-    shown: dict[str, Any] = tier.model_dump()
-    name = f" {tier.name}" if tier.name not in (None, tier.type) else ""
-    yield f"{place}{name}: {tier.type}, {shown_place(tier)}"
-    yield (
-        f"  moves blocks with {tier.n_read_threads} load + {tier.n_write_threads} store threads in {tier.children} "
-        f"processes, isolation {tier.isolation}"
-    )
-    yield (
-        f"  gives up on a job after {show_duration(tier.job_deadline_s)}, and on unanswered lookups after "
-        f"{show_duration(tier.lookup_deadline_s)}"
-    )
-    keys = f", keys from {tier.keys_file or f'the variable {tier.keys_env}'}" if tier.encrypt != "none" else ""
-    yield f"  protects blocks with a checksum, encrypt {tier.encrypt}{keys}"
-    if isinstance(tier, BoundedTierConfig):
-        yield f"  {_bound_in_words(tier)}"
-        shown.pop("max_bytes")
-    schema = type(tier).model_json_schema()["properties"]
-    # An option that all tiers have is shown if the file sets it.
-    others = [
-        f"{name} {value_in_words(schema[name], value)}"
-        for name, value in shown.items()
-        if name not in _SAID_OTHERWISE
-        and value is not None
-        and (name in tier.model_fields_set or name not in TierConfig.model_fields)
-    ]
-    if others:
-        yield f"  other options: {', '.join(others)}"
-    for model, size in sizes.items():
-        room = f"the region has room for about {region_bytes // size:,}"
-        yield f"  holds blocks of {model}, {human_bytes(size)} each: {room}"
-
-
-def _bound_in_words(tier: BoundedTierConfig) -> str:
-    if tier.read_only:
-        return "only loads (read_only); the engines that write to its storage enforce the limits"
-    notes_uses = isinstance(tier, FsTierConfig | NfsTierConfig)
-    rules = []
-    if tier.max_bytes is not None:
-        unused = "least recently used" if notes_uses else "oldest"
-        rules.append(
-            f"all writers together store about {human_bytes(tier.max_bytes)} at most: shortly before, the {unused} "
-            "blocks are removed"
-        )
-    if tier.ttl is not None:
-        rules.append(f"blocks not {'used' if notes_uses else 'written'} for {human_age(tier.ttl)} are removed")
-    return "; ".join(rules) or "nothing is ever removed; set max_bytes or ttl to bound it"

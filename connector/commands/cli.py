@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -43,8 +42,8 @@ COMMANDS = {
 MOVED = {
     "doctor": "doctor is part of check: kvtiers check CONFIG --write",
     "migrate": "migrate is copy now: kvtiers copy SOURCE TARGET",
-    "serve-metrics": "serve-metrics is gone: engines export the metrics (metrics.port, or vLLM's /metrics), and "
-    "kvtiers du CONFIG --json measures what is stored",
+    "serve-metrics": "serve-metrics is gone: engines export the metrics (metrics.port, or vLLM's /metrics); to measure "
+    "what is stored: kvtiers du CONFIG --json",
     "size": "size is part of check: kvtiers check [CONFIG] --model MODEL",
     "warm": "warm is copy now: kvtiers copy CONFIG --from FAR --to NEAR --until-full",
 }
@@ -164,19 +163,11 @@ class Group(TyperGroup):
         except BrokenPipeError:
             raise typer.Exit(ExitCode.BROKEN_PIPE) from None
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *, standalone_mode: bool = True, **options: Any) -> Any:  # type: ignore[override]
         """Run the command line. Ends with SystemExit, or returns the exit code if ``standalone_mode`` is False."""
         with new_session() as current:
             try:
-                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra) or ExitCode.OK
+                code = super().main(standalone_mode=False, **options) or ExitCode.OK
                 sys.stdout.flush()  # here, because an error of the output is reported here
             except SystemExit as e:  # a signal, or the shell's completion
                 code = e.code

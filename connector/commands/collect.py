@@ -190,7 +190,7 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> Lifecycle:
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:
         assert isinstance(store, S3Store)
-        # A lifecycle rule removes everything that begins with a name, and folders of others may look like a namespace.
+        # A lifecycle rule removes everything that begins with a name, and a foreign folder may look like a namespace.
         own = [
             name
             for name in namespace_names(store)

@@ -103,7 +103,8 @@ def copy(
     found_none = report.found_none and prefixes != [""]
     if found_none and not damaged:
         complain(f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
-    failed = damaged or found_none or report.bad or report.errors or (report.no_room and not until_full)
+    left = report.bad or report.errors or report.skipped or (report.no_room and not until_full)
+    failed = damaged or found_none or left
     if as_json:
         answer(result, ok=not failed)
     if failed:
@@ -263,7 +264,8 @@ def _show(result: Copied) -> None:
     for count, text in (
         (result.present, "already present"),
         (result.bad, "not copied, because the seal is bad or from a newer version (see kvtiers verify)"),
-        (result.errors, "could not be read or written"),
+        (result.errors, "could not be read or written, or a newer version's block has the name"),
+        (result.skipped, "not copied, because their namespace is skipped"),
     ):
         if count:
             say(f"  {text}: {counted(count)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...tiers.config.tier_options import ExternalTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
@@ -36,54 +36,60 @@ class Finding:
     Attributes:
         level: a note is worth knowing, a warning is worth fixing, and a problem must be fixed: it stops the engine, or
             its blocks are lost, not stored or not safe.
-        where: ``host``, ``engine``, ``config`` or ``tiers[0] fs``.
         check: the option at fault, or the name of the check in a word or two.
         message: the result.
         fix: what to do; "" if nothing is needed.
+        where: ``host``, ``engine``, ``config``, ``--model`` or ``tiers[0] fs``; ``check.examine`` sets it.
     """
 
     level: Level
-    where: str
     check: str
     message: str
     fix: str = ""
+    where: str = ""
+
+    def at(self, where: str) -> Finding:
+        """The same finding of a place."""
+        return replace(self, where=where)
 
     @property
     def place(self) -> str:
         """What is at fault, as short as in the verdict: an option's path, or a tier."""
         if self.check in ("/dev/shm", "memory"):
             return "region.size"
+        if self.where == "--model":
+            return self.where
         if not self.where.startswith("tiers"):
             return self.check
         tier = self.where.partition(" ")[0]
         return tier if self.check in ("storage", "mount options") else f"{tier}.{self.check}"
 
 
-def of_text(level: Level, where: str, check: str, text: str, fix: str = "") -> Finding:
+def of_text(level: Level, check: str, text: str, fix: str = "") -> Finding:
     """A Finding of a message that ends with what to do after its last semicolon, as this project's errors do."""
     message, found, last = text.rpartition("; ")
-    return Finding(level, where, check, message, last) if found else Finding(level, where, check, text, fix)
+    return Finding(level, check, message, last) if found else Finding(level, check, text, fix)
 
 
-def no_answer(where: str, config: TierConfig | ExternalTierConfig, seconds: float) -> Finding:
+def no_answer(config: TierConfig | ExternalTierConfig, seconds: float) -> Finding:
     """The problem that a tier's storage does not answer in time."""
     fix = _FIX_OF_SILENCE.get(config.type, "check that its storage answers")
-    return Finding("problem", where, "storage", f"no answer within {seconds:g} s", fix)
+    return Finding("problem", "storage", f"no answer within {seconds:g} s", fix)
 
 
-def of_error(where: str, error: Exception, config: TierConfig | None = None, field: str = "") -> Finding:
+def of_error(error: Exception, config: TierConfig | None = None, field: str = "") -> Finding:
     """Turn an error into a problem with a fix.
 
     Only the error knows its cause, so the fix comes from its message. ``_fix_of`` adds a fix that holds for any cause.
     """
     if isinstance(error, ConfigError):
-        return of_text("problem", where, error.field or field or "storage", error.message, "correct this option")
+        return of_text("problem", error.field or field or "storage", error.message, "correct this option")
     if isinstance(error, OptionsError):
         field = "storage_options"
     text = str(error) if isinstance(error, KVTiersError) else f"cannot be accessed: {getattr(error, 'strerror', error)}"
     if isinstance(error, StoreError):
         text = text.removesuffix(f" (key {error.key!r})")  # of a blob that the check made up
-    return of_text("problem", where, field or "storage", text, _fix_of(config, error))
+    return of_text("problem", field or "storage", text, _fix_of(config, error))
 
 
 def _fix_of(config: TierConfig | None, error: Exception) -> str:

@@ -30,16 +30,16 @@ FILES_BASE = 256
 def host_findings(deployment: DeploymentConfig) -> Iterator[Finding]:
     """Check this machine, the engine's process, and what concerns no single tier. Writes nothing."""
     region_bytes = deployment.region.size
-    yield shared_memory(region_bytes)
-    yield _memory(region_bytes)
-    yield _locked_memory(region_bytes)
-    yield _open_files(deployment)
-    yield _hash_seed()
+    yield shared_memory(region_bytes).at("host")
+    yield _memory(region_bytes).at("host")
+    yield _locked_memory(region_bytes).at("host")
+    yield _open_files(deployment).at("host")
+    yield _hash_seed().at("engine")
     if deployment.metrics.port is not None:
-        yield _metrics(deployment.metrics.address, deployment.metrics.port)
+        yield _metrics(deployment.metrics.address, deployment.metrics.port).at("engine")
     if not deployment.tiers:
         text = "the list is empty, so blocks are kept only in the region and are lost at exit"
-        yield Finding("warning", "config", "tiers", text, "add a tier, such as type: fs with a root_dir")
+        yield Finding("warning", "tiers", text, "add a tier, such as type: fs with a root_dir", where="config")
 
 
 def shared_memory(region_bytes: int) -> Finding:
@@ -48,24 +48,24 @@ def shared_memory(region_bytes: int) -> Finding:
     try:
         free = free_bytes("/dev/shm")
         if free is None:
-            return Finding("ok", "host", "/dev/shm", f"has no size limit, {takes}")
+            return Finding("ok", "/dev/shm", f"has no size limit, {takes}")
         total = shutil.disk_usage("/dev/shm").total
     except OSError:
         text = "does not exist: engine processes cannot share a region"
-        return Finding("problem", "host", "/dev/shm", text, "mount it")
+        return Finding("problem", "/dev/shm", text, "mount it")
     text = f"{human_bytes(free)} of {human_bytes(total)} free, {takes}"
     if free >= region_bytes:
-        return Finding("ok", "host", "/dev/shm", text)
+        return Finding("ok", "/dev/shm", text)
     with suppress(OSError):  # /proc may be hidden
         for header in running_regions():
             geometry = header.geometry
             if geometry.size_bytes <= region_bytes < geometry.size_bytes + geometry.row_stride:
                 text += f"; a running engine (pid {header.creator}) uses a region of this size"
-                return Finding("ok", "host", "/dev/shm", text)
+                return Finding("ok", "/dev/shm", text)
     fix = "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)"
     if total >= region_bytes:
         fix += "; if an engine with this file is running, its region uses it: run this command as the engine's user"
-    return Finding("problem", "host", "/dev/shm", text, fix)
+    return Finding("problem", "/dev/shm", text, fix)
 
 
 def _memory(region_bytes: int) -> Finding:
@@ -77,20 +77,20 @@ def _memory(region_bytes: int) -> Finding:
         pass  # no cgroup, or "max"
     text = f"the region takes {region_bytes / total:.0%} of {human_bytes(total)}"
     if region_bytes > 0.8 * total:
-        return Finding("problem", "host", "memory", text, "lower region.size: the engine itself needs memory")
-    return Finding("ok", "host", "memory", text)
+        return Finding("problem", "memory", text, "lower region.size: the engine itself needs memory")
+    return Finding("ok", "memory", text)
 
 
 def _locked_memory(region_bytes: int) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("ok", "host", "locked memory", "unlimited")
+        return Finding("ok", "locked memory", "unlimited")
     text = f"limited to {show_size(soft)}, the region takes {show_size(region_bytes)}"
     if soft >= region_bytes:
-        return Finding("ok", "host", "locked memory", text)
+        return Finding("ok", "locked memory", text)
     fix = "ulimit -l unlimited; --ulimit memlock=-1 (Docker); LimitMEMLOCK=infinity (systemd). Not needed on CPUs"
     text += ": some drivers then cannot pin it, and copies to a GPU are slower"
-    return Finding("note", "host", "locked memory", text, fix)
+    return Finding("note", "locked memory", text, fix)
 
 
 def _open_files(deployment: DeploymentConfig) -> Finding:
@@ -100,17 +100,17 @@ def _open_files(deployment: DeploymentConfig) -> Finding:
     wanted = FILES_BASE + FILES_PER_THREAD * threads
     text = f"the limit is {soft}, and {threads} threads need {wanted}"
     if soft >= wanted:
-        return Finding("ok", "host", "open files", text)
-    return Finding("problem", "host", "open files", text, f"ulimit -n {min(max(wanted, 65_536), max(hard, wanted))}")
+        return Finding("ok", "open files", text)
+    return Finding("problem", "open files", text, f"ulimit -n {min(max(wanted, 65_536), max(hard, wanted))}")
 
 
 def _hash_seed() -> Finding:
     seed = os.environ.get("PYTHONHASHSEED", "random")
     if seed != "random":
-        return Finding("ok", "engine", "hash seed", f"PYTHONHASHSEED is {seed}: it must be the same on every replica")
+        return Finding("ok", "hash seed", f"PYTHONHASHSEED is {seed}: it must be the same on every replica")
     text = "PYTHONHASHSEED is not set: with a seeded block hash, processes cannot share blocks"
     fix = "keep vLLM's default sha256 (from 0.29 on), or set the same PYTHONHASHSEED for every replica"
-    return Finding("note", "engine", "hash seed", text, fix)
+    return Finding("note", "hash seed", text, fix)
 
 
 def _metrics(address: str, port: int) -> Finding:
@@ -122,13 +122,13 @@ def _metrics(address: str, port: int) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
     except KVTiersError as e:
-        return of_error("engine", e)
+        return of_error(e)
     except OSError as e:
         if e.errno == errno.EADDRINUSE and _serves_metrics(address, port):
-            return Finding("ok", "engine", "metrics", f"{address}:{port} is in use by a running engine of kvtiers")
+            return Finding("ok", "metrics", f"{address}:{port} is in use by a running engine of kvtiers")
         text = f"{address}:{port} cannot be used ({e.strerror}): no metrics are served"
-        return Finding("problem", "engine", "metrics", text, "choose another metrics.port")
-    return Finding("ok", "engine", "metrics", f"{address}:{port} is free")
+        return Finding("problem", "metrics", text, "choose another metrics.port")
+    return Finding("ok", "metrics", f"{address}:{port} is free")
 
 
 def _serves_metrics(address: str, port: int) -> bool:

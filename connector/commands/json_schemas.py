@@ -37,6 +37,9 @@ def document_schema(command: str) -> dict[str, Any]:
     """The schema of a command's document; of ``ls``: of each of its lines."""
     printed: Any = DOCUMENTS[command] | BlockLine if command == "ls" else DOCUMENTS[command]
     schema = TypeAdapter(printed).json_schema(schema_generator=_Generator)
+    for part in (schema, *schema["$defs"].values()):
+        if "command" in part.get("properties", ()):
+            part["properties"]["command"] = {"const": command}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

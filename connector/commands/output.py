@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
@@ -160,15 +160,14 @@ def refuse(text: str) -> typer.Exit:
     return typer.Exit(ExitCode.BAD_INPUT)
 
 
-def answer(result: object | None, *, ok: bool = True, errors: Sequence[str] = ()) -> None:
+def answer(result: object | None, *, ok: bool = True) -> None:
     """Print a command's JSON document: one line, in the same shape for each command.
 
     Args:
         result: a dataclass; None: the command ended before it had a result.
-        errors: errors besides those that ``complain`` has shown.
     """
     current = session()
-    print(json.dumps(asdict(Document(current.command, __version__, ok, result, [*current.errors, *errors]))))
+    print(json.dumps(asdict(Document(current.command, __version__, ok, result, current.errors))))
     current.has_answered = True
 
 
@@ -273,6 +272,6 @@ def human_age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
-def counted(count: int, unit: str = "block") -> str:
-    """Format a number of things, such as "1 block" or "2,000 blocks"."""
-    return f"{count:,} {unit}{'' if count == 1 else 's'}"
+def counted(count: int, unit: str = "block", units: str = "") -> str:
+    """Format a number of things, such as "1 block" or "2,000 blocks". ``units``: the plural, if it is irregular."""
+    return f"{count:,} {unit if count == 1 else units or f'{unit}s'}"

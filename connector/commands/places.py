@@ -183,8 +183,11 @@ def load_deployment(config: str) -> DeploymentConfig:
         ConfigError: the file or URL is not accepted.
     """
     if is_bare(config):
-        deployment = parse_config({"region": {"size": BARE_REGION_BYTES}})
-        return deployment.model_copy(update={"tiers": (_bare_tier(config),)})
+        try:
+            tier = place_at(config)
+        except ConfigError as e:
+            raise ConfigError(e.message, field=public_url(config)) from None
+        return parse_config({"region": {"size": BARE_REGION_BYTES}}).model_copy(update={"tiers": (tier,)})
     try:
         return load_named(config, SecondaryTierFactory.tier_types())
     except ConfigError as e:
@@ -192,14 +195,6 @@ def load_deployment(config: str) -> DeploymentConfig:
             raise
         text = f"{e.message}; accepted is a YAML file, an existing folder, or a URL such as s3://bucket/prefix"
         raise ConfigError(text, field=public_url(e.field)) from None  # it may be a URL that lacks its colon
-
-
-def _bare_tier(config: str) -> TierConfig:
-    try:
-        tier = place_at(config)
-    except ConfigError as e:
-        raise ConfigError(e.message, field=public_url(config)) from None
-    return tier
 
 
 def _shown(config: str) -> str:

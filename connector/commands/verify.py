@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +25,13 @@ from ...tiers.tools.ownership import check_is_ours
 from ...tiers.tools.seal_kinds import unknown_keys
 from ...tiers.tools.verify import (
     ALL,
-    RepairResult,
     Subset,
     UnitResult,
+    VerifyReport,
     damaged_count,
     decode_result,
     find_units,
     repair,
-    total_of,
 )
 from ...tiers.tools.verify_processes import verify_units
 from ..sizes import human_bytes
@@ -51,11 +50,10 @@ STATE_BEGINS = '{"place": '
 
 
 @dataclass(kw_only=True)
-class Verified(TierResult):
-    """What was found in a tier, and what was done; see also ``UnitResult``.
+class Verified(VerifyReport, TierResult):
+    """What was found in a tier, and what was done.
 
     Attributes:
-        bad: name and reason of the first bad blocks.
         quarantined: bad blocks that were moved aside, or deleted where ``moves_aside`` is false.
         good_again: bad blocks that were good or gone when they were read again.
         stopped: nothing was removed, because too many blocks are bad.
@@ -65,25 +63,17 @@ class Verified(TierResult):
         resumed_units: parts that an earlier run has checked.
     """
 
-    blocks: int
-    bytes: int
-    bad_count: int
-    bad: list[tuple[str, str]]
-    foreign: int
-    errors: int
-    kept: int
-    quarantined: int
-    good_again: int
-    stopped: bool
-    seals: dict[str, int]
-    misses: dict[str, int]
-    unknown_keys: dict[str, int]
+    quarantined: int = 0
+    good_again: int = 0
+    stopped: bool = False
+    misses: dict[str, int] = field(default_factory=dict)
+    unknown_keys: dict[str, int] = field(default_factory=dict)
     subset: float
     moves_aside: bool
     dry_run: bool
     resumed_units: int
-    seconds: float
-    bytes_per_s: int
+    seconds: float = 0.0
+    bytes_per_s: int = 0
 
 
 def verify(
@@ -124,10 +114,9 @@ def verify(
     kept = [place.name for place in places if place.read_only]
     if repairs and not dry_run and kept:
         raise refuse(f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
-    if dry_run and not repairs:
-        raise refuse("--dry-run: without --repair nothing is changed; give both, or neither")
-    if yes and not repairs:
-        raise refuse("--yes: without --repair nothing is changed; give both, or neither")
+    if (dry_run or yes) and not repairs:
+        option = "--dry-run" if dry_run else "--yes"
+        raise refuse(f"{option}: without --repair nothing is changed; give both, or neither")
     ours = state is not None and _check_state(state)
     n_workers = workers or len(os.sched_getaffinity(0))
     work = _Work(chosen, repairs and not dry_run, dry_run, yes, state, n_workers, is_bare(config))
@@ -250,42 +239,34 @@ def _verify_place(place: Place, work: _Work, *, asks: bool) -> Verified:
                 work.n_blocks += result.blocks
                 checked += result.bytes
                 ticker.tell(checked, f"{human_bytes(checked)} of {human_bytes(total_bytes)}")
-    total = total_of(iter(results.values()))
-    total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
-    fixed, stopped = RepairResult(), False
-    if work.repair and total.bad_count > total.kept:
-        stopped = not _may_remove(place, total, yes=work.yes, asks=asks)
-        if not stopped:
-            with place.open(writes=True) as store:
-                fixed = repair(store, results.values())
-    known = None if work.is_bare else key_ids(place.config)
-    now_bytes = total.bytes - sum(result.bytes for result in done.values())
-    return Verified(
+    total = Verified(
         tier=place.name,
         where=place.where,
-        blocks=total.blocks,
-        bytes=total.bytes,
-        bad_count=total.bad_count,
-        bad=total.bad,
-        foreign=total.foreign,
-        errors=total.errors + fixed.errors,
-        kept=total.kept,
-        quarantined=fixed.removed,
-        good_again=fixed.good_again,
-        stopped=stopped,
-        seals=total.seals,
-        misses={} if work.is_bare else misses_of(place.config, total.seals),
-        unknown_keys={} if known is None else unknown_keys(total.seals, known),
         subset=subset.share,
         moves_aside=moves_aside,
         dry_run=work.dry_run,
         resumed_units=len(done),
-        seconds=round(time.monotonic() - started_at, 3),
-        bytes_per_s=round(now_bytes / max(1e-9, time.monotonic() - checked_at)),
     )
+    for result in results.values():
+        total.add(result)
+    total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
+    if work.repair and total.bad_count > total.kept:
+        total.stopped = not _may_remove(place, total, yes=work.yes, asks=asks)
+        if not total.stopped:
+            with place.open(writes=True) as store:
+                fixed = repair(store, results.values())
+            total.quarantined, total.good_again = fixed.removed, fixed.good_again
+            total.errors += fixed.errors
+    if not work.is_bare:
+        total.misses = misses_of(place.config, total.seals)
+        total.unknown_keys = unknown_keys(total.seals, key_ids(place.config))
+    now_bytes = total.bytes - sum(result.bytes for result in done.values())
+    total.bytes_per_s = round(now_bytes / max(1e-9, time.monotonic() - checked_at))
+    total.seconds = round(time.monotonic() - started_at, 3)
+    return total
 
 
-def _may_remove(place: Place, total: UnitResult, *, yes: bool, asks: bool) -> bool:
+def _may_remove(place: Place, total: VerifyReport, *, yes: bool, asks: bool) -> bool:
     """Whether bad blocks may be removed. Asks if there are so many that this machine may be at fault."""
     bad = total.bad_count - total.kept
     is_few = bad <= UNASKED_BLOCKS_MAX or bad <= UNASKED_SHARE_MAX * total.blocks

@@ -14,7 +14,8 @@ whether a listing is due. Without a ``ttl``, nothing is written to a root into w
 
 The one that works says so in the record that it publishes (``usage``). Another takes its place when it gives up, or
 when its record has been unchanged for ``lease_s`` by the other's clock, so no clocks are compared. A collector that
-reads another one's name there stops. Two at once, for a poll or two, remove the same blocks, which does no harm.
+reads another one's name there stops. Two may overlap for a few polls. Both then remove the oldest blocks, so at most
+twice the excess goes.
 
 A reader that asks for a removed block has a miss.
 """
@@ -105,7 +106,8 @@ class Collector:
         self.full = ""
         self.is_urgent = False
         now = monotonic()
-        self._active_at = now  # a start counts as a put: a limit may be lower than at the last start
+        # As if this engine had just put, so that a limit lowered since the last start takes effect.
+        self._active_at = now
         self._looks_at = now  # when to look next whether a listing is due
         self._heard = ("", 0), now  # another collector's name and last beat, and since when it is the last
         self._seen_listing: tuple[int, float] | None = None  # number of the last complete listing, and since when

@@ -295,7 +295,7 @@ class Walker:
                     age_s = reference_s - mtime
                     if -STAMP_S < age_s < 0.0:
                         age_s = 0.0
-                    # Timestamps in the future (clock skew) are treated as equally far in the past for ttl.
+                    # For ttl, a block dated 1 h ahead counts as 1 h old: its clock is wrong by that much.
                     if abs(age_s) >= grace_s:
                         if abs(age_s) >= wanted.ttl_s:
                             doomed["ttl"].append(info)

@@ -11,10 +11,8 @@ root's ``.tmp`` folder and then moved. The next process that opens the root remo
 from __future__ import annotations
 
 import copy
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -27,7 +25,6 @@ from ..errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
-    StoreUnavailableError,
     public_url,
 )
 from ..plain_logs import get_logger
@@ -58,8 +55,6 @@ TEMPORARY_S_MAX: Final = 3600.0
 # the driver can. The layout has 4,096 folders at depth 2, so a listing holds 1/4096 of a namespace in memory.
 LISTED_DEPTH: Final = 2
 ASKED_AT_ONCE: Final = 128  # keys in one batch of concurrent requests
-TRIAL_FOLDER: Final = "kvtiers-check"
-TRIAL_BYTES: Final = 4096
 
 
 class FsspecStore(Store):
@@ -213,36 +208,6 @@ class FsspecStore(Store):
         except StoreError:
             return None
         return True
-
-    def try_out(self, *, read_only: bool) -> None:
-        """Do what an engine's first lookup, put and get do, with a small blob that is deleted again.
-
-        Args:
-            read_only: only look up a blob, and list the root.
-
-        Raises:
-            StoreError: a step failed.
-        """
-        key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
-        self.size(key)
-        if read_only:
-            try:
-                self._list(self._root)
-            except BlobNotFoundError:
-                text = f"{self!r} holds nothing, and the tier is read_only: nothing can be loaded"
-                raise StoreConfigError(f"{text}; use the URL of the engines that write") from None
-            return
-        data, got = secrets.token_bytes(TRIAL_BYTES), bytearray(TRIAL_BYTES)
-        self.put(key, [memoryview(data)], overwrite=True)
-        try:
-            self.get_into(key, [memoryview(got)])
-            if got != data:
-                raise StoreUnavailableError("the storage returned other bytes than were written")
-        finally:
-            self.delete(key)
-            if not self._is_atomic:
-                with suppress(Exception):  # drivers may raise anything, and an empty folder does no harm
-                    self._call("rmdir", self._below(TRIAL_FOLDER))
 
     def _connect(self) -> tuple[Any, str]:
         # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.

@@ -4,6 +4,9 @@ A block is copied as stored, including its trailer: its name and seal are the sa
 stays encrypted. Each block is verified during the copy, and bad blocks are not copied. Nothing is removed from the
 source.
 
+What the target has under a block's name is replaced if its size or trailer is wrong, as a store job does. A newer
+version's block stays.
+
 A block keeps its age (``SupportsAges``), so the target's collector considers it as old as the source's does.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,13 +22,16 @@ from typing import Any
 
 from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
 from ..blocks.namespace import CONFIG_BYTES_MAX
+from ..blocks.seal import TRAILER_BYTES
 from ..errors import (
+    BlobCorruptError,
     BlobNotFoundError,
+    SealError,
     StoreError,
     StoreFullError,
     StorePermissionError,
 )
-from ..store import KeyInfo, Store, SupportsAges, read_blob
+from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob
 from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
@@ -43,10 +49,12 @@ class CopyReport:
         dry_run: nothing was written. ``copied`` then counts blocks that the target lacks and has space for. Payloads
             were not read, so some of these blocks may turn out to be bad.
         copied, copied_bytes: copied blocks, and their bytes including trailers.
-        present: blocks of which the target already had a blob. Whether it is good is for ``verify`` to say.
+        present: blocks that the target already had, with the same size and a good trailer. (If the target's store
+            cannot read only a blob's end: with the same size.)
         bad: blocks whose seal check failed, and blocks that only a newer version can judge.
-        errors: blocks that could not be read or written.
-        left_out: namespaces whose blocks are not copied, and why; the blocks also count as ``errors``.
+        errors: blocks that could not be read or written, or whose name in the target holds a newer version's block.
+        left_out: namespaces whose blocks are not copied, and why.
+        skipped: blocks of these namespaces that the target does not have already.
         no_room: the target is full or reached its limit; the remaining blocks were not checked.
         seen_bytes: bytes of all blocks that were looked at, as listed: copied, present, bad and others.
     """
@@ -58,13 +66,14 @@ class CopyReport:
     bad: int = 0
     errors: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
+    skipped: int = 0
     no_room: bool = False
     seen_bytes: int = 0
 
     @property
     def found_none(self) -> bool:
         """Whether there was nothing to copy."""
-        return not (self.copied or self.present or self.bad or self.errors or self.no_room)
+        return not (self.copied or self.present or self.bad or self.errors or self.skipped or self.no_room)
 
 
 def find_blocks(store: Store, prefixes: Iterable[str]) -> Iterator[Block]:
@@ -121,6 +130,7 @@ class Copier:
     ) -> None:
         self._source = source
         self._target = target
+        self._tails = target if isinstance(target, SupportsTail) else None
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._rate = rate
@@ -131,7 +141,7 @@ class Copier:
         self.report = CopyReport(dry_run=dry_run)
 
     def copy(self, blocks: Iterable[Block]) -> CopyReport:
-        """Copy the blocks that the target lacks.
+        """Copy the blocks that the target lacks or has damaged.
 
         Raises:
             StoreError: a storage call failed for good, or the storage is unavailable.
@@ -147,7 +157,8 @@ class Copier:
         return self.report
 
     def _copy_batch(self, batch: list[Block], pool: ThreadPoolExecutor) -> None:
-        wanted = self._take_wanted(batch)
+        sizes = self._target.size_many([info.key for info, _ in batch])
+        wanted = self._take_wanted(batch, sizes, pool.map(self._look, batch, sizes))
         wanted_bytes = sum(info.size for info, _ in wanted)
         self._count(seen_bytes=sum(info.size for info, _ in batch) - wanted_bytes)
         if self.report.dry_run:
@@ -163,23 +174,52 @@ class Copier:
             for name, count in more.items():
                 setattr(self.report, name, getattr(self.report, name) + count)
 
-    def _take_wanted(self, blocks: list[Block]) -> list[Block]:
-        """The blocks that the target lacks, as far as it has space; counts the others."""
-        wanted = []
-        found = self._target.size_many([info.key for info, _ in blocks])
-        for (info, name), size in zip(blocks, found, strict=True):
-            if isinstance(size, Exception) and not _is_refused(size):
+    def _look(self, block: Block, size: int | Exception | None) -> bool | None:
+        """Whether a block is wanted: the target, which reports this size, lacks it or has it damaged.
+
+        None: the target's blob cannot be judged, and stays.
+        """
+        info, name = block
+        if isinstance(size, Exception):
+            if not _is_refused(size):
                 raise size
-            if isinstance(size, int):
-                self.report.present += 1
-            elif size is not None or not self._has_namespace(name.namespace):
+            return None
+        if size != info.size or len(name.digits) % 2:  # no block has such a name, which reading it will say
+            return True
+        if self._tails is None:
+            return False
+        try:
+            _, trailer = self._tails.get_tail(info.key, TRAILER_BYTES) or (0, b"")
+            self._reader.seal_for(name).check_trailer(name.offload_key, trailer, size - TRAILER_BYTES)
+        except SealError as e:
+            return None if e.foreign else True
+        except BlobCorruptError:  # it is no longer a blob
+            return True
+        except StoreError as e:  # a bad sector, say; of a storage that is down, the sizes cannot be read either
+            if not (e.retryable or _is_refused(e)):
+                raise
+            return None
+        return False
+
+    def _take_wanted(
+        self, batch: list[Block], sizes: Sequence[int | Exception | None], looks: Iterable[bool | None]
+    ) -> list[Block]:
+        """The wanted blocks, as far as the target has space; counts the others."""
+        wanted = []
+        for (info, name), size, is_wanted in zip(batch, sizes, looks, strict=True):
+            more_bytes = info.size - (size if isinstance(size, int) else 0)
+            if is_wanted is None:
                 self.report.errors += 1
-            elif self.report.no_room or (self._room_bytes is not None and info.size > self._room_bytes):
+            elif not is_wanted:
+                self.report.present += 1
+            elif not self._has_namespace(name.namespace):
+                self.report.skipped += 1
+            elif self.report.no_room or (self._room_bytes is not None and more_bytes > self._room_bytes):
                 self.report.no_room = True
                 break
             else:
                 if self._room_bytes is not None:
-                    self._room_bytes -= info.size
+                    self._room_bytes -= more_bytes
                 wanted.append((info, name))
         return wanted
 
@@ -217,9 +257,7 @@ class Copier:
         if self._stopped.wait(0.0 if self._rate is None else self._rate.reserve(info.size)):
             return
         self._count(seen_bytes=info.size)
-        if not hasattr(self._own, "reader"):
-            self._own.reader = BlockReader(self._source)
-        reader: BlockReader = self._own.reader
+        reader = self._reader
         try:
             try:
                 reason, _ = reader.read(info, name)
@@ -241,12 +279,20 @@ class Copier:
                 raise
             self._count(errors=1)
 
+    @property
+    def _reader(self) -> BlockReader:
+        """The thread's reader of the source."""
+        if not hasattr(self._own, "reader"):
+            self._own.reader = BlockReader(self._source)
+        reader: BlockReader = self._own.reader
+        return reader
+
     def _put(self, info: KeyInfo, parts: list[memoryview]) -> None:
         used_at = self._source.used_at(info) if isinstance(self._source, SupportsAges) else info.mtime
         if used_at > 0 and isinstance(self._target, SupportsAges):
             self._target.put_aged(info.key, parts, used_at=min(used_at, time.time()))
         else:
-            self._target.put(info.key, parts)
+            self._target.put(info.key, parts, overwrite=True)
 
 
 def _is_refused(e: Any) -> bool:

@@ -16,6 +16,7 @@ from ..blocks.keyring import show_key_id
 from ..blocks.seal import TRAILER_BYTES, describe_trailer
 from ..errors import StoreError
 from ..store import Store, SupportsTail
+from .inventory import block_beginnings
 
 SAMPLE_BLOCKS = 16
 SAMPLED_FROM_MAX = 2000  # blocks listed to choose a sample from; a check must not list a bucket of millions
@@ -40,7 +41,8 @@ def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
 def sample_seals(store: Store) -> Counter[str]:
     """Count the kinds of seal of some blocks. Empty if the store cannot read only the end of a block.
 
-    Of the first ``SAMPLED_FROM_MAX`` blobs that are listed, blocks with the smallest hashes are taken: an even sample.
+    Each namespace has an equal part in the sample, which is even within a namespace: of the blobs that are listed
+    first, the blocks with the smallest hashes are taken.
 
     Raises:
         StoreError: the blocks cannot be listed.
@@ -48,15 +50,17 @@ def sample_seals(store: Store) -> Counter[str]:
     kinds: Counter[str] = Counter()
     if not isinstance(store, SupportsTail):
         return kinds
-    names = (info.key for info in islice(store.keys(), SAMPLED_FROM_MAX))
-    blocks = ((block.digits, name) for name in names if (block := parse_block_name(name)) is not None)
-    for _, name in nsmallest(SAMPLE_BLOCKS, blocks):
-        try:
-            found = store.get_tail(name, TRAILER_BYTES)
-        except StoreError:  # counted by verify
-            continue
-        if found is not None and len(found[1]) == TRAILER_BYTES:
-            kinds[seal_kind(found[1])] += 1
+    beginnings = block_beginnings(store.folders())[:SAMPLE_BLOCKS]
+    for beginning in beginnings:
+        names = (info.key for info in islice(store.keys(beginning), SAMPLED_FROM_MAX // len(beginnings)))
+        blocks = ((block.digits, name) for name in names if (block := parse_block_name(name)) is not None)
+        for _, name in nsmallest(SAMPLE_BLOCKS // len(beginnings), blocks):
+            try:
+                found = store.get_tail(name, TRAILER_BYTES)
+            except StoreError:  # counted by verify
+                continue
+            if found is not None and len(found[1]) == TRAILER_BYTES:
+                kinds[seal_kind(found[1])] += 1
     return kinds
 
 

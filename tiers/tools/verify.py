@@ -29,9 +29,9 @@ NETWORK_THREADS = 8  # threads of a worker, if reads mostly wait for a network
 BATCH_BLOCKS = 64  # given to the threads at once, so that a listing need not fit in memory
 
 
-@dataclass(slots=True)
-class UnitResult:
-    """Result of checking a unit.
+@dataclass(kw_only=True)
+class VerifyReport:
+    """Result of checking blocks.
 
     Attributes:
         bad: name and reason of each bad block, up to ``BAD_KEYS_MAX``.
@@ -41,7 +41,6 @@ class UnitResult:
         errors: blocks that could not be read, and files and folders that may not be read or that the disk cannot read.
     """
 
-    unit: str
     blocks: int = 0
     bytes: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
@@ -50,6 +49,21 @@ class UnitResult:
     errors: int = 0
     kept: int = 0
     seals: dict[str, int] = field(default_factory=dict)
+
+    def add(self, part: VerifyReport) -> None:
+        """Add the result of other blocks."""
+        for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "kept"):
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        for kind, count in part.seals.items():
+            self.seals[kind] = self.seals.get(kind, 0) + count
+        self.bad += part.bad[: BAD_KEYS_MAX - len(self.bad)]
+
+
+@dataclass
+class UnitResult(VerifyReport):
+    """Result of checking a unit."""
+
+    unit: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,24 +223,8 @@ def damaged_count(store: Store) -> int:
     return count
 
 
-def _add(total: UnitResult, part: UnitResult) -> None:
-    for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "kept"):
-        setattr(total, name, getattr(total, name) + getattr(part, name))
-    for kind, count in part.seals.items():
-        total.seals[kind] = total.seals.get(kind, 0) + count
-    total.bad += part.bad[: BAD_KEYS_MAX - len(total.bad)]
-
-
 def decode_result(content: Mapping[str, object]) -> UnitResult:
     """Decode a result from JSON."""
     result = UnitResult(**content)  # type: ignore[arg-type]
     result.bad = [(key, reason) for key, reason in result.bad]
     return result
-
-
-def total_of(results: Iterator[UnitResult]) -> UnitResult:
-    """Add up results; the total's ``unit`` is empty."""
-    total = UnitResult("")
-    for result in results:
-        _add(total, result)
-    return total

@@ -118,6 +118,57 @@ LLAMA4_SCOUT = {
     },
 }
 
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "num_attention_heads": 48,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+}
+MINIMAX_TEXT_01 = {
+    "model_type": "minimax_text_01",
+    "attn_type_list": ([0] * 7 + [1]) * 10,
+    "head_dim": 128,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+}
+NEMOTRON_NAS = {
+    "model_type": "nemotron-nas",
+    "block_configs": [
+        {"attention": {"n_heads_in_group": 8, "no_op": index % 3 == 2}, "ffn": {"no_op": False}} for index in range(80)
+    ],
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": None,
+}
+RECURRENT_GEMMA_2B = {
+    "model_type": "recurrent_gemma",
+    "attention_window_size": 2048,
+    "block_types": ["recurrent", "recurrent", "attention"],
+    "head_dim": 256,
+    "hidden_size": 2560,
+    "num_attention_heads": 10,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+}
+SMOLLM3_3B = {
+    "model_type": "smollm3",
+    "hidden_size": 2048,
+    "layer_types": ["full_attention"] * 36,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+
 #: Name -> config, and (layers that keep every token, with a window, with a state), KV heads, head size.
 ALL: dict[str, tuple[dict[str, Any], tuple[int, int, int], int, int]] = {
     "llama-8b": (LLAMA_8B, (32, 0, 0), 8, 128),
@@ -127,5 +178,7 @@ ALL: dict[str, tuple[dict[str, Any], tuple[int, int, int], int, int]] = {
     "gpt-oss-20b": (GPT_OSS_20B, (12, 12, 0), 8, 64),
     "gemma3-27b": (GEMMA3_27B, (10, 52, 0), 16, 128),
     "deepseek-v3": (DEEPSEEK_V3, (61, 0, 0), 1, 576),
+    "minimax-m2": (MINIMAX_M2, (62, 0, 0), 8, 128),
+    "smollm3-3b": (SMOLLM3_3B, (36, 0, 0), 4, 128),
     "qwen3-next-80b": (QWEN3_NEXT_80B, (12, 0, 36), 2, 256),
 }

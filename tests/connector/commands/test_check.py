@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,15 +16,16 @@ from kvtiers.connector.commands import check, tier_checks
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.builtin import BuiltInTier
-from kvtiers.tiers.errors import ConfigError, StoreError
+from kvtiers.tiers.config.tier_options import S3TierConfig
+from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
 from kvtiers.tiers.stores.files import mounts
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from tests.connector.commands.test_check_findings import deployment, fs
-from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
+from tests.connector.commands.test_storage_commands import ok, result_of, run, write_tiers
 from tests.connector.commands.test_verify_command import put_blocks
 from tests.identity import CONFIG, FakeSpec, block_key
-from tests.s3_clients import use_credentials
+from tests.s3_clients import CLIENTS, use_client, use_credentials
 
 CANARY = "CANARYCANARY"
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -85,7 +88,7 @@ def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str)
     assert f"  {shown}: is not a known key" in out
     assert all(line.isprintable() for line in out.split("\n"))
     assert not any(line.startswith("OK") for line in out.split("\n"))
-    assert shown in json.loads(run("check", str(config), "--json")[1])["errors"][0]
+    assert shown in json.loads(run("check", str(config), "--json")[1].splitlines()[-1])["errors"][0]
 
 
 def test_check_shows_what_a_good_file_names_as_it_is(tmp_path: Path) -> None:
@@ -116,11 +119,11 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
     code, out = run("check", config, "--json")
     assert code == ExitCode.BAD_INPUT
     assert (result_of(out)["verdict"], result_of(out)["config"]) == ("not usable: 1 mistake", None)
-    document = json.loads(out)
+    document = json.loads(out.splitlines()[-1])
     assert not document["ok"]
-    assert document["errors"] == [
-        "tiers[1].max_bytes: '10 Gigs' is not a size; write a number and a unit, such as 10GiB"
-    ]
+    (error,) = document["errors"]
+    assert error == "tiers[1].max_bytes: '10 Gigs' is not a size; write a number and a unit, such as 10GiB"
+    assert out.splitlines()[0] == f"kvtiers check: {error}"  # on standard error
 
 
 def test_check_of_nothing(tmp_path: Path) -> None:
@@ -257,6 +260,19 @@ def test_nfs_tier_without_its_mount_is_a_problem(
     assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told
 
 
+def test_check_asks_all_tiers_at_once_and_reports_them_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that do not answer take seconds each."""
+    all_asked = Barrier(3)
+
+    def ask(tier: S3TierConfig) -> None:
+        all_asked.wait(120)
+        raise StoreUnavailableError(f"endpoint: {tier.name} does not answer; start it")
+
+    monkeypatch.setattr(tier_checks, "_try_bucket", ask)
+    found = problems(*({"type": "s3", "bucket": f"kv-{name}", "name": name} for name in "cab"))
+    assert found == [f"tiers[{n}]: endpoint: {name} does not answer; start it" for n, name in enumerate("cab")]
+
+
 @pytest.mark.parametrize(
     ("tiers", "code", "verdict"),
     [
@@ -282,7 +298,7 @@ def test_the_verdict_comes_last(
     got, out = run("check", str(config))
     assert (got, out.splitlines()[-1]) == (code, f"{config} is {verdict}")
     got, out = run("check", str(config), "--json")
-    assert (got, json.loads(out)["ok"], result_of(out)["verdict"]) == (code, code == 0, verdict)
+    assert (got, json.loads(out.splitlines()[-1])["ok"], result_of(out)["verdict"]) == (code, code == 0, verdict)
 
 
 def test_a_limit_beyond_the_disk_is_told_what_to_write(tmp_path: Path) -> None:
@@ -302,11 +318,20 @@ def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, mon
     code, out = run("check", "c.yaml")
     assert code == 0
     for part in (
-        f"tiers[0] near: fs, {tmp_path}/kv", "isolation thread", "on a job after 20s", "lookups after 200ms",
+        f"tiers[0] near: fs, {tmp_path}/kv", "in the engine's process (isolation thread)",
+        "on a job after 20s", "lookups after 200ms",
         "encrypt aes-gcm, keys from the variable KEYS",
     ):  # fmt: skip
         assert part in " ".join(out.split())
     assert "a1a1" not in out
+
+
+def test_check_of_memory_tier_names_one_place_and_no_processes(tmp_path: Path) -> None:
+    out = ok("check", write_tiers(tmp_path / "c.yaml", "type: memory, name: ram"))
+    assert "tiers[0] ram: memory\n" in out
+    assert "store threads, in the engine's process (isolation thread)" in out
+    out = ok("check", write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path}/kv, min_free: 1, children: 1"))
+    assert "store threads, in 1 process (isolation auto)" in out
 
 
 def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Path) -> None:
@@ -325,7 +350,9 @@ def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Pat
 
 
 @pytest.mark.parametrize("type_", ["fs", "nfs", "fsspec", "store"])
-def test_check_without_write_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str) -> None:
+def test_check_without_write_changes_nothing_in_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str
+) -> None:
     monkeypatch.setattr(tier_checks, "missing_mount", lambda _: "")
     kv = tmp_path / "kv"
     (tmp_path / "kvtiers_check_files.py").write_text(
@@ -334,8 +361,11 @@ def test_check_without_write_writes_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     places = {"fsspec": {"url": f"file://{kv}"}, "store": {"module_path": "kvtiers_check_files"}}
     tier = {"type": type_, "max_bytes": "1GiB"} | places.get(type_, {"root_dir": str(kv), "min_free": 0})
-    if type_ != "store":  # such a store makes its folder when it is opened
-        assert problems(tier) == []
+    assert problems(tier) == []
+    if type_ == "store":  # it makes its folder when it is opened
+        (said,) = [text for text in texts("ok", tier) if text.startswith("tiers[0]: answers")]
+        assert said.endswith("kvtiers_check_files, which may create folders even without --write")
+    else:
         assert not kv.exists()
     for has_blocks in (False, True):
         with closing(LocalStore(kv)) as store:
@@ -385,22 +415,62 @@ def test_check_of_good_fsspec_url_finds_nothing_and_leaves_nothing() -> None:
         assert problems(tier | {"read_only": True}) == []
         assert server.requests("PUT") == []
         assert problems(tier) == []
+        assert "tiers[0]: answers" in texts("ok", tier)
         assert server.requests("PUT") == []
         assert problems(tier, writes=True) == []
-        puts = {put.path.partition("?")[0].removeprefix("/kvb/") for put in server.requests("PUT")}
-        assert puts
-        assert [server.get_object("kvb", key) for key in puts] == [None] * len(puts)
+        assert left_by_puts(server) == []
 
 
-def test_check_of_bucket_sends_no_put_without_write(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFaultServer]:
     use_credentials(monkeypatch)
     with HttpFaultServer(buckets=("kvb",)) as server:
-        tier = {"type": "s3", "bucket": "kvb", "endpoint_url": server.endpoint_url, "max_bytes": "1GiB"}
+        yield server
+
+
+def s3(server: HttpFaultServer, **options: Any) -> dict[str, Any]:
+    return {"type": "s3", "bucket": "kvb", "endpoint_url": server.endpoint_url, "max_bytes": "1GiB", **options}
+
+
+def of_trial(server: HttpFaultServer) -> list[str]:
+    return [request.method for request in server.requests() if f"/{tier_checks.TRIAL_FOLDER}/" in request.path]
+
+
+def left_by_puts(server: HttpFaultServer) -> list[str]:
+    puts = {put.path.partition("?")[0].removeprefix("/kvb/") for put in server.requests("PUT")}
+    assert puts
+    return [key for key in puts if server.get_object("kvb", key) is not None]
+
+
+def test_check_of_bucket_sends_no_put_without_write(bucket: HttpFaultServer) -> None:
+    for tier in (s3(bucket), s3(bucket, read_only=True)):
         assert problems(tier) == []
-        assert server.requests("GET", "HEAD")
-        assert server.requests("PUT", "POST", "DELETE") == []
-        assert problems(tier, writes=True) == []
-        assert server.requests("PUT")
+    assert of_trial(bucket) == ["GET", "GET"]  # by the client that moves blocks
+    assert bucket.requests("PUT", "POST", "DELETE") == []
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_check_with_write_moves_bytes_by_each_client(
+    bucket: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    use_client(monkeypatch, client)
+    assert problems(s3(bucket), writes=True) == []
+    assert {"PUT", "GET", "DELETE"} <= set(of_trial(bucket))
+    assert bucket.requests("POST")  # DeleteObjects
+    assert left_by_puts(bucket) == []
+
+
+@pytest.mark.parametrize(("method", "writes"), [("PUT", True), ("GET", True), ("GET", False), ("DELETE", True)])
+def test_check_of_bucket_reports_a_right_that_is_missing(bucket: HttpFaultServer, method: str, writes: bool) -> None:
+    bucket.inject(Fault.ACCESS_DENIED, methods=(method,), path_contains=tier_checks.TRIAL_FOLDER)
+    (found,) = problems(s3(bucket), writes=writes)
+    assert "these credentials may not do this" in found
+
+
+def test_check_of_bucket_reports_bytes_that_changed(bucket: HttpFaultServer) -> None:
+    bucket.inject(Fault.FLIPPED, path_contains=tier_checks.TRIAL_FOLDER)
+    (found,) = problems(s3(bucket), writes=True)
+    assert found.startswith("tiers[0].reads: ")
 
 
 def test_check_of_read_only_fsspec_url_that_holds_nothing_is_a_problem() -> None:

@@ -106,8 +106,8 @@ def test_whose_a_folder_is(
     (tmp_path / "theirs").mkdir(mode=0o755)
     tiers = [FsTierConfig(root_dir=str(tmp_path / name), **options) for name in ("open", "theirs")]
     owner_uid = give_to_another(tmp_path / "theirs", monkeypatch)
-    mode = one(list(storage_checks.examine_folder("fs", tiers[0])), "mode")
-    owner = one(list(storage_checks.examine_folder("fs", tiers[1])), "owner")
+    mode = one(list(storage_checks.examine_folder(tiers[0])), "mode")
+    owner = one(list(storage_checks.examine_folder(tiers[1])), "owner")
     assert (mode.level, owner.level) == (level, level)
     assert f"belongs to uid {owner_uid}" in owner.message
 
@@ -126,15 +126,15 @@ def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypa
     keys.write_text("ab" * 32)
     keys.chmod(0o600)
     tier = FsTierConfig(root_dir=str(tmp_path), encrypt="aes-gcm", keys_file=str(keys))
-    (good,) = tier_checks.keys("fs", tier)
+    (good,) = tier_checks.keys(tier)
     assert good.level == "ok"
     for mode in (0o620, 0o604):
         keys.chmod(mode)
-        (found,) = tier_checks.keys("fs", tier)
+        (found,) = tier_checks.keys(tier)
         assert (found.level, f"mode {mode:04o}" in found.message) == ("problem", True)
     keys.chmod(0o600)
     uid = give_to_another(keys, monkeypatch)
-    (found,) = tier_checks.keys("fs", tier)
+    (found,) = tier_checks.keys(tier)
     assert (found.level, f"belongs to uid {uid}" in found.message) == ("problem", True)
 
 
@@ -142,7 +142,7 @@ def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypat
     for name in ("lost+found", "m_r0", "n\x1b_r0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name == "m_r0")  # root may look everywhere
-    note, problem = storage_checks._refused_folders("fs", str(tmp_path))
+    note, problem = storage_checks._refused_folders(str(tmp_path))
     assert (note.level, problem.level) == ("note", "problem")
     assert "lost+found" in note.message
     assert f"cannot read 1 of the folders in {tmp_path}: n\\x1b_r0;" in problem.message
@@ -156,7 +156,7 @@ def test_a_deep_folder_that_may_not_be_looked_into_is_named(
     for folder in ("_kvtiers/usage", "m_r0/0a1/0b_g0", "m_r0/0a2/0b_g0"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(name))
-    (problem,) = storage_checks._refused_folders("fs", str(tmp_path))
+    (problem,) = storage_checks._refused_folders(str(tmp_path))
     assert f"cannot read 1 of the folders in {tmp_path}: {name};" in problem.message
 
 
@@ -170,7 +170,7 @@ def test_a_folder_that_an_engine_has_just_removed_is_no_problem(
         return False
 
     monkeypatch.setattr(os, "access", access)
-    assert list(storage_checks._refused_folders("fs", str(tmp_path))) == []
+    assert list(storage_checks._refused_folders(str(tmp_path))) == []
 
 
 def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(storage_checks, "LISTED_MAX", 5)
     monkeypatch.setattr(os, "access", access)
-    assert list(storage_checks._refused_folders("fs", str(tmp_path))) == []
+    assert list(storage_checks._refused_folders(str(tmp_path))) == []
     assert len(looked_at) == 11  # those of a folder are looked at together
 
 
@@ -198,13 +198,18 @@ class Crooked(MemoryStore):
     """A store that does one thing wrong."""
 
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
-    always_replaces = never_replaces = refuses = lists_nothing = False
+    always_replaces = never_replaces = refuses = hides = lists_nothing = False
     skew_s = 0.0
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> Any:
         if self.refuses:
             raise StorePermissionError("secret: AccessDenied for PutObject", key=key)
         return super().put(key, parts, overwrite=(overwrite or self.always_replaces) and not self.never_replaces)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if self.hides:
+            raise StorePermissionError("secret: AccessDenied for GetObject", key=key)
+        super().get_into(key, parts)
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         for info in super().keys(prefix):
@@ -218,6 +223,7 @@ class Crooked(MemoryStore):
         ({"always_replaces": True}, "conditional put", "ignores If-None-Match"),
         ({"never_replaces": True}, "replace", "still has its old content"),
         ({"refuses": True}, "rights", "AccessDenied"),
+        ({"hides": True}, "rights", "AccessDenied"),
         ({"lists_nothing": True}, "listing", "not listed"),
         ({"skew_s": 60.0}, "clock", "60 s ahead"),
         ({"skew_s": -900.0}, "clock", "900 s behind"),
@@ -227,7 +233,7 @@ def test_what_a_storage_does_wrong_is_found(fault: dict[str, Any], check: str, m
     store = Crooked()
     for name, value in fault.items():
         setattr(store, name, value)
-    findings = list(try_store("s3", MemoryTierConfig(), store, now=lambda: 1000.0))
+    findings = list(try_store(MemoryTierConfig(), store, now=lambda: 1000.0))
     found = one(findings, check)
     assert found.level == "problem"
     assert message in found.message
@@ -244,7 +250,7 @@ def test_a_slow_listing_is_no_skew_of_clocks() -> None:
             clock[0] += 60
             return super().keys(prefix)
 
-    assert one(list(try_store("s3", MemoryTierConfig(), Slow(), now=lambda: clock[0])), "clock").level == "ok"
+    assert one(list(try_store(MemoryTierConfig(), Slow(), now=lambda: clock[0])), "clock").level == "ok"
 
 
 @pytest.fixture(scope="module")
@@ -308,11 +314,11 @@ def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mon
     hangs, gate = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> Iterator[Finding]:
-        yield Finding("ok", "tiers[0] fs", "file system", "first")
+        yield Finding("ok", "file system", "first")
         hangs.set()
         gate.wait(120)
 
-    monkeypatch.setattr(check, "examine_folder", hang)
+    monkeypatch.setattr(storage_checks, "examine_folder", hang)
     join = threading.Thread.join
 
     def join_until_it_hangs(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -332,10 +338,10 @@ def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Iterator[Finding]:
-        yield Finding("ok", "tiers[0] fs", "file system", "first")
+        yield Finding("ok", "file system", "first")
         raise ValueError("with a secret in it")
 
-    monkeypatch.setattr(check, "examine_folder", fail)
+    monkeypatch.setattr(storage_checks, "examine_folder", fail)
     findings = examine(deployment(fs(tmp_path)))
     found = one(findings, "storage")
     assert (found.level, found.message[:33]) == ("problem", "could not be checked: ValueError ")
@@ -372,7 +378,7 @@ def test_rename_that_fails_gets_the_advice_of_its_cause(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "rename", refuse)
-    (found,) = list(storage_checks.try_folder("fs", str(tmp_path)))
+    (found,) = list(storage_checks.try_folder(str(tmp_path)))
     assert (found.level, found.fix) == ("problem", fix.replace("HERE", str(tmp_path)))
 
 
@@ -392,7 +398,7 @@ def test_a_field_that_one_namespace_lacks_is_named() -> None:
     store = MemoryStore()
     for digest, fields in ("a" * 12, {}), ("b" * 12, {"revision": None}):
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps({"model_name": "m", **fields}).encode())])
-    (found,) = examine_namespaces("s3", *neighbors.namespaces_in(store))
+    (found,) = examine_namespaces(*neighbors.namespaces_in(store))
     assert found.message == "m: 2, which share no blocks. They differ in revision: not set, null"
 
 
@@ -402,7 +408,7 @@ def test_options_of_the_engine_that_keep_replicas_apart_are_named() -> None:
     for digest, engine in ("a" * 12, triton), ("b" * 12, triton | flags):
         fields = {"model_name": "m", "model_revision": f"c0ffee+engine:{digest}", "engine": engine}
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps(fields).encode())])
-    (found,) = examine_namespaces("s3", *neighbors.namespaces_in(store))
+    (found,) = examine_namespaces(*neighbors.namespaces_in(store))
     assert found.message == 'm: 2, which share no blocks. They differ in VLLM_USE_NEW_ROPE: "1", not set'
 
 
@@ -411,7 +417,7 @@ def test_single_namespace_of_a_model_is_ok() -> None:
     store.put("m_aaaaaaaaaaaa/config.json", [memoryview(json.dumps({"model_name": "m"}).encode())])
     for number in range(10):
         store.put(f"m_aaaaaaaaaaaa_r0/000/00_g0/{number}.bin", [memoryview(b"x")])
-    (found,) = examine_namespaces("s3", *neighbors.namespaces_in(store))
+    (found,) = examine_namespaces(*neighbors.namespaces_in(store))
     assert found.level == "ok"
 
 
@@ -432,7 +438,7 @@ class InOrder(MemoryStore):
 
 @pytest.mark.parametrize("blocks", [2, 20])
 def test_namespaces_of_one_model_are_compared(blocks: int) -> None:
-    (found,) = examine_namespaces("s3", *neighbors.namespaces_in(InOrder(blocks)))
+    (found,) = examine_namespaces(*neighbors.namespaces_in(InOrder(blocks)))
     assert found.message.startswith("m: 2, which share no blocks. They differ in model_revision")
 
 
@@ -446,7 +452,7 @@ def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
     assert one(examine(deployment(fs(tmp_path))), "namespaces").level == "note"
 
 
-def test_what_others_named_is_shown_as_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_stored_names_are_escaped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     evil = "m\x1b]0;t\x07\u202e[red]\nproblem all is lost"
     for name, value in (("m_aaaaaaaaaaaa", 1), ("m_bbbbbbbbbbbb", evil)):
         (tmp_path / name).mkdir()
@@ -597,7 +603,7 @@ def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monk
     for module in ("connector.commands.storage_checks", "connector.commands.tier_checks", "tiers.stores.files.mounts"):
         monkeypatch.setattr(f"kvtiers.{module}.file_system_type", lambda root: "nfs4")
     monkeypatch.setattr(check, "open_tool_store", noting("store", MemoryStore()))
-    monkeypatch.setattr(check, "examine_folder", lambda *_: iter(()))
+    monkeypatch.setattr(storage_checks, "examine_folder", lambda *_: iter(()))
     finding = one(examine(deployment({"type": "nfs", "root_dir": str(tmp_path)})), "mount options")
     assert (finding.level, finding.fix) == ("warning", "mount -t nfs -o softerr S:/E /mnt")
     assert order == ["options", "folder", "store"]
@@ -679,8 +685,8 @@ def test_generic_fix_of_finding_holds_for_every_cause(tmp_path: Path) -> None:
         (own, StoreTimeoutError("5 s"), ""),
     ):
         assert isinstance(tier, TierConfig)
-        assert findings.of_error("tiers[0]", error, tier).fix == fix, error
-    assert findings.of_error("tiers[0]", StoreConfigError("it is wrong; write right")).fix == "write right"
+        assert findings.of_error(error, tier).fix == fix, error
+    assert findings.of_error(StoreConfigError("it is wrong; write right")).fix == "write right"
 
 
 def test_check_with_damaged_reads_blames_the_host_and_not_the_storage() -> None:
@@ -690,6 +696,6 @@ def test_check_with_damaged_reads_blames_the_host_and_not_the_storage() -> None:
             parts[0][7] ^= 1
 
     store = Damaged()
-    found = list(try_store("s3", MemoryTierConfig(), store))
+    found = list(try_store(MemoryTierConfig(), store))
     assert [one.check for one in found if one.level == "problem"] == ["reads"]
     assert list(store.keys()) == []

@@ -82,7 +82,7 @@ def test_copy_by_names_and_by_namespace(near: Path, far: Path, tmp_path: Path) -
     assert (result["copied"], result["present"]) == (COUNT - 2, 2)
 
 
-def test_copy_by_what_nothing_is_named_after_fails(near: Path, far: Path, tmp_path: Path) -> None:
+def test_copy_fails_if_no_block_matches(near: Path, far: Path, tmp_path: Path) -> None:
     config = write_config(near, far)
     names = tmp_path / "names"
     names.write_text("nothing\n")
@@ -151,15 +151,37 @@ def test_bad_blocks_are_not_copied(near: Path, far: Path) -> None:
     assert len(stored(far)) == COUNT
 
 
-def test_no_blob_of_the_target_is_replaced(near: Path, far: Path) -> None:
+@pytest.mark.parametrize("how", ["truncated", "trailer", "another block"])
+def test_copy_replaces_a_damaged_block_in_the_target(near: Path, far: Path, how: str) -> None:
     config = write_config(near, far)
     ok("copy", config, *FILL)
-    (near / NAMES[0]).write_bytes(b"short")
-    flip(near / NAMES[1], SIZE + 60)
-    make_newer(near / NAMES[2])
-    before = stored(near)
+    if how == "trailer":
+        flip(near / NAMES[0], SIZE + 60)
+    else:
+        (near / NAMES[0]).write_bytes(b"short" if how == "truncated" else (near / NAMES[1]).read_bytes())
+    planned = result_of(ok("copy", config, *FILL, "--json", "--dry-run"))
     result = result_of(ok("copy", config, *FILL, "--json"))
-    assert (result["copied"], result["present"]) == (0, COUNT)
+    assert (planned["copied"], result["copied"], result["present"]) == (1, 1, COUNT - 1)
+    assert stored(near) == stored(far)
+
+
+@pytest.mark.usefixtures("no_least")
+def test_copy_replaces_a_damaged_block_in_a_full_target(near: Path, far: Path) -> None:
+    ok("copy", write_config(near, far), *FILL)
+    flip(near / NAMES[0], SIZE + 60)
+    full = sum(path.stat().st_size for path in near.rglob("*") if path.is_file())
+    ok("copy", write_config(near, far, f"max_bytes: {full}"), "--from", "far", "--to", "near")
+    assert stored(near) == stored(far)
+
+
+def test_copy_keeps_a_newer_versions_block_and_fails(near: Path, far: Path) -> None:
+    config = write_config(near, far)
+    ok("copy", config, *FILL)
+    make_newer(near / NAMES[0])
+    before = stored(near)
+    code, out = run("copy", config, *FILL)
+    assert code == 1
+    assert "or a newer version's block has the name: 1 block" in out
     assert stored(near) == before
 
 
@@ -168,6 +190,8 @@ def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
     code, out = run("copy", write_config(near, far), *FILL)
     assert code == 1
     assert "config.json is missing or damaged" in out
+    assert f"not copied, because their namespace is skipped: {COUNT} blocks" in out
+    assert "could not be read" not in out
     assert not stored(near)
 
 
@@ -180,7 +204,7 @@ def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Pat
     code, out = run("copy", config, *FILL, "--json")
     assert code == 1
     result = result_of(out)
-    assert (result["copied"], result["errors"]) == (COUNT, 2 * COUNT)
+    assert (result["copied"], result["errors"], result["skipped"]) == (COUNT, 0, 2 * COUNT)
     assert sorted(result["left_out"]) == [NAMESPACE.replace(digest, digit * 12) for digit in "0f"]
     assert sum(line.startswith("kvtiers") and "is skipped:" in line for line in out.splitlines()) == 2
 
@@ -236,8 +260,8 @@ def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Pa
             assert (report.copied, list(report.left_out)) == (0, [NAMESPACE])
         else:
             assert report.copied == len(missing)
-        assert report.copied + report.present + report.errors == COUNT
-        assert report.errors
+        assert report.copied + report.present + report.errors + report.skipped == COUNT
+        assert report.skipped if refused == "namespace" else report.errors
 
     assert run_in_child(use) == 0
 
@@ -398,7 +422,20 @@ def test_faults_on_the_way() -> None:
         Copier(source, refused).copy(find_blocks(source, [""]))
 
 
-def test_target_that_cannot_be_asked_ends_it() -> None:
+def test_copy_keeps_a_block_of_the_target_that_cannot_be_read() -> None:
+    """A bad sector; it may be a newer version's."""
+    source, target = MemoryStore(), MemoryStore()
+    put_blocks(source)
+    target.put(NAMES[0], [memoryview(bytes(BLOB))])
+    faulty = FaultyStore(target, [Fault("get_tail", error=lambda: StoreUnavailableError("EIO"))])
+    report = Copier(source, faulty).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors) == (COUNT - 1, 1)
+    there = bytearray(BLOB)
+    target.get_into(NAMES[0], [memoryview(there)])
+    assert there == bytes(BLOB)
+
+
+def test_copy_stops_if_the_target_is_unavailable() -> None:
     source, target = MemoryStore(), MemoryStore()
     put_blocks(source)
     away = FaultyStore(target, [Fault("size", error=lambda: StoreUnavailableError("away"), first=9)])

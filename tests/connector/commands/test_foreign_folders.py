@@ -70,6 +70,23 @@ def test_destructive_command_refuses_folder_without_mark_of_kvtiers(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_destructive_command_keeps_foreign_files_beside_a_foreign_folder_named_kvtiers(
+    strange: Path, command: tuple[str, ...]
+) -> None:
+    for name in ("notes", "usage", "members/notes", "writers/notes"):
+        path = strange / "_kvtiers" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        os.utime(path, (0, 0))
+    before = contents(strange)
+    name, *options = command
+    code, _ = run(name, str(strange), *options)
+    assert code in (0, 1)
+    del before["_kvtiers/usage"]  # the collector's record has this name
+    assert contents(strange).items() >= before.items()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_destructive_command_accepts_empty_folder(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A cron job may run before the engine's first start."""
     (tmp_path / "kv" / "lost+found").mkdir(parents=True)

@@ -149,18 +149,26 @@ def test_of_windows_and_states_only_bounds_are_given(tmp_path: Path) -> None:
         (model_configs.JAMBA_MINI, "attn_layer_offset: unknown layer kind"),
         (model_configs.MISTRAL_7B_V01, "sliding_window: unknown layer kind"),
         (model_configs.LLAMA4_SCOUT, "attention_chunk_size: unknown layer kind"),
+        (model_configs.MINIMAX_TEXT_01, "attn_type_list: unknown layer kind (its entries, one for each layer, differ)"),
+        (model_configs.NEMOTRON_NAS, "block_configs: unknown layer kind"),
+        (model_configs.RECURRENT_GEMMA_2B, "attention_window_size: unknown layer kind (layers differ"),
+        ({**LLAMA_8B, "block_types": ["recurrent", "attention"]}, "block_types: unknown layer kind (layers differ"),
+        ({**LLAMA_8B, "layer_group_size": 5}, "layer_group_size: unknown layer kind"),
+        ({**LLAMA_8B, "of_a_new_type": [{"a": 1}] * 31 + [{}]}, "of_a_new_type: unknown layer kind"),
+        ({**GPT_OSS_20B, "of_a_new_type": [1, 2] * 12}, "of_a_new_type: unknown layer kind"),
+        ({**GPT_OSS_20B, "per_layer_config": {"05": {"head_dim": 512}}}, "per_layer_config: unknown layer kind"),
+        ({**GPT_OSS_20B, "swa_num_key_value_heads": 4}, "swa_num_key_value_heads: unknown layer kind"),
         ({**DEEPSEEK_V3, "index_topk": 2048}, "index_topk: unknown layer kind (layers keep more or less"),
         ({**LLAMA_8B, "num_kv_shared_layers": 10}, "num_kv_shared_layers: unknown layer kind"),
+        ({**LLAMA_8B, "use_cla": True, "cla_share_factor": 2}, "use_cla: unknown layer kind"),
         ({**LLAMA_8B, "v_head_dim": 64}, "v_head_dim: unknown layer kind (keys and values differ in size)"),
     ],
 )
-def test_layers_that_the_fields_do_not_describe_are_left_to_a_measurement(
-    config: dict[str, Any], names: str, tmp_path: Path
-) -> None:
+def test_unknown_layer_kind_is_refused(config: dict[str, Any], names: str, tmp_path: Path) -> None:
     code, out = run("check", "--model", write(tmp_path, config))
     assert code == 2
     assert names in out
-    assert "its size is measured by running" in out
+    assert "run the model: vLLM's log shows the size of a block" in out
     assert "\x1b" not in out
 
 
@@ -261,12 +269,27 @@ def test_config_sets_blocks_per_chunk_and_lists_what_fits(tmp_path: Path) -> Non
     assert (code, "absent.yaml" in out) == (2, True)
 
 
-def test_region_that_holds_no_block_of_the_model_is_a_warning(tmp_path: Path) -> None:
+def test_region_too_small_for_one_block_gets_a_warning(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("blocks_per_chunk: 16\nregion: {size: 16MiB}\ntiers: [{type: memory}]")
     model = write(tmp_path, LLAMA_8B)
     (warning,) = [f for f in result_of(size(model, str(config), "--json"))["findings"] if f["level"] == "warning"]
     assert (warning["check"], warning["fix"]) == ("region.size", "write at least 512MiB for this model")
+
+
+def test_check_reports_a_refused_model_as_a_problem_beside_the_other_findings(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("region: {size: 16MiB}\ntiers: [{type: memory}]")
+    model = write(tmp_path, model_configs.MINIMAX_TEXT_01)
+    code, out = run("check", str(config), "--model", model)
+    assert code == 1
+    assert "problem --model, attn_type_list: unknown layer kind" in out
+    assert "fix: run the model: vLLM's log shows" in out
+    assert "tiers[0] memory, storage: in the engine's memory" in out
+    assert out.splitlines()[-1] == f"{config} is not usable: --model"
+    code, out = run("check", str(config), "--model", model, "--json")
+    assert (code, result_of(out)["model"], json.loads(out)["ok"]) == (1, None, False)
+    assert run("check", str(config), "--model", write(tmp_path, LLAMA_8B), "--kv-cache-dtype", "int3")[0] == 2
 
 
 def test_limits_that_a_tier_does_not_keep_are_not_room(tmp_path: Path) -> None:

@@ -65,11 +65,11 @@ def test_check_says_so(config: str, root: Path) -> None:
     assert f"tiers[1] fs, root_dir: {root} does not exist, and the tier is read_only" in " ".join(out.split())
 
 
-def test_check_writes_nothing(root: Path) -> None:
+def test_check_with_write_of_read_only_tier_only_reads(root: Path) -> None:
     tier = parse_tier({"type": "fs", "root_dir": str(root), "read_only": True, "min_free": "1000TiB"})
     assert isinstance(tier, FsTierConfig)
     before = tree(root)
-    findings = list(examine_tier("shared", tier, {}, writes=True))
+    findings = list(examine_tier(tier, {}, writes=True))
     assert "problem" not in [finding.level for finding in findings]
     assert next(finding for finding in findings if finding.check == "rights").level == "ok"
     assert tree(root) == before
@@ -82,5 +82,5 @@ def test_check_says_where_there_is_nothing_to_read(tmp_path: Path, files: tuple[
         (tmp_path / "empty" / name).parent.mkdir(parents=True)
         (tmp_path / "empty" / name).write_text("{}")
     tier = parse_tier({"type": "fs", "root_dir": str(tmp_path / "empty"), "read_only": True})
-    findings = list(examine_tier("shared", tier, {}, writes=False))
+    findings = list(examine_tier(tier, {}, writes=False))
     assert [finding.check for finding in findings if finding.level == "warning"] == ["blocks"]

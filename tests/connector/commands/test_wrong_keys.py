@@ -15,6 +15,7 @@ from kvtiers.tiers.blocks.keyring import KeyRing, key_id, show_key_id
 from kvtiers.tiers.blocks.protected_seal import GcmSeal
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.tools import seal_kinds
 from tests.connector.commands.test_storage_commands import result_of, run, write_tiers
 from tests.identity import FakeSpec, block_key
 
@@ -64,6 +65,18 @@ def test_verify_counts_blocks_under_unknown_keys_and_fails(config: str, tmp_path
     assert f"{COUNT} blocks under key {OLD_ID}, which this tier lacks" in out
     (tier,) = result_of(run("verify", config, "--json")[1])["tiers"]
     assert (tier["unknown_keys"], tier["bad_count"]) == ({OLD_ID: COUNT}, 0)
+
+
+def test_sample_of_seals_includes_each_namespace(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal_kinds, "SAMPLED_FROM_MAX", 8)  # the protected namespace alone has more blocks
+    with closing(LocalStore(tmp_path / "kv")) as store:
+        for name in ("a_000000000000_r0", "z_000000000000_r0"):
+            store.put(f"{name}/000/00_g0/{'0' * 64}.bin", [memoryview(bytes(2 * SIZE))])
+    (tier,) = result_of(run("du", config, "--json")[1])["tiers"]
+    assert set(tier["sampled_seals"]) == {f"aes-gcm {OLD_ID}", "other"}
+    assert tier["sampled_seals"]["other"] == 2
+    (found,) = findings(config, "blocks")
+    assert "2 of 4 sampled blocks are of another version or damaged" in found["message"]
 
 
 def test_verify_of_a_folder_without_config_does_not_judge_keys(config: str, tmp_path: Path) -> None:

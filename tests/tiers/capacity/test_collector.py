@@ -474,7 +474,7 @@ def test_second_collector_takes_over_when_the_first_dies() -> None:
     assert world.poll(second)
 
 
-def test_collector_whose_place_another_took_stops_working() -> None:
+def test_collector_stops_after_another_takes_over() -> None:
     world = World(max_bytes=100 * SIZE)
     first, second = world.collector(), world.collector()
     world.put(first, second)
