@@ -23,7 +23,7 @@ from .base import (
 )
 from .manager.eviction import create_policy
 from .manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
-from .manager.options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
+from .manager.options import LOAD_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
 from .manager.primary import CPUPrimaryTier
 from .manager.tiering import TieringOffloadingManager
 from .region.region_header import row_stride
@@ -165,12 +165,10 @@ class TieringOffloadingSpec(OffloadingSpec):
                 tiers.append(SecondaryTierFactory.create_secondary_tier(dict(tier), view, self))
             # Only from our own tiers' options: in a foreign tier's options these keys may mean anything.
             own = [tier for tier in self.deployment.tiers if isinstance(tier, TierConfig)]
-            # The largest limit of any tier: its config says that a hit in that tier is worth the wait.
-            lookup_deadline_s = max([tier.lookup_deadline_s for tier in own] or [LOOKUP_DEADLINE_S])
             options = TieringOptions(
                 promotion_wait_s=region.promotion_wait_s,
-                lookup_deadline_s=lookup_deadline_s,
-                lookup_total_s=max(LOOKUP_TOTAL_S, lookup_deadline_s),
+                # A larger limit in a tier's config says that a hit in that tier is worth the wait.
+                lookup_total_s=max([LOOKUP_TOTAL_S, *(tier.lookup_deadline_s for tier in own)]),
                 load_deadline_s=max(map(load_deadline_s, tiers), default=LOAD_DEADLINE_S),
             )
             return TieringOffloadingManager(primary, tiers, options)

@@ -137,9 +137,7 @@ class GuardedTier:
         return hit
 
     def take_answered(self) -> dict[str, frozenset[OffloadKey]] | None:
-        """See ``SecondaryTierManager``. None also if the tier lacks this method or fails in it."""
-        if not hasattr(self.tier, "take_answered"):
-            return None
+        """See ``SecondaryTierManager``. None also if the tier raises."""
         with self._in["take_answered"]:
             answered = self.tier.take_answered()
             return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -14,14 +14,14 @@ from .options import TieringOptions
 from .primary import Block, BlockState, CPUPrimaryTier
 
 EVERY_TIER = -1  # as a bit mask
-_STEP_S_MAX = 0.1  # most of a gap between lookups that counts as waited; or half of lookup_deadline_s, if larger
+_GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups
 
 
 class State(Enum):
     """State of a request. When a limit passes, the request goes on as if the tiers lacked the keys."""
 
     IDLE = auto()  # it waits for nothing and holds nothing; loads that it began before ``stop`` go on, for any request
-    ASKING = auto()  # tiers owe answers (limits lookup_deadline_s, lookup_total_s), or hits wait for the step's end
+    ASKING = auto()  # tiers owe answers (limit lookup_total_s), or hits wait for the step's end
     WAITING_FOR_SHARE = auto()  # unreported loads fill its tiers' shares of the region; limit load_deadline_s
     WAITING_FOR_ROOM = auto()  # the region has no slot for a hit; limit promotion_wait_s
     LOADING = auto()  # blocks are being filled; each tells its waiters when it is ready, failed or given up
@@ -84,15 +84,11 @@ class Request:
     step: int = -1  # number of the step of its latest lookup
     asked_at: float = 0.0  # time of its latest lookup
     has_news: bool = False  # an answer may have changed since its latest lookup
-    must_ask_again: bool = False  # every owed key must be looked up again: it gave up waiting, or a tier is polled
     refused: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers whose copy cannot be loaded
     # Answers that tiers owe
     owed: set[OffloadKey] = field(default_factory=set)
-    was_owed: set[OffloadKey] = field(default_factory=set)  # ``owed`` as it was in the round of lookups before
-    owing: int = 0  # bit mask of the tiers that owe answers
     waited_s: float = 0.0  # seconds that answers have been owed for; long gaps between lookups count only in part
-    silences: dict[int, tuple[int, float]] = field(default_factory=dict)  # polled tier -> (answers, seconds since one)
-    gave_up: int = 0  # bit mask of the tiers whose answers it no longer waits for
+    gave_up: bool = False  # it no longer waits for answers
     # Hits, which have no slot yet
     hits: dict[OffloadKey, int] = field(default_factory=dict)  # key -> tier
     hit_tiers: int = 0  # bit mask of the tiers with hits; may include too many until the hits are scanned again
@@ -110,47 +106,23 @@ class Request:
 
     # -- lookups and answers -----------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, now: float, polled: int, num_answers: Sequence[int]) -> None:
-        """Count the time since the latest lookup, and give up on tiers that took too long to answer.
+    def begin_step(self, step: int, now: float) -> None:
+        """Count the time since the latest lookup, and give up waiting for tiers' answers after ``lookup_total_s``.
 
-        Only a part of a long time counts: an engine does not look up waiting requests while its batch is full, and the
-        answers that tiers gave before may be too old to use by then.
-
-        Args:
-            polled: bit mask of the tiers that do not report which keys they have answered.
-            num_answers: per tier, its answers so far to lookups that it had left open.
+        Only a part of a long time counts: an engine does not look up waiting requests while its batch is full.
         """
-        options = self.options
-        seconds = min(now - self.asked_at, max(_STEP_S_MAX, options.lookup_deadline_s / 2))
+        seconds = min(now - self.asked_at, _GAP_S_MAX)
         self.step, self.asked_at = step, now
-        if self.owing & polled:
-            self.has_news = self.must_ask_again = True
         if self.coming or self.owed:
-            self.wait(options.promotion_hold_s if self.coming else options.lookup_deadline_s)
-        if not self.owed:
-            self.waited_s = 0.0
-            self.silences.clear()
-            return
-        self.waited_s += seconds
-        gave_up = EVERY_TIER if self.waited_s >= options.lookup_total_s else 0
-        for index, count in enumerate(num_answers):
-            if self.owing & polled & 1 << index:
-                before, silent_s = self.silences.get(index, (count, 0.0))
-                silent_s = silent_s + seconds if before == count else 0.0
-                self.silences[index] = count, silent_s
-                if silent_s >= options.lookup_deadline_s:
-                    gave_up |= 1 << index
-        if gave_up & ~self.gave_up:
-            self.gave_up |= gave_up
-            self.has_news = self.must_ask_again = True
+            self.wait(self.options.promotion_hold_s)
+        self.waited_s = self.waited_s + seconds if self.owed else 0.0
+        if self.waited_s >= self.options.lookup_total_s and self.owed:
+            self.gave_up = True
+            self.ask_again()
 
     def begin_round(self) -> None:
-        """Begin a round of lookups. Owed keys that tiers may have answered are looked up again."""
+        """Begin a round of lookups. Keys that tiers may have answered are looked up again."""
         self.has_news = False
-        if self.must_ask_again:
-            self.must_ask_again = False
-            self.was_owed, self.owed = self.owed, set()
-            self.owing = 0
         self._settle()
 
     def wait(self, hold_s: float) -> None:
@@ -158,18 +130,22 @@ class Request:
         self.waiting[self] = None
         self.held_until = max(self.held_until, self.asked_at + hold_s)
 
-    def owe(self, key: OffloadKey, tiers: int) -> None:
-        """Wait for the answers that the tiers of a bit mask owe for the key."""
+    def owe(self, key: OffloadKey) -> None:
+        """Wait for the answers that tiers owe for the key."""
         self.owed.add(key)
-        self.owing |= tiers
         if self.state is not _ASKING and not self.hits:
             self._enter(_ASKING)
-            self.wait(self.options.lookup_deadline_s)
+            self.wait(self.options.promotion_hold_s)
 
     def take_answers(self, keys: AbstractSet[OffloadKey]) -> None:
         """Note that a tier has answers for these keys; the next round of lookups gets them."""
         self.owed -= keys
         self.has_news = True
+
+    def ask_again(self) -> None:
+        """Note that tiers may have answers for any key; the next round of lookups gets them."""
+        if self.owed:
+            self.take_answers(set(self.owed))
 
     def hit(self, key: OffloadKey, tier: int) -> None:
         """Load the key from the tier as soon as it gets a slot; the end of the step looks for one."""
@@ -328,11 +304,8 @@ class Request:
         self.waiting.pop(self, None)
         self._drop_hits(self.hits)
         self.owed.clear()
-        self.was_owed.clear()
-        self.owing = 0
         self.waited_s = 0.0
-        self.silences.clear()
-        self.gave_up = 0
+        self.gave_up = False
         self.coming.clear()
         self.let_go()
         if self.state is not State.IDLE:  # its loads go on

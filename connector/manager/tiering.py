@@ -227,7 +227,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _lookup_tiers(self, key: OffloadKey, request: Request) -> bool | None:
         hit: int | None = None
-        owing = 0
+        owing = 0  # bit mask
         may_be_refused = request.barred or request.refused or self._failed_at
         for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
             if may_be_refused and self._loads.is_excluded(request, key, index):
@@ -235,15 +235,12 @@ class TieringOffloadingManager(OffloadingManager):
             answer = ask(key, request.context)
             if answer is None:
                 owing |= bit
-                continue
-            if key in request.was_owed:
-                self._requests.note_answer(index)
-            if answer:
+            elif answer:
                 hit = index
                 break
         # A tier that owes an answer comes before the tier with the hit and may be faster: worth a bounded wait.
-        if owing & ~request.gave_up:
-            request.owe(key, owing)
+        if owing and not request.gave_up:
+            request.owe(key)
             return None
         if owing:
             self._count_expired(key, request, owing)

@@ -42,8 +42,6 @@ class WaitingRequests:
         self._may_hold = False  # whether a request found blocks or may have begun to wait since ``hold_new_finds``
         self._step = 0
         self._took_answers = False  # whether the tiers' answers were taken in this step
-        self._polled = 0  # bit mask of the tiers that do not report which keys they have answered
-        self._num_answers = [0] * len(tiers)  # per tier, answers to lookups that it had left open before
         primary.metrics.inc("kvtiers_lookups_refused_total", by=0)  # a rate misses the first 1 of a new series
 
     # -- lookups -----------------------------------------------------------------------------------------------------
@@ -91,30 +89,25 @@ class WaitingRequests:
         self.begin_round(request)
         return request
 
-    def note_answer(self, tier: int) -> None:
-        """Count an answer of a tier to a lookup that it had left open."""
-        self._num_answers[tier] += 1
-
     def _begin_step(self, request: Request) -> None:
         """Once per step, take the tiers' new answers and add to the request's waiting time."""
         if not self._took_answers:
             self._take_answers()
         if request.step != self._step:
             self.by_id.move_to_end(request.req_id)
-            request.begin_step(self._step, self._clock(), self._polled, self._num_answers)
+            request.begin_step(self._step, self._clock())
 
     def _take_answers(self) -> None:
         self._took_answers = True
-        self._polled = 0
-        for index, tier in enumerate(self._tiers):
+        for tier in self._tiers:
             answered = tier.take_answered()
             if answered is None:
-                self._polled |= 1 << index
+                for request in self.by_id.values():
+                    request.ask_again()
                 continue
             for req_id, keys in answered.items():
-                request = self.by_id.get(req_id)
-                if request is not None:
-                    request.take_answers(keys)
+                if (found := self.by_id.get(req_id)) is not None:
+                    found.take_answers(keys)
 
     # -- found blocks ------------------------------------------------------------------------------------------------
 

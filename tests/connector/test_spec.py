@@ -312,7 +312,7 @@ def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any],
     spec = TieringOffloadingSpec(
         CHUNKED, deployment({"type": "memory"}, their_tier | {"lookup_deadline_s": value}), CELL_BYTES
     )
-    assert spec.get_manager()._options.lookup_deadline_s == 0.2
+    assert spec.get_manager()._options.lookup_total_s == 15.0
     spec.shutdown()
 
 

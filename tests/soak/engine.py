@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -43,6 +43,9 @@ class RecordedTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         return self._tier.lookup(key, req_context)
+
+    def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
+        return self._tier.take_answered()
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._ledger.submitted(self.name, job_metadata, is_load=False)

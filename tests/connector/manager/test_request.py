@@ -24,7 +24,7 @@ def request_() -> Request:
 
 def test_a_request_goes_from_a_lookup_to_a_held_block(request_: Request) -> None:
     states = [request_.state]
-    request_.owe(KEYS[0], 1)
+    request_.owe(KEYS[0])
     states.append(request_.state)
     request_.take_answers({KEYS[0]})
     request_.begin_round()
@@ -67,7 +67,7 @@ def test_a_request_holds_nothing_once_a_load_that_it_did_not_wait_for_has_failed
 def test_an_illegal_transition_is_an_assertion(request_: Request) -> None:
     request_.end()
     with pytest.raises(AssertionError, match="ENDED -> ASKING"):
-        request_.owe(KEYS[0], 1)
+        request_.owe(KEYS[0])
 
 
 def test_only_the_methods_of_a_request_write_its_fields() -> None:

@@ -19,7 +19,7 @@ from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOAD_GRACE_S, Tie
 from kvtiers.connector.manager.primary import CPUPrimaryTier, SlotCounts
 from kvtiers.connector.manager.request import State
 from kvtiers.connector.manager.tiering import TieringOffloadingManager
-from kvtiers.tiers.base import JobResult, OffloadingEvent, ReqContext
+from kvtiers.tiers.base import JobResult, OffloadingEvent, PollingTierManager, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
 from tests.clock import Clock
@@ -40,6 +40,12 @@ class Engine:
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=auto) for index in range(num_tiers)]
         self.primary = CPUPrimaryTier(num_blocks)
         self.manager = TieringOffloadingManager(self.primary, self.tiers, TieringOptions(**options), clock=self.clock)
+
+    def with_tiers(self, *tiers: ScriptedTier) -> TieringOffloadingManager:
+        """Replace the tiers."""
+        self.tiers = list(tiers)
+        self.manager = TieringOffloadingManager(self.primary, tiers, clock=self.clock)
+        return self.manager
 
     @property
     def tier(self) -> ScriptedTier:
@@ -456,27 +462,102 @@ def test_all_tiers_are_asked_in_the_same_step() -> None:
     assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
 
 
-def test_time_in_which_an_engine_asks_nothing_is_no_wait_for_a_tier() -> None:
-    """vLLM asks nothing of waiting requests while its batch is full; a tier's answer may be too old after that."""
-    engine = Engine(lookup_deadline_s=0.2)
+def test_time_without_lookups_does_not_count_as_a_wait_for_a_tier() -> None:
+    """vLLM looks up no waiting request while its batch is full."""
+    engine = Engine()
     engine.tier.put(*KEYS[:4])
     engine.tier.silent = True
     assert engine.lookup(KEYS[:4]) == [None] * 4
     engine.clock.advance(61.0)
-    assert engine.lookup(KEYS[:4]) == [None] * 4  # it asks anew
+    assert engine.lookup(KEYS[:4]) == [None] * 4
     engine.tier.silent = False
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
     assert engine.counted("kvtiers_deadline_expired_total", "tier0", "lookup") == 0
 
 
-def test_a_tier_that_never_answers_is_waited_for_three_questions_at_most_however_rare_they_are() -> None:
-    engine = Engine(lookup_deadline_s=0.2)
+def test_wait_for_a_tier_that_never_answers_ends_after_few_lookups_although_they_are_rare() -> None:
+    engine = Engine(lookup_total_s=2.0)
     engine.tier.silent = True
     seen = []
     for _ in range(3):
         seen.append(engine.lookup(KEYS[:1]))
         engine.clock.advance(10.0)
     assert seen == [[None], [None], [False]]
+
+
+def test_open_lookups_are_repeated_when_a_tier_cannot_tell_which_it_has_answered() -> None:
+    """A tier that was cut off answers all of them as misses; what a tier answered while it raised is unknown."""
+    engine = Engine()
+    tier = engine.tier
+    tier.put(*KEYS[:2])
+    tier.answers_later = True
+    tier.raising.add("take_answered")
+    assert engine.lookup(KEYS[:3]) == [None] * 3
+    assert engine.lookup(KEYS[:3]) == [None, None, False]
+    assert engine.lookup_until_known(KEYS[:3]) == [True, True, False]
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "take_answered") > 0
+
+
+class PollingTier(ScriptedTier, PollingTierManager):
+    """A tier that another project wrote, which has no ``take_answered``."""
+
+    lookup = PollingTierManager.lookup
+    take_answered = PollingTierManager.take_answered  # type: ignore[assignment]
+    on_request_finished = PollingTierManager.on_request_finished
+    poll = ScriptedTier.lookup
+
+
+def test_polling_tier_answers_in_the_step_after_its_storage() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    manager = engine.with_tiers(tier)
+    tier.put(*KEYS[:2])
+    tier.answers_later = True
+    assert engine.lookup(KEYS[:3]) == [None] * 3
+    assert not manager.is_waiting(REQ.req_id)
+    assert engine.lookup(KEYS[:3]) == [None, None, False]
+    assert engine.lookup_until_known(KEYS[:3]) == [True, True, False]
+
+
+def test_polling_tier_that_answers_nothing_is_a_miss_after_its_deadline_for_each_request() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    tier.clock = engine.clock
+    manager = engine.with_tiers(tier)
+    tier.silent = True
+    first, second = ReqContext("first"), ReqContext("second")
+    for at_s in (0.0, 0.06, 0.12, 0.18):
+        assert engine.lookup(KEYS[:2], first) == [None] * 2, at_s
+        if at_s > 0.1:
+            assert engine.lookup(KEYS[:2], second) == [None] * 2, at_s
+        engine.clock.advance(0.06)
+    assert engine.lookup(KEYS[:1], first) == [False]
+    assert engine.lookup(KEYS[:1], second) == [None]
+    tier.silent = False
+    tier.put(KEYS[0])
+    assert engine.lookup(KEYS[:1], first) == [None]  # it is there after all
+    manager.on_request_finished(first)
+    manager.on_request_finished(second)
+    assert not tier._polls
+
+
+def test_polling_tier_waits_while_it_answers_other_requests_and_while_nobody_asks() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    tier.clock = engine.clock
+    engine.with_tiers(tier)
+    waits = ReqContext("waits")
+    tier.slow.add(KEYS[0])
+    tier.answers_later = True
+    for number in range(8):
+        assert engine.lookup(KEYS[:1], waits) == [None]
+        assert engine.lookup(KEYS[10 + number : 11 + number], ReqContext(f"other{number}"))
+        engine.clock.advance(0.09)
+    tier.silent = True
+    engine.clock.advance(60.0)
+    assert engine.lookup(KEYS[:1], waits) == [None]  # at most half of the deadline counts
+    engine.clock.advance(60.0)
+    assert engine.lookup(KEYS[:1], waits) == [False]
 
 
 @pytest.mark.parametrize("reported", [False, True])
@@ -563,7 +644,7 @@ def test_a_request_that_a_load_has_failed_asks_the_next_tier_while_others_load_f
 
 
 def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
-    engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
+    engine = Engine(num_tiers=2, lookup_total_s=0.2)
     engine.tiers[0].silent = True
     engine.tiers[1].put(KEYS[0])
     for _ in range(4):
@@ -621,7 +702,7 @@ def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
 
 
 def test_each_block_a_request_asks_for_counts_once_a_tier() -> None:
-    engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
+    engine = Engine(num_tiers=2, lookup_total_s=0.2)
     engine.tiers[1].put(*KEYS[:3])
 
     def counted() -> list[float]:
@@ -893,7 +974,7 @@ def test_remembered_requests_are_bounded() -> None:
 
 @pytest.mark.parametrize("waiting_for", ["answers", "room"])
 def test_more_waiting_requests_than_are_remembered_do_not_restart_each_others_waits(waiting_for: str) -> None:
-    engine = Engine(num_blocks=4, auto=False, requests_max=4)
+    engine = Engine(num_blocks=4, auto=False, requests_max=4, lookup_total_s=0.2)
     engine.tier.silent = waiting_for == "answers"
     engine.tier.put(*KEYS[:6])
     assert engine.manager.prepare_store(KEYS[50:54], REQ) is not None  # the engine holds every slot
@@ -1245,7 +1326,7 @@ def test_a_large_load_is_several_jobs_so_that_one_that_hangs_keeps_no_more_than_
 # ---- tiers that misbehave (S3, S4)
 
 METHODS = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
-METHODS += ["on_request_finished", "take_events", "drain_jobs", "shutdown"]
+METHODS += ["on_request_finished", "take_answered", "take_events", "drain_jobs", "shutdown"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -1290,7 +1371,7 @@ def test_nothing_that_a_tier_raises_reaches_the_engine(
 
 
 def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:
-    engine = Engine()
+    engine = Engine(lookup_total_s=0.2)
     engine.tier.silent = True
     assert engine.lookup_until_known(KEYS[:1]) == [False]
 
@@ -1804,7 +1885,7 @@ def test_without_tiers_it_is_the_region_alone() -> None:
     "option",
     [
         {"promotion_wait_s": -1},
-        {"lookup_deadline_s": float("nan")},
+        {"lookup_total_s": float("nan")},
         {"store_backlog_share": 0},
         {"store_backlog_share": 1.1},
         {"load_share": 0},

@@ -41,10 +41,11 @@ REQUESTS = [ReqContext(name) for name in ("", "a", "b", "c")]
 # Of requests that wait together; the first two share a prefix.
 PROMPTS = [(REQUESTS[1], KEYS[:8]), (REQUESTS[2], [*KEYS[:4], *KEYS[8:14]]), (REQUESTS[3], KEYS[14:22])]
 RAISING = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
-RAISING += ["on_request_finished", "take_events"]
+RAISING += ["on_request_finished", "take_answered", "take_events"]
 LOAD_DEADLINE_S = 5.0
 HOLD_S = 1.0
 ROOM_WAIT_S = 0.5
+LOOKUP_TOTAL_S = 2.0
 STEPS = 60
 
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)
@@ -67,18 +68,14 @@ class TieringMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "arc"]),
         load_share=st.sampled_from([0.4, 1.0]),
         stored=st.booleans(),
-        reports=st.booleans(),
     )
-    def start(
-        self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool, reports: bool
-    ) -> None:
+    def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool) -> None:
         self.num_blocks = num_blocks
         self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=False) for index in range(num_tiers)]
         for tier in self.tiers:
             tier.put(*KEYS[::2] if stored else ())
-            tier.reports_answers = reports
         self.primary = CPUPrimaryTier(num_blocks, create_policy(policy, num_blocks))
         self.manager = TieringOffloadingManager(
             self.primary,
@@ -86,6 +83,7 @@ class TieringMachine(RuleBasedStateMachine):
             TieringOptions(
                 promotion_hold_s=HOLD_S,
                 promotion_wait_s=ROOM_WAIT_S,
+                lookup_total_s=LOOKUP_TOTAL_S,
                 load_deadline_s=LOAD_DEADLINE_S,
                 load_share=load_share,
                 requests_max=3,
@@ -289,10 +287,7 @@ class TieringMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tiers)
     @rule(index=some_tier, mood=st.sampled_from(["answers_later", "silent", "liar"]), on=st.booleans())
     def tier_changes_its_mood(self, index: int, mood: str, on: bool) -> None:
-        tier = self.tiers[index % len(self.tiers)]
-        if mood == "silent" and tier.reports_answers:
-            mood = "answers_later"  # a tier that reports its answers must limit how long it takes
-        setattr(tier, mood, on)
+        setattr(self.tiers[index % len(self.tiers)], mood, on)
 
     @precondition(lambda self: self.tiers)
     @rule(
