@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -13,7 +12,7 @@ from .primary import Block, CPUPrimaryTier
 from .request import EVERY_TIER, Request
 
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
-_FAILED_S = 30.0  # how long a failed load is remembered, for requests that came before it failed
+_FAILED_MAX = 65_536  # failed blocks that are remembered, for requests that came before; the oldest are forgotten
 _JOBS_PER_SHARE = 4  # so that a tier that ends one job has others to work on until that one is replaced
 _RELEASE_SHARE = 0.1  # part of promotion_wait_s that the first starving request waits before others lose their holds
 
@@ -85,14 +84,16 @@ class Loads:
 
     Attributes:
         by_tier: the unreported loads of each tier.
-        failed_at: (key, tier) -> time of the failure of a load; the oldest first.
+        num_failed: loads that failed or were given up.
     """
 
     def __init__(
         self, primary: CPUPrimaryTier, by_tier: Sequence[TierLoads], jobs: TierJobs, clock: Callable[[], float]
     ) -> None:
         self.by_tier = by_tier
-        self.failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()
+        self.num_failed = 0
+        # (key, tier) -> number of the last load in which it failed; the oldest first
+        self._failed: OrderedDict[tuple[OffloadKey, int], int] = OrderedDict()
         self._primary = primary
         self._jobs = jobs
         self._clock = clock
@@ -106,7 +107,7 @@ class Loads:
         """Load blocks from the tier of an index. The caller has checked the tier's ``room``."""
         for job in self.by_tier[index].begin(blocks, request, now):
             for block in job.blocks:
-                if self.failed_at and self.has_failed(request, block.key, index):
+                if self.has_failed(request, block.key, index):
                     request.look_again()  # another request's load of it failed meanwhile: do not wait for this one
                 else:
                     request.await_block(block)
@@ -118,7 +119,7 @@ class Loads:
         self.by_tier[job.tier].end(job)
         failed = [block for block in job.blocks if block.key not in succeeded]
         if not job.ended:
-            self._exclude(job, failed)
+            self._note_failed(job, failed)
         self._primary.end_promotion(failed, success=False)
         ready = self._primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
         self._end_wait(job, ready)
@@ -136,16 +137,16 @@ class Loads:
 
     def is_excluded(self, request: Request, key: OffloadKey, tier: int) -> bool:
         """Whether the request must not ask the tier for the key."""
-        refused = request.barred | request.refused.get(key, 0)
-        return bool(refused >> tier & 1) or self.has_failed(request, key, tier)
+        excluded = request.excluded_tiers | request.excluded.get(key, 0)
+        return bool(excluded >> tier & 1) or self.has_failed(request, key, tier)
 
     def has_failed(self, request: Request, key: OffloadKey, tier: int) -> bool:
         """Whether a load of the key from the tier failed since the request came."""
-        return self.failed_at.get((key, tier), -math.inf) > request.came_at
+        return self._failed.get((key, tier), 0) > request.came_after
 
     def _give_up(self, job: Job) -> None:
         """Wait for a load no longer. Its slots stay out of use until the tier reports the job."""
-        self._exclude(job, job.blocks)
+        self._note_failed(job, job.blocks)
         self._primary.quarantine(job.blocks)
         self._end_wait(job, ())
 
@@ -155,16 +156,14 @@ class Loads:
             job.ended = True
             job.request.load_ended(len(job.blocks), ready, self._clock())
 
-    def _exclude(self, job: Job, blocks: Iterable[Block]) -> None:
-        """Exclude the job's tier for these blocks: for the job's request, and for every request that came before."""
-        assert job.request is not None
-        now = self._clock()
-        while self.failed_at and now - next(iter(self.failed_at.values())) >= _FAILED_S:
-            self.failed_at.popitem(last=False)
+    def _note_failed(self, job: Job, blocks: Collection[Block]) -> None:
+        """Exclude the job's tier for these blocks, for every request that came before: they would retry in turn."""
+        self.num_failed += bool(blocks)
         for block in blocks:
-            job.request.refuse(block.key, 1 << job.tier)
-            self.failed_at[block.key, job.tier] = now
-            self.failed_at.move_to_end((block.key, job.tier))
+            self._failed[block.key, job.tier] = self.num_failed
+            self._failed.move_to_end((block.key, job.tier))
+        while len(self._failed) > _FAILED_MAX:
+            self._failed.popitem(last=False)
 
 
 class TierLoads:

@@ -1,4 +1,4 @@
-"""Request: what a request that missed the region waits for, and what it holds, as a state machine."""
+"""Request: what a request that missed the region waits for, and the blocks that it holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from ...tiers.base import ReqContext
 from ...tiers.blocks.keys import OffloadKey
@@ -17,76 +16,36 @@ EVERY_TIER = -1  # as a bit mask
 _GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups
 
 
-class State(Enum):
-    """State of a request. When a limit passes, the request goes on as if the tiers lacked the keys."""
-
-    IDLE = auto()  # it waits for nothing and holds nothing; loads that it began before ``stop`` go on, for any request
-    ASKING = auto()  # tiers owe answers (limit lookup_total_s), or hits wait for the step's end
-    WAITING_FOR_SHARE = auto()  # unreported loads fill its tiers' shares of the region; limit load_deadline_s
-    WAITING_FOR_ROOM = auto()  # the region has no slot for a hit; limit promotion_wait_s
-    LOADING = auto()  # blocks are being filled; each tells its waiters when it is ready, failed or given up
-    HELD = auto()  # it waits for nothing, and holds blocks for promotion_hold_s, or has loads that it need not await
-    ENDED = auto()  # the engine finished it, or the region was reset; the object is not used again
-
-
-_ASKING = State.ASKING  # for speed: ``owe`` and ``hit`` are called for every key of every request
-_NEXT = {
-    State.IDLE: (State.ASKING, State.LOADING, State.HELD, State.ENDED),
-    State.ASKING: (State.WAITING_FOR_SHARE, State.WAITING_FOR_ROOM, State.LOADING, State.HELD, State.IDLE),
-    State.WAITING_FOR_SHARE: (State.WAITING_FOR_ROOM, State.ASKING, State.LOADING, State.HELD, State.IDLE),
-    State.WAITING_FOR_ROOM: (State.WAITING_FOR_SHARE, State.ASKING, State.LOADING, State.HELD, State.IDLE),
-    State.LOADING: (State.ASKING, State.HELD, State.IDLE),
-    State.HELD: (State.ASKING, State.LOADING, State.IDLE),
-    State.ENDED: (),
-}
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """A request that missed the region. Other classes read its fields; only its methods write them. Scheduler thread.
 
-    Each key advances by itself: a tier owes an answer for it, then it is a hit, then its block is coming, then held.
-    While hits wait for a slot, the state names what they wait for. Otherwise it is the state of the keys that are
-    furthest behind::
+    Each key advances by itself, and every wait has a limit, after which the tiers count as if they lacked the key::
 
-               lookup: a tier owes an answer, or has a key
-        IDLE --------------------------------> ASKING <------- LOADING, HELD: lookup of further keys
-        ^  |                                      |
-        |  |            end of step: hits get slots, in order
-        |  |           +---------------+----------+---------------+
-        |  |           v               v                          |
-        |  |   WAITING_FOR_SHARE <-> WAITING_FOR_ROOM             |
-        |  |           +---------------+--------------------------+
-        |  |                           v  every hit has a slot
-        |  +-----------------------> LOADING
-        |    lookup of a block         |  every block is filled
-        |    that is being filled      v
-        +---------------------------- HELD
-          stop, or end of hold time
+        owed    tiers owe an answer         lookup_total_s
+        hits    its block needs a slot      promotion_wait_s for room, load_deadline_s for a tier's share of the region
+        coming  its block is being filled   the load's deadline; the engine ends its own stores
+        held    its block is ready          promotion_hold_s
 
-    A wait for a slot leads back to ASKING if tiers owe answers when it ends. A wait that ends without a block skips
-    states on its way to IDLE. IDLE leads to HELD if a lookup meets a block that is leaving the region: there is nothing
-    to wait for, but found blocks are held. ``end`` leads from IDLE to ENDED.
-
-    Slots: it pins the blocks in ``held``; none in IDLE and ENDED. Shares: in every state, the blocks of its loads count
-    until the tiers report them. It is in ``waiting`` while steps' ends must serve it, for hits, loads or held blocks.
+    It is in ``waiting`` while steps' ends must serve it, for hits, loads or held blocks. The blocks of its loads count
+    against their tiers' shares until the tiers report them, whatever becomes of the request.
     """
 
     context: ReqContext
     primary: CPUPrimaryTier
     options: TieringOptions
     waiting: dict[Request, None]  # shared by all requests; in the order in which their waits began
-    came_at: float  # time of its first lookup in the tiers
-    barred: int  # bit mask of the tiers that it must not load from
+    came_after: int  # number of the last load that had failed when it came
+    excluded_tiers: int  # bit mask of the tiers that it must not load from
     req_id: str = field(init=False)
-    state: State = State.IDLE
     # Lookups
     step: int = -1  # number of the step of its latest lookup
     asked_at: float = 0.0  # time of its latest lookup
     has_news: bool = False  # an answer may have changed since its latest lookup
-    refused: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers whose copy cannot be loaded
+    excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers it must not be loaded from
     # Answers that tiers owe
     owed: set[OffloadKey] = field(default_factory=set)
+    left_open: bool = False  # tiers owed answers after its latest lookups
     waited_s: float = 0.0  # seconds that answers have been owed for; long gaps between lookups count only in part
     gave_up: bool = False  # it no longer waits for answers
     # Hits, which have no slot yet
@@ -114,28 +73,28 @@ class Request:
         seconds = min(now - self.asked_at, _GAP_S_MAX)
         self.step, self.asked_at = step, now
         if self.coming or self.owed:
-            self.wait(self.options.promotion_hold_s)
-        self.waited_s = self.waited_s + seconds if self.owed else 0.0
-        if self.waited_s >= self.options.lookup_total_s and self.owed:
+            self.wait()
+        self.waited_s = self.waited_s + seconds if self.left_open else 0.0
+        if self.waited_s >= self.options.lookup_total_s and self.left_open:
             self.gave_up = True
             self.ask_again()
 
     def begin_round(self) -> None:
         """Begin a round of lookups. Keys that tiers may have answered are looked up again."""
         self.has_news = False
-        self._settle()
+        self.left_open = bool(self.owed)
 
-    def wait(self, hold_s: float) -> None:
-        """Have the request served at the ends of steps, and hold blocks for ``hold_s`` at least."""
+    def wait(self) -> None:
+        """Have the request served at the ends of steps, and hold the blocks that it finds."""
         self.waiting[self] = None
-        self.held_until = max(self.held_until, self.asked_at + hold_s)
+        self.held_until = max(self.held_until, self.asked_at + self.options.promotion_hold_s)
 
     def owe(self, key: OffloadKey) -> None:
         """Wait for the answers that tiers owe for the key."""
+        if not self.owed:
+            self.left_open = True
+            self.wait()
         self.owed.add(key)
-        if self.state is not _ASKING and not self.hits:
-            self._enter(_ASKING)
-            self.wait(self.options.promotion_hold_s)
 
     def take_answers(self, keys: AbstractSet[OffloadKey]) -> None:
         """Note that a tier has answers for these keys; the next round of lookups gets them."""
@@ -145,20 +104,16 @@ class Request:
     def ask_again(self) -> None:
         """Note that tiers may have answers for any key; the next round of lookups gets them."""
         if self.owed:
-            self.take_answers(set(self.owed))
+            self.owed.clear()
+            self.has_news = True
 
     def hit(self, key: OffloadKey, tier: int) -> None:
         """Load the key from the tier as soon as it gets a slot; the end of the step looks for one."""
-        if self.state is not _ASKING and not self.hits:
-            self._enter(_ASKING)
-            self.wait(0.0)
+        if not self.hits:
+            self.wait()
         self.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
         self.hits[key] = tier
         self.hit_tiers |= 1 << tier
-
-    def refuse(self, key: OffloadKey, tiers: int) -> None:
-        """Never load the key from the tiers of a bit mask."""
-        self.refused[key] = self.refused.get(key, 0) | tiers
 
     # -- slots for hits ----------------------------------------------------------------------------------------------
 
@@ -220,7 +175,7 @@ class Request:
         self.hit_tiers &= ~tiers
         absent = [key for key in missed if self.primary.find(key) is None]  # others are loaded by another request
         for key in absent:
-            self.refuse(key, tiers)
+            self.excluded[key] = self.excluded.get(key, 0) | tiers
         return len(absent)
 
     def _drop_hits(self, keys: Iterable[OffloadKey]) -> None:
@@ -236,8 +191,6 @@ class Request:
         """Wait until the block is no longer being filled."""
         self.owed.discard(block.key)
         if block.key not in self.coming:
-            if not self.coming and (self.state is State.IDLE or self.state is State.HELD):
-                self._enter(State.LOADING)
             self.coming.add(block.key)
             block.add_waiter(self)
 
@@ -249,16 +202,13 @@ class Request:
         """Note that the key's block is no longer being filled."""
         self.coming.discard(key)
         self.has_news = True
-        if not self.coming and self.state is State.LOADING:
-            self._settle()
 
     def load_ended(self, num_blocks: int, ready: Iterable[Block], now: float) -> None:
         """Note that a load of this request was reported or given up. Hold its ready blocks, unless the wait is over."""
         self.loading -= num_blocks
-        if self.state is not State.IDLE and self.state is not State.ENDED:
+        if self in self.waiting:
             self.held_until = max(self.held_until, now + self.options.promotion_hold_s)
             self._pin(ready)
-            self._settle()
 
     # -- held blocks -------------------------------------------------------------------------------------------------
 
@@ -273,7 +223,6 @@ class Request:
             return False
         if not found.keys() <= self.held.keys():  # usually it found the same blocks in an earlier step
             self._pin(found.values())
-            self._settle()
         return True
 
     def let_go(self) -> None:
@@ -281,7 +230,6 @@ class Request:
         for block in reversed(self.held.values()):  # so that a prefix's first blocks are evicted last
             self.primary.unpin(block)
         self.held = {}
-        self._settle()
 
     def _pin(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -293,9 +241,7 @@ class Request:
 
     def end_step(self, now: float) -> None:
         """Let go of the held blocks if nothing that the request waits for needs them any longer."""
-        if self.hits or self.loading or (self.held and now < self.held_until):
-            self._settle()
-        else:
+        if not (self.hits or self.loading or (self.held and now < self.held_until)):
             self.waiting.pop(self, None)
             self.let_go()
 
@@ -304,36 +250,8 @@ class Request:
         self.waiting.pop(self, None)
         self._drop_hits(self.hits)
         self.owed.clear()
+        self.left_open = False
         self.waited_s = 0.0
         self.gave_up = False
         self.coming.clear()
         self.let_go()
-        if self.state is not State.IDLE:  # its loads go on
-            self._enter(State.IDLE)
-
-    def end(self) -> None:
-        """Stop for good. Only the request's running loads may still report to it."""
-        self.stop()
-        self._enter(State.ENDED)
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Enter the state of the keys that are furthest behind."""
-        if self.starved_since is not None:
-            state = State.WAITING_FOR_ROOM
-        elif self.capped_until != math.inf:
-            state = State.WAITING_FOR_SHARE
-        elif self.hits or self.owed:
-            state = State.ASKING
-        elif self.coming:
-            state = State.LOADING
-        else:
-            # Loads of before ``stop`` go on without the request, which is not in ``waiting`` then.
-            state = State.HELD if self.held or (self.loading and self in self.waiting) else State.IDLE
-        if state is not self.state:
-            self._enter(state)
-
-    def _enter(self, state: State) -> None:
-        assert state in _NEXT[self.state], f"request {self.req_id!r}: {self.state.name} -> {state.name}"
-        self.state = state

@@ -43,7 +43,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     Attributes:
         shutdown_s: time limit of ``shutdown``; may be lowered.
-        barred: returns the bit mask of the tiers that a request must not load from; may be set. By default 0 (no tier).
+        excluded_tiers: returns the bit mask of the tiers that a request must not load from; may be set. 0 by default.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._options = options or TieringOptions()
         self._clock = clock
         self.shutdown_s = self._options.shutdown_s
-        self.barred: Callable[[ReqContext], int] = lambda _: 0
+        self.excluded_tiers: Callable[[ReqContext], int] = lambda _: 0
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
         deadlines_s = [load_deadline_s(tier) for tier in tiers]
         self._jobs = TierJobs(self._tiers, deadlines_s, clock)
@@ -70,7 +70,6 @@ class TieringOffloadingManager(OffloadingManager):
             for index, (tier, own_s) in enumerate(zip(self._tiers, deadlines_s, strict=True))
         ]
         self._loads = Loads(primary, by_tier, self._jobs, clock)
-        self._failed_at = self._loads.failed_at  # for speed: read for every key that is asked for
         self._room = PromotionRoom(primary, self._loads, self._options)
         self._requests = WaitingRequests(primary, self._tiers, self._options, clock)
         self._cascade = Cascade(primary, self._tiers, self._options.store_backlog_share, self._jobs, clock)
@@ -212,25 +211,25 @@ class TieringOffloadingManager(OffloadingManager):
         if request is None:
             if block is not None and requests.is_full:
                 return None
-            request = requests.remember(req_context, self.barred)
+            request = requests.remember(req_context, self._loads.num_failed, self.excluded_tiers(req_context))
             if request is None:
                 return False
-        # Not ``request.refused``: a key may also be refused for lack of room, and this block already has a slot.
+        # Not ``request.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
         if block is None or (
             block.state is BlockState.LOADING and self._loads.has_failed(request, key, block.tier)  # ask other tiers
         ):
             return None if key in request.hits else self._lookup_tiers(key, request)
         if block.state is not BlockState.QUARANTINED:
             request.await_block(block)
-        request.wait(self._options.promotion_hold_s)
+        request.wait()
         return None
 
     def _lookup_tiers(self, key: OffloadKey, request: Request) -> bool | None:
         hit: int | None = None
         owing = 0  # bit mask
-        may_be_refused = request.barred or request.refused or self._failed_at
+        may_be_excluded = request.excluded_tiers or request.excluded or self._loads.num_failed != request.came_after
         for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
-            if may_be_refused and self._loads.is_excluded(request, key, index):
+            if may_be_excluded and self._loads.is_excluded(request, key, index):
                 continue
             answer = ask(key, request.context)
             if answer is None:

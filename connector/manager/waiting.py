@@ -66,7 +66,7 @@ class WaitingRequests:
         self._may_hold = True
         request.begin_round()
 
-    def remember(self, context: ReqContext, barred: Callable[[ReqContext], int]) -> Request | None:
+    def remember(self, context: ReqContext, came_after: int, excluded_tiers: int) -> Request | None:
         """Add a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
 
         A new request must not replace one that still waits. The replaced request would be new at its next lookup and
@@ -84,7 +84,7 @@ class WaitingRequests:
                 )
                 return None
             self.end(oldest.req_id)
-        request = Request(context, self._primary, self._options, self.waiting, now, barred(context))
+        request = Request(context, self._primary, self._options, self.waiting, came_after, excluded_tiers)
         self.by_id[context.req_id] = request
         self.begin_round(request)
         return request
@@ -153,7 +153,7 @@ class WaitingRequests:
         """Forget a request that has finished. Its loads go on, and serve any request that looks up the blocks next."""
         self.stop(req_id)
         if req_id in self.by_id:
-            self.by_id.pop(req_id).end()
+            del self.by_id[req_id]
 
     def end_all(self) -> None:
         """Forget every request, and all that requests found."""

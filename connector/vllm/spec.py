@@ -171,7 +171,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._tier_types = [tier.type for tier in spec.deployment.tiers]
         places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
         self.tiering = spec.get_manager()
-        self.tiering.barred = partial(translate.barred, places)
+        self.tiering.excluded_tiers = partial(translate.excluded_tiers, places)
         self._blocks: OffloadingManager = self.tiering  # only the primary tier after storage was turned off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()

@@ -17,7 +17,6 @@ from kvtiers.connector.manager.cascade import RETRY_S
 from kvtiers.connector.manager.guard import load_deadline_s
 from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
 from kvtiers.connector.manager.primary import CPUPrimaryTier, SlotCounts
-from kvtiers.connector.manager.request import State
 from kvtiers.connector.manager.tiering import TieringOffloadingManager
 from kvtiers.tiers.base import JobResult, OffloadingEvent, PollingTierManager, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
@@ -417,7 +416,7 @@ def test_a_tier_that_a_request_may_not_load_from_is_not_asked_for_it() -> None:
     for tier in engine.tiers:
         tier.put(KEYS[0])
     engine.tiers[0].put(KEYS[1])
-    engine.manager.barred = lambda context: 1 if context.req_id == "barred" else 0
+    engine.manager.excluded_tiers = lambda context: 1 if context.req_id == "barred" else 0
     assert engine.lookup_until_known(KEYS[:2], ReqContext("barred")) == [True, False]
     assert not engine.tiers[0].asked
     assert [job_keys(job) for job in engine.tiers[1].submitted if job.is_load] == [[KEYS[0]]]
@@ -599,6 +598,18 @@ def test_a_request_that_a_load_has_failed_waits_for_no_later_one_of_the_same_tie
     assert len(engine.tier.jobs) == 1
     assert engine.lookup(KEYS[:1], waiting) == engine.lookup(KEYS[:1], first) == [False]
     assert engine.lookup(KEYS[:1], later) == [None]
+
+
+def test_failed_loads_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.connector.manager.promotion._FAILED_MAX", 2)
+    engine = Engine(auto=False)
+    engine.tier.liar = True
+    waiting = ReqContext("waiting")
+    for key in KEYS[:3]:
+        assert engine.lookup([key], waiting) == [None]
+        engine.tier.finish(next(iter(engine.tier.jobs)), failing=[key])
+        engine.manager.on_schedule_end()
+    assert [engine.lookup([key], waiting) for key in KEYS[:3]] == [[None], [False], [False]]
 
 
 def test_a_request_that_a_load_has_failed_waits_for_another_tiers() -> None:
@@ -1942,7 +1953,9 @@ def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_whil
     waits = ReqContext("waits")
     assert engine.lookup(KEYS[1:2], waits) == [None]
     engine.clock.advance(0.1)
-    engine.manager._loads.failed_at[KEYS[1], 0] = engine.clock.now  # a load of another request
+    loads = engine.manager._loads  # a load of another request
+    loads.num_failed += 1
+    loads._failed[KEYS[1], 0] = loads.num_failed
     engine.manager.complete_store(KEYS[40:42], success=False)
     engine.manager.on_schedule_end()
     assert [job_keys(job) for job in engine.tier.jobs.values()] == [KEYS[1:2]]
@@ -1962,7 +1975,9 @@ def test_a_hit_that_waits_for_a_share_is_not_asked_for_again_while_another_reque
     request = engine.manager._requests.by_id[waits.req_id]
     assert KEYS[0] in request.hits
     engine.clock.advance(0.1)
-    engine.manager._loads.failed_at[KEYS[0], 0] = engine.clock.now  # a load of another request
+    loads = engine.manager._loads  # a load of another request
+    loads.num_failed += 1
+    loads._failed[KEYS[0], 0] = loads.num_failed
     engine.clock.advance(0.1)
     near.put(KEYS[0])
     assert engine.lookup(KEYS[:1], later) == [None]
@@ -1987,4 +2002,4 @@ def test_blocks_of_a_load_that_ends_after_the_request_was_served_stay_unpinned()
         engine.manager.on_schedule_end()
         engine.clock.advance(500.0)
     assert engine.counts.pinned == 0
-    assert engine.manager._requests.by_id[REQ.req_id].state is State.IDLE
+    assert engine.manager._requests.by_id[REQ.req_id] not in engine.manager._requests.waiting

@@ -2,11 +2,12 @@
 
 The model knows which slots somebody may be touching and what bytes each ready key must have. After every step: the
 slot counts add up and match a count by hand, no slot is in two hands, every ready block holds its key's bytes, and the
-state of each waiting request agrees with the blocks that it holds and with the stores and loads that are under way.
+fields of each waiting request agree with the blocks that it holds and with the stores and loads that are under way.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from kvtiers.connector.manager.eviction import create_policy
 from kvtiers.connector.manager.options import LOAD_DEADLINE_S as OWN_DEADLINE_S
 from kvtiers.connector.manager.options import TieringOptions
 from kvtiers.connector.manager.primary import BlockState, CPUPrimaryTier, SlotCounts
-from kvtiers.connector.manager.request import Request, State
+from kvtiers.connector.manager.request import Request
 from kvtiers.connector.manager.tiering import TieringOffloadingManager
 from kvtiers.tiers.base import JobResult, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
@@ -202,7 +203,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.begin_store(keys, REQUESTS[0])
         if len(self.stores) > before:
             self.lookup(keys, req)
-            self.states_of_requests_agree_with_what_is_under_way()
+            self.what_requests_wait_for_is_under_way()
             if step_ends:
                 self.end_step()
             self._end_store(self.stores.pop(), success)
@@ -227,17 +228,15 @@ class TieringMachine(RuleBasedStateMachine):
         self.manager.on_schedule_end()
         now = self.clock()
         for request in self.manager._requests.by_id.values():
-            if request.state is State.ASKING:
-                assert not request.hits  # the step's end has looked for slots
-                assert request.owed or request.has_news
-            elif request.state is State.WAITING_FOR_ROOM:
-                assert self.primary.slot_counts().free == 0
-                assert request.starved_since is not None
-                assert now - request.starved_since < ROOM_WAIT_S
-            elif request.state is State.WAITING_FOR_SHARE:
+            if request.hits:  # the step's end has looked for slots
+                assert request in self.manager._requests.waiting
                 loads = self.manager._loads.by_tier
-                assert not any(loads[tier].room for tier in request.hits.values())
-                assert now < request.capped_until
+                if request.starved_since is not None:
+                    assert self.primary.slot_counts().free == 0
+                    assert now - request.starved_since < ROOM_WAIT_S
+                else:
+                    assert not any(loads[tier].room for tier in request.hits.values())
+                    assert now < request.capped_until
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 1.5, LOAD_DEADLINE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -373,10 +372,9 @@ class TieringMachine(RuleBasedStateMachine):
             assert loads._blocks_max - loads.room == unreported <= loads._blocks_max
 
     @invariant()
-    def states_of_requests_agree_with_what_is_under_way(self) -> None:
+    def what_requests_wait_for_is_under_way(self) -> None:
         remembered = set(self.manager._requests.by_id.values())
         for request in self.requests - remembered:
-            assert request.state is State.ENDED
             assert not any((request.owed, request.hits, request.coming, request.held))
         self.requests |= remembered
         jobs = self.manager._jobs._jobs
@@ -387,21 +385,13 @@ class TieringMachine(RuleBasedStateMachine):
         loaded = {block for job in under_way.values() for block in job.blocks}
         stored = {key for store in self.stores for key in store.keys}
         for request in remembered:
-            has_hits = request.state in (State.WAITING_FOR_ROOM, State.WAITING_FOR_SHARE)
-            if has_hits or request.state is State.HELD:
+            if request.held or request.hits:
                 assert request in self.manager._requests.waiting
-            if request.state is not State.ASKING:
-                assert bool(request.hits) == has_hits
-                assert has_hits or not request.owed
-            if request.state is State.LOADING:
-                assert request.coming
-                for key in request.coming:
-                    assert key in stored or self.primary.find(key) in loaded
-            elif request.state in (State.HELD, State.IDLE):
-                assert not request.coming
-                assert request.state is State.IDLE or request.held or self._loading_for(request)
-            if request.state is State.IDLE:
-                assert not request.held
+            if not request.hits:
+                assert request.starved_since is None
+                assert request.capped_until == math.inf
+            for key in request.coming:
+                assert key in stored or self.primary.find(key) in loaded
             for key, block in request.held.items():
                 assert self.primary.find(key) is block
                 assert block.state is BlockState.READY
