@@ -89,6 +89,7 @@ class SecondaryTierManager(ABC):
         **options: the tier's own options.
 
     Attributes:
+        name: labels its logs and metrics; "" means its type.
         job_deadline_s: time limit after which the tier itself ends a job, if its I/O can be ended; None: no such limit.
             Soon after this limit (after 20 s if None) the engine side stops waiting for the job, but does not use its
             slots until the tier reports it. A job may also have begun if ``submit_store`` or ``submit_load`` raised, so
@@ -99,6 +100,7 @@ class SecondaryTierManager(ABC):
             lower it. None: no limit; the engine side drains the tier before it calls ``shutdown``.
     """
 
+    name: str = ""
     job_deadline_s: float | None = None
     takes_stores: bool = True
     shutdown_s: float | None = None

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.slots import Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import ReqContext
 from kvtiers.tiers.blocks.file_mapper import FileMapper
@@ -58,8 +58,8 @@ class Rig:
             )
             for name, store in zip(("files", "memory"), self.stores, strict=True)
         ]  # fmt: skip
-        self.primary = CPUPrimaryTier(NUM_SLOTS, metrics=self.spec.metrics)
-        self.manager = TieringOffloadingManager(self.primary, self.tiers)
+        self.slots = Slots(NUM_SLOTS, metrics=self.spec.metrics)
+        self.manager = BlockManager(self.slots, self.tiers)
         self.times = CallTimes(time.monotonic)
         self._requests = 0
 
@@ -153,7 +153,7 @@ def test_calls_do_no_io_while_everything_hangs(rig: Rig, record: Record, hang_s:
             if len(contexts) > 64:  # so many wait at once
                 done = contexts.popleft()
                 rig.times.timed("on_request_finished", lambda done=done: rig.manager.on_request_finished(done))  # type: ignore[misc]
-            assert sum(rig.primary.slot_counts()) == NUM_SLOTS
+            assert sum(rig.slots.counts()) == NUM_SLOTS
             time.sleep(0.001)
             rig.times.end_step()
     print(*rig.times.slow, sep="\n")
@@ -190,14 +190,14 @@ def test_a_hung_load_ends_and_its_slots_are_quarantined(rig: Rig, record: Record
     took_s, answers = rig.seconds_until_known(KEYS[:8])
     assert not any(answers)
     assert took_s < 2 * (JOB_DEADLINE_S + 1) + BUSY_MACHINE_S
-    quarantined = rig.primary.slot_counts().quarantined
+    quarantined = rig.slots.counts().quarantined
     assert quarantined >= 8
     rig.heal()
     start_s = time.monotonic()
 
     def is_idle() -> bool:
         rig.step()
-        counts = rig.primary.slot_counts()
+        counts = rig.slots.counts()
         return not counts.pinned + counts.pending + counts.quarantined
 
     wait_for(is_idle)
@@ -251,7 +251,7 @@ def test_shutdown_while_everything_hangs(rig: Rig, record: Record) -> None:
     rig.manager.shutdown()
     took_s = time.monotonic() - start_s
     assert took_s < 5 + BUSY_MACHINE_S
-    assert rig.primary.slot_counts().quarantined > 0, "nobody may have them: the stuck threads may still write"
+    assert rig.slots.counts().quarantined > 0, "nobody may have them: the stuck threads may still write"
     record("L5", tiers=2, shutdown_s=took_s)
 
 

@@ -1,4 +1,4 @@
-"""Cascade: copies blocks from the region to the tiers behind it.
+"""Stores: copies blocks from the region to the tiers behind it.
 
 A block that becomes loadable goes to every tier that takes stores, in one job per tier. Its slot stays pinned, and
 loadable, until every tier has reported. Blocks beyond a tier's share of the region follow in later jobs.
@@ -17,15 +17,15 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...tiers.blocks.keys import OffloadKey
 from .guard import GuardedTier
-from .jobs import Job, TierJobs
-from .primary import Block, BlockState, CPUPrimaryTier
+from .loads import Job, Jobs
+from .slots import Block, BlockState, Slots
 
 RETRY_S = 10.0
 REFUSED_MAX = 65_536  # keys remembered per tier (or the region's number of blocks if larger); the oldest are forgotten
 
 
-class Cascade:
-    """Stores to the tiers. Scheduler thread only.
+class Stores:
+    """The stores to the tiers. Scheduler thread only.
 
     Args:
         share: part of the region that blocks on their way to tiers may pin, for all tiers together.
@@ -35,23 +35,23 @@ class Cascade:
 
     def __init__(
         self,
-        primary: CPUPrimaryTier,
+        slots: Slots,
         tiers: Sequence[GuardedTier],
         share: float,
-        jobs: TierJobs,
+        jobs: Jobs,
         clock: Callable[[], float],
     ) -> None:
-        self._primary = primary
+        self._slots = slots
         self._tiers = tiers
         self._jobs = jobs
         self._clock = clock
         self._backlog = [0] * len(tiers)  # blocks
-        self._takers = [index for index, tier in enumerate(tiers) if getattr(tier.tier, "takes_stores", True)]
-        self._backlog_max = share * primary.num_blocks / max(1, len(self._takers))
+        self._takers = [index for index, tier in enumerate(tiers) if tier.tier.takes_stores]
+        self._backlog_max = share * slots.num_blocks / max(1, len(self._takers))
         self._unsent: list[deque[Block]] = [deque() for _ in tiers]  # per tier, until its backlog has room
         # Per tier: the keys it refused, and when each may be offered again; the latest refusal is last.
         self._refused: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in tiers]
-        self._refused_max = max(REFUSED_MAX, primary.num_blocks)
+        self._refused_max = max(REFUSED_MAX, slots.num_blocks)
         self._closed = False
         for index in self._takers:
             self._count_dropped(index, 0)  # start the series at 0: a rate misses the first increase if it starts at 1
@@ -74,7 +74,7 @@ class Cascade:
         """Offer used blocks again to the tiers that refused them."""
         if self._closed or not any(self._refused):
             return
-        found = [self._primary.find(key) for key in dict.fromkeys(keys)]
+        found = [self._slots.find(key) for key in dict.fromkeys(keys)]
         blocks = [block for block in found if block and block.state is BlockState.READY]
         for index in self._takers:
             self._offer_again(index, blocks)
@@ -89,7 +89,7 @@ class Cascade:
         self._backlog[index] -= len(blocks)
         self._note_refused(index, [block for block in blocks if block.key not in succeeded])
         for block in reversed(blocks):  # so that a prefix's first blocks are evicted last
-            self._primary.unpin(block)
+            self._slots.unpin(block)
 
     def drop_unsent(self) -> None:
         """Drop the unsent blocks, because the region is about to forget them."""
@@ -102,7 +102,7 @@ class Cascade:
     def close(self) -> None:
         """Submit all unsent blocks, beyond the backlog limit (the region is about to end), and accept no more."""
         for index in range(len(self._tiers)):
-            self._send(index, self._primary.num_blocks)
+            self._send(index, self._slots.num_blocks)
         self._closed = True
 
     def _offer_again(self, index: int, blocks: list[Block]) -> None:
@@ -114,14 +114,14 @@ class Cascade:
                 self._offer(index, due)
 
     def _offer(self, index: int, blocks: list[Block], *, wait: bool = False) -> None:
-        waits = wait and len(self._unsent[index]) + len(blocks) <= self._primary.num_blocks
+        waits = wait and len(self._unsent[index]) + len(blocks) <= self._slots.num_blocks
         if self._backlog[index] >= self._backlog_max and not waits:
             name = self._tiers[index].name
             self._count_dropped(index, len(blocks))
             self._note_refused(index, blocks)
-            self._primary.log_once(
+            self._slots.log_once(
                 f"backlog {index}",
-                f"tier {name}: {self._backlog[index]} of the region's {self._primary.num_blocks} blocks "
+                f"tier {name}: {self._backlog[index]} of the region's {self._slots.num_blocks} blocks "
                 "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
             )
             return
@@ -139,7 +139,7 @@ class Cascade:
             while unsent and self._backlog[index] + len(batch) < backlog_max:
                 block = unsent.popleft()
                 if block.state is BlockState.READY:
-                    self._primary.pin(block)
+                    self._slots.pin(block)
                     batch.append(block)
                 else:  # it was evicted while it waited
                     self._count_dropped(index, 1)
@@ -159,5 +159,5 @@ class Cascade:
 
     def _count_dropped(self, index: int, count: int) -> None:
         name = self._tiers[index].name
-        self._primary.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=count)
-        self._primary.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=count)
+        self._slots.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=count)
+        self._slots.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=count)

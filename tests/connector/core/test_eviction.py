@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtiers.connector.manager.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, create_policy
+from kvtiers.connector.core.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, create_policy
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
 from tests.identity import block_key

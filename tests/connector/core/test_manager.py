@@ -1,4 +1,4 @@
-"""TieringOffloadingManager against scripted tiers: cascade, promotion, bounded waiting, and tiers that misbehave."""
+"""BlockManager against scripted tiers: cascade, promotion, bounded waiting, and tiers that misbehave."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.manager.cascade import RETRY_S
-from kvtiers.connector.manager.guard import load_deadline_s
-from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
-from kvtiers.connector.manager.primary import CPUPrimaryTier, SlotCounts
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.guard import JOB_DEADLINE_S, REPORT_S, GuardedTier
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.options import ManagerOptions
+from kvtiers.connector.core.slots import SlotCounts, Slots
+from kvtiers.connector.core.stores import RETRY_S
 from kvtiers.tiers.base import JobResult, OffloadingEvent, PollingTierManager, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import Metrics
 from tests.clock import Clock
-from tests.connector.manager.scripted_tier import ScriptedTier, job_keys, make_view, pattern, row
+from tests.connector.core.scripted_tier import ScriptedTier, job_keys, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
 
@@ -37,13 +38,13 @@ class Engine:
         self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=auto) for index in range(num_tiers)]
-        self.primary = CPUPrimaryTier(num_blocks)
-        self.manager = TieringOffloadingManager(self.primary, self.tiers, TieringOptions(**options), clock=self.clock)
+        self.slots = Slots(num_blocks)
+        self.manager = BlockManager(self.slots, self.tiers, ManagerOptions(**options), clock=self.clock)
 
-    def with_tiers(self, *tiers: ScriptedTier) -> TieringOffloadingManager:
+    def with_tiers(self, *tiers: ScriptedTier) -> BlockManager:
         """Replace the tiers."""
         self.tiers = list(tiers)
-        self.manager = TieringOffloadingManager(self.primary, tiers, clock=self.clock)
+        self.manager = BlockManager(self.slots, tiers, clock=self.clock)
         return self.manager
 
     @property
@@ -52,7 +53,7 @@ class Engine:
 
     @property
     def counts(self) -> SlotCounts:
-        return self.primary.slot_counts()
+        return self.slots.counts()
 
     def store(self, *keys: OffloadKey) -> None:
         output = self.manager.prepare_store(keys, REQ)
@@ -113,7 +114,7 @@ def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> 
 def test_a_tier_that_takes_no_stores_is_given_none_and_its_hits_go_to_the_tiers_before_it() -> None:
     engine = Engine(num_tiers=2)
     engine.tiers[1].takes_stores = False
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(), clock=engine.clock)
     engine.store(*KEYS[:3])
     engine.manager.on_schedule_end()
     engine.manager.touch(KEYS[:3])
@@ -215,7 +216,7 @@ def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_an
     engine.manager.on_schedule_end()
     engine.store(*KEYS[10:14])
     engine.manager.on_schedule_end()
-    assert engine.primary.find(KEYS[0]) is None
+    assert engine.slots.find(KEYS[0]) is None
     assert engine.lookup_until_known(KEYS[:1]) == [True]
     assert far.blobs.keys() == set(KEYS[10:14])  # at once would be too soon
     engine.clock.advance(RETRY_S)
@@ -286,12 +287,12 @@ def test_a_block_that_a_tier_never_takes_keeps_no_others_from_it() -> None:
 
 
 def test_what_tiers_refused_is_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.connector.manager.cascade.REFUSED_MAX", 4)
+    monkeypatch.setattr("kvtiers.connector.core.stores.REFUSED_MAX", 4)
     engine = Engine(num_blocks=4)
     engine.tier.raising.add("submit_store")
     for key in KEYS[:10]:
         engine.store(key)
-    assert list(engine.manager._cascade._refused[0]) == KEYS[6:10]
+    assert list(engine.manager._stores._refused[0]) == KEYS[6:10]
 
 
 def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None:
@@ -342,17 +343,17 @@ def test_what_waits_for_a_tier_that_raises_is_sent_as_its_share_comes_free() -> 
     engine.tier.raising.add("submit_store")
     engine.store(*KEYS[:15])
     assert engine.counts.pinned == 2  # it may have begun these, so they are kept for it a while
-    engine.clock.advance(LOAD_DEADLINE_S)
+    engine.clock.advance(JOB_DEADLINE_S)
     for _ in range(3):
         engine.manager.on_schedule_end()
     assert engine.tier.calls.count("submit_store") == 2
     engine.tier.raising.clear()
-    engine.clock.advance(LOAD_DEADLINE_S)
+    engine.clock.advance(JOB_DEADLINE_S)
     for _ in range(10):
         engine.manager.on_schedule_end()
     assert engine.tier.blobs.keys() == set(KEYS[4:15])
     assert engine.counts.pinned == 0
-    assert engine.manager._cascade._unsent == [type(engine.manager._cascade._unsent[0])()]
+    assert engine.manager._stores._unsent == [type(engine.manager._stores._unsent[0])()]
 
 
 def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:
@@ -513,7 +514,7 @@ def test_polling_tier_answers_in_the_step_after_its_storage() -> None:
     tier.put(*KEYS[:2])
     tier.answers_later = True
     assert engine.lookup(KEYS[:3]) == [None] * 3
-    assert not manager.is_waiting(REQ.req_id)
+    assert not manager.continue_wait(REQ.req_id)
     assert engine.lookup(KEYS[:3]) == [None, None, False]
     assert engine.lookup_until_known(KEYS[:3]) == [True, True, False]
 
@@ -601,7 +602,7 @@ def test_a_request_that_a_load_has_failed_waits_for_no_later_one_of_the_same_tie
 
 
 def test_failed_loads_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.connector.manager.promotion._FAILED_MAX", 2)
+    monkeypatch.setattr("kvtiers.connector.core.loads._FAILED_MAX", 2)
     engine = Engine(auto=False)
     engine.tier.liar = True
     waiting = ReqContext("waiting")
@@ -1107,9 +1108,9 @@ def test_hits_that_wait_for_one_tiers_share_are_not_looked_through_though_anothe
     (load,) = engine.tiers[1].submitted
     assert job_keys(load) == KEYS[:4]
     looked_at: list[OffloadKey] = []
-    find = engine.primary.find
+    find = engine.slots.find
     with monkeypatch.context() as patch:
-        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        patch.setattr(engine.slots, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
         engine.manager.on_schedule_end()
     assert looked_at == []
     for first in range(0, 12, 4):
@@ -1124,9 +1125,7 @@ def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_f
     """In the step in which both come, too: of what no tier has the hit would be lost, and with it all behind."""
     engine = Engine(num_blocks=4, load_share=1)
     engine.tier.takes_stores = False
-    engine.manager = TieringOffloadingManager(
-        engine.primary, engine.tiers, TieringOptions(load_share=1), clock=engine.clock
-    )
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(load_share=1), clock=engine.clock)
     engine.store(*KEYS[:2])
     engine.tier.put(*KEYS[2:8])
     first, second = ReqContext("first"), ReqContext("second")
@@ -1144,7 +1143,7 @@ def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_t
     engine = Engine(num_blocks=4)
     engine.tier.takes_stores = False
     engine.tier.answers_later = answers_later  # as all do that ask a storage
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(), clock=engine.clock)
     engine.store(*KEYS[:3])
     engine.tier.put(KEYS[3])
     waits = ReqContext("waits")
@@ -1167,7 +1166,7 @@ def test_the_stores_of_a_step_do_not_each_look_through_what_requests_found(monke
             passes.append(self)
             return super().__iter__()
 
-    monkeypatch.setattr(engine.manager._requests, "_found", Found(dict))
+    monkeypatch.setattr(engine.manager._waits, "_found", Found(dict))
     for asked in range(1, 4):
         assert engine.manager.lookup(KEYS[0], REQ) is True
         for key in KEYS[4:9]:
@@ -1179,7 +1178,7 @@ def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() 
     """Each has found a quarter of it and wants as much besides: those that came last let go."""
     engine = Engine(num_blocks=8, promotion_wait_s=0.5)
     engine.tier.takes_stores = False
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(), clock=engine.clock)
     engine.store(*KEYS[:8])
     engine.tier.put(*KEYS[8:16])
     prompts = {ReqContext(str(at)): [*KEYS[2 * at : 2 * at + 2], *KEYS[8 + 2 * at : 10 + 2 * at]] for at in range(4)}
@@ -1211,9 +1210,9 @@ def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatc
     for req in requests:
         assert all(engine.manager.lookup(key, req) is None for key in KEYS[4:20])
     looked_at: list[OffloadKey] = []
-    find = engine.primary.find
+    find = engine.slots.find
     with monkeypatch.context() as patch:
-        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        patch.setattr(engine.slots, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
         engine.manager.on_schedule_end()
     assert looked_at == [KEYS[4]] * 2
     engine.manager.complete_load(KEYS[:2])
@@ -1254,9 +1253,9 @@ def test_hits_behind_those_of_a_full_share_are_not_looked_for_while_the_region_h
     waits = ReqContext("waits")
     assert engine.lookup([*KEYS[2:12], KEYS[20]], waits) == [None] * 11
     looked_at: list[OffloadKey] = []
-    find = engine.primary.find
+    find = engine.slots.find
     with monkeypatch.context() as patch:
-        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        patch.setattr(engine.slots, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
         engine.manager.on_schedule_end()
     assert looked_at == [KEYS[20]]
     engine.manager.complete_store(KEYS[40:46], success=False)
@@ -1267,8 +1266,8 @@ def test_hits_behind_those_of_a_full_share_are_not_looked_for_while_the_region_h
 def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
     engine = Engine(num_blocks=4, auto=False, load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
     engine.tier.takes_stores = False
-    options = TieringOptions(load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, options, clock=engine.clock)
+    options = ManagerOptions(load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
+    engine.manager = BlockManager(engine.slots, engine.tiers, options, clock=engine.clock)
     engine.store(*KEYS[:4])
     engine.manager.prepare_load(KEYS[:4], ReqContext("runs"))
     engine.tier.put(*KEYS[10:14])
@@ -1369,7 +1368,7 @@ def test_nothing_that_a_tier_raises_reaches_the_engine(
     engine.manager.drain()
     if method.startswith("submit"):  # it may have begun the job that it did not take
         assert engine.counts.quarantined + engine.counts.pinned == {"submit_load": 1, "submit_store": 4}[method]
-        engine.clock.advance(LOAD_DEADLINE_S)
+        engine.clock.advance(JOB_DEADLINE_S)
         engine.manager.on_schedule_end()
     assert engine.counts == SlotCounts(free=11, ready=5, pinned=0, pending=0, quarantined=0)
     engine.manager.reset_cache()
@@ -1470,7 +1469,7 @@ def test_the_slots_of_a_load_that_was_begun_before_it_raised_are_nobodys_until_i
     tier.finish(next(iter(tier.jobs)))
     engine.manager.on_schedule_end()
     assert engine.counts.free == 2
-    engine.clock.advance(2 * LOAD_DEADLINE_S)
+    engine.clock.advance(2 * JOB_DEADLINE_S)
     engine.manager.on_schedule_end()  # it is not ended twice
     assert engine.counts.free == 2
 
@@ -1501,7 +1500,7 @@ def test_slots_of_a_job_that_raised_and_is_never_reported_are_free_after_the_tie
         engine.lookup(KEYS[1:2])
     else:
         engine.store(KEYS[0])
-    engine.clock.advance((own_s + LOAD_GRACE_S if own_s == 40.0 else LOAD_DEADLINE_S) - 0.1)
+    engine.clock.advance((own_s + REPORT_S if own_s == 40.0 else JOB_DEADLINE_S) - 0.1)
     engine.manager.on_schedule_end()
     assert engine.counts.quarantined + engine.counts.pinned == 1
     engine.clock.advance(0.2)
@@ -1707,7 +1706,7 @@ def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 2
     engine.store(*KEYS[:1])  # of other weights by now, in a slot that no job is at
     old_slots = {*load.metadata.block_ids.tolist(), *store.metadata.block_ids.tolist()}
-    block = engine.primary.find(KEYS[0])
+    block = engine.slots.find(KEYS[0])
     assert block is not None
     assert block.slot not in old_slots
     for job in (load, store):
@@ -1725,7 +1724,7 @@ def test_jobs_are_awaited_no_longer_than_their_tier_may_take() -> None:
     slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0
     assert not engine.manager.has_jobs_to_await()
     engine.store(*KEYS[:2])
-    engine.clock.advance(10 + 2 * LOAD_GRACE_S)
+    engine.clock.advance(10 + 2 * REPORT_S)
     assert engine.manager.has_jobs_to_await()
     slow.finish(next(iter(slow.jobs)))
     engine.manager.on_schedule_end()
@@ -1815,13 +1814,13 @@ def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier(monkeypatch: pytest.Mo
 
     view = make_view(8)
     stuck, good = Stuck(view, "stuck", auto=False), ScriptedTier(view, "good", auto=False)
-    primary = CPUPrimaryTier(8)
-    manager = TieringOffloadingManager(primary, [stuck, good], TieringOptions(shutdown_s=0.05))
+    slots = Slots(8)
+    manager = BlockManager(slots, [stuck, good], ManagerOptions(shutdown_s=0.05))
     manager.prepare_store(KEYS[:2], REQ)
     manager.complete_store(KEYS[:2])
     manager.shutdown()
     assert "shutdown" in good.calls
-    assert primary.slot_counts() == SlotCounts(free=6, ready=0, pinned=0, pending=0, quarantined=2)
+    assert slots.counts() == SlotCounts(free=6, ready=0, pinned=0, pending=0, quarantined=2)
     assert manager.metrics.value("kvtiers_contained_errors_total", "stuck", "shutdown") == 1
     release.set()
 
@@ -1842,7 +1841,7 @@ def test_a_tier_whose_limit_is_short_enough_is_told_nothing() -> None:
         def shutdown_s(self) -> float:  # type: ignore[override]
             return 0.5
 
-    manager = TieringOffloadingManager(CPUPrimaryTier(8), [Fixed(make_view(8), "fixed")], clock=Clock())
+    manager = BlockManager(Slots(8), [Fixed(make_view(8), "fixed")], clock=Clock())
     manager.shutdown()
     assert not manager.metrics.value("kvtiers_contained_errors_total", "fixed", "shutdown_s")
 
@@ -1851,7 +1850,7 @@ def test_a_tier_whose_limit_is_short_enough_is_told_nothing() -> None:
 def test_a_tiers_deadline_may_be_any_number(own: Any) -> None:
     tier = ScriptedTier(make_view(8), "numbers")
     tier.job_deadline_s = own
-    assert load_deadline_s(tier) == 3 + LOAD_GRACE_S
+    assert GuardedTier(tier, Metrics()).deadline_s == 3 + REPORT_S
 
 
 def test_a_job_at_which_a_tier_raised_keeps_no_engine_stepping() -> None:
@@ -1905,7 +1904,7 @@ def test_without_tiers_it_is_the_region_alone() -> None:
 )
 def test_bad_options_are_named(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as e:
-        TieringOptions(**option)
+        ManagerOptions(**option)
     assert e.value.field == next(iter(option))
 
 
@@ -1924,9 +1923,9 @@ def test_tiers_are_shut_down_where_no_thread_is_to_be_had(monkeypatch: pytest.Mo
 
 def test_a_tiers_name_is_text_in_metrics() -> None:
     engine = Engine()
-    engine.tier.name = 1  # type: ignore[attr-defined]
+    engine.tier.name = 1  # type: ignore[assignment]
     engine.tier.raising.add("touch")
-    manager = TieringOffloadingManager(engine.primary, [engine.tier])
+    manager = BlockManager(engine.slots, [engine.tier])
     manager.touch(KEYS[:1])
     assert engine.counted("kvtiers_contained_errors_total", "1", "touch") == 1
 
@@ -1959,7 +1958,7 @@ def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_whil
     engine.manager.complete_store(KEYS[40:42], success=False)
     engine.manager.on_schedule_end()
     assert [job_keys(job) for job in engine.tier.jobs.values()] == [KEYS[1:2]]
-    assert not engine.manager.is_waiting(waits.req_id)
+    assert not engine.manager.continue_wait(waits.req_id)
     for _ in range(2):
         assert engine.lookup(KEYS[1:2], waits) == [False]
     assert engine.manager.lookup(KEYS[1], ReqContext("later")) is None
@@ -1972,7 +1971,7 @@ def test_a_hit_that_waits_for_a_share_is_not_asked_for_again_while_another_reque
     waits, other, later = (ReqContext(name) for name in ("waits", "other", "later"))
     assert engine.lookup(KEYS[5:6], other) == [None]  # its load is all of the far tier's share
     assert engine.lookup(KEYS[:1], waits) == [None]
-    request = engine.manager._requests.by_id[waits.req_id]
+    request = engine.manager._waits.by_id[waits.req_id]
     assert KEYS[0] in request.hits
     engine.clock.advance(0.1)
     loads = engine.manager._loads  # a load of another request
@@ -2002,4 +2001,4 @@ def test_blocks_of_a_load_that_ends_after_the_request_was_served_stay_unpinned()
         engine.manager.on_schedule_end()
         engine.clock.advance(500.0)
     assert engine.counts.pinned == 0
-    assert engine.manager._requests.by_id[REQ.req_id] not in engine.manager._requests.waiting
+    assert engine.manager._waits.by_id[REQ.req_id] not in engine.manager._waits.served
