@@ -76,12 +76,12 @@ class GuardedTier:
         self._clock = clock
         self._metrics = metrics
         self._logged: set[str] = set()
-        self._jobs: dict[int, JobMetadata] = {}  # submitted, and neither reported nor given up
+        self._jobs: dict[int, JobMetadata] = {}  # submitted, and not ended
+        self._reports_until = -math.inf  # when all jobs should be reported, unless storage hangs
         self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # by id of each unfinished request
         self._lookups = {True: 0, False: 0}  # hits and misses since the last step's end
         self._count_lookups()
-        self._in: dict[_Guarded, _Contained] = {where: _Contained(self, where) for where in get_args(_Guarded)}
-        for where in self._in:
+        for where in get_args(_Guarded):
             metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts miss a series' first 1
 
     @property
@@ -114,7 +114,7 @@ class GuardedTier:
             hit = bool(answer)
         except _BY_SIGNALS:
             raise
-        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: its errors are contained here
+        except BaseException as e:  # noqa: BLE001 - as in ``_Contained``
             self.contain("lookup", _shown(e))
             hit = False
         self.note_answer(key, req_context, hit=hit)
@@ -122,7 +122,7 @@ class GuardedTier:
 
     def take_answered(self) -> dict[str, frozenset[OffloadKey]] | None:
         """See ``SecondaryTierManager``. None also if the tier raises."""
-        with self._in["take_answered"]:
+        with _Contained(self, "take_answered"):
             answered = self.tier.take_answered()
             return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}
         return None
@@ -147,12 +147,12 @@ class GuardedTier:
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See ``SecondaryTierManager``."""
         self._answered.pop(req_context.req_id, None)
-        with self._in["on_request_finished"]:
+        with _Contained(self, "on_request_finished"):
             self.tier.on_request_finished(req_context)
 
     def on_schedule_end(self) -> None:
         """See ``SecondaryTierManager``."""
-        with self._in["on_schedule_end"]:
+        with _Contained(self, "on_schedule_end"):
             self.tier.on_schedule_end()
         if any(self._lookups.values()):
             self._count_lookups()
@@ -166,28 +166,29 @@ class GuardedTier:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the tier has accepted a job that it has not reported."""
-        return len(self._jobs) > len(self.raised)
+        """Whether the tier may still report a job. It reports jobs before their deadline, unless storage hangs."""
+        return len(self._jobs) > len(self.raised) and self._clock() < self._reports_until
 
     def submit_store(self, job: JobMetadata) -> bool:
         """Submit a store. False: the tier raised, and ``take_ended`` returns the job after ``deadline_s`` at latest."""
-        self._jobs[job.job_id] = job
-        with self._in["submit_store"]:
+        self._begin(job)
+        with _Contained(self, "submit_store"):
             self.tier.submit_store(job)
-            return True
-        return self._note_raised(job)
+            del self.raised[job.job_id]
+        return job.job_id not in self.raised
 
     def submit_load(self, job: JobMetadata) -> bool:
         """Submit a load. See ``submit_store``."""
-        self._jobs[job.job_id] = job
-        with self._in["submit_load"]:
+        self._begin(job)
+        with _Contained(self, "submit_load"):
             self.tier.submit_load(job)
-            return True
-        return self._note_raised(job)
+            del self.raised[job.job_id]
+        return job.job_id not in self.raised
 
-    def _note_raised(self, job: JobMetadata) -> bool:
-        self.raised[job.job_id] = self._clock() + self.deadline_s
-        return False
+    def _begin(self, job: JobMetadata) -> None:
+        self._reports_until = self._clock() + self.deadline_s
+        self._jobs[job.job_id] = job
+        self.raised[job.job_id] = self._reports_until  # until it has not
 
     def take_ended(self) -> Iterator[JobResult]:
         """The jobs that ended, each once: reported by the tier, or raised and past the deadline.
@@ -234,19 +235,19 @@ class GuardedTier:
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """See ``SecondaryTierManager``."""
-        with self._in["touch"]:
+        with _Contained(self, "touch"):
             self.tier.touch(keys)
 
     def drain_jobs(self) -> None:
         """See ``SecondaryTierManager``."""
-        with self._in["drain_jobs"]:
+        with _Contained(self, "drain_jobs"):
             self.tier.drain_jobs()
 
     def take_events(self) -> list[OffloadingEvent]:
         """The tier's well-formed events. Others are left out: an engine reads events where it catches no exceptions."""
         events = []
         for event in self._collected("take_events", self.tier.take_events, OffloadingEvent):
-            with self._in["take_events"]:  # a foreign tier may put anything into an event
+            with _Contained(self, "take_events"):  # a foreign tier may put anything into an event
                 keys = tuple(event.keys)
                 if not isinstance(event.medium, str) or not all(isinstance(key, bytes) for key in keys):
                     raise TypeError(f"{_shown(event)}: keys must be bytes, and the medium a string")
@@ -256,7 +257,7 @@ class GuardedTier:
     def _collected(self, where: _Guarded, give: Callable[[], Iterable[object]], kind: type[_T]) -> list[_T]:
         """Items that the tier yields, until it raises. Items of another type are counted as errors and left out."""
         collected: list[_T] = []
-        with self._in[where]:
+        with _Contained(self, where):
             for item in give():
                 if isinstance(item, kind):
                     collected.append(item)
@@ -270,13 +271,11 @@ class GuardedTier:
         Returns:
             False if the tier does not limit its shutdown. Then drain the jobs that it accepted first.
         """
-        with self._in["shutdown_s"]:
+        with _Contained(self, "shutdown_s"):
             own_s = self.tier.shutdown_s
-            if own_s is None:
-                return False
-            if own_s > within_s * SHUTDOWN_SHARE:
+            if own_s is not None and own_s > within_s * SHUTDOWN_SHARE:
                 self.tier.shutdown_s = within_s * SHUTDOWN_SHARE
-            return True
+            return own_s is not None
         return False
 
     def contain(self, where: _Guarded, what: str) -> None:

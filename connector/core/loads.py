@@ -43,34 +43,25 @@ class Job:
 
 
 class Jobs:
-    """The unreported loads and stores of all tiers. Scheduler thread only.
+    """The unreported loads and stores of all tiers; ``Job.tier`` is an index of ``tiers``. Scheduler thread only."""
 
-    Args:
-        tiers: ``Job.tier`` is the index into this sequence.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, tiers: Sequence[GuardedTier], clock: Callable[[], float]) -> None:
+    def __init__(self, tiers: Sequence[GuardedTier]) -> None:
         self._tiers = tiers
-        self._deadlines_s = [tier.deadline_s for tier in tiers]
-        self._clock = clock
         self._ids = itertools.count(1)
         self._jobs: dict[int, Job] = {}
-        self._reports_until = -math.inf  # when all jobs should be reported, unless storage hangs
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     @property
     def are_awaited(self) -> bool:
-        """Whether a tier may still report a job. Tiers report jobs before their deadline, unless storage hangs."""
-        return any(tier.is_awaited for tier in self._tiers) and self._clock() < self._reports_until
+        """Whether a tier may still report a job."""
+        return any(tier.is_awaited for tier in self._tiers)
 
     def submit(self, job: Job) -> bool:
         """Submit a job to its tier. False: the tier raised; see ``GuardedTier.raised``."""
         job_id = next(self._ids)
         self._jobs[job_id] = job
-        self._reports_until = max(self._reports_until, self._clock() + self._deadlines_s[job.tier])
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
         tier = self._tiers[job.tier]
@@ -251,10 +242,9 @@ class Loads:
     def _begin(self, wait: Wait, index: int, blocks: list[Block], now: float) -> None:
         for job in self.shares[index].begin(blocks, wait, now):
             for block in job.blocks:
+                wait.await_block(block)
                 if self.has_failed(wait, block.key, index):
-                    wait.look_again()  # another request's load of it failed meanwhile: do not wait for this one
-                else:
-                    wait.await_block(block)
+                    wait.filling_ended(block.key)  # another request's load failed meanwhile: do not wait for this one
             if not self._jobs.submit(job):
                 self._give_up(job)
 

@@ -59,7 +59,7 @@ class BlockManager(OffloadingManager):
         self._tiers = tuple(GuardedTier(tier, slots.metrics, clock) for tier in tiers)
         self._tier_lookups = [(index, 1 << index, tier.lookup) for index, tier in enumerate(self._tiers)]
         self._clock = clock
-        self._jobs = Jobs(self._tiers, clock)
+        self._jobs = Jobs(self._tiers)
         self._loads = Loads(slots, self._tiers, self._jobs, options, clock)
         self._waits = Waits(slots, self._tiers, options, clock)
         self._stores = Stores(slots, self._tiers, options.store_backlog_share, self._jobs, clock)
@@ -200,8 +200,6 @@ class BlockManager(OffloadingManager):
         if not self._tiers:
             return False if block is None else None
         if wait is None:
-            if block is not None and waits.is_full:
-                return None
             wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context))
             if wait is None:
                 return False
@@ -252,7 +250,7 @@ class BlockManager(OffloadingManager):
             if index not in but:
                 for job, succeeded in self._jobs.take_ended(index):
                     if job.wait is None:
-                        self._stores.end(index, job.blocks, succeeded)
+                        self._stores.end(job, succeeded)
                     else:
                         self._stores.add(self._loads.end(job, succeeded), index)
                 self._stores.send(index)

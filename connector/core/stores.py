@@ -34,12 +34,7 @@ class Stores:
     """
 
     def __init__(
-        self,
-        slots: Slots,
-        tiers: Sequence[GuardedTier],
-        share: float,
-        jobs: Jobs,
-        clock: Callable[[], float],
+        self, slots: Slots, tiers: Sequence[GuardedTier], share: float, jobs: Jobs, clock: Callable[[], float]
     ) -> None:
         self._slots = slots
         self._tiers = tiers
@@ -52,9 +47,8 @@ class Stores:
         # Per tier: the keys it refused, and when each may be offered again; the latest refusal is last.
         self._refused: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in tiers]
         self._refused_max = max(REFUSED_MAX, slots.num_blocks)
-        self._closed = False
         for index in self._takers:
-            self._count_dropped(index, 0)  # start the series at 0: a rate misses the first increase if it starts at 1
+            self._drop(index, ())  # start the series at 0: a rate misses the first increase if it starts at 1
 
     def add(self, blocks: list[Block], num_tiers: int) -> None:
         """Store blocks to the first ``num_tiers`` tiers, and to later tiers that refused them before.
@@ -62,48 +56,44 @@ class Stores:
         With fewer than all tiers, the blocks were loaded from the tier after those. A large load ends in several parts.
         So loaded blocks that find a tier's backlog full wait unsent, up to as many as the region has slots.
         """
-        if blocks and not self._closed:
-            are_loaded = num_tiers < len(self._tiers)
-            for index in self._takers:
-                if index < num_tiers:
-                    self._offer(index, blocks, wait=are_loaded)
-                else:
-                    self._offer_again(index, blocks)
+        are_loaded = num_tiers < len(self._tiers)
+        for index in self._takers if blocks else ():
+            if index < num_tiers:
+                self._offer(index, blocks, may_wait=are_loaded)
+            else:
+                self._offer_again(index, blocks)
 
     def use(self, keys: Collection[OffloadKey]) -> None:
         """Offer used blocks again to the tiers that refused them."""
-        if self._closed or not any(self._refused):
-            return
-        found = [self._slots.find(key) for key in dict.fromkeys(keys)]
-        blocks = [block for block in found if block and block.state is BlockState.READY]
-        for index in self._takers:
-            self._offer_again(index, blocks)
+        if any(self._refused):
+            found = [self._slots.find(key) for key in dict.fromkeys(keys)]
+            blocks = [block for block in found if block and block.state is BlockState.READY]
+            for index in self._takers:
+                self._offer_again(index, blocks)
 
     def send(self, index: int) -> None:
         """Submit a tier's unsent blocks, as far as its backlog has room."""
-        if not self._closed:
-            self._send(index, self._backlog_max)
+        self._send(index, self._backlog_max)
 
-    def end(self, index: int, blocks: Sequence[Block], succeeded: Collection[OffloadKey]) -> None:
+    def end(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
         """End a job: unpin its blocks and note the refused ones."""
-        self._backlog[index] -= len(blocks)
-        self._note_refused(index, [block for block in blocks if block.key not in succeeded])
-        for block in reversed(blocks):  # so that a prefix's first blocks are evicted last
+        self._backlog[job.tier] -= len(job.blocks)
+        self._note_refused(job.tier, [block for block in job.blocks if block.key not in succeeded])
+        for block in reversed(job.blocks):  # so that a prefix's first blocks are evicted last
             self._slots.unpin(block)
 
     def drop_unsent(self) -> None:
         """Drop the unsent blocks, because the region is about to forget them."""
         for index, unsent in enumerate(self._unsent):
             if unsent:
-                self._count_dropped(index, len(unsent))
-                self._note_refused(index, unsent)
+                self._drop(index, unsent)
                 unsent.clear()
 
     def close(self) -> None:
         """Submit all unsent blocks, beyond the backlog limit (the region is about to end), and accept no more."""
-        for index in range(len(self._tiers)):
+        for index in self._takers:
             self._send(index, self._slots.num_blocks)
-        self._closed = True
+        self._takers = []
 
     def _offer_again(self, index: int, blocks: list[Block]) -> None:
         refused = self._refused[index]
@@ -113,16 +103,14 @@ class Stores:
             if due:
                 self._offer(index, due)
 
-    def _offer(self, index: int, blocks: list[Block], *, wait: bool = False) -> None:
-        waits = wait and len(self._unsent[index]) + len(blocks) <= self._slots.num_blocks
+    def _offer(self, index: int, blocks: list[Block], *, may_wait: bool = False) -> None:
+        waits = may_wait and len(self._unsent[index]) + len(blocks) <= self._slots.num_blocks
         if self._backlog[index] >= self._backlog_max and not waits:
-            name = self._tiers[index].name
-            self._count_dropped(index, len(blocks))
-            self._note_refused(index, blocks)
+            self._drop(index, blocks)
             self._slots.log_once(
                 f"backlog {index}",
-                f"tier {name}: {self._backlog[index]} of the region's {self._slots.num_blocks} blocks "
-                "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
+                f"tier {self._tiers[index].name}: {self._backlog[index]} of the region's {self._slots.num_blocks} "
+                "blocks wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
             )
             return
         if refused := self._refused[index]:
@@ -134,19 +122,24 @@ class Stores:
     def _send(self, index: int, backlog_max: float) -> None:
         """Submit unsent blocks until the backlog has ``backlog_max`` blocks, rounded up."""
         unsent = self._unsent[index]
+        batch: list[Block] = []
         while unsent and self._backlog[index] < backlog_max:
-            batch: list[Block] = []
-            while unsent and self._backlog[index] + len(batch) < backlog_max:
-                block = unsent.popleft()
-                if block.state is BlockState.READY:
-                    self._slots.pin(block)
-                    batch.append(block)
-                else:  # it was evicted while it waited
-                    self._count_dropped(index, 1)
-                    self._note_refused(index, [block])
-            if batch:
-                self._backlog[index] += len(batch)
-                self._jobs.submit(Job(index, batch))
+            block = unsent.popleft()
+            if block.state is BlockState.READY:
+                self._slots.pin(block)
+                self._backlog[index] += 1
+                batch.append(block)
+            else:  # it was evicted while it waited
+                self._drop(index, [block])
+        if batch:
+            self._jobs.submit(Job(index, batch))
+
+    def _drop(self, index: int, blocks: Collection[Block]) -> None:
+        """Count blocks that the tier does not get, and offer them again later."""
+        name = self._tiers[index].name
+        self._slots.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=len(blocks))
+        self._slots.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=len(blocks))
+        self._note_refused(index, blocks)
 
     def _note_refused(self, index: int, blocks: Collection[Block]) -> None:
         refused = self._refused[index]
@@ -156,8 +149,3 @@ class Stores:
             refused.move_to_end(block.key)
         while len(refused) > self._refused_max:
             refused.popitem(last=False)
-
-    def _count_dropped(self, index: int, count: int) -> None:
-        name = self._tiers[index].name
-        self._slots.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=count)
-        self._slots.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=count)

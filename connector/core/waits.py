@@ -199,12 +199,8 @@ class Wait:
             self.coming.add(block.key)
             block.add_waiter(self)
 
-    def look_again(self) -> None:
-        """Look the keys up again in the next step, instead of waiting for a load that begins now."""
-        self.has_news = True
-
     def filling_ended(self, key: OffloadKey) -> None:
-        """Note that the key's block is no longer being filled."""
+        """Note that the key's block is no longer being filled, or cannot become ready for this request."""
         self.coming.discard(key)
         self.has_news = True
 
@@ -287,11 +283,6 @@ class Waits:
         self._took_answers = False  # whether the tiers' answers were taken in this step
         slots.metrics.inc("kvtiers_lookups_refused_total", by=0)  # a rate misses the first 1 of a new series
 
-    @property
-    def is_full(self) -> bool:
-        """Whether ``requests_max`` requests are remembered."""
-        return len(self.by_id) >= self._options.requests_max
-
     def continue_wait(self, req_id: str) -> bool:
         """Begin a request's step without a lookup. False: lookups may have new answers, or it waits for nothing."""
         wait = self.by_id.get(req_id)
@@ -313,7 +304,7 @@ class Waits:
         A new request must not replace one that still waits. The replaced request would be new at its next lookup and
         replace another one in turn, so no request's wait would ever end.
         """
-        if self.is_full:
+        if len(self.by_id) >= self._options.requests_max:
             oldest = next(iter(self.by_id.values()))
             if self._clock() - oldest.asked_at < _ASKED_LATELY_S:
                 self._slots.metrics.inc("kvtiers_lookups_refused_total")

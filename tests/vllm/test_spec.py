@@ -423,7 +423,7 @@ def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monk
     manager.complete_store(set(output.keys_to_store), context)
     manager.on_schedule_end(STEP)
     assert manager.has_pending_work()
-    monkeypatch.setattr(manager.core._jobs, "_clock", lambda: time.monotonic() + 3600)
+    monkeypatch.setattr(manager.core._tiers[0], "_clock", lambda: time.monotonic() + 3600)
     assert not manager.has_pending_work()
     assert manager.core.slots.counts().pinned == 3
 

@@ -47,7 +47,8 @@ def test_waitadvances_from_an_owed_answer_to_a_held_block(wait: Wait) -> None:
 def test_waitholds_nothing_after_a_load_that_it_did_not_await_has_failed(wait: Wait) -> None:
     wait.hit(KEYS[0], 0)
     (block,) = wait.take_slots([1], now=0.0, cap_s=9.0)[0]
-    wait.look_again()
+    wait.await_block(block)
+    wait.filling_ended(block.key)
     wait.end_step(0.0)
     assert wait in wait.served
     wait.slots.end_promotion([block], success=False)
