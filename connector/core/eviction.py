@@ -47,9 +47,12 @@ class EvictionPolicy(ABC):
 
     def pin(self, key: OffloadKey) -> None:
         """Keep the resident key from being evicted until ``unpin``."""
-        order = self._order_of(key)
-        del order[key]
-        self._pinned[key] = order
+        for order in self._orders:
+            if key in order:
+                del order[key]
+                self._pinned[key] = order
+                return
+        raise KeyError(key)
 
     def unpin(self, key: OffloadKey) -> None:
         """Allow the key to be evicted again; it counts as just used."""
@@ -57,17 +60,12 @@ class EvictionPolicy(ABC):
 
     def discard(self, key: OffloadKey) -> None:
         """Remove a resident, unpinned key whose block has gone without eviction."""
-        del self._order_of(key)[key]
+        self.pin(key)
+        del self._pinned[key]
 
     def __len__(self) -> int:
         """Number of resident keys that are not pinned."""
         return sum(map(len, self._orders))
-
-    def _order_of(self, key: OffloadKey) -> _Order:
-        for order in self._orders:
-            if key in order:
-                return order
-        raise KeyError(key)
 
 
 class LRUPolicy(EvictionPolicy):

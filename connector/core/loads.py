@@ -191,19 +191,20 @@ class Loads:
         """Load the request's hits that get slots. Other hits wait on; they count as misses if they waited too long."""
         if not wait.hits:
             return
-        for share in self.shares:
-            is_stuck = not share.room and (now >= wait.capped_until or not share.is_awaited)
-            if is_stuck and wait.hit_tiers >> share.index & 1 and self._miss_hits(wait, 1 << share.index):
+        for index, blocks in wait.take_slots([share.room for share in self.shares], now).items():
+            self._begin(wait, index, blocks, now)
+        if wait.starved_since is not None:
+            if now - wait.starved_since >= self._room_wait_s:
+                self._end_starving(wait)
+        elif wait.capped_since is not None:
+            share = self.shares[next(iter(wait.hits.values()))]
+            is_stuck = now - wait.capped_since >= self._share_wait_s or not share.is_awaited
+            if is_stuck and self._miss_hits(wait, 1 << share.index):
                 self._slots.log_once(
                     f"loads {share.index}",
                     f"tier {share.name}: loads that it has not reported fill its whole share of the region: "
                     "no more is loaded from it until it reports some (see kvtiers_promotion_room_expired_total)",
                 )
-        by_tier = wait.take_slots([share.room for share in self.shares], now, self._share_wait_s)
-        if wait.starved_since is not None and now - wait.starved_since >= self._room_wait_s:
-            self._end_starving(wait)
-        for index, blocks in by_tier.items():
-            self._begin(wait, index, blocks, now)
 
     def release_latest_holds(self, served: Iterable[Wait], now: float) -> None:
         """Unpin the blocks held by the latest starving requests. Otherwise starving requests could block one another.

@@ -112,7 +112,6 @@ class BlockManager(OffloadingManager):
         self.slots.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        self._waits.hold_new_finds()
         return self.slots.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
@@ -137,7 +136,6 @@ class BlockManager(OffloadingManager):
         if served or self._loads.are_awaited:
             now = self._clock()
             self._loads.give_up_late(now)
-            self._waits.hold_finds(now)
             self._loads.release_latest_holds(served, now)
             for wait in list(served):
                 self._loads.serve(wait, now)
@@ -194,8 +192,10 @@ class BlockManager(OffloadingManager):
             waits.begin_round(wait)
         block = self.slots.find(key)
         if block is not None and block.state is BlockState.READY:
-            if wait is None or key not in wait.held:
+            if wait is None:
                 waits.note_found(req_context.req_id, block)
+            elif key not in wait.held:
+                wait.find(block)
             return True
         if not self._tiers:
             return False if block is None else None

@@ -223,7 +223,7 @@ class Slots(OffloadingManager):
                 self._end_use(block)
             self._drop(block)
 
-    # -- calls of BlockManager ---------------------------------------------------------------------------
+    # -- calls of BlockManager ---------------------------------------------------------------------------------------
 
     def end_store(self, keys: Collection[OffloadKey], success: bool) -> list[Block]:
         """Like ``complete_store``, but return the blocks that became ready."""

@@ -6,8 +6,7 @@ module knows: a tier tells which keys it has answered, and a block tells its wai
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -57,11 +56,10 @@ class Wait:
     gave_up: bool = False  # it no longer waits for answers
     # Hits, which have no slot yet
     hits: dict[OffloadKey, int] = field(default_factory=dict)  # key -> tier
-    hit_tiers: int = 0  # bit mask of the tiers with hits; may include too many until the hits are scanned again
-    capped_until: float = math.inf  # until when hits wait for their tiers' shares; infinite if none does
-    starved_since: float | None = None  # since when hits wait for room in the region; None if none does
-    starved_for: OffloadKey | None = None  # the first hit that got no room when hits were last scanned
+    capped_since: float | None = None  # since when hits have waited for their tiers' shares; None if none did
+    starved_since: float | None = None  # since when the first hit waits for room in the region; None if it does not
     # Blocks
+    found: list[Block] = field(default_factory=list)  # in this round of lookups, before it waited for others
     coming: set[OffloadKey] = field(default_factory=set)  # being filled; may include hits that another request loads
     loading: int = 0  # number of blocks that tiers load for this request
     held: dict[OffloadKey, Block] = field(default_factory=dict)
@@ -87,11 +85,22 @@ class Wait:
         """Begin a round of lookups. Keys that tiers may have answered are looked up again."""
         self.has_news = False
         self.left_open = bool(self.owed)
+        self.found = []
 
     def stay(self) -> None:
         """Have the request served at the ends of steps, and hold the blocks that it finds."""
         self.served[self] = None
         self._hold_until(self.asked_at)
+        if self.found:
+            self._pin(self.found)
+            self.found = []
+
+    def find(self, block: Block) -> None:
+        """Note a ready block. It is held while the request waits for others, or that wait would be in vain."""
+        if self in self.served:
+            self._pin([block])
+        else:
+            self.found.append(block)
 
     def owe(self, key: OffloadKey) -> None:
         """Wait for the answers that tiers owe for the key."""
@@ -117,67 +126,54 @@ class Wait:
             self.stay()
         self.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
         self.hits[key] = tier
-        self.hit_tiers |= 1 << tier
 
     # -- slots for hits ----------------------------------------------------------------------------------------------
 
-    def take_slots(self, rooms: list[int], now: float, cap_s: float) -> dict[int, list[Block]]:
-        """Reserve slots for hits, in order. Returns the blocks to load, by tier. Other hits wait for a share or room.
+    def take_slots(self, rooms: list[int], now: float) -> dict[int, list[Block]]:
+        """Reserve slots for hits, in order, up to the first one that must wait for room or for its tier's share.
+
+        The hits behind it wait, too: a prefix is usable only up to its first gap. Hits that are in the region are
+        dropped, because another request loads or has loaded them: the next lookup finds them.
 
         Args:
             rooms: per tier, how many blocks of it may be loaded now; changed.
-            cap_s: how long hits wait for their tiers' shares.
+
+        Returns:
+            The blocks to load, by tier.
         """
-        wanted = self._hits_within(rooms)
+        find, room = self.slots.find, self.slots.room
+        wanted: list[OffloadKey] = []
+        in_region = []
+        is_capped = False
+        for key, tier in self.hits.items():
+            if find(key) is not None:
+                in_region.append(key)
+                continue
+            is_capped = not rooms[tier]
+            if is_capped or len(wanted) == room:
+                break
+            rooms[tier] -= 1
+            wanted.append(key)
         blocks = self.slots.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}
         for block in blocks:
             by_tier.setdefault(self.hits.pop(block.key), []).append(block)
         self.loading += len(blocks)
-        if len(blocks) < len(wanted):  # other hits are checked against the shares once the region has room
-            self.starved_for = wanted[len(blocks)]
-            self.starved_since = now if self.starved_since is None else self.starved_since
-        else:
-            self.starved_since = None
-            self.capped_until = min(self.capped_until, now + cap_s) if self.hits else math.inf
-        return by_tier
-
-    def _hits_within(self, rooms: list[int]) -> list[OffloadKey]:
-        """Hits within their tiers' shares, up to one more than the region has room for.
-
-        Drops hits that are in the region, because another request loads or has loaded them: the next lookup finds them.
-        """
-        # Hundreds of hits in each of hundreds of requests are too many to scan in every step without a chance to load.
-        if not any(room and self.hit_tiers >> tier & 1 for tier, room in enumerate(rooms)):
-            return []
-        find, room = self.slots.find, self.slots.room
-        missed = self.starved_for  # a scan might pass many hits that wait for a share before it reaches this one
-        if not room and missed in self.hits and rooms[self.hits[missed]] and find(missed) is None:
-            return [missed]
-        wanted = []
-        hit_tiers = 0
-        in_region = []
-        for key, tier in self.hits.items():
-            if find(key) is not None:
-                in_region.append(key)
-                continue
-            hit_tiers |= 1 << tier
-            if rooms[tier]:
-                rooms[tier] -= 1
-                wanted.append(key)
-                if len(wanted) > room:
-                    break
-        else:
-            self.hit_tiers = hit_tiers
         if in_region:
             self._drop_hits(in_region)
-        return wanted
+        if not self.hits:
+            self.capped_since = self.starved_since = None
+        elif is_capped:
+            self.capped_since = now if self.capped_since is None else self.capped_since
+            self.starved_since = None
+        elif self.starved_since is None:
+            self.starved_since = now
+        return by_tier
 
     def miss_hits(self, tiers: int) -> int:
         """Count the hits in the tiers of a bit mask as misses. Returns how many of them nobody else loads."""
         missed = [key for key, tier in self.hits.items() if tiers >> tier & 1]
         self._drop_hits(missed)
-        self.hit_tiers &= ~tiers
         absent = [key for key in missed if self.slots.find(key) is None]  # others are loaded by another request
         for key in absent:
             self.excluded[key] = self.excluded.get(key, 0) | tiers
@@ -187,7 +183,7 @@ class Wait:
         for key in list(keys):
             del self.hits[key]
         if not self.hits:
-            self.hit_tiers, self.capped_until, self.starved_since = 0, math.inf, None
+            self.capped_since = self.starved_since = None
         self.has_news = True
 
     # -- blocks ------------------------------------------------------------------------------------------------------
@@ -211,19 +207,6 @@ class Wait:
             self._hold_until(now)
             self._pin(ready)
 
-    def hold(self, found: dict[OffloadKey, Block], now: float) -> bool:
-        """Hold blocks that the request found while it waits for others, or it would have to wait for them in turn.
-
-        Returns False if the request holds nothing, because its hold time is over.
-        """
-        if self.hits or self.loading:
-            self._hold_until(now)
-        if now > self.held_until:
-            return False
-        if not found.keys() <= self.held.keys():  # usually it found the same blocks in an earlier step
-            self._pin(found.values())
-        return True
-
     def let_go(self) -> None:
         """Unpin all held blocks."""
         for block in reversed(self.held.values()):  # so that a prefix's first blocks are evicted last
@@ -243,7 +226,9 @@ class Wait:
 
     def end_step(self, now: float) -> None:
         """Let go of the held blocks if nothing that the request waits for needs them any longer."""
-        if not (self.hits or self.loading or (self.held and now < self.held_until)):
+        if self.hits or self.loading:
+            self._hold_until(now)
+        elif not self.held or now >= self.held_until:
             self.served.pop(self, None)
             self.let_go()
 
@@ -254,12 +239,15 @@ class Wait:
         self.owed.clear()
         self.left_open = self.gave_up = False
         self.waited_s = 0.0
+        self.found = []
         self.coming.clear()
         self.let_go()
 
 
 class Waits:
-    """The requests that missed the region, by id, and the blocks that requests found in this step. Scheduler thread.
+    """The requests that missed the region, by id. Scheduler thread only.
+
+    An engine looks a request's keys up one after the other, without those of other requests between them.
 
     Attributes:
         by_id: the most recently looked up is last.
@@ -277,8 +265,7 @@ class Waits:
         self.by_id: OrderedDict[str, Wait] = OrderedDict()
         self.served: dict[Wait, None] = {}
         self.current: Wait | None = None
-        self._found: defaultdict[str, dict[OffloadKey, Block]] = defaultdict(dict)  # in this step, by request id
-        self._may_hold = False  # whether a request found blocks or may have begun to wait since ``hold_new_finds``
+        self._found: tuple[str, list[Block]] = "", []  # by the request of the latest lookup, which is not remembered
         self._step = 0
         self._took_answers = False  # whether the tiers' answers were taken in this step
         slots.metrics.inc("kvtiers_lookups_refused_total", by=0)  # a rate misses the first 1 of a new series
@@ -295,8 +282,13 @@ class Waits:
         """Begin a request's lookups in this step."""
         self._begin_step(wait)
         self.current = wait
-        self._may_hold = True
         wait.begin_round()
+
+    def note_found(self, req_id: str, block: Block) -> None:
+        """Note that a request that is not remembered found a ready block, in case that it misses the next one."""
+        if self._found[0] != req_id:
+            self._found = req_id, []
+        self._found[1].append(block)
 
     def add(self, context: ReqContext, came_after: int, excluded_tiers: int) -> Wait | None:
         """Remember a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
@@ -318,6 +310,9 @@ class Waits:
         wait = Wait(context, self._slots, self._options, self.served, came_after, excluded_tiers)
         self.by_id[context.req_id] = wait
         self.begin_round(wait)
+        if self._found[0] == context.req_id:
+            wait.found = self._found[1]
+        self._found = "", []
         return wait
 
     def _begin_step(self, wait: Wait) -> None:
@@ -340,28 +335,6 @@ class Waits:
                 if (asked := self.by_id.get(req_id)) is not None:
                     asked.take_answers(keys)
 
-    # -- found blocks ------------------------------------------------------------------------------------------------
-
-    def note_found(self, req_id: str, block: Block) -> None:
-        """Note that a request found a block. The block must stay while the request waits for others."""
-        self._found[req_id][block.key] = block
-        self._may_hold = True
-
-    def hold_new_finds(self) -> None:
-        """Hold the blocks that waiting requests found, before a store evicts them."""
-        if self._may_hold:  # without this check, each of a step's thousand stores would scan a thousand requests
-            self._may_hold = False
-            now = self._clock()
-            for req_id in list(self._found):
-                wait = self.by_id.get(req_id)
-                if wait in self.served and wait.hold(self._found[req_id], now):
-                    del self._found[req_id]
-
-    def hold_finds(self, now: float) -> None:
-        """Hold the blocks that waiting requests found in this step, before any request's load evicts them."""
-        for wait in self.served:
-            wait.hold(self._found.get(wait.req_id, {}), now)
-
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
@@ -369,11 +342,10 @@ class Waits:
         self._step += 1
         self._took_answers = False
         self.current = None
-        self._found.clear()
+        self._found = "", []
 
     def stop(self, req_id: str) -> None:
         """End the wait of a request that loads its blocks: it needs no others, and the load itself keeps them."""
-        self._found.pop(req_id, None)
         wait = self.by_id.get(req_id)
         if wait is not None:
             wait.stop()
@@ -389,4 +361,4 @@ class Waits:
         """Forget every request, and all that requests found."""
         for req_id in list(self.by_id):
             self.end(req_id)
-        self._found.clear()
+        self._found = "", []

@@ -231,13 +231,15 @@ class TieringMachine(RuleBasedStateMachine):
         for wait in self.manager._waits.by_id.values():
             if wait.hits:  # the step's end has looked for slots
                 assert wait in self.manager._waits.served
-                shares = self.manager._loads.shares
+                first = next(iter(wait.hits.values()))
+                share = self.manager._loads.shares[first]
                 if wait.starved_since is not None:
                     assert self.slots.counts().free == 0
                     assert now - wait.starved_since < ROOM_WAIT_S
                 else:
-                    assert not any(shares[tier].room for tier in wait.hits.values())
-                    assert now < wait.capped_until
+                    assert wait.capped_since is not None
+                    assert not share.room or wait.has_news  # hits of another tier were missed in this step
+                    assert now - wait.capped_since < share.deadline_s
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 1.5, LOAD_DEADLINE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -365,7 +367,6 @@ class TieringMachine(RuleBasedStateMachine):
                 assert wait in (block.waiters or ())
             assert not wait.owed & (wait.hits.keys() | wait.coming)
             assert wait.loading == len(self._loading_for(wait))
-            assert all(wait.hit_tiers >> tier & 1 for tier in wait.hits.values())
         assert all(block.pins == pins[block] for block in (*self.slots._blocks.values(), *pins))
         assert waits.served.keys() <= set(waits.by_id.values())
         for index, share in enumerate(self.manager._loads.shares):
@@ -391,7 +392,7 @@ class TieringMachine(RuleBasedStateMachine):
                 assert wait in self.manager._waits.served
             if not wait.hits:
                 assert wait.starved_since is None
-                assert wait.capped_until == math.inf
+                assert wait.capped_since is None
             for key in wait.coming:
                 assert key in stored or self.slots.find(key) in loaded
             for key, block in wait.held.items():

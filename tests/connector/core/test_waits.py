@@ -29,10 +29,10 @@ def test_waitadvances_from_an_owed_answer_to_a_held_block(wait: Wait) -> None:
     wait.hit(KEYS[0], 0)
     wait.hit(KEYS[1], 0)
     assert not wait.owed
-    assert wait.take_slots([0], now=0.0, cap_s=9.0) == {}
-    assert wait.capped_until == 9.0
+    assert wait.take_slots([0], now=0.0) == {}
+    assert wait.capped_since == 0.0
     wait.end_step(0.0)
-    (block,) = wait.take_slots([2], now=0.0, cap_s=9.0)[0]
+    (block,) = wait.take_slots([2], now=0.0)[0]
     assert wait.starved_since == 0.0
     wait.await_block(block)
     assert wait.miss_hits(tiers=1) == 1
@@ -46,7 +46,7 @@ def test_waitadvances_from_an_owed_answer_to_a_held_block(wait: Wait) -> None:
 
 def test_waitholds_nothing_after_a_load_that_it_did_not_await_has_failed(wait: Wait) -> None:
     wait.hit(KEYS[0], 0)
-    (block,) = wait.take_slots([1], now=0.0, cap_s=9.0)[0]
+    (block,) = wait.take_slots([1], now=0.0)[0]
     wait.await_block(block)
     wait.filling_ended(block.key)
     wait.end_step(0.0)
