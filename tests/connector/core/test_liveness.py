@@ -183,7 +183,7 @@ def test_lookups_are_answered_while_everything_hangs(rig: Rig, record: Record) -
     record("L2", answered_after_s=took_s, cut_off_answered_after_ms=1e3 * later_s)
 
 
-def test_a_hung_load_ends_and_its_slots_are_quarantined(rig: Rig, record: Record) -> None:
+def test_hung_load_is_given_up_and_its_slots_are_quarantined(rig: Rig, record: Record) -> None:
     """L3. The request goes on; who hangs keeps the slots; they are free again when it has let go."""
     rig.put_away(KEYS[:8])
     rig.hang_all()
@@ -211,7 +211,7 @@ def test_a_hung_load_ends_and_its_slots_are_quarantined(rig: Rig, record: Record
     )
 
 
-def test_a_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None:
+def test_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None:
     """L4. By failures in a row here; by a deadline in the test above."""
     rig.put_away(KEYS[:8])
 
@@ -239,7 +239,7 @@ def test_a_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None
     record("L4", stores_until_cut_off=stores, blocks_failed=int(dropped), probe_every_s=0.2, back_after_s=back_s)
 
 
-def test_shutdown_while_everything_hangs(rig: Rig, record: Record) -> None:
+def test_shutdown_ends_while_everything_hangs(rig: Rig, record: Record) -> None:
     """L5."""
     rig.put_away(KEYS[:8])
     rig.hang_all()
@@ -255,7 +255,7 @@ def test_shutdown_while_everything_hangs(rig: Rig, record: Record) -> None:
     record("L5", tiers=2, shutdown_s=took_s)
 
 
-def test_the_rig_hangs_what_it_says(rig: Rig) -> None:
+def test_rig_hangs_calls_of_both_stores_until_it_heals(rig: Rig) -> None:
     """Or the tests above would show nothing."""
     rig.hang_all()
     ended: list[object] = []

@@ -95,7 +95,7 @@ class Engine:
 # ---- cascade
 
 
-def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> None:
+def test_stored_block_is_pinned_until_every_tier_has_it() -> None:
     engine = Engine(num_tiers=3, auto=False, store_backlog_share=1)
     engine.store(*KEYS[:4])
     assert [[job_keys(job) for job in tier.submitted] for tier in engine.tiers] == [[KEYS[:4]]] * 3
@@ -110,7 +110,7 @@ def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> 
     assert all(tier.blobs == {key: pattern(key) for key in KEYS[:4]} for tier in engine.tiers)
 
 
-def test_a_tier_that_takes_no_stores_is_given_none_and_its_hits_go_to_the_tiers_before_it() -> None:
+def test_read_only_tier_gets_no_stores_and_its_hits_are_stored_to_earlier_tiers() -> None:
     engine = Engine(num_tiers=2)
     engine.tiers[1].takes_stores = False
     engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(), clock=engine.clock)
@@ -126,14 +126,14 @@ def test_a_tier_that_takes_no_stores_is_given_none_and_its_hits_go_to_the_tiers_
     assert [job_keys(job) for job in engine.tiers[1].submitted] == [KEYS[5:6]]  # the load
 
 
-def test_only_new_blocks_are_cascaded() -> None:
+def test_only_new_blocks_are_stored_to_tiers() -> None:
     engine = Engine()
     engine.store(*KEYS[:3])
     engine.store(*KEYS[1:5])
     assert [job_keys(job) for job in engine.tier.submitted] == [KEYS[:3], KEYS[3:5]]
 
 
-def test_a_failed_store_is_not_cascaded() -> None:
+def test_failed_store_reaches_no_tier() -> None:
     engine = Engine()
     engine.manager.prepare_store(KEYS[:3], REQ)
     engine.manager.complete_store(KEYS[:3], success=False)
@@ -141,7 +141,7 @@ def test_a_failed_store_is_not_cascaded() -> None:
     assert engine.counts.free == 16
 
 
-def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(
+def test_stores_beyond_a_backlogs_share_are_dropped_and_counted(
     caplog: pytest.LogCaptureFixture, record: Record
 ) -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.5)
@@ -162,7 +162,7 @@ def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(
     record("D4", share_of_the_region=0.5, blocks_dropped_and_counted=4)
 
 
-def test_a_block_that_a_tier_refused_is_offered_again_when_it_is_used() -> None:
+def test_refused_block_is_offered_again_when_it_is_used() -> None:
     """A prefix that never leaves the region would else never get there."""
     engine = Engine(num_tiers=2, auto=False, store_backlog_share=1)
     dead, good = engine.tiers
@@ -187,7 +187,7 @@ def test_a_block_that_a_tier_refused_is_offered_again_when_it_is_used() -> None:
     assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_block_that_a_backlog_dropped_is_offered_again_when_it_is_used() -> None:
+def test_dropped_block_is_offered_again_when_it_is_used() -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.25)
     engine.store(*KEYS[:4])
     engine.store(*KEYS[4:8])
@@ -204,7 +204,7 @@ def test_a_block_that_a_backlog_dropped_is_offered_again_when_it_is_used() -> No
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 8
 
 
-def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_another() -> None:
+def test_refused_block_is_offered_again_when_another_tier_loads_it() -> None:
     """Here from the tier before it; in a region that is smaller than what is used, nothing would stay until then."""
     engine = Engine(num_blocks=4, num_tiers=2, load_share=1, store_backlog_share=1)
     far = engine.tiers[1]
@@ -227,7 +227,7 @@ def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_an
     assert stored == [*KEYS[:2], *KEYS[10:14]]  # the tier before has it, and is not offered it
 
 
-def test_what_left_the_region_while_it_waited_for_a_tier_gets_there_when_it_comes_back() -> None:
+def test_unsent_block_that_was_evicted_is_offered_again_when_it_comes_back() -> None:
     engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
     far = engine.tiers[1]
     far.auto = False
@@ -246,7 +246,7 @@ def test_what_left_the_region_while_it_waited_for_a_tier_gets_there_when_it_come
     assert set(KEYS[:4]) <= far.blobs.keys()
 
 
-def test_what_a_reset_found_waiting_for_a_tier_gets_there_when_it_comes_back_to_the_region_from_another() -> None:
+def test_unsent_block_that_a_reset_dropped_is_offered_again_when_another_tier_loads_it() -> None:
     engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
     engine.tier.put(*KEYS[:4])
     far = engine.tiers[1]
@@ -263,7 +263,7 @@ def test_what_a_reset_found_waiting_for_a_tier_gets_there_when_it_comes_back_to_
     assert far.blobs.keys() == set(KEYS[:4])
 
 
-def test_a_block_that_a_tier_never_takes_keeps_no_others_from_it() -> None:
+def test_block_that_a_tier_always_refuses_delays_no_others() -> None:
     engine = Engine(num_blocks=32, auto=False)
     bad = {KEYS[0], *KEYS[20:30]}
 
@@ -285,7 +285,7 @@ def test_a_block_that_a_tier_never_takes_keeps_no_others_from_it() -> None:
     assert [job_keys(job) for job in engine.tier.submitted].count(KEYS[:1]) == 6  # in 60 s
 
 
-def test_what_tiers_refused_is_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_blocks_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.core.stores.REFUSED_MAX", 4)
     engine = Engine(num_blocks=4)
     engine.tier.raising.add("submit_store")
@@ -294,7 +294,7 @@ def test_what_tiers_refused_is_remembered_in_bounded_memory(monkeypatch: pytest.
     assert list(engine.manager._stores._refused[0]) == KEYS[6:10]
 
 
-def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None:
+def test_hung_tier_leaves_the_region_and_other_tiers_usable() -> None:
     engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
     hung, good = engine.tiers
     hung.auto = False
@@ -306,7 +306,7 @@ def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 56
 
 
-def test_a_large_job_takes_no_more_than_its_tiers_share_at_once() -> None:
+def test_large_store_is_sent_in_parts_of_its_tiers_share() -> None:
     engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
     hung, good = engine.tiers
     hung.auto = False
@@ -327,7 +327,7 @@ def test_a_large_job_takes_no_more_than_its_tiers_share_at_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["drain", "shutdown"])
-def test_what_waits_for_a_tier_is_not_forgotten_at_the_end(end: str) -> None:
+def test_unsent_blocks_are_sent_at_drain_and_shutdown(end: str) -> None:
     engine = Engine(num_blocks=16, num_tiers=2, auto=False, store_backlog_share=0.25)
     engine.store(*KEYS[:15])
     assert engine.counts.pinned == 2
@@ -337,7 +337,7 @@ def test_what_waits_for_a_tier_is_not_forgotten_at_the_end(end: str) -> None:
     assert engine.counts.pinned == engine.counts.quarantined == 0
 
 
-def test_what_waits_for_a_tier_that_raises_is_sent_as_its_share_comes_free() -> None:
+def test_unsent_blocks_of_a_raising_tier_are_sent_when_its_share_is_free() -> None:
     engine = Engine(num_blocks=16, store_backlog_share=0.1)
     engine.tier.raising.add("submit_store")
     engine.store(*KEYS[:15])
@@ -355,7 +355,7 @@ def test_what_waits_for_a_tier_that_raises_is_sent_as_its_share_comes_free() -> 
     assert engine.manager._stores._unsent == [type(engine.manager._stores._unsent[0])()]
 
 
-def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:
+def test_failing_stores_of_one_tier_do_not_delay_the_others() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.store(*KEYS[:2])
     for tier, failing in zip(engine.tiers, (KEYS[:2], ()), strict=True):
@@ -368,7 +368,7 @@ def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:
 # ---- promotion
 
 
-def test_a_hit_is_promoted_in_one_job_per_request_when_the_step_ends() -> None:
+def test_hits_of_a_request_are_loaded_in_one_job_at_the_steps_end() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:8])
     a, b = ReqContext("a"), ReqContext("b")
@@ -392,13 +392,13 @@ def test_a_hit_is_promoted_in_one_job_per_request_when_the_step_ends() -> None:
     assert engine.tier.submitted[2:] == []
 
 
-def test_a_key_nobody_has_is_a_miss_at_once() -> None:
+def test_absent_key_is_a_miss_at_once() -> None:
     engine = Engine(num_tiers=2)
     assert engine.lookup([KEYS[0]]) == [False]
     assert engine.counts.free == 16
 
 
-def test_the_first_tier_that_has_it_loads_it() -> None:
+def test_first_tier_that_has_a_block_loads_it() -> None:
     engine = Engine(num_tiers=3)
     engine.tiers[1].put(KEYS[0], KEYS[1])
     engine.tiers[2].put(KEYS[0], KEYS[2])
@@ -411,7 +411,7 @@ def test_the_first_tier_that_has_it_loads_it() -> None:
     assert KEYS[0] not in engine.tiers[2].asked  # once a tier has it, slower ones are not asked
 
 
-def test_a_tier_that_a_request_may_not_load_from_is_not_asked_for_it() -> None:
+def test_excluded_tier_is_not_asked() -> None:
     engine = Engine(num_tiers=2)
     for tier in engine.tiers:
         tier.put(KEYS[0])
@@ -424,7 +424,7 @@ def test_a_tier_that_a_request_may_not_load_from_is_not_asked_for_it() -> None:
     assert engine.lookup_until_known(KEYS[:2], ReqContext("barred")) == [True, True]  # it is in the region now
 
 
-def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
+def test_block_from_a_later_tier_is_stored_to_earlier_ones() -> None:
     engine = Engine(num_tiers=3, store_backlog_share=1, load_share=1)
     engine.tiers[2].put(*KEYS[:4])
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
@@ -436,7 +436,7 @@ def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
     assert engine.counts.pinned == 0
 
 
-def test_a_load_that_comes_in_parts_fills_the_earlier_tiers_whole() -> None:
+def test_load_in_parts_is_stored_whole_to_earlier_tiers() -> None:
     engine = Engine(num_tiers=2)
     near, far = engine.tiers
     near.auto = False
@@ -560,7 +560,7 @@ def test_polling_tier_waits_while_it_answers_other_requests_and_while_nobody_ask
 
 
 @pytest.mark.parametrize("reported", [False, True])
-def test_requests_that_wait_for_one_load_do_not_try_it_one_after_the_other(reported: bool) -> None:
+def test_requests_that_wait_for_one_failed_load_do_not_retry_it_in_turn(reported: bool) -> None:
     engine = Engine(num_blocks=64, auto=False, load_deadline_s=20.0)
     engine.tier.put(*KEYS[:8])
     requests = [ReqContext(f"r{n}") for n in range(6)]
@@ -584,7 +584,7 @@ def test_requests_that_wait_for_one_load_do_not_try_it_one_after_the_other(repor
     assert engine.lookup(KEYS[8:9], ReqContext("other"))[0] is False
 
 
-def test_a_request_that_a_load_has_failed_waits_for_no_later_one_of_the_same_tier() -> None:
+def test_request_after_a_failed_load_waits_for_no_later_load_of_that_tier() -> None:
     """Or each request that comes after a failure, and tries again, would keep it waiting for another load."""
     engine = Engine(auto=False)
     engine.tier.liar = True
@@ -612,7 +612,7 @@ def test_failed_loads_are_remembered_in_bounded_memory(monkeypatch: pytest.Monke
     assert [engine.lookup([key], waiting) for key in KEYS[:3]] == [[None], [False], [False]]
 
 
-def test_a_request_that_a_load_has_failed_waits_for_another_tiers() -> None:
+def test_request_after_a_failed_load_waits_for_another_tiers_load() -> None:
     engine = Engine(num_tiers=2, auto=False)
     for tier in engine.tiers:
         tier.put(KEYS[0])
@@ -629,7 +629,7 @@ def test_a_request_that_a_load_has_failed_waits_for_another_tiers() -> None:
 
 
 @pytest.mark.parametrize("has_it", [True, False])
-def test_a_request_that_a_load_has_failed_asks_the_next_tier_while_others_load_from_the_first(has_it: bool) -> None:
+def test_request_after_a_failed_load_asks_the_next_tier_while_others_retry(has_it: bool) -> None:
     engine = Engine(num_tiers=2, auto=False)
     near, far = engine.tiers
     near.put(KEYS[0])
@@ -654,7 +654,7 @@ def test_a_request_that_a_load_has_failed_asks_the_next_tier_while_others_load_f
         assert engine.lookup_until_known(KEYS[:1], first) == [True]
 
 
-def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
+def test_wait_for_an_earlier_tiers_answer_is_bounded() -> None:
     engine = Engine(num_tiers=2, lookup_total_s=0.2)
     engine.tiers[0].silent = True
     engine.tiers[1].put(KEYS[0])
@@ -669,7 +669,7 @@ def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
     assert engine.counted("kvtiers_deadline_expired_total", "tier0", "lookup") == 2
 
 
-def test_a_faster_tiers_hit_does_not_wait_for_a_slower_one() -> None:
+def test_hit_of_an_earlier_tier_does_not_wait_for_later_tiers() -> None:
     engine = Engine(num_tiers=2)
     engine.tiers[0].put(KEYS[0])
     engine.tiers[1].silent = True
@@ -677,7 +677,7 @@ def test_a_faster_tiers_hit_does_not_wait_for_a_slower_one() -> None:
     assert [job_keys(job) for job in engine.tiers[0].submitted] == [KEYS[:1]]
 
 
-def test_after_a_failed_load_the_next_tier_is_tried_and_then_it_is_a_miss() -> None:
+def test_failed_load_is_tried_from_each_tier_and_then_a_miss() -> None:
     engine = Engine(num_tiers=2, auto=False)
     for tier in engine.tiers:
         tier.put(KEYS[0])
@@ -693,7 +693,7 @@ def test_after_a_failed_load_the_next_tier_is_tried_and_then_it_is_a_miss() -> N
     assert engine.lookup(KEYS[:1]) == [None]  # another request may try again
 
 
-def test_a_partly_failed_load_makes_the_good_keys_ready() -> None:
+def test_partly_failed_load_makes_the_good_keys_ready() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:3])
     engine.lookup(KEYS[:3])
@@ -704,7 +704,7 @@ def test_a_partly_failed_load_makes_the_good_keys_ready() -> None:
     assert engine.counts.free == 14
 
 
-def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
+def test_tier_that_reports_absent_blocks_as_present_causes_no_loop() -> None:
     engine = Engine(num_tiers=2)
     for tier in engine.tiers:
         tier.liar = True
@@ -712,7 +712,7 @@ def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
     assert engine.counts.free == 16
 
 
-def test_each_block_a_request_asks_for_counts_once_a_tier() -> None:
+def test_lookup_of_a_block_counts_once_per_request_and_tier() -> None:
     engine = Engine(num_tiers=2, lookup_total_s=0.2)
     engine.tiers[1].put(*KEYS[:3])
 
@@ -738,14 +738,14 @@ def test_each_block_a_request_asks_for_counts_once_a_tier() -> None:
     assert counted() == [0, 13, 9, 4]  # no answer in time is a miss too
 
 
-def test_of_an_engine_whose_requests_have_no_id_each_answer_counts() -> None:
+def test_lookups_without_request_id_count_each_time() -> None:
     engine = Engine()
     for _ in range(3):
         assert engine.lookup(KEYS[:1], ReqContext()) == [False]
     assert engine.counted("kvtiers_lookups_total", "tier0", "miss") == 3
 
 
-def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
+def test_hit_without_room_is_a_miss_after_promotion_wait_s() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])
     engine.tier.put(*KEYS[10:13])
@@ -762,7 +762,7 @@ def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
     engine.load(KEYS[10:11])
 
 
-def test_room_that_comes_in_time_is_used() -> None:
+def test_hit_is_loaded_when_room_comes_in_time() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
     engine.store(*KEYS[:4])
     engine.tier.put(*KEYS[10:12])
@@ -775,7 +775,7 @@ def test_room_that_comes_in_time_is_used() -> None:
     assert engine.lookup_until_known(KEYS[10:12]) == [True] * 2
 
 
-def test_no_wait_means_a_miss_at_the_next_step() -> None:
+def test_hit_without_room_is_a_miss_at_once_if_promotion_wait_s_is_0() -> None:
     engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0, store_backlog_share=1)
     engine.store(*KEYS[:2])
     engine.tier.put(KEYS[10])
@@ -783,7 +783,7 @@ def test_no_wait_means_a_miss_at_the_next_step() -> None:
     assert engine.lookup([KEYS[10]]) == [False]
 
 
-def test_promoting_the_rest_does_not_evict_what_the_request_already_has() -> None:
+def test_load_does_not_evict_blocks_that_its_request_found() -> None:
     engine = Engine(num_blocks=6)
     for keys in (KEYS[:3], KEYS[20:23]):  # the second are younger: without protection the first would leave
         engine.store(*keys)
@@ -794,7 +794,7 @@ def test_promoting_the_rest_does_not_evict_what_the_request_already_has() -> Non
     assert len([job for job in engine.tier.submitted if job.is_load]) == 1
 
 
-def test_what_a_request_has_found_is_kept_while_it_waits_for_a_block_that_another_loads() -> None:
+def test_found_blocks_are_held_while_another_requests_load_is_awaited() -> None:
     engine = Engine(num_blocks=8, auto=False, promotion_hold_s=2.0)
     engine.store(*KEYS[:4])
     engine.tier.put(KEYS[4])
@@ -813,7 +813,7 @@ def test_what_a_request_has_found_is_kept_while_it_waits_for_a_block_that_anothe
     assert engine.counts.pinned == 0
 
 
-def test_a_block_found_and_evicted_within_one_step_is_not_kept() -> None:
+def test_found_block_that_is_evicted_in_the_same_step_is_not_held() -> None:
     engine = Engine(num_blocks=2)
     engine.store(KEYS[0])
     engine.manager.on_schedule_end()
@@ -825,7 +825,7 @@ def test_a_block_found_and_evicted_within_one_step_is_not_kept() -> None:
     assert engine.counts == SlotCounts(free=0, ready=0, pinned=0, pending=2, quarantined=0)
 
 
-def test_two_requests_that_do_not_fit_together_both_go_on() -> None:
+def test_two_requests_that_do_not_fit_together_both_continue() -> None:
     """Each has half of the region and waits for the other half: the wait is bounded, so neither waits for ever."""
     engine = Engine(num_blocks=8, promotion_wait_s=0.5)
     a, b = ReqContext("a"), ReqContext("b")
@@ -847,7 +847,7 @@ def test_two_requests_that_do_not_fit_together_both_go_on() -> None:
     assert engine.counts.pinned == engine.counts.pending == 0
 
 
-def test_loaded_blocks_wait_for_their_request_for_a_bounded_time() -> None:
+def test_loaded_blocks_are_held_for_a_bounded_time() -> None:
     engine = Engine(num_blocks=2, promotion_hold_s=2.0, load_share=1)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -861,7 +861,7 @@ def test_loaded_blocks_wait_for_their_request_for_a_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("stores", [False, True])
-def test_what_a_request_has_come_for_is_not_kept_for_it_any_more(stores: bool) -> None:
+def test_blocks_are_not_held_after_their_request_loads_them(stores: bool) -> None:
     """An engine loads in the step in which it hears that all is there, and stores for others in it."""
     engine = Engine(num_blocks=4, load_share=1)
     engine.tier.put(*KEYS[:4])
@@ -876,7 +876,7 @@ def test_what_a_request_has_come_for_is_not_kept_for_it_any_more(stores: bool) -
     assert engine.counts.pinned == 0
 
 
-def test_what_a_request_loads_for_which_another_had_it_loaded_is_not_loaded_again() -> None:
+def test_blocks_loaded_for_one_request_are_not_loaded_again_for_another() -> None:
     """A tier's share of the region was full when the request came, so its hits waited while the other's loads ended."""
     engine = Engine(num_blocks=8, auto=False, load_share=0.25)
     first, second = ReqContext("first"), ReqContext("second")
@@ -896,7 +896,7 @@ def test_what_a_request_loads_for_which_another_had_it_loaded_is_not_loaded_agai
     assert engine.counts.pinned == 0
 
 
-def test_what_comes_for_a_request_that_has_loaded_is_not_kept_for_it() -> None:
+def test_blocks_that_arrive_after_their_request_loaded_are_not_held() -> None:
     """It goes without what lies behind a miss: the next one that wants that finds it evictable."""
     engine = Engine(num_blocks=4, auto=False, load_share=1)
     engine.store(KEYS[0])
@@ -911,7 +911,7 @@ def test_what_comes_for_a_request_that_has_loaded_is_not_kept_for_it() -> None:
     assert engine.counts == SlotCounts(free=0, ready=4, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_request_that_comes_again_waits_anew() -> None:
+def test_preempted_request_waits_again_from_zero() -> None:
     engine = Engine(num_blocks=4, promotion_wait_s=0.5)
     engine.store(*KEYS[:4])
     engine.manager.prepare_load(KEYS[:4], ReqContext("runs"))
@@ -924,7 +924,7 @@ def test_a_request_that_comes_again_waits_anew() -> None:
     assert engine.lookup_until_known([KEYS[0], KEYS[4]]) == [True] * 2
 
 
-def test_a_finished_request_lets_go_of_its_blocks() -> None:
+def test_finished_request_holds_no_blocks() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:4])
     engine.lookup(KEYS[:2])
@@ -939,7 +939,7 @@ def test_a_finished_request_lets_go_of_its_blocks() -> None:
     assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_request_larger_than_the_region_loads_its_first_blocks_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_larger_than_the_region_loads_its_first_blocks_and_logs_why(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(num_blocks=4)
     engine.tier.put(*KEYS[:10])
     assert engine.lookup_until_known(KEYS[:10]) == [True] * 4 + [False]
@@ -949,7 +949,7 @@ def test_a_request_larger_than_the_region_loads_its_first_blocks_and_says_so(cap
     assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be loaded beyond" in messages[0]
 
 
-def test_what_another_request_has_loaded_is_needed_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_of_two_requests_count_once_against_the_region(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(num_blocks=4, load_share=1)
     assert engine.manager.prepare_store(KEYS[40:42], REQ) is not None
     engine.tier.put(*KEYS[:3])
@@ -959,7 +959,7 @@ def test_what_another_request_has_loaded_is_needed_once(caplog: pytest.LogCaptur
     assert caplog.records == []  # the region is large enough
 
 
-def test_a_block_stored_by_the_engine_meanwhile_is_not_fetched() -> None:
+def test_hit_that_the_engine_stores_meanwhile_is_not_loaded() -> None:
     engine = Engine()
     engine.tier.put(KEYS[0])
     assert engine.manager.lookup(KEYS[0], REQ) is None
@@ -984,7 +984,7 @@ def test_remembered_requests_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("waiting_for", ["answers", "room"])
-def test_more_waiting_requests_than_are_remembered_do_not_restart_each_others_waits(waiting_for: str) -> None:
+def test_requests_beyond_requests_max_do_not_restart_the_waits_of_others(waiting_for: str) -> None:
     engine = Engine(num_blocks=4, auto=False, requests_max=4, lookup_total_s=0.2)
     engine.tier.silent = waiting_for == "answers"
     engine.tier.put(*KEYS[:6])
@@ -1007,7 +1007,7 @@ def test_more_waiting_requests_than_are_remembered_do_not_restart_each_others_wa
     assert engine.manager.lookup(KEYS[4], requests[4]) is None  # there is a place again
 
 
-def test_a_request_that_was_asked_of_lately_is_kept_and_the_one_longest_not_asked_of_goes() -> None:
+def test_new_request_replaces_the_one_that_was_idle_longest() -> None:
     engine = Engine(num_blocks=4, auto=False, requests_max=2)
     engine.tier.put(KEYS[0], KEYS[1])
     first, second = ReqContext("first"), ReqContext("second")
@@ -1039,7 +1039,7 @@ def hung_load(num_tiers: int = 2, hung: int = 0, **options: Any) -> tuple[Engine
     return engine, tier
 
 
-def test_a_hung_load_of_a_whole_region_leaves_the_others_room_in_it() -> None:
+def test_hung_load_leaves_room_in_the_region_for_other_tiers() -> None:
     engine, hung = hung_load(hung=1)
     assert [job_keys(job) for job in hung.submitted] == [KEYS[:4]]
     engine.tier.put(*KEYS[30:36])
@@ -1054,7 +1054,7 @@ def test_a_hung_load_of_a_whole_region_leaves_the_others_room_in_it() -> None:
     assert [job.is_load for job in hung.submitted].count(True) == 1
 
 
-def test_what_waits_for_the_share_of_a_tier_that_hangs_is_a_miss_as_soon_as_the_load_that_has_it(
+def test_hits_that_wait_for_a_hung_tiers_share_are_misses_when_its_load_is_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, _ = hung_load(num_tiers=1)
@@ -1074,7 +1074,7 @@ def test_what_waits_for_the_share_of_a_tier_that_hangs_is_a_miss_as_soon_as_the_
     assert len([r for r in caplog.records if "whole share of the region" in r.message]) == 1
 
 
-def test_what_a_stuck_tiers_share_has_no_room_for_is_loaded_from_the_next() -> None:
+def test_hits_beyond_a_hung_tiers_share_are_loaded_from_the_next_tier() -> None:
     engine, _ = hung_load()
     engine.tiers[1].put(*KEYS[:20])
     engine.clock.advance(20.1)
@@ -1083,7 +1083,7 @@ def test_what_a_stuck_tiers_share_has_no_room_for_is_loaded_from_the_next() -> N
     assert engine.counts.quarantined == 4
 
 
-def test_a_prompt_as_large_as_the_region_comes_from_a_tier_that_is_slow() -> None:
+def test_prompt_as_large_as_the_region_is_loaded_from_a_slow_tier() -> None:
     """However long its share waits for the tier, that is no wait for room in the region."""
     engine, slow = hung_load(num_tiers=1, promotion_wait_s=0.5)
     for _ in range(3):
@@ -1098,7 +1098,7 @@ def test_a_prompt_as_large_as_the_region_comes_from_a_tier_that_is_slow() -> Non
     assert [job_keys(job) for job in slow.submitted] == [KEYS[:8], KEYS[8:16], KEYS[16:20]]
 
 
-def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_first() -> None:
+def test_found_blocks_are_not_evicted_for_another_requests_load() -> None:
     """In the step in which both come, too: of what no tier has the hit would be lost, and with it all behind."""
     engine = Engine(num_blocks=4, load_share=1)
     engine.tier.takes_stores = False
@@ -1114,7 +1114,7 @@ def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_f
 
 
 @pytest.mark.parametrize("answers_later", [False, True])
-def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_the_same_step(
+def test_found_blocks_are_not_evicted_for_a_store_in_the_same_step(
     answers_later: bool,
 ) -> None:
     engine = Engine(num_blocks=4)
@@ -1132,7 +1132,7 @@ def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_t
     assert engine.lookup(KEYS[:2], waits) == [True, True]
 
 
-def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() -> None:
+def test_latest_of_requests_that_fill_the_region_together_lets_go() -> None:
     """Each has found a quarter of it and wants as much besides: those that came last let go."""
     engine = Engine(num_blocks=8, promotion_wait_s=0.5)
     engine.tier.takes_stores = False
@@ -1157,7 +1157,7 @@ def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() 
     assert engine.counts.pinned == engine.counts.pending == 0
 
 
-def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_that_wait_for_room_are_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 requests with 1,000 hits each held each step of the scheduler up for 0.15 s."""
     engine = Engine(num_blocks=4, promotion_wait_s=0.5, load_share=1)
     engine.store(*KEYS[:4])
@@ -1182,7 +1182,7 @@ def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatc
     assert engine.counted("kvtiers_promotion_room_expired_total") == 14 + 14
 
 
-def test_a_hit_that_another_request_loads_is_none_that_found_no_room() -> None:
+def test_hit_that_another_request_loads_is_not_counted_as_expired() -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=1, promotion_wait_s=0.5)
     assert engine.manager.prepare_store(KEYS[40:43], REQ) is not None
     engine.tiers[0].put(*KEYS[:2])
@@ -1221,7 +1221,7 @@ def test_hits_behind_one_that_waits_for_its_tiers_share_wait_with_it_and_are_not
     assert [job_keys(job) for job in near.submitted if job.is_load] == [KEYS[6:8]]
 
 
-def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
+def test_wait_for_room_does_not_count_as_a_wait_for_a_share() -> None:
     engine = Engine(num_blocks=4, auto=False, load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
     engine.tier.takes_stores = False
     options = ManagerOptions(load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
@@ -1241,7 +1241,7 @@ def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
     assert engine.lookup_until_known(KEYS[12:14], second) == [True] * 2
 
 
-def test_a_wait_for_a_tiers_share_is_bounded() -> None:
+def test_wait_for_a_tiers_share_is_bounded() -> None:
     engine, slow = hung_load(num_tiers=1)
     engine.clock.advance(10.0)
     slow.finish(next(iter(slow.jobs)))
@@ -1254,7 +1254,7 @@ def test_a_wait_for_a_tiers_share_is_bounded() -> None:
     assert engine.lookup(KEYS[:16], ReqContext("large")) == [True] * 8 + [None] * 8  # not given up
 
 
-def test_a_wait_for_one_tiers_share_ends_without_the_hits_that_another_has_room_for() -> None:
+def test_end_of_a_wait_for_one_tiers_share_keeps_hits_of_other_tiers() -> None:
     engine, slow = hung_load(hung=1)
     engine.clock.advance(19.0)
     slow.finish(next(iter(slow.jobs)))
@@ -1266,7 +1266,7 @@ def test_a_wait_for_one_tiers_share_ends_without_the_hits_that_another_has_room_
     assert engine.lookup(KEYS[8:20], ReqContext("large")) == [False]
 
 
-def test_what_comes_free_of_a_tiers_share_in_the_step_in_which_the_wait_for_it_ends_is_used() -> None:
+def test_share_that_comes_free_when_the_wait_for_it_ends_is_used() -> None:
     engine, slow = hung_load(num_tiers=1)
     engine.clock.advance(20.1)
     slow.finish(next(iter(slow.jobs)))
@@ -1275,7 +1275,7 @@ def test_what_comes_free_of_a_tiers_share_in_the_step_in_which_the_wait_for_it_e
     assert engine.lookup(KEYS[:20], ReqContext("large")) == [True] * 8 + [None] * 8 + [False]
 
 
-def test_a_large_load_is_several_jobs_so_that_one_that_hangs_keeps_no_more_than_its_own_slots() -> None:
+def test_hung_job_of_a_large_load_keeps_only_its_own_slots() -> None:
     keys = [block_key(number) for number in range(1000, 1300)]
     engine = Engine(num_blocks=400, auto=False, load_share=1, load_deadline_s=20.0)
     engine.tier.put(*keys)
@@ -1338,13 +1338,13 @@ def test_nothing_that_a_tier_raises_reaches_the_engine(
     record("S4", raising=method, reached_the_engine=0, slots_lost=0)
 
 
-def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:
+def test_tier_that_never_answers_is_a_miss_after_lookup_total_s() -> None:
     engine = Engine(lookup_total_s=0.2)
     engine.tier.silent = True
     assert engine.lookup_until_known(KEYS[:1]) == [False]
 
 
-def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again(
+def test_unreported_load_is_given_up_and_its_slot_is_not_reused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0, store_backlog_share=1, load_share=1)
@@ -1378,7 +1378,7 @@ def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again(
     assert engine.counts == SlotCounts(free=1, ready=3, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_load_is_given_up_soon_after_its_tiers_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_is_given_up_soon_after_its_tiers_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedTier, "job_deadline_s", 2.0)
     engine = Engine(num_blocks=4, auto=False, load_deadline_s=20.0)
     engine.tier.put(*KEYS[:2])
@@ -1417,7 +1417,7 @@ def raising_late(method: str) -> Engine:
     return engine
 
 
-def test_the_slots_of_a_load_that_was_begun_before_it_raised_are_nobodys_until_it_is_reported() -> None:
+def test_slots_of_a_load_whose_submission_raised_are_not_used_until_it_is_reported() -> None:
     engine = raising_late("submit_load")
     tier = engine.tier
     tier.put(*KEYS[:2])
@@ -1432,7 +1432,7 @@ def test_the_slots_of_a_load_that_was_begun_before_it_raised_are_nobodys_until_i
     assert engine.counts.free == 2
 
 
-def test_the_slots_of_a_store_that_was_begun_before_it_raised_stay_as_they_are_until_it_is_reported() -> None:
+def test_slots_of_a_store_whose_submission_raised_stay_pinned_until_it_is_reported() -> None:
     engine = raising_late("submit_store")
     tier = engine.tier
     engine.store(KEYS[0])
@@ -1447,7 +1447,7 @@ def test_the_slots_of_a_store_that_was_begun_before_it_raised_stay_as_they_are_u
 
 @pytest.mark.parametrize("own_s", [None, float("inf"), 40.0])
 @pytest.mark.parametrize("method", ["submit_load", "submit_store"])
-def test_slots_of_a_job_that_raised_and_is_never_reported_are_free_after_the_tiers_deadline(
+def test_slots_of_a_job_whose_submission_raised_are_free_after_the_tiers_deadline(
     method: str, own_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedTier, "job_deadline_s", own_s)
@@ -1480,7 +1480,7 @@ class PanicError(BaseException):
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), PanicError("x"), NoRepr()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("method", METHODS)
-def test_whatever_a_tier_raises_is_contained(method: str, error: BaseException) -> None:
+def test_any_exception_of_a_tier_is_contained(method: str, error: BaseException) -> None:
     engine = Engine()
     engine.tier.put(KEYS[9])
 
@@ -1501,7 +1501,7 @@ def test_whatever_a_tier_raises_is_contained(method: str, error: BaseException) 
 
 
 @pytest.mark.parametrize("signals", [KeyboardInterrupt, SystemExit])
-def test_who_interrupts_is_heard(signals: type[BaseException]) -> None:
+def test_exceptions_of_signals_pass_through_the_guard(signals: type[BaseException]) -> None:
     """What a signal's handler raises, vLLM's own among them, comes out of wherever the engine is."""
     engine = Engine()
 
@@ -1528,7 +1528,7 @@ def test_who_interrupts_is_heard(signals: type[BaseException]) -> None:
         ((KEYS[0],), "X", np.array([True, False])),
     ],
 )
-def test_an_event_that_is_none_is_contained_and_hides_no_other(keys: Any, medium: Any, removed: Any) -> None:
+def test_malformed_event_is_contained_and_hides_no_other(keys: Any, medium: Any, removed: Any) -> None:
     engine = Engine()
     good = OffloadingEvent((KEYS[1],), "X", removed=True)
     engine.tier.events = [OffloadingEvent(keys, medium, removed), good]
@@ -1536,13 +1536,13 @@ def test_an_event_that_is_none_is_contained_and_hides_no_other(keys: Any, medium
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "take_events") == 1
 
 
-def test_keys_of_an_event_may_be_anything_that_yields_them() -> None:
+def test_event_keys_may_be_any_iterable() -> None:
     engine = Engine()
     engine.tier.events = [OffloadingEvent(iter(KEYS[:2]), "X", removed=False)]  # type: ignore[arg-type]
     assert list(engine.manager.take_events()) == [OffloadingEvent(tuple(KEYS[:2]), "X", removed=False)]
 
 
-def test_results_behind_one_that_is_none_count() -> None:
+def test_results_after_a_malformed_one_count() -> None:
     engine = Engine(auto=False)
     for key in KEYS[:3]:
         engine.store(key)
@@ -1554,7 +1554,7 @@ def test_results_behind_one_that_is_none_count() -> None:
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
 
 
-def test_a_result_may_name_foreign_keys_and_only_its_own_count() -> None:
+def test_foreign_keys_of_a_result_are_ignored() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1568,7 +1568,7 @@ def test_a_result_may_name_foreign_keys_and_only_its_own_count() -> None:
 
 
 @pytest.mark.parametrize(("keys", "contained"), [(None, 0), (7, 1), (([],), 1)])
-def test_a_failed_job_that_names_no_keys_has_none(keys: Any, contained: int) -> None:
+def test_failed_job_without_keys_has_no_successful_keys(keys: Any, contained: int) -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1582,14 +1582,14 @@ def test_a_failed_job_that_names_no_keys_has_none(keys: Any, contained: int) -> 
 
 
 @pytest.mark.parametrize("job_id", [[], ([],), np.array([1, 2])], ids=str)
-def test_a_result_whose_job_id_is_none_is_contained(job_id: Any) -> None:
+def test_result_with_malformed_job_id_is_contained(job_id: Any) -> None:
     engine = Engine(auto=False)
     engine.tier.results.append(JobResult(job_id, success=True))
     engine.manager.on_schedule_end()
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
 
 
-def test_a_result_that_does_not_say_whether_it_succeeded_is_a_failed_one() -> None:
+def test_result_whose_success_has_no_truth_value_is_a_failure() -> None:
     engine = Engine(auto=False)
     engine.store(*KEYS[:2])
     (job_id,) = engine.tier.jobs
@@ -1599,7 +1599,7 @@ def test_a_result_that_does_not_say_whether_it_succeeded_is_a_failed_one() -> No
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
 
 
-def test_an_answer_that_is_neither_true_nor_false_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_answer_without_truth_value_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     monkeypatch.setattr(engine.tier, "lookup", lambda key, req_context: np.array([1, 2]))
     assert engine.lookup(KEYS[:1]) == [False]
@@ -1608,7 +1608,7 @@ def test_an_answer_that_is_neither_true_nor_false_is_a_miss(monkeypatch: pytest.
     assert engine.lookup(KEYS[1:2]) == [None]
 
 
-def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
+def test_slots_of_a_job_that_is_never_reported_stay_out_of_use() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
     engine.tier.reports_at_shutdown = False
     engine.tier.put(KEYS[9])
@@ -1628,7 +1628,7 @@ def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
 # ---- the rest of the interface
 
 
-def test_reset_forgets_the_region_and_the_tiers_keep_theirs() -> None:
+def test_reset_forgets_the_regions_blocks_and_keeps_the_tiers() -> None:
     engine = Engine()
     engine.store(*KEYS[:4])
     engine.manager.reset_cache()
@@ -1639,7 +1639,7 @@ def test_reset_forgets_the_region_and_the_tiers_keep_theirs() -> None:
     engine.load(KEYS[:4])
 
 
-def test_reset_while_a_request_waits_lets_it_ask_again() -> None:
+def test_request_that_waits_at_a_reset_asks_again() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1649,7 +1649,7 @@ def test_reset_while_a_request_waits_lets_it_ask_again() -> None:
     assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
 
 
-def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored_anew() -> None:
+def test_reset_does_not_wait_for_tiers_and_old_jobs_change_nothing() -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.25)
     tier = engine.tier
     tier.put(KEYS[20])
@@ -1676,7 +1676,7 @@ def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored
     assert engine.counts == SlotCounts(free=15, ready=1, pinned=0, pending=0, quarantined=0)
 
 
-def test_jobs_are_awaited_no_longer_than_their_tier_may_take() -> None:
+def test_jobs_are_awaited_until_their_tiers_deadline() -> None:
     engine = Engine(num_tiers=2, auto=False)
     slow, hung = engine.tiers
     slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0
@@ -1694,7 +1694,7 @@ def test_jobs_are_awaited_no_longer_than_their_tier_may_take() -> None:
     assert engine.manager.has_jobs_to_await()
 
 
-def test_drain_ends_stores_that_loads_bring_about() -> None:
+def test_drain_ends_stores_of_loaded_blocks() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.tiers[1].put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1703,7 +1703,7 @@ def test_drain_ends_stores_that_loads_bring_about() -> None:
     assert engine.counts.pending == 0
 
 
-def test_events_of_region_and_tiers_come_together() -> None:
+def test_events_of_the_region_and_the_tiers_are_returned_together() -> None:
     engine = Engine()
     engine.store(KEYS[0])
     engine.tier.events.append(OffloadingEvent((KEYS[0],), "tier0", removed=False))
@@ -1714,7 +1714,7 @@ def test_events_of_region_and_tiers_come_together() -> None:
     assert list(engine.manager.take_events()) == []
 
 
-def test_slots_are_in_the_metrics() -> None:
+def test_slot_counts_are_in_the_metrics() -> None:
     engine = Engine(num_blocks=8)
     engine.store(*KEYS[:3])
     engine.manager.on_schedule_end()
@@ -1722,7 +1722,7 @@ def test_slots_are_in_the_metrics() -> None:
     assert [engine.counted("kvtiers_slots", state) for state in states] == [5, 3, 0, 0, 0]
 
 
-def test_after_shutdown_late_calls_do_nothing() -> None:
+def test_calls_after_shutdown_do_nothing() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.store(*KEYS[:2])
     engine.tiers[1].put(KEYS[5])
@@ -1744,7 +1744,7 @@ def test_after_shutdown_late_calls_do_nothing() -> None:
     assert engine.counts.free == 16
 
 
-def test_what_a_tier_loads_while_it_is_shut_down_is_stored_nowhere() -> None:
+def test_block_loaded_during_shutdown_is_stored_to_no_tier() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.tiers[1].put(KEYS[0])
     engine.lookup(KEYS[:1])
@@ -1755,7 +1755,7 @@ def test_what_a_tier_loads_while_it_is_shut_down_is_stored_nowhere() -> None:
     assert engine.counts.free == 16
 
 
-def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_with_a_stuck_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     join = threading.Thread.join
 
@@ -1781,7 +1781,7 @@ def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier(monkeypatch: pytest.Mo
     release.set()
 
 
-def test_a_tier_that_bounds_its_shutdown_is_told_how_long_there_is() -> None:
+def test_shutdown_limits_a_tiers_shutdown_s() -> None:
     """Its own limit may be longer than what an engine has left; one that says nothing is asked nothing."""
     engine = Engine(num_tiers=3)
     for tier, own_s in zip(engine.tiers, (4.0, 0.1, None), strict=True):
@@ -1791,7 +1791,7 @@ def test_a_tier_that_bounds_its_shutdown_is_told_how_long_there_is() -> None:
     assert [tier.shutdown_s for tier in engine.tiers] == [0.8, 0.1, None]
 
 
-def test_a_tier_whose_limit_is_short_enough_is_told_nothing() -> None:
+def test_shutdown_keeps_a_tiers_shorter_shutdown_s() -> None:
     class Fixed(ScriptedTier):
         @property
         def shutdown_s(self) -> float:  # type: ignore[override]
@@ -1803,13 +1803,13 @@ def test_a_tier_whose_limit_is_short_enough_is_told_nothing() -> None:
 
 
 @pytest.mark.parametrize("own", [np.float32(3), np.int64(3), 3])
-def test_a_tiers_deadline_may_be_any_number(own: Any) -> None:
+def test_job_deadline_s_may_be_any_number(own: Any) -> None:
     tier = ScriptedTier(make_view(8), "numbers")
     tier.job_deadline_s = own
     assert GuardedTier(tier, Metrics()).deadline_s == 3 + REPORT_S
 
 
-def test_a_job_at_which_a_tier_raised_keeps_no_engine_stepping() -> None:
+def test_job_whose_submission_raised_is_not_awaited() -> None:
     """It may still report it; nobody will, mostly, and an idle engine would step until its deadline."""
     engine = Engine(auto=False)
     engine.tier.raising.add("submit_store")
@@ -1821,7 +1821,7 @@ def test_a_job_at_which_a_tier_raised_keeps_no_engine_stepping() -> None:
     engine.manager.on_schedule_end()  # late: there is no tier any more
 
 
-def test_hits_that_another_request_has_loaded_are_not_counted_as_without_room() -> None:
+def test_hits_that_another_request_has_loaded_are_not_counted_as_expired() -> None:
     engine = Engine(num_blocks=40, num_tiers=2, auto=False, load_share=0.4)  # 8 blocks a tier
     engine.tiers[1].put(*KEYS[:16])
     whole, beginning = ReqContext("whole"), ReqContext("beginning")
@@ -1838,7 +1838,7 @@ def test_hits_that_another_request_has_loaded_are_not_counted_as_without_room() 
     assert engine.counted("kvtiers_promotion_room_expired_total") == 0
 
 
-def test_without_tiers_it_is_the_region_alone() -> None:
+def test_manager_without_tiers_is_the_region_alone() -> None:
     engine = Engine(num_tiers=0, num_blocks=4)
     engine.store(*KEYS[:4])
     assert engine.lookup(KEYS[:5]) == [True] * 4 + [False]
@@ -1858,13 +1858,13 @@ def test_without_tiers_it_is_the_region_alone() -> None:
         {"requests_max": 0},
     ],
 )
-def test_bad_options_are_named(option: dict[str, Any]) -> None:
+def test_invalid_option_error_names_the_option(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as e:
         ManagerOptions(**option)
     assert e.value.field == next(iter(option))
 
 
-def test_tiers_are_shut_down_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_are_shut_down_although_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(num_tiers=2)
     engine.store(*KEYS[:4])
 
@@ -1877,7 +1877,7 @@ def test_tiers_are_shut_down_where_no_thread_is_to_be_had(monkeypatch: pytest.Mo
     assert engine.counts.pinned == 0
 
 
-def test_a_tiers_name_is_text_in_metrics() -> None:
+def test_tier_name_is_text_in_metrics() -> None:
     engine = Engine()
     engine.tier.name = 1  # type: ignore[assignment]
     engine.tier.raising.add("touch")
@@ -1886,7 +1886,7 @@ def test_a_tiers_name_is_text_in_metrics() -> None:
     assert engine.counted("kvtiers_contained_errors_total", "1", "touch") == 1
 
 
-def test_a_request_that_found_no_room_waits_for_what_another_request_loads() -> None:
+def test_request_without_room_waits_for_another_requests_load() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])  # the tier has not taken them yet, so they hold their slots
     engine.tier.put(*KEYS[10:13])
@@ -1901,7 +1901,7 @@ def test_a_request_that_found_no_room_waits_for_what_another_request_loads() -> 
     assert engine.lookup(KEYS[10:13], waits)[:2] == [None, None]
 
 
-def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_while_its_hit_had_no_room() -> None:
+def test_request_does_not_await_its_own_load_after_anothers_failed_meanwhile() -> None:
     engine = Engine(num_blocks=2, auto=False, load_share=1, promotion_wait_s=5.0)
     assert engine.manager.prepare_store(KEYS[40:42], REQ) is not None
     engine.tier.put(KEYS[1])
@@ -1920,7 +1920,7 @@ def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_whil
     assert engine.manager.lookup(KEYS[1], ReqContext("later")) is None
 
 
-def test_a_hit_that_waits_for_a_share_is_not_asked_for_again_while_another_request_loads_its_key() -> None:
+def test_hit_that_waits_for_a_share_is_not_looked_up_again_while_another_request_loads_it() -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=0.5)
     near, far = engine.tiers
     far.put(KEYS[0], KEYS[1], KEYS[5])
@@ -1943,7 +1943,7 @@ def test_a_hit_that_waits_for_a_share_is_not_asked_for_again_while_another_reque
     assert not request.owed
 
 
-def test_blocks_of_a_load_that_ends_after_the_request_was_served_stay_unpinned() -> None:
+def test_blocks_of_a_load_that_ends_after_its_request_loaded_stay_unpinned() -> None:
     """Also if the request has looked up blocks of the region in between."""
     engine = Engine(auto=False)
     engine.store(KEYS[1])

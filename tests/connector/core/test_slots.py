@@ -39,7 +39,7 @@ def find(slots: Slots, key: OffloadKey) -> Block:
     return block
 
 
-def test_a_block_is_loadable_once_its_store_completed() -> None:
+def test_block_is_loadable_after_its_store() -> None:
     slots = Slots(4)
     assert slots.lookup(KEYS[0], REQ) is False
     output = slots.prepare_store(KEYS[:2], REQ)
@@ -69,7 +69,7 @@ def test_slots_move_from_state_to_state() -> None:
     assert slots.counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_failed_store_leaves_nothing() -> None:
+def test_failed_store_leaves_no_block() -> None:
     slots = Slots(2)
     slots.prepare_store(KEYS[:2], REQ)
     slots.complete_store(KEYS[:2], success=False)
@@ -78,7 +78,7 @@ def test_a_failed_store_leaves_nothing() -> None:
     assert list(slots.take_events()) == []
 
 
-def test_the_last_blocks_of_the_oldest_store_leave_first() -> None:
+def test_last_blocks_of_the_oldest_store_are_evicted_first() -> None:
     """A prefix is useless without its first blocks, so they are the last to go."""
     slots = Slots(4)
     store(slots, *KEYS[:4])
@@ -92,7 +92,7 @@ def test_the_last_blocks_of_the_oldest_store_leave_first() -> None:
     assert output.evicted_keys == (KEYS[1],)
 
 
-def test_a_prefix_keeps_its_order_where_its_end_is_told_in_another() -> None:
+def test_prefix_is_evicted_in_order_although_its_end_was_reported_in_another() -> None:
     """As by vLLM, which names the blocks of what ended in a set."""
     slots = Slots(8)
     slots.prepare_store(KEYS[:8], REQ)
@@ -108,7 +108,7 @@ def test_a_prefix_keeps_its_order_where_its_end_is_told_in_another() -> None:
 
 
 @pytest.mark.parametrize("uses", [1, 2])
-def test_the_use_that_a_block_was_promoted_for_is_no_second_use_to_arc(uses: int) -> None:
+def test_use_for_which_a_block_was_loaded_counts_once_for_arc(uses: int) -> None:
     """A burst of prompts found in storage would else drive out what is used all the time, as with LRU."""
     slots = Slots(8, ARCPolicy(8))
     hot, passing = KEYS[:4], KEYS[10:14]
@@ -124,7 +124,7 @@ def test_the_use_that_a_block_was_promoted_for_is_no_second_use_to_arc(uses: int
     assert set(output.evicted_keys) == set(passing if uses == 1 else hot)
 
 
-def test_a_promoted_block_that_its_request_did_not_load_is_used_by_any_touch() -> None:
+def test_touch_of_a_promoted_block_that_was_not_loaded_counts() -> None:
     slots = Slots(2)
     slots.end_promotion(slots.reserve(KEYS[:2]), success=True)
     slots.touch(KEYS[1:2])
@@ -133,7 +133,7 @@ def test_a_promoted_block_that_its_request_did_not_load_is_used_by_any_touch() -
     assert output.evicted_keys == (KEYS[0],)
 
 
-def test_blocks_loaded_twice_may_end_in_one_call() -> None:
+def test_two_loads_of_a_block_may_end_in_one_call() -> None:
     slots = Slots(4)
     store(slots, *KEYS[:2])
     slots.prepare_load(KEYS[:2], REQ)
@@ -154,7 +154,7 @@ def test_blocks_in_use_and_blocks_of_the_call_are_not_evicted() -> None:
     assert (output.keys_to_store, output.evicted_keys) == ((KEYS[3],), (KEYS[2],))
 
 
-def test_keys_given_twice_are_stored_once() -> None:
+def test_duplicate_keys_are_stored_once() -> None:
     slots = Slots(4)
     output = slots.prepare_store([KEYS[0], KEYS[1], KEYS[0]], REQ)
     assert output is not None
@@ -171,7 +171,7 @@ def test_keys_given_twice_are_stored_once() -> None:
     assert slots.counts().pinned == 0
 
 
-def test_a_load_of_one_absent_key_takes_none() -> None:
+def test_load_with_an_absent_key_pins_nothing() -> None:
     slots = Slots(4)
     store(slots, KEYS[0])
     with pytest.raises(KeyError):
@@ -179,7 +179,7 @@ def test_a_load_of_one_absent_key_takes_none() -> None:
     assert slots.counts().pinned == 0
 
 
-def test_bad_completions_are_counted_logged_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_completions_are_counted_logged_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     slots = Slots(8)
     store(slots, *KEYS[:2])
     slots.pin(find(slots, KEYS[1]))  # a tier's job: not the engine's to end
@@ -198,7 +198,7 @@ def test_bad_completions_are_counted_logged_once_and_ignored(caplog: pytest.LogC
     assert len([r for r in caplog.records if "not prepared" in r.message]) == 2
 
 
-def test_a_request_larger_than_the_region_stores_its_first_blocks_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_larger_than_the_region_stores_its_first_blocks_and_logs_why(caplog: pytest.LogCaptureFixture) -> None:
     slots = Slots(4)
     store(slots, KEYS[1], KEYS[9])
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_a_request_larger_than_the_region_stores_its_first_blocks_and_says_so(ca
     assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be stored beyond" in messages[0]
 
 
-def test_a_reservation_takes_as_many_of_the_first_as_fit() -> None:
+def test_reservation_takes_as_many_of_the_first_keys_as_fit() -> None:
     slots = Slots(4)
     store(slots, *KEYS[:3])
     slots.prepare_load([KEYS[0]], REQ)
@@ -226,7 +226,7 @@ def test_a_reservation_takes_as_many_of_the_first_as_fit() -> None:
     assert blocks[2].state is BlockState.GONE
 
 
-def test_pins_and_loads_both_keep_a_block() -> None:
+def test_pins_and_loads_both_keep_a_block_from_eviction() -> None:
     slots = Slots(1)
     store(slots, KEYS[0])
     block = find(slots, KEYS[0])
@@ -241,7 +241,7 @@ def test_pins_and_loads_both_keep_a_block() -> None:
     assert slots.prepare_store([KEYS[1]], REQ) is not None
 
 
-def test_reset_quarantines_what_is_in_use_and_keeps_what_the_engine_stores() -> None:
+def test_reset_quarantines_blocks_in_use_and_keeps_running_stores() -> None:
     slots = Slots(8)
     store(slots, *KEYS[:3])
     pinned = find(slots, KEYS[0])
@@ -264,7 +264,7 @@ def test_reset_quarantines_what_is_in_use_and_keeps_what_the_engine_stores() -> 
 
 
 @pytest.mark.parametrize("ends_first", ["load", "pin"])
-def test_a_block_that_is_loaded_at_a_reset_is_never_found_again(ends_first: str) -> None:
+def test_block_that_is_loaded_at_a_reset_is_not_found_again(ends_first: str) -> None:
     slots = Slots(2)
     store(slots, KEYS[0])
     block = find(slots, KEYS[0])
@@ -291,7 +291,7 @@ def test_a_block_that_is_loaded_at_a_reset_is_never_found_again(ends_first: str)
     assert slots.counts() == SlotCounts(free=2, ready=0, pinned=0, pending=0, quarantined=0)
 
 
-def test_shutdown_frees_what_was_loaded_at_a_reset() -> None:
+def test_shutdown_frees_blocks_that_were_loaded_at_a_reset() -> None:
     slots = Slots(2)
     store(slots, *KEYS[:2])
     pinned = find(slots, KEYS[1])
@@ -304,7 +304,7 @@ def test_shutdown_frees_what_was_loaded_at_a_reset() -> None:
     assert slots.counts().free == 2
 
 
-def test_shutdown_frees_all_but_what_tiers_may_touch() -> None:
+def test_shutdown_frees_all_slots_but_those_that_tiers_use() -> None:
     slots = Slots(8)
     store(slots, *KEYS[:3])
     slots.prepare_load([KEYS[0]], REQ)
@@ -324,7 +324,7 @@ def test_shutdown_frees_all_but_what_tiers_may_touch() -> None:
     assert slots.counts().free == 8
 
 
-def test_events_tell_what_appeared_and_left() -> None:
+def test_events_report_stored_and_removed_blocks() -> None:
     slots = Slots(2)
     store(slots, *KEYS[:2])
     store(slots, KEYS[2])
@@ -339,7 +339,7 @@ def test_events_tell_what_appeared_and_left() -> None:
     assert list(slots.take_events()) == []
 
 
-def test_events_that_nobody_takes_are_bounded_by_their_keys() -> None:
+def test_events_that_are_not_taken_are_bounded() -> None:
     slots = Slots(4096)
     keys = [block_key(number) for number in range(4096)]
     for _ in range(EVENT_KEYS_MAX // 4096):
@@ -349,12 +349,12 @@ def test_events_that_nobody_takes_are_bounded_by_their_keys() -> None:
     assert len(told) == EVENT_KEYS_MAX
 
 
-def test_a_region_without_slots_is_a_config_error() -> None:
+def test_region_without_slots_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="num_blocks: 0"):
         Slots(0)
 
 
-def test_cost_does_not_grow_with_what_is_pinned() -> None:
+def test_eviction_does_not_visit_pinned_blocks() -> None:
     """10,000 pinned blocks at the eviction end of the queue; each store must not walk over them."""
     slots = Slots(20_000)
     keys = [OffloadKey(number.to_bytes(8, "little")) for number in range(60_000)]

@@ -22,7 +22,7 @@ def wait() -> Wait:
     return Wait(ReqContext("r"), Slots(1), ManagerOptions(), {}, came_after=0, excluded_tiers=0)
 
 
-def test_waitadvances_from_an_owed_answer_to_a_held_block(wait: Wait) -> None:
+def test_wait_advances_from_an_owed_answer_to_a_held_block(wait: Wait) -> None:
     wait.owe(KEYS[0])
     wait.take_answers({KEYS[0]})
     wait.begin_round()
@@ -44,7 +44,7 @@ def test_waitadvances_from_an_owed_answer_to_a_held_block(wait: Wait) -> None:
     assert (wait.held, block.pins) == ({}, 0)
 
 
-def test_waitholds_nothing_after_a_load_that_it_did_not_await_has_failed(wait: Wait) -> None:
+def test_wait_holds_nothing_after_a_load_that_it_did_not_await_has_failed(wait: Wait) -> None:
     wait.hit(KEYS[0], 0)
     (block,) = wait.take_slots([1], now=0.0)[0]
     wait.await_block(block)
@@ -57,7 +57,7 @@ def test_waitholds_nothing_after_a_load_that_it_did_not_await_has_failed(wait: W
     assert wait not in wait.served
 
 
-def test_only_the_methods_of_a_waitwrite_its_fields() -> None:
+def test_only_methods_of_wait_write_its_fields() -> None:
     """As far as the text shows: a write through a variable of another name is not seen."""
     written = re.compile(
         r"\bwait\.\w+(\[[^]]*\])? [-+|&]?= "
