@@ -80,18 +80,14 @@ class Jobs:
         Args:
             take: takes the jobs that ended. It may submit stores of loaded blocks, or stores that waited for room.
         """
-        before: frozenset[int] | None = None
-        while True:
+        before: set[int] | None = None
+        while before is None or self._jobs.keys() - before:
+            before = set(self._jobs)
             for tier in self._tiers:
                 tier.drain_jobs()
             take()
-            left = frozenset(self._jobs)
-            if not left:
-                return
-            if left == before:
-                logger.warning("%d jobs of the tiers did not end when they were drained", len(left))
-                return
-            before = left
+        if self._jobs:
+            logger.warning("%d jobs of the tiers did not end when they were drained", len(self._jobs))
 
 
 class TierShare:

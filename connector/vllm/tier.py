@@ -172,6 +172,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
         self._guard.on_schedule_end()
+        self._guard.take_answered()  # vLLM repeats all lookups; a PollingTierManager gives up those of silent storage
         self._pacer.step_ended(loading=bool(self._loads))
 
     def drain_jobs(self) -> None:

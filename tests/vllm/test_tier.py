@@ -24,7 +24,7 @@ from kvtiers.connector.core.guard import REPORT_S, SHUTDOWN_SHARE
 from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm_config import connector_options
-from kvtiers.tiers.base import JobResult, OffloadingEvent
+from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, PollingTierManager
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
 from kvtiers.tiers.stores.memory import MemoryStore
@@ -504,6 +504,35 @@ class TheirTier(StoreTierManager):
     def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:
         super().__init__(spec, view, tier_type, make_backend=in_threads(MemoryStore()))
         self.job_deadline_s = "soon"  # type: ignore[assignment]
+
+
+class SilentTier(PollingTierManager):
+    """Somebody else's, whose storage answers nothing."""
+
+    clock = Clock()
+
+    def poll(self, key: OffloadKey, req_context: Any) -> None:
+        return None
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        raise AssertionError
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        raise AssertionError
+
+    def get_finished(self) -> list[JobResult]:
+        return []
+
+
+def test_lookup_in_a_silent_polling_tier_is_a_miss_after_its_deadline() -> None:
+    tier = make_tier({"tier": {"type": "SilentTier", "module_path": __name__}})
+    answers = []
+    for _ in range(7):
+        answers.append(tier.lookup(keys(1)[0], request("waits")))
+        tier.on_schedule_end(STEP)
+        SilentTier.clock.advance(0.06)
+    assert answers == [LookupResult.RETRY] * 5 + [LookupResult.MISS] * 2
+    tier.shutdown()
 
 
 def test_a_tier_that_is_refused_for_its_deadline_is_stopped() -> None:
