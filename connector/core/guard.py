@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Final, Literal, TypeVar, get_args
 
@@ -84,11 +85,11 @@ class GuardedTier:
         for where in get_args(_Guarded):
             metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts miss a series' first 1
 
-    @property
+    @cached_property
     def deadline_s(self) -> float:
         """Seconds within which the tier is expected to end a job: its ``job_deadline_s`` and a second to report.
 
-        A tier that states no deadline has the default, whatever other tiers state.
+        Read once, at the start. A tier that states no deadline has the default, whatever other tiers state.
 
         Raises:
             ConfigError: the tier's ``job_deadline_s`` is not a number above 0.

@@ -195,7 +195,7 @@ class BlockManager(OffloadingManager):
             if wait is None:
                 waits.note_found(req_context.req_id, block)
             elif key not in wait.held:
-                wait.find(block)
+                wait.note_found(block)
             return True
         if not self._tiers:
             return False if block is None else None

@@ -95,7 +95,7 @@ class Wait:
             self._pin(self.found)
             self.found = []
 
-    def find(self, block: Block) -> None:
+    def note_found(self, block: Block) -> None:
         """Note a ready block. It is held while the request waits for others, or that wait would be in vain."""
         if self in self.served:
             self._pin([block])

@@ -1680,6 +1680,7 @@ def test_jobs_are_awaited_until_their_tiers_deadline() -> None:
     engine = Engine(num_tiers=2, auto=False)
     slow, hung = engine.tiers
     slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0
+    engine.with_tiers(slow, hung)
     assert not engine.manager.has_jobs_to_await()
     engine.store(*KEYS[:2])
     engine.clock.advance(10 + 2 * REPORT_S)
