@@ -1,4 +1,4 @@
-"""TieringOffloadingSpec: makes the manager and the handlers from an engine's identity and a deployment's config."""
+"""DeploymentSpec: makes the manager and the handlers from an engine's identity and a deployment's config."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .base import (
     OffloadingHandler,
     OffloadingSpec,
 )
-from .manager.eviction import create_policy
-from .manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
-from .manager.options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
-from .manager.primary import CPUPrimaryTier
-from .manager.tiering import TieringOffloadingManager
+from .core.eviction import create_policy
+from .core.guard import GuardedTier, shut_down_tiers
+from .core.manager import BlockManager
+from .core.options import LOOKUP_TOTAL_S, ManagerOptions
+from .core.slots import Slots
 from .region.region_header import row_stride
 from .region.shared_region import SharedOffloadRegion
 from .sizes import human_bytes
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class TieringOffloadingSpec(OffloadingSpec):
-    """One engine's region, primary tier, tiers and handlers.
+class DeploymentSpec(OffloadingSpec):
+    """One engine's region, tiers and handlers.
 
     The scheduler process calls ``get_manager`` and each worker process calls ``get_handlers``. A single-process engine
     calls both on one object; its region is anonymous.
@@ -51,7 +51,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         in_process: True: this process is both the scheduler and the only worker.
 
     Attributes:
-        metrics: metrics of the primary tier and of all tiers.
+        metrics: metrics of the region and of all tiers.
         region: the region; ``shutdown`` frees it.
 
     Raises:
@@ -95,11 +95,11 @@ class TieringOffloadingSpec(OffloadingSpec):
         else:
             instance_id = region.instance_id or config.engine_id
             self.region = SharedOffloadRegion(instance_id, num_blocks, cpu_page_size, workers, rank)
-        self._manager: TieringOffloadingManager | None = None
+        self._manager: BlockManager | None = None
         self._handlers: list[OffloadingHandler] = []
         self._metrics_server: MetricsServer | None = None
 
-    def get_manager(self) -> TieringOffloadingManager:
+    def get_manager(self) -> BlockManager:
         """Return the scheduler's side, with its tiers running. Repeated calls return the same manager.
 
         Raises:
@@ -154,27 +154,24 @@ class TieringOffloadingSpec(OffloadingSpec):
         logger.info("metrics are served on %s", server.url)
         return server
 
-    def _make_manager(self) -> TieringOffloadingManager:
+    def _make_manager(self) -> BlockManager:
         region = self.deployment.region
         view = self.region.create_kv_memoryview()
         num_blocks = self.region.geometry.num_blocks
-        primary = CPUPrimaryTier(num_blocks, create_policy(region.eviction_policy, num_blocks), metrics=self.metrics)
+        slots = Slots(num_blocks, create_policy(region.eviction_policy, num_blocks), metrics=self.metrics)
         tiers: list[SecondaryTierManager] = []
         try:
             for tier in self.deployment.tiers:
                 tiers.append(SecondaryTierFactory.create_secondary_tier(dict(tier), view, self))
             # Only from our own tiers' options: in a foreign tier's options these keys may mean anything.
             own = [tier for tier in self.deployment.tiers if isinstance(tier, TierConfig)]
-            # The largest limit of any tier: its config says that a hit in that tier is worth the wait.
-            lookup_deadline_s = max([tier.lookup_deadline_s for tier in own] or [LOOKUP_DEADLINE_S])
-            options = TieringOptions(
+            options = ManagerOptions(
                 promotion_wait_s=region.promotion_wait_s,
-                lookup_deadline_s=lookup_deadline_s,
-                lookup_total_s=max(LOOKUP_TOTAL_S, lookup_deadline_s),
-                load_deadline_s=max(map(load_deadline_s, tiers), default=LOAD_DEADLINE_S),
+                # A larger limit in a tier's config says that a hit in that tier is worth the wait.
+                lookup_total_s=max([LOOKUP_TOTAL_S, *(tier.lookup_deadline_s for tier in own)]),
             )
-            return TieringOffloadingManager(primary, tiers, options)
+            return BlockManager(slots, tiers, options)
         except BaseException:
             # Guarded, so that an error while shutting down does not hide the error that caused the shutdown.
-            shut_down_tiers([GuardedTier(tier, self.metrics) for tier in tiers], TieringOptions().shutdown_s)
+            shut_down_tiers([GuardedTier(tier, self.metrics) for tier in tiers], ManagerOptions().shutdown_s)
             raise

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         JobMetadata,
         JobResult,
         OffloadingEvent,
+        PollingTierManager,
         ReqContext,
         SecondaryTierManager,
     )
@@ -48,7 +49,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "tiers.base": ("JobMetadata", "JobResult", "OffloadingEvent", "ReqContext", "SecondaryTierManager"),
+    "tiers.base": (
+        "JobMetadata",
+        "JobResult",
+        "OffloadingEvent",
+        "PollingTierManager",
+        "ReqContext",
+        "SecondaryTierManager",
+    ),
     "tiers.blocks.file_mapper": ("FileMapper",),
     "tiers.blocks.keys": (
         "OffloadKey",
@@ -90,6 +98,7 @@ __all__ = [
     "KeyInfo",
     "OffloadKey",
     "OffloadingEvent",
+    "PollingTierManager",
     "ReqContext",
     "SecondaryTierFactory",
     "SecondaryTierManager",

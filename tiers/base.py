@@ -6,6 +6,7 @@ exceptions are ``drain_jobs`` and ``shutdown``.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class SecondaryTierManager(ABC):
         **options: the tier's own options.
 
     Attributes:
+        name: labels its logs and metrics; "" means its type.
         job_deadline_s: time limit after which the tier itself ends a job, if its I/O can be ended; None: no such limit.
             Soon after this limit (after 20 s if None) the engine side stops waiting for the job, but does not use its
             slots until the tier reports it. A job may also have begun if ``submit_store`` or ``submit_load`` raised, so
@@ -98,6 +100,7 @@ class SecondaryTierManager(ABC):
             lower it. None: no limit; the engine side drains the tier before it calls ``shutdown``.
     """
 
+    name: str = ""
     job_deadline_s: float | None = None
     takes_stores: bool = True
     shutdown_s: float | None = None
@@ -111,15 +114,18 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
-        """True: stored and presumed good. False: absent. None: not known yet; call again in a later step."""
+        """True: stored and presumed good. False: absent. None: not known yet; ``take_answered`` will name the key.
 
+        The tier limits how long it leaves a lookup open.
+        """
+
+    @abstractmethod
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
         """Request ids and their keys that were answered since the previous call: ``lookup`` may no longer return None.
 
-        A tier that returns a mapping is asked again only for these keys, and must limit how long a lookup stays
-        unanswered. None: not supported; lookups are repeated in every step, as long as the tier keeps answering some.
+        The engine side looks only these keys up again. None: all open lookups may have been answered, for example
+        because the tier was cut off. A tier that cannot tell is a ``PollingTierManager``.
         """
-        return None
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:
@@ -151,3 +157,69 @@ class SecondaryTierManager(ABC):
 
     def shutdown(self) -> None:  # noqa: B027 - optional hook
         """Finish or cancel the accepted jobs and release all resources. May block, within the tier's limit."""
+
+
+@dataclass(slots=True)
+class _Poll:
+    """The open lookups of a request, and those that were given up."""
+
+    context: ReqContext
+    open: dict[OffloadKey, None] = field(default_factory=dict)  # in the order of the lookups
+    given_up: set[OffloadKey] = field(default_factory=set)
+    silent_s: float = 0.0  # since an answer to any request
+
+
+class PollingTierManager(SecondaryTierManager):
+    """A tier that cannot tell which lookups it has answered. Its open lookups are repeated in every step.
+
+    Implement ``poll`` instead of ``lookup``. ``__init__`` and ``on_request_finished`` must be called if overridden.
+
+    Attributes:
+        lookup_deadline_s: if the tier has answered nothing for this long, open lookups count as absent until their
+            requests finish. Between two steps at most half of this time counts, because an engine whose batch is full
+            does not wait for lookups.
+    """
+
+    lookup_deadline_s: float = 0.2
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **options)
+        self._polls: dict[str, _Poll] = {}  # by request id
+        self._polled_at = self.clock()
+
+    @abstractmethod
+    def poll(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """True: stored and presumed good. False: absent. None: not known yet; call again in a later step."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
+        context = ReqContext() if req_context is None else req_context
+        answer = self.poll(key, context)
+        if answer is not None:
+            return answer
+        poll = self._polls.setdefault(context.req_id, _Poll(context))
+        if key in poll.given_up:
+            return False
+        poll.open[key] = None
+        return None
+
+    def take_answered(self) -> Mapping[str, Collection[OffloadKey]]:
+        now = self.clock()
+        seconds = min(now - self._polled_at, self.lookup_deadline_s / 2)
+        self._polled_at = now
+        answered = {
+            req_id: [key for key in poll.open if self.poll(key, poll.context) is not None]
+            for req_id, poll in self._polls.items()
+        }
+        is_silent = not any(answered.values())
+        for req_id, poll in self._polls.items():
+            poll.silent_s = poll.silent_s + seconds if is_silent and poll.open else 0.0
+            if poll.silent_s >= self.lookup_deadline_s:
+                answered[req_id] = list(poll.open)
+                poll.given_up.update(poll.open)
+            for key in answered[req_id]:
+                del poll.open[key]
+        return answered
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._polls.pop(req_context.req_id, None)

@@ -116,5 +116,8 @@ def _as_class(loaded: object, tier_type: str) -> type[SecondaryTierManager]:
     if not issubclass(loaded, SecondaryTierManager):
         raise ConfigError(f"{loaded} is not a SecondaryTierManager", field="type")
     if inspect.isabstract(loaded):
-        raise ConfigError(f"{loaded} lacks {', '.join(sorted(loaded.__abstractmethods__))}", field="type")
+        hint = " (to do without take_answered, subclass PollingTierManager and rename lookup to poll)"
+        lacks = sorted(loaded.__abstractmethods__)
+        text = f"{loaded} lacks {', '.join(lacks)}{hint if 'take_answered' in lacks else ''}"
+        raise ConfigError(text, field="type")
     return loaded

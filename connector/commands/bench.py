@@ -35,7 +35,7 @@ from ...tiers.tier.store_tier import StoreTierManager
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from ..region.region_header import row_stride
 from ..sizes import human_bytes
-from ..spec import TieringOffloadingSpec
+from ..spec import DeploymentSpec
 from .options import AsJson, Config, TierName, size_option
 from .output import Ticker, answer, say, show
 from .places import load_deployment, tell_skipped
@@ -114,7 +114,7 @@ class _Bench:
         region = deployment.region.model_copy(update={"size": total_bytes // block_bytes * row_stride(block_bytes, 1)})
         # Without metrics: their port belongs to an engine that may be running.
         own = deployment.model_copy(update={"region": region, "metrics": MetricsConfig()})
-        self._spec = TieringOffloadingSpec(identity, own, block_bytes)
+        self._spec = DeploymentSpec(identity, own, block_bytes)
         self._view = self._spec.region.create_kv_memoryview()
         self._rows = np.asarray(self._view)
         self._rows[:] = np.random.default_rng(1).integers(-128, 128, self._rows.shape, np.int8)

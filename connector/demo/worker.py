@@ -21,7 +21,7 @@ from ...tiers.errors import ConfigError, KVTiersError
 from ...tiers.processes import own_output
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from ..region.region_header import row_stride
-from ..spec import TieringOffloadingSpec
+from ..spec import DeploymentSpec
 from .engine import Engine
 from .model import LoadedModel, ModelSource, load_model
 from .paged_cache import KVLayout, PagedKVCache
@@ -171,7 +171,7 @@ def add_line(document: str) -> str:
     return f"{document[:middle]}\n{ADDED_LINE}\n{document[middle:]}"
 
 
-def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentConfig) -> TieringOffloadingSpec:
+def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentConfig) -> DeploymentSpec:
     """Create the offloading spec of a deployment, with this engine's identity."""
     names = memory.layer_names
     config = OffloadingConfig(
@@ -181,7 +181,7 @@ def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentCo
         engine_id=f"kvtiers-demo-{os.getpid()}",
         kv_cache_layout="block-kv-token-head",
     )
-    return TieringOffloadingSpec(config, deployment, memory.block_bytes * deployment.blocks_per_chunk)
+    return DeploymentSpec(config, deployment, memory.block_bytes * deployment.blocks_per_chunk)
 
 
 def peak_rss_bytes() -> int:
@@ -224,7 +224,7 @@ def _answer(engine: Engine, prompt: Sequence[int], max_new_tokens: int, *, load:
     )
 
 
-def _hops(engine: Engine, spec: TieringOffloadingSpec) -> tuple[Hop, ...]:
+def _hops(engine: Engine, spec: DeploymentSpec) -> tuple[Hop, ...]:
     """Return the hops with bytes moved or blocks lost so far, in the order in which bytes pass them."""
     moved: dict[tuple[str, str], int] = {}
     seconds: dict[tuple[str, str], float] = {}

@@ -95,7 +95,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         translate.hold_back_stream(request)  # releases without on_new_request start requests here
         if self._manager is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._manager.is_waiting(request.request_id, num_computed_tokens):
+        if self._manager.continue_wait(request.request_id, num_computed_tokens):
             return None, False
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._manager.note_asked(request.request_id, num_computed_tokens, is_open=answer[0] is None)

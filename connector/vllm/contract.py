@@ -161,7 +161,7 @@ READ: Mapping[str, str] = {
 SINCE: Mapping[str, tuple[int, int]] = {"get_load_source": (0, 32), "on_reset_flushed": (0, 33)}
 
 #: Public methods that only kvtiers calls, in classes that inherit from vLLM's.
-OWN = frozenset({"is_waiting", "note_asked"})
+OWN = frozenset({"continue_wait", "note_asked"})
 
 _C = TypeVar("_C", bound=type)
 

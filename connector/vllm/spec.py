@@ -1,4 +1,4 @@
-"""KVTiersSpec: runs kvtiers' region, primary tier, tiering and copy handlers inside vLLM's OffloadingConnector.
+"""KVTiersSpec: runs kvtiers' region, tiers and copy handlers inside vLLM's OffloadingConnector.
 
 KVTiersConnector uses this spec by default. ``deployment_from`` lists the accepted options. Works on CUDA and on vLLM's
 CPU platform.
@@ -33,7 +33,7 @@ from ..base import (
     OffloadingManager,
 )
 from ..pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
-from ..spec import TieringOffloadingSpec
+from ..spec import DeploymentSpec
 from ..transfer.gpu_handler import create_handlers
 from ..vllm_config import deployment_from, keeps_storage
 from . import kv_groups, refusals, translate
@@ -121,13 +121,13 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         logger.warning("blocks_per_chunk is %d and 1 is used instead: this model has %s", wanted, why)
         return 1
 
-    def _join(self, rank: int | None) -> TieringOffloadingSpec:
+    def _join(self, rank: int | None) -> DeploymentSpec:
         try:
             by_token = kv_groups.is_in_token_order(self._layers, self.config, self._handed.vllm_config)
             spec = translate.engine_spec(
                 self.config, self._handed.vllm_config, by_token=by_token, in_worker=rank is not None
             )
-            return TieringOffloadingSpec(
+            return DeploymentSpec(
                 spec.config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
                 self._cell_bytes,
@@ -145,7 +145,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
 @implements
 class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """Adapts kvtiers' TieringOffloadingManager to vLLM's OffloadingManager. Scheduler thread only.
+    """Adapts kvtiers' BlockManager to vLLM's OffloadingManager. Scheduler thread only.
 
     When vLLM resets its cache, it forgets its transfers and never reports how the running ones ended. This class
     remembers them. It ends them as failed once no worker can still be copying: when vLLM says so
@@ -163,22 +163,22 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     """
 
     def __init__(
-        self, spec: TieringOffloadingSpec, *, steps_in_flight: int, keeps_storage: bool, role: translate.Role
+        self, spec: DeploymentSpec, *, steps_in_flight: int, keeps_storage: bool, role: translate.Role
     ) -> None:
         self._spec = spec
         self._role = role
         self._keeps_storage = keeps_storage
         self._tier_types = [tier.type for tier in spec.deployment.tiers]
         places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
-        self.tiering = spec.get_manager()
-        self.tiering.barred = partial(translate.barred, places)
-        self._blocks: OffloadingManager = self.tiering  # only the primary tier after storage was turned off
+        self.core = spec.get_manager()
+        self.core.excluded_tiers = partial(translate.excluded_tiers, places)
+        self._blocks: OffloadingManager = self.core  # only the region after storage was turned off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
-        self._left_open = False  # a lookup has returned None since ``is_waiting`` last returned False
+        self._left_open = False  # a lookup has returned None since ``continue_wait`` last returned False
         self._open: dict[str, int] = {}  # waiting request -> tokens that the GPU had when it was looked up
         self._from_tiers: dict[OffloadKey, int] = {}  # keys of the latest prepare_load -> tier they were read from
-        self._stats = StatsExporter(self.tiering.metrics, tiering_names=True)
+        self._stats = StatsExporter(self.core.metrics, tiering_names=True)
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
         self._stale_stores: set[OffloadKey] = set()
@@ -186,10 +186,10 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._stale_steps = 0
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        answer = (self._blocks if self._role.loads else self.tiering.primary).lookup(key, req_context)
+        answer = (self._blocks if self._role.loads else self.core.slots).lookup(key, req_context)
         self._pacer.asked(answer)
         self._left_open |= answer is None
-        return translate.lookup_result(answer, is_coming=answer is None and self.tiering.is_coming(key, req_context))
+        return translate.lookup_result(answer, is_coming=answer is None and self.core.is_coming(key, req_context))
 
     def note_asked(self, req_id: str, num_computed_tokens: int, *, is_open: bool) -> None:
         """Remember the outcome of the lookups that vLLM just made for a request.
@@ -203,12 +203,12 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         else:
             self._open.pop(req_id, None)
 
-    def is_waiting(self, req_id: str, num_computed_tokens: int) -> bool:
-        """Whether nothing has changed since vLLM's last lookups for a request, so they would have no answer again.
+    def continue_wait(self, req_id: str, num_computed_tokens: int) -> bool:
+        """Continue a request's wait for a step without lookups: they would have no answer again. O(1).
 
-        O(1). If it returns False, let vLLM look the keys up and then call ``note_asked``.
+        If it returns False, let vLLM look the keys up and then call ``note_asked``.
         """
-        if self._open.get(req_id) != num_computed_tokens or not self.tiering.is_waiting(req_id):
+        if self._open.get(req_id) != num_computed_tokens or not self.core.continue_wait(req_id):
             self._left_open = False
             return False
         self._pacer.asked(None)
@@ -222,7 +222,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
         spec = self._blocks.prepare_load(keys, req_context)
         assert isinstance(spec, CPULoadStoreSpec)
-        find = self.tiering.primary.find
+        find = self.core.slots.find
         self._from_tiers = {key: block.tier for key in keys if (block := find(key)) is not None and block.promoted}
         self._blocks.touch(keys)
         self._loads.update(keys)
@@ -235,7 +235,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
         if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
             return None  # vLLM offers them again in its next step; a key reported as present would count as stored
-        found = [key for key in keys if self.tiering.primary.find(key) is not None]
+        found = [key for key in keys if self.core.slots.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)
         self._blocks.touch(found)
         if output is None:
@@ -250,7 +250,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:  # noqa: ARG002
         self._stores.difference_update(keys)
-        (self._blocks if self._role.stores else self.tiering.primary).complete_store(keys, success)
+        (self._blocks if self._role.stores else self.core.slots).complete_store(keys, success)
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
         self._blocks.touch(keys)
@@ -260,30 +260,30 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def on_request_finished(self, req_context: Any) -> None:
         self._open.pop(req_context.req_id, None)
-        self.tiering.on_request_finished(req_context)
+        self.core.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
         if self._stale_steps:
             self._stale_steps -= 1
             if not self._stale_steps:
                 self._end_stale()
-        self.tiering.on_schedule_end()
+        self.core.on_schedule_end()
         # A slot is pending while a tier fills it. Slots of running stores are pending, too; a pause is harmless then.
-        self._pacer.step_ended(loading=self.tiering.primary.slot_counts().pending > 0)
+        self._pacer.step_ended(loading=self.core.slots.counts().pending > 0)
 
     def has_pending_work(self) -> bool:
         # Pinned slots do not count: a hanging store would keep an idle engine stepping.
-        is_filling = self.tiering.primary.slot_counts().pending > 0
-        return bool(is_filling or self._loads or self._stale_steps or self.tiering.has_jobs_to_await())
+        is_filling = self.core.slots.counts().pending > 0
+        return bool(is_filling or self._loads or self._stale_steps or self.core.has_jobs_to_await())
 
     def take_events(self) -> Iterable[Any]:
-        return translate.events(self.tiering.take_events())
+        return translate.events(self.core.take_events())
 
     def reset_cache(self) -> None:
-        self.tiering.reset_cache()
-        if not self._keeps_storage and self._blocks is self.tiering:
+        self.core.reset_cache()
+        if not self._keeps_storage and self._blocks is self.core:
             translate.warn_of_reset()
-            self._blocks = self.tiering.primary
+            self._blocks = self.core.slots
         self._stale_stores |= self._stores
         self._stale_loads += self._loads
         self._stores.clear()
@@ -302,21 +302,21 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         """Shut down within ``SHUTDOWN_S``. Running stores get most of that time; unfinished blocks are logged."""
 
         def is_idle() -> bool:
-            self.tiering.on_schedule_end()
+            self.core.on_schedule_end()
             return not self.has_pending_work()
 
         if not drain(is_idle, SHUTDOWN_S * DRAIN_SHARE):
-            counts = self.tiering.primary.slot_counts()
+            counts = self.core.slots.counts()
             logger.warning("%d blocks were still being copied when the engine ended", counts.pinned + counts.pending)
-        self.tiering.shutdown_s = SHUTDOWN_S * (1 - DRAIN_SHARE)
+        self.core.shutdown_s = SHUTDOWN_S * (1 - DRAIN_SHARE)
         self._spec.shutdown()
 
     def _end_stale(self) -> None:
         self._stale_steps = 0
         if self._stale_stores:
-            self.tiering.complete_store(tuple(self._stale_stores), success=False)
+            self.core.complete_store(tuple(self._stale_stores), success=False)
         if self._stale_loads:
-            self.tiering.complete_load(tuple(self._stale_loads.elements()))
+            self.core.complete_load(tuple(self._stale_loads.elements()))
         self._stale_stores = set()
         self._stale_loads = Counter()
 

@@ -15,13 +15,13 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetada
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
-from ...tiers.base import JobMetadata, JobResult, SecondaryTierManager
+from ...tiers.base import JobResult, SecondaryTierManager
 from ...tiers.blocks.keys import OffloadKey
 from ...tiers.config.deployment import load_named
 from ...tiers.errors import ConfigError
 from ...tiers.plain_logs import get_logger
 from ...tiers.registry import SecondaryTierFactory
-from ..manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
+from ..core.guard import GuardedTier, shut_down_tiers
 from ..pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from . import kv_groups, refusals, translate
 from .contract import implements
@@ -100,7 +100,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._ending_s = SHUTDOWN_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
         self._guard = GuardedTier(self.tier, spec.metrics)
         try:
-            self._deadline_s = load_deadline_s(self.tier)
+            self._guard.deadline_s  # noqa: B018 - a wrong deadline must end the start, not the first job
         except BaseException:
             shut_down_tiers([self._guard], self._ending_s)  # vLLM never gets this tier, so nobody else shuts it down
             raise
@@ -108,10 +108,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._stats = StatsExporter(spec.metrics)
         self._publishes = bool(getattr(offloading_spec.config, "enable_kv_cache_events", False))
         self._pacer = Pacer()
-        self._loads: dict[int, Collection[OffloadKey]] = {}
-        self._stores: dict[int, Collection[OffloadKey]] = {}
-        self._raised: dict[int, float] = {}  # jobs whose submission raised -> time at which they are reported as failed
-        self._clock = time.monotonic
+        self._loads: set[int] = set()
+        self._stores: dict[int, list[OffloadKey]] = {}  # the keys in vLLM's order, which the result must follow
         self._ended: list[VllmJobResult] = []
         self._not_stored = 0  # blocks of stores that ended while the tier was shut down
 
@@ -128,23 +126,19 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def submit_store(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
-        if not (self._role.stores and getattr(self.tier, "takes_stores", True)):
+        if not (self._role.stores and self.tier.takes_stores):
             self._ended.append(translate.job_result(JobResult(job.job_id, success=True)))  # configured to store nothing
             return
         keys = list(job.keys)
         places = translate.prompt_order(keys, job.req_context)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
-        self._stores[job.job_id] = keys  # in vLLM's order, which the result must follow
-        self._hand_over(job, is_load=False)
+        self._stores[job.job_id] = keys
+        self._guard.submit_store(job)
 
     def submit_load(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
-        self._loads[job.job_id] = job.keys
-        self._hand_over(job, is_load=True)
-
-    def _hand_over(self, job: JobMetadata, *, is_load: bool) -> None:
-        if not self._guard.submit(job, is_load=is_load):
-            self._raised[job.job_id] = self._clock() + self._deadline_s
+        self._loads.add(job.job_id)
+        self._guard.submit_load(job)
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
         self._hear_tier()
@@ -152,20 +146,13 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return results
 
     def _hear_tier(self) -> None:
-        for result in self._guard.get_finished():
-            # vLLM crashes on the result of an unknown job, so unknown and repeated results must not reach it.
-            if self._guard.job_of(result, self._loads) is None and self._guard.job_of(result, self._stores) is None:
-                self._guard.contain_unknown(result)
-            else:
-                self._end(result)
-        now = self._clock()
-        for job_id in [job_id for job_id, until in self._raised.items() if now >= until]:
-            self._end(JobResult(job_id, success=False))
-
-    def _end(self, result: JobResult) -> None:
-        self._raised.pop(result.job_id, None)
-        keys = (self._loads if result.job_id in self._loads else self._stores).pop(result.job_id)
-        self._ended.append(translate.job_result(self._guard.checked(result, keys)))
+        for result in self._guard.take_ended():
+            self._loads.discard(result.job_id)
+            keys = self._stores.pop(result.job_id, None)
+            if keys is not None:
+                done = set(result.successful_keys)
+                result = replace(result, successful_keys=tuple(key for key in keys if key in done))
+            self._ended.append(translate.job_result(result))
 
     def has_pending_work(self) -> bool:
         return bool(self._loads or self._stores or self._ended)
@@ -185,12 +172,13 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
         self._guard.on_schedule_end()
+        self._guard.take_answered()  # vLLM repeats all lookups; a PollingTierManager gives up those of silent storage
         self._pacer.step_ended(loading=bool(self._loads))
 
     def drain_jobs(self) -> None:
         self._guard.drain_jobs()
         self._hear_tier()
-        while self._raised:  # vLLM is about to reuse all slots, and assumes that every job was reported
+        while self._guard.raised:  # vLLM is about to reuse all slots, and assumes that every job was reported
             time.sleep(_DRAIN_POLL_S)
             self._hear_tier()
 
@@ -216,9 +204,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             logger.warning("tier %s: %d blocks were not stored when the engine ended", self.tier_type, lost)
 
     def _is_idle(self) -> bool:
-        for result in self._guard.get_finished():
-            keys = self._guard.job_of(result, self._stores)
-            if keys is not None:
-                del self._stores[result.job_id]
-                self._not_stored += len(keys) - len(self._guard.succeeded_in(result, keys))
-        return self._stores.keys() <= self._raised.keys()
+        for result in self._guard.take_ended():
+            keys = self._stores.pop(result.job_id, [])
+            self._not_stored += len(keys) - len(result.successful_keys) if keys else 0
+        return self._stores.keys() <= self._guard.raised.keys()

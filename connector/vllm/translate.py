@@ -312,7 +312,7 @@ def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResu
     return LookupResult.HIT if answer else LookupResult.MISS
 
 
-def barred(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> int:
+def excluded_tiers(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> int:
     """Bit mask of the places that ``kv_load_tiers`` in a request's parameters excludes from loading."""
     allows = req_context.load_tier_filter.allows
     return sum(1 << index for index, place in enumerate(places) if not allows(*place))

@@ -1,4 +1,4 @@
-"""What an engine gets of lookups: through TieringOffloadingManager, over files and over storage of a given speed.
+"""What an engine gets of lookups: through BlockManager, over files and over storage of a given speed.
 
     python -m tests.benchmarks.bench_engine_lookups [--where FOLDER] [--json FILE]
 
@@ -29,9 +29,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.options import ManagerOptions
+from kvtiers.connector.core.slots import Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocks.file_mapper import FileMapper
@@ -65,7 +65,7 @@ class Row:
         storage_s: what the storage takes for it at least; None where that is not known.
         first_ms, later_ms: a step in which all keys are new; the median of the others.
         later_us, dict_us: CPU for each key in those, and of the same loop over a dictionary.
-        quiet_ms: the median of steps in which only ``is_waiting`` is asked; with what answers take that come meanwhile.
+        quiet_ms: the median of steps with ``continue_wait`` only, and with what answers take that come meanwhile.
     """
 
     storage: str
@@ -137,10 +137,10 @@ def cpu_s(step: Callable[[], None]) -> float:
 
 def measure(storage: str, tier: SecondaryTierManager, prompts: Sequence[Sequence[OffloadKey]], speed: float) -> Row:
     """Let requests find their prompts."""
-    manager = TieringOffloadingManager(CPUPrimaryTier(1), [tier], TieringOptions(promotion_wait_s=1e6))
+    manager = BlockManager(Slots(1), [tier], ManagerOptions(promotion_wait_s=1e6))
     assert manager.prepare_store([block_key(10**12)], ReqContext("holds the region")) is not None
     contexts = [ReqContext(f"{storage}-{number}") for number in range(len(prompts))]
-    states = manager._requests.by_id
+    states = manager._waits.by_id
 
     def ask() -> None:
         for context, keys in zip(contexts, prompts, strict=True):
@@ -153,7 +153,7 @@ def measure(storage: str, tier: SecondaryTierManager, prompts: Sequence[Sequence
 
     def ask_only_for_news() -> None:
         for context in contexts:
-            manager.is_waiting(context.req_id)
+            manager.continue_wait(context.req_id)
         manager.on_schedule_end()
 
     began = time.monotonic()
@@ -228,7 +228,7 @@ class StepRow:
     worst_ms: float
 
 
-def new_prompts(manager: TieringOffloadingManager, at_once: int, steps_ms: list[float], first: int) -> None:
+def new_prompts(manager: BlockManager, at_once: int, steps_ms: list[float], first: int) -> None:
     """Serve ``at_once`` new prompts, from their first lookup to the end of their store."""
     prompts = {
         ReqContext(f"new-{first}-{number}"): [block_key(first + PROMPT_KEYS * number + n) for n in range(PROMPT_KEYS)]
@@ -243,7 +243,7 @@ def new_prompts(manager: TieringOffloadingManager, at_once: int, steps_ms: list[
             manager.on_request_finished(context)
         computed = {}
         for context, keys in list(asking.items()):
-            if manager.is_waiting(context.req_id):
+            if manager.continue_wait(context.req_id):
                 continue
             is_open = False
             for key in keys:  # as vLLM's connector: an open answer does not end the loop, a miss does
@@ -269,10 +269,7 @@ def step_rows(where: str) -> Iterator[StepRow]:
     try:
         with files_tier(root, view) as tier:
             found: dict[tuple[str, int], list[float]] = {}
-            managers = {
-                name: TieringOffloadingManager(CPUPrimaryTier(slots), tiers)
-                for name, tiers in (("none", []), ("fs", [tier]))
-            }
+            managers = {name: BlockManager(Slots(slots), tiers) for name, tiers in (("none", []), ("fs", [tier]))}
             turns = [(at_once, name) for _ in range(ROUNDS) for at_once in AT_ONCE for name in managers]
             with settled_heap():
                 for number, (at_once, name) in enumerate(turns):

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.slots import Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata, ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocks.keys import OffloadKey
@@ -105,7 +105,7 @@ class Work:
         healthy = self._tiers[-1]
         assert isinstance(healthy, StoreTierManager)
         self._healthy = healthy
-        self.manager = TieringOffloadingManager(CPUPrimaryTier(NUM_SLOTS, metrics=self.spec.metrics), self._tiers)
+        self.manager = BlockManager(Slots(NUM_SLOTS, metrics=self.spec.metrics), self._tiers)
         self.times = CallTimes(time.perf_counter)
         self._count = 0
         self._loading: list[tuple[ReqContext, list[OffloadKey]]] = []
@@ -161,7 +161,7 @@ class Work:
         if self._bytes(op="store") > self._bytes(op="load"):
             return
         keys = self._keys(RING_REQUESTS + self._count % RING_REQUESTS)
-        if any(self.manager.primary.find(key) is not None for key in keys):
+        if any(self.manager.slots.find(key) is not None for key in keys):
             return
         for key in keys:
             self._healthy.store.delete(self._healthy.mapper.relative_name(key))

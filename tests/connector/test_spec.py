@@ -1,4 +1,4 @@
-"""TieringOffloadingSpec: everything wired, from KV tensors through the region to a real tier and back."""
+"""DeploymentSpec: everything wired, from KV tensors through the region to a real tier and back."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvtiers.connector.base import (
     OffloadingHandler,
 )
 from kvtiers.connector.region.region_file import region_path
-from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.connector.spec import DeploymentSpec
 from kvtiers.connector.transfer.gpu_handler import create_handlers
 from kvtiers.tiers.base import ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.config.deployment import HandlerConfig, parse_config
 from kvtiers.tiers.errors import ConfigError, RegionError, StoreError
-from tests.connector.manager.scripted_tier import ScriptedTier
+from tests.connector.core.scripted_tier import ScriptedTier
 from tests.identity import CONFIG, block_key
 from tests.waiting import PATIENT, wait_for
 
@@ -68,7 +68,7 @@ def kv_caches(seed: int) -> CanonicalKVCaches:
 class Worker:
     """The handlers of a spec, by direction."""
 
-    def __init__(self, spec: TieringOffloadingSpec, caches: CanonicalKVCaches) -> None:
+    def __init__(self, spec: DeploymentSpec, caches: CanonicalKVCaches) -> None:
         handlers = {(source, destination): handler for source, destination, handler in spec.get_handlers(caches)}
         self.store: OffloadingHandler = handlers[GPULoadStoreSpec, CPULoadStoreSpec]
         self.load: OffloadingHandler = handlers[CPULoadStoreSpec, GPULoadStoreSpec]
@@ -81,7 +81,7 @@ class Worker:
         assert result.success
 
 
-def store(spec: TieringOffloadingSpec, worker: Worker) -> None:
+def store(spec: DeploymentSpec, worker: Worker) -> None:
     """Store blocks 0..7 under the four keys, through to the tiers."""
     manager = spec.get_manager()
     output = manager.prepare_store(KEYS, REQ)
@@ -91,7 +91,7 @@ def store(spec: TieringOffloadingSpec, worker: Worker) -> None:
     manager.drain()
 
 
-def load(spec: TieringOffloadingSpec, worker: Worker) -> None:
+def load(spec: DeploymentSpec, worker: Worker) -> None:
     """Load the four keys to blocks 4..11."""
     manager = spec.get_manager()
     wait_for(lambda: step(manager.lookup, manager.on_schedule_end) == [True] * 4)
@@ -118,14 +118,14 @@ def has_ended() -> Callable[[], bool]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., TieringOffloadingSpec]]:
+def make(tmp_path: Path) -> Iterator[Callable[..., DeploymentSpec]]:
     """Makes specs with an fs tier and shuts them down."""
-    made: list[TieringOffloadingSpec] = []
+    made: list[DeploymentSpec] = []
 
-    def make_spec(region: dict[str, Any] | None = None, **kwargs: Any) -> TieringOffloadingSpec:
+    def make_spec(region: dict[str, Any] | None = None, **kwargs: Any) -> DeploymentSpec:
         root = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": "thread", **PATIENT}
         config = dataclasses.replace(CHUNKED, engine_id=ENGINE_ID)
-        spec = TieringOffloadingSpec(config, deployment(root, **(region or {})), CELL_BYTES, **kwargs)
+        spec = DeploymentSpec(config, deployment(root, **(region or {})), CELL_BYTES, **kwargs)
         made.append(spec)
         return spec
 
@@ -134,7 +134,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., TieringOffloadingSpec]]:
         spec.shutdown()
 
 
-def test_kv_comes_back_from_disk_in_another_engine(make: Callable[..., TieringOffloadingSpec]) -> None:
+def test_kv_comes_back_from_disk_in_another_engine(make: Callable[..., DeploymentSpec]) -> None:
     first = make()
     caches = kv_caches(1)
     store(first, Worker(first, caches))
@@ -146,10 +146,10 @@ def test_kv_comes_back_from_disk_in_another_engine(make: Callable[..., TieringOf
         assert torch.equal(loaded.tensor[4:12], stored.tensor[:8])
     counted = second.metrics.value
     assert counted("kvtiers_blocks_total", "fs", "load", "moved") == 4
-    assert second.get_manager().primary.slot_counts().free == 4
+    assert second.get_manager().slots.counts().free == 4
 
 
-def test_scheduler_and_worker_share_a_named_region(make: Callable[..., TieringOffloadingSpec]) -> None:
+def test_scheduler_and_worker_share_a_named_region(make: Callable[..., DeploymentSpec]) -> None:
     instance_id = f"test-spec-{os.getpid()}"
     region = {"instance_id": instance_id}
     scheduler = make(region, rank=None, in_process=False)
@@ -164,7 +164,7 @@ def test_scheduler_and_worker_share_a_named_region(make: Callable[..., TieringOf
         assert torch.equal(entry.tensor[4:12], stored[:8])
 
 
-def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callable[..., TieringOffloadingSpec]) -> None:
+def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callable[..., DeploymentSpec]) -> None:
     make(rank=None, in_process=False)
     path = region_path("/dev/shm", ENGINE_ID)
     assert os.path.exists(path)
@@ -172,9 +172,7 @@ def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callabl
         make({"size": 4 * ROW_BYTES}, rank=0, in_process=False)
 
 
-def test_the_config_reaches_the_handlers(
-    make: Callable[..., TieringOffloadingSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_reaches_the_handlers(make: Callable[..., DeploymentSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
     def handlers(*args: Any, **options: Any) -> tuple[OffloadingHandler, OffloadingHandler]:
@@ -190,13 +188,13 @@ def test_the_config_reaches_the_handlers(
     assert given == {"method": "copy", "load_kernel_bytes_max": 4096, "pin": False}
 
 
-def test_the_region_holds_as_many_rows_as_fit(make: Callable[..., TieringOffloadingSpec]) -> None:
+def test_the_region_holds_as_many_rows_as_fit(make: Callable[..., DeploymentSpec]) -> None:
     spec = make({"size": 3 * ROW_BYTES - 1})
     assert (spec.region.geometry.num_blocks, spec.region.geometry.row_stride) == (2, ROW_BYTES)
-    assert spec.get_manager().primary.num_blocks == 2
+    assert spec.get_manager().slots.num_blocks == 2
 
 
-def test_the_config_reaches_the_manager(make: Callable[..., TieringOffloadingSpec]) -> None:
+def test_the_config_reaches_the_manager(make: Callable[..., DeploymentSpec]) -> None:
     """ARC keeps the block that was used twice where LRU takes the oldest; no wait means a miss at once."""
     spec = make({"size": 2 * ROW_BYTES, "eviction_policy": "arc", "promotion_wait_s": 0})
     manager = spec.get_manager()
@@ -227,14 +225,14 @@ def test_a_load_is_given_up_no_sooner_than_its_tiers_own_deadline(tmp_path: Path
         {"type": "fs", "root_dir": str(tmp_path / str(deadline_s)), "isolation": "thread", "job_deadline_s": deadline_s}
         for deadline_s in (5, 60)
     ]
-    spec = TieringOffloadingSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
-    assert [loads.deadline_s for loads in spec.get_manager()._loads.by_tier] == [6, 61]
+    spec = DeploymentSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
+    assert [share.deadline_s for share in spec.get_manager()._loads.shares] == [6, 61]
     spec.shutdown()
 
 
 def test_a_tier_that_states_no_deadline_has_not_that_of_another(their_tier: dict[str, Any]) -> None:
-    spec = TieringOffloadingSpec(CHUNKED, deployment(their_tier, {"type": "memory", "job_deadline_s": 600}), CELL_BYTES)
-    assert [loads.deadline_s for loads in spec.get_manager()._loads.by_tier] == [20, 601]
+    spec = DeploymentSpec(CHUNKED, deployment(their_tier, {"type": "memory", "job_deadline_s": 600}), CELL_BYTES)
+    assert [share.deadline_s for share in spec.get_manager()._loads.shares] == [20, 601]
     spec.shutdown()
 
 
@@ -254,13 +252,13 @@ def test_a_tier_that_states_no_deadline_has_not_that_of_another(their_tier: dict
 )
 def test_settings_that_do_not_fit_are_named(config: Any, region: dict[str, Any], cell_bytes: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TieringOffloadingSpec(config, deployment(**region), cell_bytes)
+        DeploymentSpec(config, deployment(**region), cell_bytes)
 
 
 def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path, has_ended: Callable[[], bool]) -> None:
     (tmp_path / "file").touch()
     tiers: list[dict[str, Any]] = [{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path / "file" / "x")}]
-    spec = TieringOffloadingSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
+    spec = DeploymentSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
     with pytest.raises((ConfigError, StoreError)):
         spec.get_manager()
     wait_for(has_ended)
@@ -281,7 +279,7 @@ def test_a_tier_whose_shutdown_raises_hides_no_reason_and_stops_no_other(
     monkeypatch.setattr(TheirTier, "shutdown", refuse)
     (tmp_path / "file").touch()
     bad = {"type": "fs", "root_dir": str(tmp_path / "file" / "x")}
-    spec = TieringOffloadingSpec(CHUNKED, deployment(their_tier, {"type": "memory"}, bad), CELL_BYTES)
+    spec = DeploymentSpec(CHUNKED, deployment(their_tier, {"type": "memory"}, bad), CELL_BYTES)
     with pytest.raises((ConfigError, StoreError)):
         spec.get_manager()
     wait_for(has_ended)
@@ -309,10 +307,10 @@ def their_tier(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("value", ["200ms", None, [1], -1])
 def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any], value: Any) -> None:
-    spec = TieringOffloadingSpec(
+    spec = DeploymentSpec(
         CHUNKED, deployment({"type": "memory"}, their_tier | {"lookup_deadline_s": value}), CELL_BYTES
     )
-    assert spec.get_manager()._options.lookup_deadline_s == 0.2
+    assert spec.get_manager()._waits._options.lookup_total_s == 15.0
     spec.shutdown()
 
 
@@ -320,9 +318,7 @@ def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any],
 def test_a_manager_that_cannot_be_made_stops_its_tiers(
     their_tier: dict[str, Any], has_ended: Callable[[], bool], value: Any
 ) -> None:
-    spec = TieringOffloadingSpec(
-        CHUNKED, deployment({"type": "memory"}, their_tier | {"job_deadline_s": value}), CELL_BYTES
-    )
+    spec = DeploymentSpec(CHUNKED, deployment({"type": "memory"}, their_tier | {"job_deadline_s": value}), CELL_BYTES)
     with pytest.raises(ConfigError, match=r"TheirTier: job_deadline_s: .* is not accepted; a tier states seconds"):
         spec.get_manager()
     wait_for(has_ended)
@@ -333,7 +329,7 @@ def test_the_schedulers_side_needs_no_torch() -> None:
     """A scheduler that imports torch pays a second and 200 MB for nothing."""
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from kvtiers.connector.spec import TieringOffloadingSpec\n"
+        "from kvtiers.connector.spec import DeploymentSpec\n"
         "from kvtiers.connector.region.shared_region import SharedOffloadRegion\n"
         "SharedOffloadRegion.anonymous(1, 4096).create_kv_memoryview()\n"
     )

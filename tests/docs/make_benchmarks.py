@@ -58,7 +58,7 @@ it): {bench_s3.HTTP_GOAL} of `http` from 1 MiB, {bench_s3.BOTO3_GOAL:g}x boto3 a
 LOOKUPS_TEXT = f"""
 ## Lookups (`make bench-lookups`)
 
-What an engine gets: requests wait in `TieringOffloadingManager`, whose tier is on files (`fs`) or on storage that
+What an engine gets: requests wait in `BlockManager`, whose tier is on files (`fs`) or on storage that
 answers so many lookups a second. CPU is the scheduler thread's. In the first step all keys are new. In a later one each
 key is asked for again, answers that came included. In a quiet one each request is only asked whether it is waiting.
 `a dict` is the same loop over a dictionary. Goals: all found, or the prefix known after {LookupOptions().total_s:g} s;

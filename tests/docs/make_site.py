@@ -50,6 +50,7 @@ API: dict[str, Sequence[str]] = {
     "Stores": ("Store", "KeyInfo", "Capabilities", "check_key", "fill_parts", "parts_size", "client_errors"),
     "Tiers": (
         "SecondaryTierManager",
+        "PollingTierManager",
         "SecondaryTierFactory",
         "JobMetadata",
         "JobResult",

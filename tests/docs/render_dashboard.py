@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.slots import Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.connector.sizes import human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
@@ -173,7 +173,7 @@ class Replica:
                 ),
             ),
         ]
-        self._manager = TieringOffloadingManager(CPUPrimaryTier(NUM_SLOTS, metrics=self.spec.metrics), tiers)
+        self._manager = BlockManager(Slots(NUM_SLOTS, metrics=self.spec.metrics), tiers)
         self._engine = SoakEngine(
             self._manager,
             np.frombuffer(view, np.int8).reshape(NUM_SLOTS, ROW_BYTES),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.connector.spec import DeploymentSpec
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.testing.fuse import why_no_fuse
 from tests.identity import CONFIG
@@ -33,7 +33,7 @@ def test_the_yaml_of_the_guide_is_a_tier(tmp_path: Path) -> None:
     (tier,) = yaml.safe_load(textwrap.dedent(recipe))
     other = tier | {"name": "heavy", "options": {"path": str(tmp_path / "other.db")}}
     data = {"region": {"size": "4MiB"}, "tiers": [tier, other]}
-    spec = TieringOffloadingSpec(CONFIG, parse_config(data), 65_536)
+    spec = DeploymentSpec(CONFIG, parse_config(data), 65_536)
     try:
         spec.get_manager()
         labels = [dict(each.labels) for each in spec.metrics.snapshot() if each.name == "kvtiers_circuit_closed"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.manager.primary import SlotCounts
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.slots import SlotCounts
 from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocks.keys import OffloadKey
 from tests.identity import block_key
@@ -43,6 +43,9 @@ class RecordedTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         return self._tier.lookup(key, req_context)
+
+    def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
+        return self._tier.take_answered()
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._ledger.submitted(self.name, job_metadata, is_load=False)
@@ -121,7 +124,7 @@ class SoakEngine:
 
     def __init__(
         self,
-        manager: TieringOffloadingManager,
+        manager: BlockManager,
         rows: NDArray[np.int8],
         contents: NDArray[np.int8],
         ledger: Ledger,
@@ -175,7 +178,7 @@ class SoakEngine:
         self.times.end_step()
 
     def _counts(self) -> SlotCounts:
-        return self.manager.primary.slot_counts()
+        return self.manager.slots.counts()
 
     def _new_request(self) -> Request:
         count = self._random.randint(1, BLOCKS_PER_REQUEST_MAX)

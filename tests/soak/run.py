@@ -18,8 +18,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.slots import Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from kvtiers.tiers.blocks.file_mapper import FileMapper
@@ -198,7 +198,7 @@ def _run_in(
         if options.sabotage is not None and place is places[0]:
             tier = Saboteur(tier, rows, options.sabotage)
         tiers.append(RecordedTier(tier, ledger))
-    manager = TieringOffloadingManager(CPUPrimaryTier(NUM_SLOTS, metrics=spec.metrics), tiers)
+    manager = BlockManager(Slots(NUM_SLOTS, metrics=spec.metrics), tiers)
     engine = SoakEngine(manager, rows, contents, ledger, seed=options.seed, late_s=pulse.late_s)
     memory = _Memory(clock, options.seconds)
     start_s = clock()

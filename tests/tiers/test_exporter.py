@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, MetricsHandler, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.connector.spec import DeploymentSpec
 from kvtiers.tiers import exporter
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.errors import SealReason
@@ -36,7 +36,7 @@ def scrape(port: int) -> str:
     return text
 
 
-def deployment(tmp_path: Path, **metrics: object) -> TieringOffloadingSpec:
+def deployment(tmp_path: Path, **metrics: object) -> DeploymentSpec:
     config = parse_config(
         {
             "region": {"size": "1MiB"},
@@ -44,7 +44,7 @@ def deployment(tmp_path: Path, **metrics: object) -> TieringOffloadingSpec:
             "metrics": metrics,
         }
     )
-    return TieringOffloadingSpec(CONFIG, config, 64 << 10)
+    return DeploymentSpec(CONFIG, config, 64 << 10)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -7,15 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for package in ("tiers", "connector", "kvtiers") for path in (ROOT / package).rglob("*.py"))
 
 
-def test_importing_tiers_pulls_in_no_client_and_no_engine() -> None:
+@pytest.mark.parametrize("modules", ["kvtiers, kvtiers.vllm, kvtiers.tiers.registry", "kvtiers.connector.core.manager"])
+def test_import_loads_no_client_and_no_engine(modules: str) -> None:
     heavy = ("torch", "vllm", "boto3", "botocore", "awscrt", "fsspec", "s3fs", "prometheus_client", "cryptography")
-    code = (
-        f"import sys, kvtiers, kvtiers.vllm, kvtiers.tiers.registry; print([m for m in {heavy!r} if m in sys.modules])"
-    )
+    code = f"import sys, {modules}; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

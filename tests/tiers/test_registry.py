@@ -26,6 +26,9 @@ class NullTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         return False
 
+    def take_answered(self) -> dict[str, list[OffloadKey]]:
+        return {}
+
     def submit_store(self, job_metadata: JobMetadata) -> None:
         raise NotImplementedError
 
@@ -120,7 +123,10 @@ def test_a_packages_store_is_among_the_types(monkeypatch: pytest.MonkeyPatch) ->
         ({"type": "Missing", "module_path": "my_tiers"}, "has no class 'Missing'"),
         ({"type": "not_a_class", "module_path": "my_tiers"}, "not a class"),
         ({"type": "NullTier", "module_path": "my_tiers", "flavour": 1}, "options do not fit: .*flavour"),
-        ({"type": "Half", "module_path": "my_tiers"}, r"Half.* lacks get_finished, submit_load, submit_store$"),
+        (
+            {"type": "Half", "module_path": "my_tiers"},
+            r"lacks get_finished, submit_load, submit_store, take_answered .*subclass PollingTierManager",
+        ),
         (
             {"type": "Careless", "module_path": "my_tiers"},
             r"tier 'Careless': cannot be created: TypeError: can only concat",

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndC
 from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtiers.connector.manager.guard import SHUTDOWN_SHARE
+from kvtiers.connector.core.guard import SHUTDOWN_SHARE
 from kvtiers.connector.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
 from kvtiers.connector.transfer.host_copy import HostCopier
 from kvtiers.connector.vllm import spec as spec_module
@@ -163,7 +163,7 @@ def test_a_slow_tier_is_closed_in_the_time_that_is_left(
     """Told nothing, it gave waiting stores more time than there was, and was left behind with its threads at work."""
     fs = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread"}
     engine = engines(tiers=[fs])
-    (tier,) = (guarded.tier for guarded in engine.manager.tiering._tiers)
+    (tier,) = (guarded.tier for guarded in engine.manager.core._tiers)
     tier.shutdown_s = 60.0
     given_s = hang_until_cut(tier, monkeypatch)
     context, some = request("store"), keys(2)
@@ -230,7 +230,7 @@ def test_of_a_sliding_window_no_more_is_read_than_the_window(engines: Any) -> No
         return end
 
     assert hit() is None
-    (tier,) = manager.tiering._tiers  # answers in another order could be a window before the last one
+    (tier,) = manager.core._tiers  # answers in another order could be a window before the last one
 
     def is_known() -> bool:
         manager.on_schedule_end(STEP)
@@ -238,7 +238,7 @@ def test_of_a_sliding_window_no_more_is_read_than_the_window(engines: Any) -> No
 
     wait_for(is_known)
     assert wait_for(hit) == blocks
-    samples = manager.tiering.metrics.snapshot()
+    samples = manager.core.metrics.snapshot()
     loaded = [each.value for each in samples if each.name == "kvtiers_blocks_total" and each.labels["op"] == "load"]
     assert sum(loaded) == window
 
@@ -311,7 +311,7 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
     assert wait_for(lambda: ask(4)) == 24
     assert len(rounds) <= 2 + 2 * len(some), "it was looked up more often than something changed"
     manager.on_request_finished(context)
-    assert not manager.is_waiting("waits", 4)
+    assert not manager.continue_wait("waits", 4)
 
 
 def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(
@@ -369,7 +369,7 @@ def test_a_reset_forgets_the_region_and_the_storage_keeps_its_blocks(engines: An
     engine, some = engines(storage_after_reset="keep"), keys(4)
     engine.store(some, [1, 2, 3, 4])
     engine.manager.reset_cache()
-    assert engine.manager.tiering.primary.slot_counts().free == NUM_BLOCKS
+    assert engine.manager.core.slots.counts().free == NUM_BLOCKS
     engine.load(some, [11, 12, 13, 14])
     for tensor in engine.tensors:
         assert torch.equal(tensor[[11, 12, 13, 14]], tensor[[1, 2, 3, 4]])
@@ -423,9 +423,9 @@ def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monk
     manager.complete_store(set(output.keys_to_store), context)
     manager.on_schedule_end(STEP)
     assert manager.has_pending_work()
-    monkeypatch.setattr(manager.tiering._jobs, "_clock", lambda: time.monotonic() + 3600)
+    monkeypatch.setattr(manager.core._tiers[0], "_clock", lambda: time.monotonic() + 3600)
     assert not manager.has_pending_work()
-    assert manager.tiering.primary.slot_counts().pinned == 3
+    assert manager.core.slots.counts().pinned == 3
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -438,11 +438,11 @@ def test_slots_of_transfers_that_a_reset_forgot_come_free_when_no_worker_is_at_t
     manager.prepare_load(some[:2], context)
     manager.reset_cache()  # from here on vLLM says nothing of them any more
     assert manager.has_pending_work()
-    assert manager.tiering.primary.slot_counts().free < NUM_BLOCKS - 3
+    assert manager.core.slots.counts().free < NUM_BLOCKS - 3
     if told:
         manager.on_reset_flushed()
     engine.settle()
-    counts = manager.tiering.primary.slot_counts()
+    counts = manager.core.slots.counts()
     assert counts.pending == counts.pinned == 0
     assert counts.free == NUM_BLOCKS
     assert engine.find(some) == [LookupResult.MISS] * 6
@@ -539,7 +539,7 @@ def test_a_request_that_refuses_one_tier_loads_from_the_others(
         return answers == [LookupResult.HIT] * 3
 
     wait_for(found)
-    assert {engine.manager.tiering.primary.find(key).tier for key in some} == {tier}
+    assert {engine.manager.core.slots.find(key).tier for key in some} == {tier}
 
 
 def test_what_does_not_fit_the_engine_is_refused() -> None:

@@ -20,12 +20,11 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtiers.connector.manager.guard import SHUTDOWN_SHARE
-from kvtiers.connector.manager.options import LOAD_GRACE_S
+from kvtiers.connector.core.guard import REPORT_S, SHUTDOWN_SHARE
 from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm_config import connector_options
-from kvtiers.tiers.base import JobResult, OffloadingEvent
+from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, PollingTierManager
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
 from kvtiers.tiers.stores.memory import MemoryStore
@@ -350,14 +349,14 @@ def test_what_a_tier_raises_stays_out_of_the_engine(
 ) -> None:
     engine = engines("broken", on_folder(tmp_path))
     clock = Clock()
-    monkeypatch.setattr(engine.tier, "_clock", clock)
+    monkeypatch.setattr(engine.tier._guard, "_clock", clock)
     for name in ("lookup", "submit_store", "submit_load"):
         setattr(engine.tier.tier, name, out_of_order)
     engine.begin_store(keys(2))
     for _ in range(3):
         engine.step()
         assert engine.manager.has_pending_work()  # it may have begun: its slots are nobody else's yet
-    clock.advance(engine.tier.tier.job_deadline_s + LOAD_GRACE_S)
+    clock.advance(engine.tier.tier.job_deadline_s + REPORT_S)
     engine.settle()
     assert engine.find(keys(2, first=50)) == [LookupResult.MISS] * 2
 
@@ -405,7 +404,7 @@ def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
     engine = engines("late", on_folder(tmp_path))
     tier = engine.tier
     clock = Clock()
-    monkeypatch.setattr(tier, "_clock", clock)
+    monkeypatch.setattr(tier._guard, "_clock", clock)
     monkeypatch.setattr(tier.tier, method, out_of_order)
     monkeypatch.setattr(tier.tier, "get_finished", lambda: ())
     getattr(tier, method)(TransferJob(7, keys(2), np.arange(2), method == "submit_load", request("r")))
@@ -414,7 +413,7 @@ def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
     if end == "reported":
         monkeypatch.setattr(tier.tier, "get_finished", lambda: [JobResult(7, False, (keys(1)[0],))])
     elif end == "deadline":
-        clock.advance(tier.tier.job_deadline_s + LOAD_GRACE_S)
+        clock.advance(tier.tier.job_deadline_s + REPORT_S)
     else:
         monkeypatch.setattr(time, "sleep", clock.advance)
         tier.drain_jobs()  # vLLM reuses all slots then: what is not known to have ended is waited for
@@ -505,6 +504,35 @@ class TheirTier(StoreTierManager):
     def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:
         super().__init__(spec, view, tier_type, make_backend=in_threads(MemoryStore()))
         self.job_deadline_s = "soon"  # type: ignore[assignment]
+
+
+class SilentTier(PollingTierManager):
+    """Somebody else's, whose storage answers nothing."""
+
+    clock = Clock()
+
+    def poll(self, key: OffloadKey, req_context: Any) -> None:
+        return None
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        raise AssertionError
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        raise AssertionError
+
+    def get_finished(self) -> list[JobResult]:
+        return []
+
+
+def test_lookup_in_a_silent_polling_tier_is_a_miss_after_its_deadline() -> None:
+    tier = make_tier({"tier": {"type": "SilentTier", "module_path": __name__}})
+    answers = []
+    for _ in range(7):
+        answers.append(tier.lookup(keys(1)[0], request("waits")))
+        tier.on_schedule_end(STEP)
+        SilentTier.clock.advance(0.06)
+    assert answers == [LookupResult.RETRY] * 5 + [LookupResult.MISS] * 2
+    tier.shutdown()
 
 
 def test_a_tier_that_is_refused_for_its_deadline_is_stopped() -> None:

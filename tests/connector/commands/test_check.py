@@ -14,7 +14,7 @@ import yaml
 
 from kvtiers.connector.commands import check, tier_checks
 from kvtiers.connector.commands.session import ExitCode
-from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.connector.spec import DeploymentSpec
 from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.config.tier_options import S3TierConfig
 from kvtiers.tiers.errors import ConfigError, StoreError, StoreUnavailableError
@@ -210,7 +210,7 @@ def test_check_finds_what_an_engine_refuses(
     monkeypatch.setattr(tier_checks, "missing_mount", lambda _: "")  # this folder is not on an NFS mount
     (found,) = problems(given)
     assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
-    spec = TieringOffloadingSpec(CONFIG, deployment(given), 65_536)
+    spec = DeploymentSpec(CONFIG, deployment(given), 65_536)
     with pytest.raises((ConfigError, StoreError)):
         spec.get_manager()
     spec.shutdown()
@@ -254,7 +254,7 @@ def test_nfs_tier_without_its_mount_is_a_problem(
     config.write_text(deployment(tier).model_dump_json())
     code, out = run("check", str(config))
     assert (code, f"problem tiers[0] nfs, {said}" in out) == (ExitCode.FAILED if is_told else 0, is_told)
-    spec = TieringOffloadingSpec(CONFIG, deployment(tier), 65_536)
+    spec = DeploymentSpec(CONFIG, deployment(tier), 65_536)
     spec.get_manager()
     spec.shutdown()
     assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told

@@ -17,7 +17,7 @@ from kvtiers.connector.demo.engine import Engine, Request  # noqa: E402
 from kvtiers.connector.demo.model import LoadedModel  # noqa: E402
 from kvtiers.connector.demo.paged_cache import KVLayout, PagedKVCache  # noqa: E402
 from kvtiers.connector.demo.worker import make_spec  # noqa: E402
-from kvtiers.connector.spec import TieringOffloadingSpec  # noqa: E402
+from kvtiers.connector.spec import DeploymentSpec  # noqa: E402
 from kvtiers.tiers.blocks.keys import OffloadKey  # noqa: E402
 from kvtiers.tiers.config.deployment import parse_config  # noqa: E402
 from kvtiers.tiers.errors import ConfigError  # noqa: E402
@@ -50,17 +50,17 @@ def reference(model: LoadedModel, prompt: list[int]) -> list[int]:
     return [int(token) for token in out[0, len(prompt) :]]
 
 
-Start = Callable[..., tuple[Engine, TieringOffloadingSpec]]
+Start = Callable[..., tuple[Engine, DeploymentSpec]]
 
 
 @pytest.fixture
 def start(model: LoadedModel, tmp_path: Path) -> Iterator[Start]:
     """Makes an engine with a region and a folder of blocks. Another engine on the same folder is another process."""
-    started: list[tuple[Engine, TieringOffloadingSpec]] = []
+    started: list[tuple[Engine, DeploymentSpec]] = []
 
     def start(
         blocks_per_chunk: int = 1, region_blocks: int = 32, of: LoadedModel = model
-    ) -> tuple[Engine, TieringOffloadingSpec]:
+    ) -> tuple[Engine, DeploymentSpec]:
         layout = KVLayout.of_model(of.module)
         memory = PagedKVCache(layout, num_blocks=24, block_size=BLOCK_SIZE, device=of.device)
         random.Random(len(started)).shuffle(memory.block_ids)
@@ -260,7 +260,7 @@ def test_the_tier_serves_what_the_region_forgot(model: LoadedModel, start: Start
     assert spec.metrics.value("kvtiers_bytes_total", "fs", "load") > 0
 
 
-def blocks_lost(spec: TieringOffloadingSpec) -> float:
+def blocks_lost(spec: DeploymentSpec) -> float:
     return sum(sample.value for sample in spec.metrics.snapshot() if sample.name == "kvtiers_stores_dropped_total")
 
 

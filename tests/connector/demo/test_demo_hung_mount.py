@@ -26,7 +26,7 @@ from kvtiers.connector.demo.model import LoadedModel  # noqa: E402
 from kvtiers.connector.demo.paged_cache import KVLayout, PagedKVCache  # noqa: E402
 from kvtiers.connector.demo.run import DemoOptions, run_demo  # noqa: E402
 from kvtiers.connector.demo.worker import make_spec  # noqa: E402
-from kvtiers.connector.spec import TieringOffloadingSpec  # noqa: E402
+from kvtiers.connector.spec import DeploymentSpec  # noqa: E402
 from kvtiers.tiers.config.deployment import parse_config  # noqa: E402
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse  # noqa: E402
 from tests.tiny_model import make_model_dir, make_tiny_llama  # noqa: E402
@@ -108,11 +108,11 @@ def slow_from_half_way(reads: int) -> list[FuseFault]:
 
 
 @pytest.fixture
-def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, TieringOffloadingSpec]]]:
+def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, DeploymentSpec]]]:
     model = make_tiny_llama()
-    started: list[tuple[Engine, TieringOffloadingSpec]] = []
+    started: list[tuple[Engine, DeploymentSpec]] = []
 
-    def start(deadlines: dict[str, float] = PATIENT) -> tuple[Engine, TieringOffloadingSpec]:
+    def start(deadlines: dict[str, float] = PATIENT) -> tuple[Engine, DeploymentSpec]:
         loaded = LoadedModel("tiny", "1", model, None, frozenset())
         memory = PagedKVCache(KVLayout.of_model(model), num_blocks=256, block_size=BLOCK_SIZE, device=loaded.device)
         spec = make_spec(loaded, memory, parse_config(nfs_config(mount, 4 << 20, deadlines)))
@@ -129,9 +129,7 @@ def ask(engine: Engine, *, store: bool = True) -> Request:
     return engine.run(PROMPT, max_new_tokens=NEW_TOKENS, store=store)
 
 
-def test_tokens_are_equal_and_in_time(
-    mount: FuseMount, start: Callable[..., tuple[Engine, TieringOffloadingSpec]]
-) -> None:
+def test_tokens_are_equal_and_in_time(mount: FuseMount, start: Callable[..., tuple[Engine, DeploymentSpec]]) -> None:
     first, _ = start()
     cold = ask(first)
     first.drain()

@@ -1,6 +1,6 @@
-"""CPUPrimaryTier: tracks which block is in which slot of the region and who uses it, and evicts blocks to make room.
+"""Slots: tracks which block is in which slot of the region and who uses it, and evicts blocks to make room.
 
-A slot is in one of five states. ``slot_counts`` returns the number of slots in each state; their sum never changes:
+A slot is in one of five states. ``counts`` returns the number of slots in each state; their sum never changes:
 
     free -> pending -> ready <-> pinned          quarantined
       ^        |         |                            |
@@ -63,7 +63,7 @@ class Waiter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A key in a slot. Only CPUPrimaryTier changes it, except ``tier``; other classes hold it as a handle."""
+    """A key in a slot. Only Slots changes it, except ``tier``; other classes hold it as a handle."""
 
     key: OffloadKey
     slot: int
@@ -72,7 +72,7 @@ class Block:
     loads: int = 0  # number of the engine's running loads
     pins: int = 0  # number of tiers' jobs and waiting requests that need the block to stay
     promoted: bool = False  # it came from a tier, and ``touch`` has not been called for the use it was loaded for
-    tier: int = 0  # index of the tier that loads or loaded the block; set by ``TierLoads``
+    tier: int = 0  # index of the tier that loads or loaded the block; set by ``TierShare``
     waiters: list[Waiter] | None = None  # to notify when the block is no longer being filled; None for most blocks
 
     def add_waiter(self, waiter: Waiter) -> None:
@@ -90,11 +90,11 @@ class Block:
                 waiter.filling_ended(self.key)
 
 
-class CPUPrimaryTier(OffloadingManager):
+class Slots(OffloadingManager):
     """The region's slots.
 
     The engine calls the first half of the methods. Its calls come from outside, so wrong calls are counted, logged once
-    and ignored: no call corrupts the accounting. The second half is for TieringOffloadingManager, which holds Blocks.
+    and ignored: no call corrupts the accounting. The second half is for BlockManager, which holds Blocks.
 
     Within one call, the first keys count as the most valuable (a prefix is useless without its first blocks), so the
     last keys are evicted first. ``complete_load`` and ``complete_store`` may name keys in any order (vLLM passes sets):
@@ -125,7 +125,7 @@ class CPUPrimaryTier(OffloadingManager):
         for call in ("complete_load", "complete_store"):
             self.metrics.inc("kvtiers_contained_errors_total", "engine", call, by=0)  # as in GuardedTier
 
-    def slot_counts(self) -> SlotCounts:
+    def counts(self) -> SlotCounts:
         """Number of slots in each state, in O(1)."""
         return SlotCounts(len(self._free), len(self._policy), self._pinned, self._pending, self._quarantined)
 
@@ -223,7 +223,7 @@ class CPUPrimaryTier(OffloadingManager):
                 self._end_use(block)
             self._drop(block)
 
-    # -- calls of TieringOffloadingManager ---------------------------------------------------------------------------
+    # -- calls of BlockManager ---------------------------------------------------------------------------------------
 
     def end_store(self, keys: Collection[OffloadKey], success: bool) -> list[Block]:
         """Like ``complete_store``, but return the blocks that became ready."""

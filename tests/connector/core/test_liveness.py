@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.slots import Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.base import ReqContext
 from kvtiers.tiers.blocks.file_mapper import FileMapper
@@ -58,8 +58,8 @@ class Rig:
             )
             for name, store in zip(("files", "memory"), self.stores, strict=True)
         ]  # fmt: skip
-        self.primary = CPUPrimaryTier(NUM_SLOTS, metrics=self.spec.metrics)
-        self.manager = TieringOffloadingManager(self.primary, self.tiers)
+        self.slots = Slots(NUM_SLOTS, metrics=self.spec.metrics)
+        self.manager = BlockManager(self.slots, self.tiers)
         self.times = CallTimes(time.monotonic)
         self._requests = 0
 
@@ -153,7 +153,7 @@ def test_calls_do_no_io_while_everything_hangs(rig: Rig, record: Record, hang_s:
             if len(contexts) > 64:  # so many wait at once
                 done = contexts.popleft()
                 rig.times.timed("on_request_finished", lambda done=done: rig.manager.on_request_finished(done))  # type: ignore[misc]
-            assert sum(rig.primary.slot_counts()) == NUM_SLOTS
+            assert sum(rig.slots.counts()) == NUM_SLOTS
             time.sleep(0.001)
             rig.times.end_step()
     print(*rig.times.slow, sep="\n")
@@ -183,21 +183,21 @@ def test_lookups_are_answered_while_everything_hangs(rig: Rig, record: Record) -
     record("L2", answered_after_s=took_s, cut_off_answered_after_ms=1e3 * later_s)
 
 
-def test_a_hung_load_ends_and_its_slots_are_quarantined(rig: Rig, record: Record) -> None:
+def test_hung_load_is_given_up_and_its_slots_are_quarantined(rig: Rig, record: Record) -> None:
     """L3. The request goes on; who hangs keeps the slots; they are free again when it has let go."""
     rig.put_away(KEYS[:8])
     rig.hang_all()
     took_s, answers = rig.seconds_until_known(KEYS[:8])
     assert not any(answers)
     assert took_s < 2 * (JOB_DEADLINE_S + 1) + BUSY_MACHINE_S
-    quarantined = rig.primary.slot_counts().quarantined
+    quarantined = rig.slots.counts().quarantined
     assert quarantined >= 8
     rig.heal()
     start_s = time.monotonic()
 
     def is_idle() -> bool:
         rig.step()
-        counts = rig.primary.slot_counts()
+        counts = rig.slots.counts()
         return not counts.pinned + counts.pending + counts.quarantined
 
     wait_for(is_idle)
@@ -211,7 +211,7 @@ def test_a_hung_load_ends_and_its_slots_are_quarantined(rig: Rig, record: Record
     )
 
 
-def test_a_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None:
+def test_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None:
     """L4. By failures in a row here; by a deadline in the test above."""
     rig.put_away(KEYS[:8])
 
@@ -239,7 +239,7 @@ def test_a_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None
     record("L4", stores_until_cut_off=stores, blocks_failed=int(dropped), probe_every_s=0.2, back_after_s=back_s)
 
 
-def test_shutdown_while_everything_hangs(rig: Rig, record: Record) -> None:
+def test_shutdown_ends_while_everything_hangs(rig: Rig, record: Record) -> None:
     """L5."""
     rig.put_away(KEYS[:8])
     rig.hang_all()
@@ -251,11 +251,11 @@ def test_shutdown_while_everything_hangs(rig: Rig, record: Record) -> None:
     rig.manager.shutdown()
     took_s = time.monotonic() - start_s
     assert took_s < 5 + BUSY_MACHINE_S
-    assert rig.primary.slot_counts().quarantined > 0, "nobody may have them: the stuck threads may still write"
+    assert rig.slots.counts().quarantined > 0, "nobody may have them: the stuck threads may still write"
     record("L5", tiers=2, shutdown_s=took_s)
 
 
-def test_the_rig_hangs_what_it_says(rig: Rig) -> None:
+def test_rig_hangs_calls_of_both_stores_until_it_heals(rig: Rig) -> None:
     """Or the tests above would show nothing."""
     rig.hang_all()
     ended: list[object] = []

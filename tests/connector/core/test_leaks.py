@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import CPUPrimaryTier, SlotCounts
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.options import ManagerOptions
+from kvtiers.connector.core.slots import SlotCounts, Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.errors import StoreFullError, StoreUnavailableError
@@ -83,8 +83,8 @@ def test_no_slot_leaks(tmp_path: Path, operations: int, record: Record) -> None:
         )
         for name, store in zip(("files", "memory"), stores, strict=True)
     ]
-    primary = CPUPrimaryTier(NUM_SLOTS, metrics=spec.metrics)
-    manager = TieringOffloadingManager(primary, tiers, TieringOptions(load_deadline_s=LATE_S / 2))
+    slots = Slots(NUM_SLOTS, metrics=spec.metrics)
+    manager = BlockManager(slots, tiers, ManagerOptions(load_deadline_s=LATE_S / 2))
     engine = SoakEngine(manager, rows, contents, ledger, seed=2, sleep=lambda _: time.sleep(0.0002))
     most = SlotCounts(0, 0, 0, 0, 0)
 
@@ -94,7 +94,7 @@ def test_no_slot_leaks(tmp_path: Path, operations: int, record: Record) -> None:
 
     def done() -> bool:
         nonlocal most
-        most = SlotCounts(*map(max, most, primary.slot_counts()))
+        most = SlotCounts(*map(max, most, slots.counts()))
         return made() >= operations
 
     engine.run(done)
@@ -103,7 +103,7 @@ def test_no_slot_leaks(tmp_path: Path, operations: int, record: Record) -> None:
     for store in stores:
         store.plan = []
     healed_s = engine.settle(HEALED_S_MAX)
-    counts = primary.slot_counts()
+    counts = slots.counts()
     manager.shutdown()
     assert not ledger.violations, ledger.details
     assert (counts.pinned, counts.pending, counts.quarantined) == (0, 0, 0)

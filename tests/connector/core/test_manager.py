@@ -1,29 +1,28 @@
-"""TieringOffloadingManager against scripted tiers: cascade, promotion, bounded waiting, and tiers that misbehave."""
+"""BlockManager against scripted tiers: cascade, promotion, bounded waiting, and tiers that misbehave."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.manager.cascade import RETRY_S
-from kvtiers.connector.manager.guard import load_deadline_s
-from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
-from kvtiers.connector.manager.primary import CPUPrimaryTier, SlotCounts
-from kvtiers.connector.manager.request import State
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
-from kvtiers.tiers.base import JobResult, OffloadingEvent, ReqContext
+from kvtiers.connector.core.guard import JOB_DEADLINE_S, REPORT_S, GuardedTier
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.options import ManagerOptions
+from kvtiers.connector.core.slots import SlotCounts, Slots
+from kvtiers.connector.core.stores import RETRY_S
+from kvtiers.tiers.base import JobResult, OffloadingEvent, PollingTierManager, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import Metrics
 from tests.clock import Clock
-from tests.connector.manager.scripted_tier import ScriptedTier, job_keys, make_view, pattern, row
+from tests.connector.core.scripted_tier import ScriptedTier, job_keys, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
 
@@ -38,8 +37,14 @@ class Engine:
         self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=auto) for index in range(num_tiers)]
-        self.primary = CPUPrimaryTier(num_blocks)
-        self.manager = TieringOffloadingManager(self.primary, self.tiers, TieringOptions(**options), clock=self.clock)
+        self.slots = Slots(num_blocks)
+        self.manager = BlockManager(self.slots, self.tiers, ManagerOptions(**options), clock=self.clock)
+
+    def with_tiers(self, *tiers: ScriptedTier) -> BlockManager:
+        """Replace the tiers."""
+        self.tiers = list(tiers)
+        self.manager = BlockManager(self.slots, tiers, clock=self.clock)
+        return self.manager
 
     @property
     def tier(self) -> ScriptedTier:
@@ -47,7 +52,7 @@ class Engine:
 
     @property
     def counts(self) -> SlotCounts:
-        return self.primary.slot_counts()
+        return self.slots.counts()
 
     def store(self, *keys: OffloadKey) -> None:
         output = self.manager.prepare_store(keys, REQ)
@@ -90,7 +95,7 @@ class Engine:
 # ---- cascade
 
 
-def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> None:
+def test_stored_block_is_pinned_until_every_tier_has_it() -> None:
     engine = Engine(num_tiers=3, auto=False, store_backlog_share=1)
     engine.store(*KEYS[:4])
     assert [[job_keys(job) for job in tier.submitted] for tier in engine.tiers] == [[KEYS[:4]]] * 3
@@ -105,10 +110,10 @@ def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> 
     assert all(tier.blobs == {key: pattern(key) for key in KEYS[:4]} for tier in engine.tiers)
 
 
-def test_a_tier_that_takes_no_stores_is_given_none_and_its_hits_go_to_the_tiers_before_it() -> None:
+def test_read_only_tier_gets_no_stores_and_its_hits_are_stored_to_earlier_tiers() -> None:
     engine = Engine(num_tiers=2)
     engine.tiers[1].takes_stores = False
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(), clock=engine.clock)
     engine.store(*KEYS[:3])
     engine.manager.on_schedule_end()
     engine.manager.touch(KEYS[:3])
@@ -121,14 +126,14 @@ def test_a_tier_that_takes_no_stores_is_given_none_and_its_hits_go_to_the_tiers_
     assert [job_keys(job) for job in engine.tiers[1].submitted] == [KEYS[5:6]]  # the load
 
 
-def test_only_new_blocks_are_cascaded() -> None:
+def test_only_new_blocks_are_stored_to_tiers() -> None:
     engine = Engine()
     engine.store(*KEYS[:3])
     engine.store(*KEYS[1:5])
     assert [job_keys(job) for job in engine.tier.submitted] == [KEYS[:3], KEYS[3:5]]
 
 
-def test_a_failed_store_is_not_cascaded() -> None:
+def test_failed_store_reaches_no_tier() -> None:
     engine = Engine()
     engine.manager.prepare_store(KEYS[:3], REQ)
     engine.manager.complete_store(KEYS[:3], success=False)
@@ -136,7 +141,7 @@ def test_a_failed_store_is_not_cascaded() -> None:
     assert engine.counts.free == 16
 
 
-def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(
+def test_stores_beyond_a_backlogs_share_are_dropped_and_counted(
     caplog: pytest.LogCaptureFixture, record: Record
 ) -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.5)
@@ -157,7 +162,7 @@ def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(
     record("D4", share_of_the_region=0.5, blocks_dropped_and_counted=4)
 
 
-def test_a_block_that_a_tier_refused_is_offered_again_when_it_is_used() -> None:
+def test_refused_block_is_offered_again_when_it_is_used() -> None:
     """A prefix that never leaves the region would else never get there."""
     engine = Engine(num_tiers=2, auto=False, store_backlog_share=1)
     dead, good = engine.tiers
@@ -182,7 +187,7 @@ def test_a_block_that_a_tier_refused_is_offered_again_when_it_is_used() -> None:
     assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_block_that_a_backlog_dropped_is_offered_again_when_it_is_used() -> None:
+def test_dropped_block_is_offered_again_when_it_is_used() -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.25)
     engine.store(*KEYS[:4])
     engine.store(*KEYS[4:8])
@@ -199,7 +204,7 @@ def test_a_block_that_a_backlog_dropped_is_offered_again_when_it_is_used() -> No
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 8
 
 
-def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_another() -> None:
+def test_refused_block_is_offered_again_when_another_tier_loads_it() -> None:
     """Here from the tier before it; in a region that is smaller than what is used, nothing would stay until then."""
     engine = Engine(num_blocks=4, num_tiers=2, load_share=1, store_backlog_share=1)
     far = engine.tiers[1]
@@ -210,7 +215,7 @@ def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_an
     engine.manager.on_schedule_end()
     engine.store(*KEYS[10:14])
     engine.manager.on_schedule_end()
-    assert engine.primary.find(KEYS[0]) is None
+    assert engine.slots.find(KEYS[0]) is None
     assert engine.lookup_until_known(KEYS[:1]) == [True]
     assert far.blobs.keys() == set(KEYS[10:14])  # at once would be too soon
     engine.clock.advance(RETRY_S)
@@ -222,7 +227,7 @@ def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_an
     assert stored == [*KEYS[:2], *KEYS[10:14]]  # the tier before has it, and is not offered it
 
 
-def test_what_left_the_region_while_it_waited_for_a_tier_gets_there_when_it_comes_back() -> None:
+def test_unsent_block_that_was_evicted_is_offered_again_when_it_comes_back() -> None:
     engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
     far = engine.tiers[1]
     far.auto = False
@@ -241,7 +246,7 @@ def test_what_left_the_region_while_it_waited_for_a_tier_gets_there_when_it_come
     assert set(KEYS[:4]) <= far.blobs.keys()
 
 
-def test_what_a_reset_found_waiting_for_a_tier_gets_there_when_it_comes_back_to_the_region_from_another() -> None:
+def test_unsent_block_that_a_reset_dropped_is_offered_again_when_another_tier_loads_it() -> None:
     engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
     engine.tier.put(*KEYS[:4])
     far = engine.tiers[1]
@@ -258,7 +263,7 @@ def test_what_a_reset_found_waiting_for_a_tier_gets_there_when_it_comes_back_to_
     assert far.blobs.keys() == set(KEYS[:4])
 
 
-def test_a_block_that_a_tier_never_takes_keeps_no_others_from_it() -> None:
+def test_block_that_a_tier_always_refuses_delays_no_others() -> None:
     engine = Engine(num_blocks=32, auto=False)
     bad = {KEYS[0], *KEYS[20:30]}
 
@@ -280,16 +285,16 @@ def test_a_block_that_a_tier_never_takes_keeps_no_others_from_it() -> None:
     assert [job_keys(job) for job in engine.tier.submitted].count(KEYS[:1]) == 6  # in 60 s
 
 
-def test_what_tiers_refused_is_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.connector.manager.cascade.REFUSED_MAX", 4)
+def test_refused_blocks_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.connector.core.stores.REFUSED_MAX", 4)
     engine = Engine(num_blocks=4)
     engine.tier.raising.add("submit_store")
     for key in KEYS[:10]:
         engine.store(key)
-    assert list(engine.manager._cascade._refused[0]) == KEYS[6:10]
+    assert list(engine.manager._stores._refused[0]) == KEYS[6:10]
 
 
-def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None:
+def test_hung_tier_leaves_the_region_and_other_tiers_usable() -> None:
     engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
     hung, good = engine.tiers
     hung.auto = False
@@ -301,7 +306,7 @@ def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 56
 
 
-def test_a_large_job_takes_no_more_than_its_tiers_share_at_once() -> None:
+def test_large_store_is_sent_in_parts_of_its_tiers_share() -> None:
     engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
     hung, good = engine.tiers
     hung.auto = False
@@ -322,7 +327,7 @@ def test_a_large_job_takes_no_more_than_its_tiers_share_at_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["drain", "shutdown"])
-def test_what_waits_for_a_tier_is_not_forgotten_at_the_end(end: str) -> None:
+def test_unsent_blocks_are_sent_at_drain_and_shutdown(end: str) -> None:
     engine = Engine(num_blocks=16, num_tiers=2, auto=False, store_backlog_share=0.25)
     engine.store(*KEYS[:15])
     assert engine.counts.pinned == 2
@@ -332,25 +337,25 @@ def test_what_waits_for_a_tier_is_not_forgotten_at_the_end(end: str) -> None:
     assert engine.counts.pinned == engine.counts.quarantined == 0
 
 
-def test_what_waits_for_a_tier_that_raises_is_sent_as_its_share_comes_free() -> None:
+def test_unsent_blocks_of_a_raising_tier_are_sent_when_its_share_is_free() -> None:
     engine = Engine(num_blocks=16, store_backlog_share=0.1)
     engine.tier.raising.add("submit_store")
     engine.store(*KEYS[:15])
     assert engine.counts.pinned == 2  # it may have begun these, so they are kept for it a while
-    engine.clock.advance(LOAD_DEADLINE_S)
+    engine.clock.advance(JOB_DEADLINE_S)
     for _ in range(3):
         engine.manager.on_schedule_end()
     assert engine.tier.calls.count("submit_store") == 2
     engine.tier.raising.clear()
-    engine.clock.advance(LOAD_DEADLINE_S)
+    engine.clock.advance(JOB_DEADLINE_S)
     for _ in range(10):
         engine.manager.on_schedule_end()
     assert engine.tier.blobs.keys() == set(KEYS[4:15])
     assert engine.counts.pinned == 0
-    assert engine.manager._cascade._unsent == [type(engine.manager._cascade._unsent[0])()]
+    assert engine.manager._stores._unsent == [type(engine.manager._stores._unsent[0])()]
 
 
-def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:
+def test_failing_stores_of_one_tier_do_not_delay_the_others() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.store(*KEYS[:2])
     for tier, failing in zip(engine.tiers, (KEYS[:2], ()), strict=True):
@@ -363,7 +368,7 @@ def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:
 # ---- promotion
 
 
-def test_a_hit_is_promoted_in_one_job_per_request_when_the_step_ends() -> None:
+def test_hits_of_a_request_are_loaded_in_one_job_at_the_steps_end() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:8])
     a, b = ReqContext("a"), ReqContext("b")
@@ -387,13 +392,13 @@ def test_a_hit_is_promoted_in_one_job_per_request_when_the_step_ends() -> None:
     assert engine.tier.submitted[2:] == []
 
 
-def test_a_key_nobody_has_is_a_miss_at_once() -> None:
+def test_absent_key_is_a_miss_at_once() -> None:
     engine = Engine(num_tiers=2)
     assert engine.lookup([KEYS[0]]) == [False]
     assert engine.counts.free == 16
 
 
-def test_the_first_tier_that_has_it_loads_it() -> None:
+def test_first_tier_that_has_a_block_loads_it() -> None:
     engine = Engine(num_tiers=3)
     engine.tiers[1].put(KEYS[0], KEYS[1])
     engine.tiers[2].put(KEYS[0], KEYS[2])
@@ -406,12 +411,12 @@ def test_the_first_tier_that_has_it_loads_it() -> None:
     assert KEYS[0] not in engine.tiers[2].asked  # once a tier has it, slower ones are not asked
 
 
-def test_a_tier_that_a_request_may_not_load_from_is_not_asked_for_it() -> None:
+def test_excluded_tier_is_not_asked() -> None:
     engine = Engine(num_tiers=2)
     for tier in engine.tiers:
         tier.put(KEYS[0])
     engine.tiers[0].put(KEYS[1])
-    engine.manager.barred = lambda context: 1 if context.req_id == "barred" else 0
+    engine.manager.excluded_tiers = lambda context: 1 if context.req_id == "barred" else 0
     assert engine.lookup_until_known(KEYS[:2], ReqContext("barred")) == [True, False]
     assert not engine.tiers[0].asked
     assert [job_keys(job) for job in engine.tiers[1].submitted if job.is_load] == [[KEYS[0]]]
@@ -419,7 +424,7 @@ def test_a_tier_that_a_request_may_not_load_from_is_not_asked_for_it() -> None:
     assert engine.lookup_until_known(KEYS[:2], ReqContext("barred")) == [True, True]  # it is in the region now
 
 
-def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
+def test_block_from_a_later_tier_is_stored_to_earlier_ones() -> None:
     engine = Engine(num_tiers=3, store_backlog_share=1, load_share=1)
     engine.tiers[2].put(*KEYS[:4])
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
@@ -431,7 +436,7 @@ def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
     assert engine.counts.pinned == 0
 
 
-def test_a_load_that_comes_in_parts_fills_the_earlier_tiers_whole() -> None:
+def test_load_in_parts_is_stored_whole_to_earlier_tiers() -> None:
     engine = Engine(num_tiers=2)
     near, far = engine.tiers
     near.auto = False
@@ -456,21 +461,21 @@ def test_all_tiers_are_asked_in_the_same_step() -> None:
     assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
 
 
-def test_time_in_which_an_engine_asks_nothing_is_no_wait_for_a_tier() -> None:
-    """vLLM asks nothing of waiting requests while its batch is full; a tier's answer may be too old after that."""
-    engine = Engine(lookup_deadline_s=0.2)
+def test_time_without_lookups_does_not_count_as_a_wait_for_a_tier() -> None:
+    """vLLM looks up no waiting request while its batch is full."""
+    engine = Engine()
     engine.tier.put(*KEYS[:4])
     engine.tier.silent = True
     assert engine.lookup(KEYS[:4]) == [None] * 4
     engine.clock.advance(61.0)
-    assert engine.lookup(KEYS[:4]) == [None] * 4  # it asks anew
+    assert engine.lookup(KEYS[:4]) == [None] * 4
     engine.tier.silent = False
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
     assert engine.counted("kvtiers_deadline_expired_total", "tier0", "lookup") == 0
 
 
-def test_a_tier_that_never_answers_is_waited_for_three_questions_at_most_however_rare_they_are() -> None:
-    engine = Engine(lookup_deadline_s=0.2)
+def test_wait_for_a_tier_that_never_answers_ends_after_few_lookups_although_they_are_rare() -> None:
+    engine = Engine(lookup_total_s=2.0)
     engine.tier.silent = True
     seen = []
     for _ in range(3):
@@ -479,8 +484,83 @@ def test_a_tier_that_never_answers_is_waited_for_three_questions_at_most_however
     assert seen == [[None], [None], [False]]
 
 
+def test_open_lookups_are_repeated_when_a_tier_cannot_tell_which_it_has_answered() -> None:
+    """A tier that was cut off answers all of them as misses; what a tier answered while it raised is unknown."""
+    engine = Engine()
+    tier = engine.tier
+    tier.put(*KEYS[:2])
+    tier.answers_later = True
+    tier.raising.add("take_answered")
+    assert engine.lookup(KEYS[:3]) == [None] * 3
+    assert engine.lookup(KEYS[:3]) == [None, None, False]
+    assert engine.lookup_until_known(KEYS[:3]) == [True, True, False]
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "take_answered") > 0
+
+
+class PollingTier(ScriptedTier, PollingTierManager):
+    """A tier that another project wrote, which has no ``take_answered``."""
+
+    lookup = PollingTierManager.lookup
+    take_answered = PollingTierManager.take_answered  # type: ignore[assignment]
+    on_request_finished = PollingTierManager.on_request_finished
+    poll = ScriptedTier.lookup
+
+
+def test_polling_tier_answers_in_the_step_after_its_storage() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    manager = engine.with_tiers(tier)
+    tier.put(*KEYS[:2])
+    tier.answers_later = True
+    assert engine.lookup(KEYS[:3]) == [None] * 3
+    assert not manager.continue_wait(REQ.req_id)
+    assert engine.lookup(KEYS[:3]) == [None, None, False]
+    assert engine.lookup_until_known(KEYS[:3]) == [True, True, False]
+
+
+def test_polling_tier_that_answers_nothing_is_a_miss_after_its_deadline_for_each_request() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    tier.clock = engine.clock
+    manager = engine.with_tiers(tier)
+    tier.silent = True
+    first, second = ReqContext("first"), ReqContext("second")
+    for at_s in (0.0, 0.06, 0.12, 0.18):
+        assert engine.lookup(KEYS[:2], first) == [None] * 2, at_s
+        if at_s > 0.1:
+            assert engine.lookup(KEYS[:2], second) == [None] * 2, at_s
+        engine.clock.advance(0.06)
+    assert engine.lookup(KEYS[:1], first) == [False]
+    assert engine.lookup(KEYS[:1], second) == [None]
+    tier.silent = False
+    tier.put(KEYS[0])
+    assert engine.lookup(KEYS[:1], first) == [None]  # it is there after all
+    manager.on_request_finished(first)
+    manager.on_request_finished(second)
+    assert not tier._polls
+
+
+def test_polling_tier_waits_while_it_answers_other_requests_and_while_nobody_asks() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    tier.clock = engine.clock
+    engine.with_tiers(tier)
+    waits = ReqContext("waits")
+    tier.slow.add(KEYS[0])
+    tier.answers_later = True
+    for number in range(8):
+        assert engine.lookup(KEYS[:1], waits) == [None]
+        assert engine.lookup(KEYS[10 + number : 11 + number], ReqContext(f"other{number}"))
+        engine.clock.advance(0.09)
+    tier.silent = True
+    engine.clock.advance(60.0)
+    assert engine.lookup(KEYS[:1], waits) == [None]  # at most half of the deadline counts
+    engine.clock.advance(60.0)
+    assert engine.lookup(KEYS[:1], waits) == [False]
+
+
 @pytest.mark.parametrize("reported", [False, True])
-def test_requests_that_wait_for_one_load_do_not_try_it_one_after_the_other(reported: bool) -> None:
+def test_requests_that_wait_for_one_failed_load_do_not_retry_it_in_turn(reported: bool) -> None:
     engine = Engine(num_blocks=64, auto=False, load_deadline_s=20.0)
     engine.tier.put(*KEYS[:8])
     requests = [ReqContext(f"r{n}") for n in range(6)]
@@ -504,7 +584,7 @@ def test_requests_that_wait_for_one_load_do_not_try_it_one_after_the_other(repor
     assert engine.lookup(KEYS[8:9], ReqContext("other"))[0] is False
 
 
-def test_a_request_that_a_load_has_failed_waits_for_no_later_one_of_the_same_tier() -> None:
+def test_request_after_a_failed_load_waits_for_no_later_load_of_that_tier() -> None:
     """Or each request that comes after a failure, and tries again, would keep it waiting for another load."""
     engine = Engine(auto=False)
     engine.tier.liar = True
@@ -520,7 +600,19 @@ def test_a_request_that_a_load_has_failed_waits_for_no_later_one_of_the_same_tie
     assert engine.lookup(KEYS[:1], later) == [None]
 
 
-def test_a_request_that_a_load_has_failed_waits_for_another_tiers() -> None:
+def test_failed_loads_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.connector.core.loads._FAILED_MAX", 2)
+    engine = Engine(auto=False)
+    engine.tier.liar = True
+    waiting = ReqContext("waiting")
+    for key in KEYS[:3]:
+        assert engine.lookup([key], waiting) == [None]
+        engine.tier.finish(next(iter(engine.tier.jobs)), failing=[key])
+        engine.manager.on_schedule_end()
+    assert [engine.lookup([key], waiting) for key in KEYS[:3]] == [[None], [False], [False]]
+
+
+def test_request_after_a_failed_load_waits_for_another_tiers_load() -> None:
     engine = Engine(num_tiers=2, auto=False)
     for tier in engine.tiers:
         tier.put(KEYS[0])
@@ -537,7 +629,7 @@ def test_a_request_that_a_load_has_failed_waits_for_another_tiers() -> None:
 
 
 @pytest.mark.parametrize("has_it", [True, False])
-def test_a_request_that_a_load_has_failed_asks_the_next_tier_while_others_load_from_the_first(has_it: bool) -> None:
+def test_request_after_a_failed_load_asks_the_next_tier_while_others_retry(has_it: bool) -> None:
     engine = Engine(num_tiers=2, auto=False)
     near, far = engine.tiers
     near.put(KEYS[0])
@@ -562,8 +654,8 @@ def test_a_request_that_a_load_has_failed_asks_the_next_tier_while_others_load_f
         assert engine.lookup_until_known(KEYS[:1], first) == [True]
 
 
-def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
-    engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
+def test_wait_for_an_earlier_tiers_answer_is_bounded() -> None:
+    engine = Engine(num_tiers=2, lookup_total_s=0.2)
     engine.tiers[0].silent = True
     engine.tiers[1].put(KEYS[0])
     for _ in range(4):
@@ -577,7 +669,7 @@ def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
     assert engine.counted("kvtiers_deadline_expired_total", "tier0", "lookup") == 2
 
 
-def test_a_faster_tiers_hit_does_not_wait_for_a_slower_one() -> None:
+def test_hit_of_an_earlier_tier_does_not_wait_for_later_tiers() -> None:
     engine = Engine(num_tiers=2)
     engine.tiers[0].put(KEYS[0])
     engine.tiers[1].silent = True
@@ -585,7 +677,7 @@ def test_a_faster_tiers_hit_does_not_wait_for_a_slower_one() -> None:
     assert [job_keys(job) for job in engine.tiers[0].submitted] == [KEYS[:1]]
 
 
-def test_after_a_failed_load_the_next_tier_is_tried_and_then_it_is_a_miss() -> None:
+def test_failed_load_is_tried_from_each_tier_and_then_a_miss() -> None:
     engine = Engine(num_tiers=2, auto=False)
     for tier in engine.tiers:
         tier.put(KEYS[0])
@@ -601,7 +693,7 @@ def test_after_a_failed_load_the_next_tier_is_tried_and_then_it_is_a_miss() -> N
     assert engine.lookup(KEYS[:1]) == [None]  # another request may try again
 
 
-def test_a_partly_failed_load_makes_the_good_keys_ready() -> None:
+def test_partly_failed_load_makes_the_good_keys_ready() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:3])
     engine.lookup(KEYS[:3])
@@ -612,7 +704,7 @@ def test_a_partly_failed_load_makes_the_good_keys_ready() -> None:
     assert engine.counts.free == 14
 
 
-def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
+def test_tier_that_reports_absent_blocks_as_present_causes_no_loop() -> None:
     engine = Engine(num_tiers=2)
     for tier in engine.tiers:
         tier.liar = True
@@ -620,8 +712,8 @@ def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
     assert engine.counts.free == 16
 
 
-def test_each_block_a_request_asks_for_counts_once_a_tier() -> None:
-    engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
+def test_lookup_of_a_block_counts_once_per_request_and_tier() -> None:
+    engine = Engine(num_tiers=2, lookup_total_s=0.2)
     engine.tiers[1].put(*KEYS[:3])
 
     def counted() -> list[float]:
@@ -646,14 +738,14 @@ def test_each_block_a_request_asks_for_counts_once_a_tier() -> None:
     assert counted() == [0, 13, 9, 4]  # no answer in time is a miss too
 
 
-def test_of_an_engine_whose_requests_have_no_id_each_answer_counts() -> None:
+def test_lookups_without_request_id_count_each_time() -> None:
     engine = Engine()
     for _ in range(3):
         assert engine.lookup(KEYS[:1], ReqContext()) == [False]
     assert engine.counted("kvtiers_lookups_total", "tier0", "miss") == 3
 
 
-def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
+def test_hit_without_room_is_a_miss_after_promotion_wait_s() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])
     engine.tier.put(*KEYS[10:13])
@@ -670,7 +762,7 @@ def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
     engine.load(KEYS[10:11])
 
 
-def test_room_that_comes_in_time_is_used() -> None:
+def test_hit_is_loaded_when_room_comes_in_time() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
     engine.store(*KEYS[:4])
     engine.tier.put(*KEYS[10:12])
@@ -683,7 +775,7 @@ def test_room_that_comes_in_time_is_used() -> None:
     assert engine.lookup_until_known(KEYS[10:12]) == [True] * 2
 
 
-def test_no_wait_means_a_miss_at_the_next_step() -> None:
+def test_hit_without_room_is_a_miss_at_once_if_promotion_wait_s_is_0() -> None:
     engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0, store_backlog_share=1)
     engine.store(*KEYS[:2])
     engine.tier.put(KEYS[10])
@@ -691,7 +783,7 @@ def test_no_wait_means_a_miss_at_the_next_step() -> None:
     assert engine.lookup([KEYS[10]]) == [False]
 
 
-def test_promoting_the_rest_does_not_evict_what_the_request_already_has() -> None:
+def test_load_does_not_evict_blocks_that_its_request_found() -> None:
     engine = Engine(num_blocks=6)
     for keys in (KEYS[:3], KEYS[20:23]):  # the second are younger: without protection the first would leave
         engine.store(*keys)
@@ -702,7 +794,7 @@ def test_promoting_the_rest_does_not_evict_what_the_request_already_has() -> Non
     assert len([job for job in engine.tier.submitted if job.is_load]) == 1
 
 
-def test_what_a_request_has_found_is_kept_while_it_waits_for_a_block_that_another_loads() -> None:
+def test_found_blocks_are_held_while_another_requests_load_is_awaited() -> None:
     engine = Engine(num_blocks=8, auto=False, promotion_hold_s=2.0)
     engine.store(*KEYS[:4])
     engine.tier.put(KEYS[4])
@@ -721,7 +813,7 @@ def test_what_a_request_has_found_is_kept_while_it_waits_for_a_block_that_anothe
     assert engine.counts.pinned == 0
 
 
-def test_a_block_found_and_evicted_within_one_step_is_not_kept() -> None:
+def test_found_block_that_is_evicted_in_the_same_step_is_not_held() -> None:
     engine = Engine(num_blocks=2)
     engine.store(KEYS[0])
     engine.manager.on_schedule_end()
@@ -733,7 +825,7 @@ def test_a_block_found_and_evicted_within_one_step_is_not_kept() -> None:
     assert engine.counts == SlotCounts(free=0, ready=0, pinned=0, pending=2, quarantined=0)
 
 
-def test_two_requests_that_do_not_fit_together_both_go_on() -> None:
+def test_two_requests_that_do_not_fit_together_both_continue() -> None:
     """Each has half of the region and waits for the other half: the wait is bounded, so neither waits for ever."""
     engine = Engine(num_blocks=8, promotion_wait_s=0.5)
     a, b = ReqContext("a"), ReqContext("b")
@@ -755,7 +847,7 @@ def test_two_requests_that_do_not_fit_together_both_go_on() -> None:
     assert engine.counts.pinned == engine.counts.pending == 0
 
 
-def test_loaded_blocks_wait_for_their_request_for_a_bounded_time() -> None:
+def test_loaded_blocks_are_held_for_a_bounded_time() -> None:
     engine = Engine(num_blocks=2, promotion_hold_s=2.0, load_share=1)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -769,7 +861,7 @@ def test_loaded_blocks_wait_for_their_request_for_a_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("stores", [False, True])
-def test_what_a_request_has_come_for_is_not_kept_for_it_any_more(stores: bool) -> None:
+def test_blocks_are_not_held_after_their_request_loads_them(stores: bool) -> None:
     """An engine loads in the step in which it hears that all is there, and stores for others in it."""
     engine = Engine(num_blocks=4, load_share=1)
     engine.tier.put(*KEYS[:4])
@@ -784,7 +876,7 @@ def test_what_a_request_has_come_for_is_not_kept_for_it_any_more(stores: bool) -
     assert engine.counts.pinned == 0
 
 
-def test_what_a_request_loads_for_which_another_had_it_loaded_is_not_loaded_again() -> None:
+def test_blocks_loaded_for_one_request_are_not_loaded_again_for_another() -> None:
     """A tier's share of the region was full when the request came, so its hits waited while the other's loads ended."""
     engine = Engine(num_blocks=8, auto=False, load_share=0.25)
     first, second = ReqContext("first"), ReqContext("second")
@@ -804,7 +896,7 @@ def test_what_a_request_loads_for_which_another_had_it_loaded_is_not_loaded_agai
     assert engine.counts.pinned == 0
 
 
-def test_what_comes_for_a_request_that_has_loaded_is_not_kept_for_it() -> None:
+def test_blocks_that_arrive_after_their_request_loaded_are_not_held() -> None:
     """It goes without what lies behind a miss: the next one that wants that finds it evictable."""
     engine = Engine(num_blocks=4, auto=False, load_share=1)
     engine.store(KEYS[0])
@@ -819,7 +911,7 @@ def test_what_comes_for_a_request_that_has_loaded_is_not_kept_for_it() -> None:
     assert engine.counts == SlotCounts(free=0, ready=4, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_request_that_comes_again_waits_anew() -> None:
+def test_preempted_request_waits_again_from_zero() -> None:
     engine = Engine(num_blocks=4, promotion_wait_s=0.5)
     engine.store(*KEYS[:4])
     engine.manager.prepare_load(KEYS[:4], ReqContext("runs"))
@@ -832,7 +924,7 @@ def test_a_request_that_comes_again_waits_anew() -> None:
     assert engine.lookup_until_known([KEYS[0], KEYS[4]]) == [True] * 2
 
 
-def test_a_finished_request_lets_go_of_its_blocks() -> None:
+def test_finished_request_holds_no_blocks() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:4])
     engine.lookup(KEYS[:2])
@@ -847,7 +939,7 @@ def test_a_finished_request_lets_go_of_its_blocks() -> None:
     assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_request_larger_than_the_region_loads_its_first_blocks_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_larger_than_the_region_loads_its_first_blocks_and_logs_why(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(num_blocks=4)
     engine.tier.put(*KEYS[:10])
     assert engine.lookup_until_known(KEYS[:10]) == [True] * 4 + [False]
@@ -857,7 +949,7 @@ def test_a_request_larger_than_the_region_loads_its_first_blocks_and_says_so(cap
     assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be loaded beyond" in messages[0]
 
 
-def test_what_another_request_has_loaded_is_needed_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_of_two_requests_count_once_against_the_region(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(num_blocks=4, load_share=1)
     assert engine.manager.prepare_store(KEYS[40:42], REQ) is not None
     engine.tier.put(*KEYS[:3])
@@ -867,7 +959,7 @@ def test_what_another_request_has_loaded_is_needed_once(caplog: pytest.LogCaptur
     assert caplog.records == []  # the region is large enough
 
 
-def test_a_block_stored_by_the_engine_meanwhile_is_not_fetched() -> None:
+def test_hit_that_the_engine_stores_meanwhile_is_not_loaded() -> None:
     engine = Engine()
     engine.tier.put(KEYS[0])
     assert engine.manager.lookup(KEYS[0], REQ) is None
@@ -892,8 +984,8 @@ def test_remembered_requests_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("waiting_for", ["answers", "room"])
-def test_more_waiting_requests_than_are_remembered_do_not_restart_each_others_waits(waiting_for: str) -> None:
-    engine = Engine(num_blocks=4, auto=False, requests_max=4)
+def test_requests_beyond_requests_max_do_not_restart_the_waits_of_others(waiting_for: str) -> None:
+    engine = Engine(num_blocks=4, auto=False, requests_max=4, lookup_total_s=0.2)
     engine.tier.silent = waiting_for == "answers"
     engine.tier.put(*KEYS[:6])
     assert engine.manager.prepare_store(KEYS[50:54], REQ) is not None  # the engine holds every slot
@@ -915,7 +1007,7 @@ def test_more_waiting_requests_than_are_remembered_do_not_restart_each_others_wa
     assert engine.manager.lookup(KEYS[4], requests[4]) is None  # there is a place again
 
 
-def test_a_request_that_was_asked_of_lately_is_kept_and_the_one_longest_not_asked_of_goes() -> None:
+def test_new_request_replaces_the_one_that_was_idle_longest() -> None:
     engine = Engine(num_blocks=4, auto=False, requests_max=2)
     engine.tier.put(KEYS[0], KEYS[1])
     first, second = ReqContext("first"), ReqContext("second")
@@ -947,7 +1039,7 @@ def hung_load(num_tiers: int = 2, hung: int = 0, **options: Any) -> tuple[Engine
     return engine, tier
 
 
-def test_a_hung_load_of_a_whole_region_leaves_the_others_room_in_it() -> None:
+def test_hung_load_leaves_room_in_the_region_for_other_tiers() -> None:
     engine, hung = hung_load(hung=1)
     assert [job_keys(job) for job in hung.submitted] == [KEYS[:4]]
     engine.tier.put(*KEYS[30:36])
@@ -962,7 +1054,7 @@ def test_a_hung_load_of_a_whole_region_leaves_the_others_room_in_it() -> None:
     assert [job.is_load for job in hung.submitted].count(True) == 1
 
 
-def test_what_waits_for_the_share_of_a_tier_that_hangs_is_a_miss_as_soon_as_the_load_that_has_it(
+def test_hits_that_wait_for_a_hung_tiers_share_are_misses_when_its_load_is_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, _ = hung_load(num_tiers=1)
@@ -982,7 +1074,7 @@ def test_what_waits_for_the_share_of_a_tier_that_hangs_is_a_miss_as_soon_as_the_
     assert len([r for r in caplog.records if "whole share of the region" in r.message]) == 1
 
 
-def test_what_a_stuck_tiers_share_has_no_room_for_is_loaded_from_the_next() -> None:
+def test_hits_beyond_a_hung_tiers_share_are_loaded_from_the_next_tier() -> None:
     engine, _ = hung_load()
     engine.tiers[1].put(*KEYS[:20])
     engine.clock.advance(20.1)
@@ -991,7 +1083,7 @@ def test_what_a_stuck_tiers_share_has_no_room_for_is_loaded_from_the_next() -> N
     assert engine.counts.quarantined == 4
 
 
-def test_a_prompt_as_large_as_the_region_comes_from_a_tier_that_is_slow() -> None:
+def test_prompt_as_large_as_the_region_is_loaded_from_a_slow_tier() -> None:
     """However long its share waits for the tier, that is no wait for room in the region."""
     engine, slow = hung_load(num_tiers=1, promotion_wait_s=0.5)
     for _ in range(3):
@@ -1006,35 +1098,11 @@ def test_a_prompt_as_large_as_the_region_comes_from_a_tier_that_is_slow() -> Non
     assert [job_keys(job) for job in slow.submitted] == [KEYS[:8], KEYS[8:16], KEYS[16:20]]
 
 
-def test_hits_that_wait_for_one_tiers_share_are_not_looked_through_though_another_has_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(num_blocks=16, num_tiers=2, auto=False, load_share=0.5)
-    engine.tiers[1].put(*KEYS[:12])
-    engine.lookup(KEYS[:12])
-    (load,) = engine.tiers[1].submitted
-    assert job_keys(load) == KEYS[:4]
-    looked_at: list[OffloadKey] = []
-    find = engine.primary.find
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
-        engine.manager.on_schedule_end()
-    assert looked_at == []
-    for first in range(0, 12, 4):
-        assert job_keys(engine.tiers[1].submitted[first // 4]) == KEYS[first : first + 4]
-        engine.tiers[1].finish(next(iter(engine.tiers[1].jobs)))
-        engine.manager.on_schedule_end()
-        engine.tiers[0].finish(next(iter(engine.tiers[0].jobs)))
-    assert engine.lookup(KEYS[:12]) == [True] * 12
-
-
-def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_first() -> None:
+def test_found_blocks_are_not_evicted_for_another_requests_load() -> None:
     """In the step in which both come, too: of what no tier has the hit would be lost, and with it all behind."""
     engine = Engine(num_blocks=4, load_share=1)
     engine.tier.takes_stores = False
-    engine.manager = TieringOffloadingManager(
-        engine.primary, engine.tiers, TieringOptions(load_share=1), clock=engine.clock
-    )
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(load_share=1), clock=engine.clock)
     engine.store(*KEYS[:2])
     engine.tier.put(*KEYS[2:8])
     first, second = ReqContext("first"), ReqContext("second")
@@ -1046,13 +1114,13 @@ def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_f
 
 
 @pytest.mark.parametrize("answers_later", [False, True])
-def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_the_same_step(
+def test_found_blocks_are_not_evicted_for_a_store_in_the_same_step(
     answers_later: bool,
 ) -> None:
     engine = Engine(num_blocks=4)
     engine.tier.takes_stores = False
     engine.tier.answers_later = answers_later  # as all do that ask a storage
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(), clock=engine.clock)
     engine.store(*KEYS[:3])
     engine.tier.put(KEYS[3])
     waits = ReqContext("waits")
@@ -1064,30 +1132,11 @@ def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_t
     assert engine.lookup(KEYS[:2], waits) == [True, True]
 
 
-def test_the_stores_of_a_step_do_not_each_look_through_what_requests_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 stores after the lookups of 256 requests took 5 ms longer, a thousand after a thousand 80 ms."""
-    engine = Engine(num_blocks=16)
-    engine.store(*KEYS[:2])
-    passes = []
-
-    class Found(defaultdict[str, Any]):
-        def __iter__(self) -> Iterator[str]:
-            passes.append(self)
-            return super().__iter__()
-
-    monkeypatch.setattr(engine.manager._requests, "_found", Found(dict))
-    for asked in range(1, 4):
-        assert engine.manager.lookup(KEYS[0], REQ) is True
-        for key in KEYS[4:9]:
-            assert engine.manager.prepare_store([key], REQ) is not None
-        assert len(passes) == asked
-
-
-def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() -> None:
+def test_latest_of_requests_that_fill_the_region_together_lets_go() -> None:
     """Each has found a quarter of it and wants as much besides: those that came last let go."""
     engine = Engine(num_blocks=8, promotion_wait_s=0.5)
     engine.tier.takes_stores = False
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.manager = BlockManager(engine.slots, engine.tiers, ManagerOptions(), clock=engine.clock)
     engine.store(*KEYS[:8])
     engine.tier.put(*KEYS[8:16])
     prompts = {ReqContext(str(at)): [*KEYS[2 * at : 2 * at + 2], *KEYS[8 + 2 * at : 10 + 2 * at]] for at in range(4)}
@@ -1108,7 +1157,7 @@ def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() 
     assert engine.counts.pinned == engine.counts.pending == 0
 
 
-def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_that_wait_for_room_are_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 requests with 1,000 hits each held each step of the scheduler up for 0.15 s."""
     engine = Engine(num_blocks=4, promotion_wait_s=0.5, load_share=1)
     engine.store(*KEYS[:4])
@@ -1119,9 +1168,9 @@ def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatc
     for req in requests:
         assert all(engine.manager.lookup(key, req) is None for key in KEYS[4:20])
     looked_at: list[OffloadKey] = []
-    find = engine.primary.find
+    find = engine.slots.find
     with monkeypatch.context() as patch:
-        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        patch.setattr(engine.slots, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
         engine.manager.on_schedule_end()
     assert looked_at == [KEYS[4]] * 2
     engine.manager.complete_load(KEYS[:2])
@@ -1133,7 +1182,7 @@ def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatc
     assert engine.counted("kvtiers_promotion_room_expired_total") == 14 + 14
 
 
-def test_a_hit_that_another_request_loads_is_none_that_found_no_room() -> None:
+def test_hit_that_another_request_loads_is_not_counted_as_expired() -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=1, promotion_wait_s=0.5)
     assert engine.manager.prepare_store(KEYS[40:43], REQ) is not None
     engine.tiers[0].put(*KEYS[:2])
@@ -1149,34 +1198,34 @@ def test_a_hit_that_another_request_loads_is_none_that_found_no_room() -> None:
     assert [engine.manager.lookup(key, waits) for key in KEYS[:2]] == [False, None]  # the other tier has it
 
 
-def test_hits_behind_those_of_a_full_share_are_not_looked_for_while_the_region_has_no_room(
+def test_hits_behind_one_that_waits_for_its_tiers_share_wait_with_it_and_are_not_scanned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """300 requests with 1,000 hits each, in two tiers, held each step of the scheduler up for 0.07 s."""
-    engine = Engine(num_blocks=8, num_tiers=2, auto=False, load_share=0.5)
-    full, free = engine.tiers
-    full.put(*KEYS[:12])
-    free.put(KEYS[20])
-    assert engine.lookup(KEYS[:2]) == [None] * 2
-    assert engine.manager.prepare_store(KEYS[40:46], REQ) is not None
-    waits = ReqContext("waits")
-    assert engine.lookup([*KEYS[2:12], KEYS[20]], waits) == [None] * 11
+    """A scan of 1,000 hits in each of 300 requests held each step of the scheduler up for 0.07 s."""
+    engine = Engine(num_blocks=16, num_tiers=2, auto=False, load_share=0.5)
+    near, far = engine.tiers
+    far.put(*KEYS[:6])
+    near.put(*KEYS[6:8])
+    engine.lookup(KEYS[:8])
+    assert [job_keys(job) for job in far.submitted] == [KEYS[:4]]
     looked_at: list[OffloadKey] = []
-    find = engine.primary.find
+    find = engine.slots.find
     with monkeypatch.context() as patch:
-        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        patch.setattr(engine.slots, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
         engine.manager.on_schedule_end()
-    assert looked_at == [KEYS[20]]
-    engine.manager.complete_store(KEYS[40:46], success=False)
+    assert looked_at == [KEYS[4]]
+    assert near.submitted == []
+    far.finish(next(iter(far.jobs)))
     engine.manager.on_schedule_end()
-    assert [job_keys(job) for job in free.submitted] == [[KEYS[20]]]
+    assert [job_keys(job) for job in far.submitted] == [KEYS[:4], KEYS[4:6]]
+    assert [job_keys(job) for job in near.submitted if job.is_load] == [KEYS[6:8]]
 
 
-def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
+def test_wait_for_room_does_not_count_as_a_wait_for_a_share() -> None:
     engine = Engine(num_blocks=4, auto=False, load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
     engine.tier.takes_stores = False
-    options = TieringOptions(load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
-    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, options, clock=engine.clock)
+    options = ManagerOptions(load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
+    engine.manager = BlockManager(engine.slots, engine.tiers, options, clock=engine.clock)
     engine.store(*KEYS[:4])
     engine.manager.prepare_load(KEYS[:4], ReqContext("runs"))
     engine.tier.put(*KEYS[10:14])
@@ -1192,7 +1241,7 @@ def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
     assert engine.lookup_until_known(KEYS[12:14], second) == [True] * 2
 
 
-def test_a_wait_for_a_tiers_share_is_bounded() -> None:
+def test_wait_for_a_tiers_share_is_bounded() -> None:
     engine, slow = hung_load(num_tiers=1)
     engine.clock.advance(10.0)
     slow.finish(next(iter(slow.jobs)))
@@ -1205,7 +1254,7 @@ def test_a_wait_for_a_tiers_share_is_bounded() -> None:
     assert engine.lookup(KEYS[:16], ReqContext("large")) == [True] * 8 + [None] * 8  # not given up
 
 
-def test_a_wait_for_one_tiers_share_ends_without_the_hits_that_another_has_room_for() -> None:
+def test_end_of_a_wait_for_one_tiers_share_keeps_hits_of_other_tiers() -> None:
     engine, slow = hung_load(hung=1)
     engine.clock.advance(19.0)
     slow.finish(next(iter(slow.jobs)))
@@ -1217,7 +1266,7 @@ def test_a_wait_for_one_tiers_share_ends_without_the_hits_that_another_has_room_
     assert engine.lookup(KEYS[8:20], ReqContext("large")) == [False]
 
 
-def test_what_comes_free_of_a_tiers_share_in_the_step_in_which_the_wait_for_it_ends_is_used() -> None:
+def test_share_that_comes_free_when_the_wait_for_it_ends_is_used() -> None:
     engine, slow = hung_load(num_tiers=1)
     engine.clock.advance(20.1)
     slow.finish(next(iter(slow.jobs)))
@@ -1226,7 +1275,7 @@ def test_what_comes_free_of_a_tiers_share_in_the_step_in_which_the_wait_for_it_e
     assert engine.lookup(KEYS[:20], ReqContext("large")) == [True] * 8 + [None] * 8 + [False]
 
 
-def test_a_large_load_is_several_jobs_so_that_one_that_hangs_keeps_no_more_than_its_own_slots() -> None:
+def test_hung_job_of_a_large_load_keeps_only_its_own_slots() -> None:
     keys = [block_key(number) for number in range(1000, 1300)]
     engine = Engine(num_blocks=400, auto=False, load_share=1, load_deadline_s=20.0)
     engine.tier.put(*keys)
@@ -1245,7 +1294,7 @@ def test_a_large_load_is_several_jobs_so_that_one_that_hangs_keeps_no_more_than_
 # ---- tiers that misbehave (S3, S4)
 
 METHODS = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
-METHODS += ["on_request_finished", "take_events", "drain_jobs", "shutdown"]
+METHODS += ["on_request_finished", "take_answered", "take_events", "drain_jobs", "shutdown"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -1277,7 +1326,7 @@ def test_nothing_that_a_tier_raises_reaches_the_engine(
     engine.manager.drain()
     if method.startswith("submit"):  # it may have begun the job that it did not take
         assert engine.counts.quarantined + engine.counts.pinned == {"submit_load": 1, "submit_store": 4}[method]
-        engine.clock.advance(LOAD_DEADLINE_S)
+        engine.clock.advance(JOB_DEADLINE_S)
         engine.manager.on_schedule_end()
     assert engine.counts == SlotCounts(free=11, ready=5, pinned=0, pending=0, quarantined=0)
     engine.manager.reset_cache()
@@ -1289,13 +1338,13 @@ def test_nothing_that_a_tier_raises_reaches_the_engine(
     record("S4", raising=method, reached_the_engine=0, slots_lost=0)
 
 
-def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:
-    engine = Engine()
+def test_tier_that_never_answers_is_a_miss_after_lookup_total_s() -> None:
+    engine = Engine(lookup_total_s=0.2)
     engine.tier.silent = True
     assert engine.lookup_until_known(KEYS[:1]) == [False]
 
 
-def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again(
+def test_unreported_load_is_given_up_and_its_slot_is_not_reused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0, store_backlog_share=1, load_share=1)
@@ -1329,7 +1378,7 @@ def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again(
     assert engine.counts == SlotCounts(free=1, ready=3, pinned=0, pending=0, quarantined=0)
 
 
-def test_a_load_is_given_up_soon_after_its_tiers_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_is_given_up_soon_after_its_tiers_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedTier, "job_deadline_s", 2.0)
     engine = Engine(num_blocks=4, auto=False, load_deadline_s=20.0)
     engine.tier.put(*KEYS[:2])
@@ -1368,7 +1417,7 @@ def raising_late(method: str) -> Engine:
     return engine
 
 
-def test_the_slots_of_a_load_that_was_begun_before_it_raised_are_nobodys_until_it_is_reported() -> None:
+def test_slots_of_a_load_whose_submission_raised_are_not_used_until_it_is_reported() -> None:
     engine = raising_late("submit_load")
     tier = engine.tier
     tier.put(*KEYS[:2])
@@ -1378,12 +1427,12 @@ def test_the_slots_of_a_load_that_was_begun_before_it_raised_are_nobodys_until_i
     tier.finish(next(iter(tier.jobs)))
     engine.manager.on_schedule_end()
     assert engine.counts.free == 2
-    engine.clock.advance(2 * LOAD_DEADLINE_S)
+    engine.clock.advance(2 * JOB_DEADLINE_S)
     engine.manager.on_schedule_end()  # it is not ended twice
     assert engine.counts.free == 2
 
 
-def test_the_slots_of_a_store_that_was_begun_before_it_raised_stay_as_they_are_until_it_is_reported() -> None:
+def test_slots_of_a_store_whose_submission_raised_stay_pinned_until_it_is_reported() -> None:
     engine = raising_late("submit_store")
     tier = engine.tier
     engine.store(KEYS[0])
@@ -1398,7 +1447,7 @@ def test_the_slots_of_a_store_that_was_begun_before_it_raised_stay_as_they_are_u
 
 @pytest.mark.parametrize("own_s", [None, float("inf"), 40.0])
 @pytest.mark.parametrize("method", ["submit_load", "submit_store"])
-def test_slots_of_a_job_that_raised_and_is_never_reported_are_free_after_the_tiers_deadline(
+def test_slots_of_a_job_whose_submission_raised_are_free_after_the_tiers_deadline(
     method: str, own_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedTier, "job_deadline_s", own_s)
@@ -1409,7 +1458,7 @@ def test_slots_of_a_job_that_raised_and_is_never_reported_are_free_after_the_tie
         engine.lookup(KEYS[1:2])
     else:
         engine.store(KEYS[0])
-    engine.clock.advance((own_s + LOAD_GRACE_S if own_s == 40.0 else LOAD_DEADLINE_S) - 0.1)
+    engine.clock.advance((own_s + REPORT_S if own_s == 40.0 else JOB_DEADLINE_S) - 0.1)
     engine.manager.on_schedule_end()
     assert engine.counts.quarantined + engine.counts.pinned == 1
     engine.clock.advance(0.2)
@@ -1431,7 +1480,7 @@ class PanicError(BaseException):
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), PanicError("x"), NoRepr()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("method", METHODS)
-def test_whatever_a_tier_raises_is_contained(method: str, error: BaseException) -> None:
+def test_any_exception_of_a_tier_is_contained(method: str, error: BaseException) -> None:
     engine = Engine()
     engine.tier.put(KEYS[9])
 
@@ -1452,7 +1501,7 @@ def test_whatever_a_tier_raises_is_contained(method: str, error: BaseException) 
 
 
 @pytest.mark.parametrize("signals", [KeyboardInterrupt, SystemExit])
-def test_who_interrupts_is_heard(signals: type[BaseException]) -> None:
+def test_exceptions_of_signals_pass_through_the_guard(signals: type[BaseException]) -> None:
     """What a signal's handler raises, vLLM's own among them, comes out of wherever the engine is."""
     engine = Engine()
 
@@ -1479,7 +1528,7 @@ def test_who_interrupts_is_heard(signals: type[BaseException]) -> None:
         ((KEYS[0],), "X", np.array([True, False])),
     ],
 )
-def test_an_event_that_is_none_is_contained_and_hides_no_other(keys: Any, medium: Any, removed: Any) -> None:
+def test_malformed_event_is_contained_and_hides_no_other(keys: Any, medium: Any, removed: Any) -> None:
     engine = Engine()
     good = OffloadingEvent((KEYS[1],), "X", removed=True)
     engine.tier.events = [OffloadingEvent(keys, medium, removed), good]
@@ -1487,13 +1536,13 @@ def test_an_event_that_is_none_is_contained_and_hides_no_other(keys: Any, medium
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "take_events") == 1
 
 
-def test_keys_of_an_event_may_be_anything_that_yields_them() -> None:
+def test_event_keys_may_be_any_iterable() -> None:
     engine = Engine()
     engine.tier.events = [OffloadingEvent(iter(KEYS[:2]), "X", removed=False)]  # type: ignore[arg-type]
     assert list(engine.manager.take_events()) == [OffloadingEvent(tuple(KEYS[:2]), "X", removed=False)]
 
 
-def test_results_behind_one_that_is_none_count() -> None:
+def test_results_after_a_malformed_one_count() -> None:
     engine = Engine(auto=False)
     for key in KEYS[:3]:
         engine.store(key)
@@ -1505,7 +1554,7 @@ def test_results_behind_one_that_is_none_count() -> None:
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
 
 
-def test_a_result_may_name_foreign_keys_and_only_its_own_count() -> None:
+def test_foreign_keys_of_a_result_are_ignored() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1519,7 +1568,7 @@ def test_a_result_may_name_foreign_keys_and_only_its_own_count() -> None:
 
 
 @pytest.mark.parametrize(("keys", "contained"), [(None, 0), (7, 1), (([],), 1)])
-def test_a_failed_job_that_names_no_keys_has_none(keys: Any, contained: int) -> None:
+def test_failed_job_without_keys_has_no_successful_keys(keys: Any, contained: int) -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1533,14 +1582,14 @@ def test_a_failed_job_that_names_no_keys_has_none(keys: Any, contained: int) -> 
 
 
 @pytest.mark.parametrize("job_id", [[], ([],), np.array([1, 2])], ids=str)
-def test_a_result_whose_job_id_is_none_is_contained(job_id: Any) -> None:
+def test_result_with_malformed_job_id_is_contained(job_id: Any) -> None:
     engine = Engine(auto=False)
     engine.tier.results.append(JobResult(job_id, success=True))
     engine.manager.on_schedule_end()
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
 
 
-def test_a_result_that_does_not_say_whether_it_succeeded_is_a_failed_one() -> None:
+def test_result_whose_success_has_no_truth_value_is_a_failure() -> None:
     engine = Engine(auto=False)
     engine.store(*KEYS[:2])
     (job_id,) = engine.tier.jobs
@@ -1550,7 +1599,7 @@ def test_a_result_that_does_not_say_whether_it_succeeded_is_a_failed_one() -> No
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
 
 
-def test_an_answer_that_is_neither_true_nor_false_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_answer_without_truth_value_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     monkeypatch.setattr(engine.tier, "lookup", lambda key, req_context: np.array([1, 2]))
     assert engine.lookup(KEYS[:1]) == [False]
@@ -1559,7 +1608,7 @@ def test_an_answer_that_is_neither_true_nor_false_is_a_miss(monkeypatch: pytest.
     assert engine.lookup(KEYS[1:2]) == [None]
 
 
-def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
+def test_slots_of_a_job_that_is_never_reported_stay_out_of_use() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
     engine.tier.reports_at_shutdown = False
     engine.tier.put(KEYS[9])
@@ -1579,7 +1628,7 @@ def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
 # ---- the rest of the interface
 
 
-def test_reset_forgets_the_region_and_the_tiers_keep_theirs() -> None:
+def test_reset_forgets_the_regions_blocks_and_keeps_the_tiers() -> None:
     engine = Engine()
     engine.store(*KEYS[:4])
     engine.manager.reset_cache()
@@ -1590,7 +1639,7 @@ def test_reset_forgets_the_region_and_the_tiers_keep_theirs() -> None:
     engine.load(KEYS[:4])
 
 
-def test_reset_while_a_request_waits_lets_it_ask_again() -> None:
+def test_request_that_waits_at_a_reset_asks_again() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1600,7 +1649,7 @@ def test_reset_while_a_request_waits_lets_it_ask_again() -> None:
     assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
 
 
-def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored_anew() -> None:
+def test_reset_does_not_wait_for_tiers_and_old_jobs_change_nothing() -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.25)
     tier = engine.tier
     tier.put(KEYS[20])
@@ -1615,7 +1664,7 @@ def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 2
     engine.store(*KEYS[:1])  # of other weights by now, in a slot that no job is at
     old_slots = {*load.metadata.block_ids.tolist(), *store.metadata.block_ids.tolist()}
-    block = engine.primary.find(KEYS[0])
+    block = engine.slots.find(KEYS[0])
     assert block is not None
     assert block.slot not in old_slots
     for job in (load, store):
@@ -1627,18 +1676,17 @@ def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored
     assert engine.counts == SlotCounts(free=15, ready=1, pinned=0, pending=0, quarantined=0)
 
 
-def test_jobs_are_awaited_no_longer_than_their_tier_may_take() -> None:
+def test_jobs_are_awaited_until_their_tiers_deadline() -> None:
     engine = Engine(num_tiers=2, auto=False)
     slow, hung = engine.tiers
     slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0
+    engine.with_tiers(slow, hung)
     assert not engine.manager.has_jobs_to_await()
     engine.store(*KEYS[:2])
-    engine.clock.advance(10 + 2 * LOAD_GRACE_S)
+    engine.clock.advance(10 + 2 * REPORT_S)
     assert engine.manager.has_jobs_to_await()
     slow.finish(next(iter(slow.jobs)))
     engine.manager.on_schedule_end()
-    assert engine.manager.has_jobs_to_await()  # as the last report is due when the slow one's was
-    engine.clock.advance(10)
     assert not engine.manager.has_jobs_to_await()
     hung.finish(next(iter(hung.jobs)))
     engine.manager.on_schedule_end()
@@ -1647,7 +1695,7 @@ def test_jobs_are_awaited_no_longer_than_their_tier_may_take() -> None:
     assert engine.manager.has_jobs_to_await()
 
 
-def test_drain_ends_stores_that_loads_bring_about() -> None:
+def test_drain_ends_stores_of_loaded_blocks() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.tiers[1].put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1656,7 +1704,7 @@ def test_drain_ends_stores_that_loads_bring_about() -> None:
     assert engine.counts.pending == 0
 
 
-def test_events_of_region_and_tiers_come_together() -> None:
+def test_events_of_the_region_and_the_tiers_are_returned_together() -> None:
     engine = Engine()
     engine.store(KEYS[0])
     engine.tier.events.append(OffloadingEvent((KEYS[0],), "tier0", removed=False))
@@ -1667,7 +1715,7 @@ def test_events_of_region_and_tiers_come_together() -> None:
     assert list(engine.manager.take_events()) == []
 
 
-def test_slots_are_in_the_metrics() -> None:
+def test_slot_counts_are_in_the_metrics() -> None:
     engine = Engine(num_blocks=8)
     engine.store(*KEYS[:3])
     engine.manager.on_schedule_end()
@@ -1675,7 +1723,7 @@ def test_slots_are_in_the_metrics() -> None:
     assert [engine.counted("kvtiers_slots", state) for state in states] == [5, 3, 0, 0, 0]
 
 
-def test_after_shutdown_late_calls_do_nothing() -> None:
+def test_calls_after_shutdown_do_nothing() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.store(*KEYS[:2])
     engine.tiers[1].put(KEYS[5])
@@ -1697,7 +1745,7 @@ def test_after_shutdown_late_calls_do_nothing() -> None:
     assert engine.counts.free == 16
 
 
-def test_what_a_tier_loads_while_it_is_shut_down_is_stored_nowhere() -> None:
+def test_block_loaded_during_shutdown_is_stored_to_no_tier() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.tiers[1].put(KEYS[0])
     engine.lookup(KEYS[:1])
@@ -1708,7 +1756,7 @@ def test_what_a_tier_loads_while_it_is_shut_down_is_stored_nowhere() -> None:
     assert engine.counts.free == 16
 
 
-def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_with_a_stuck_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     join = threading.Thread.join
 
@@ -1723,18 +1771,18 @@ def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier(monkeypatch: pytest.Mo
 
     view = make_view(8)
     stuck, good = Stuck(view, "stuck", auto=False), ScriptedTier(view, "good", auto=False)
-    primary = CPUPrimaryTier(8)
-    manager = TieringOffloadingManager(primary, [stuck, good], TieringOptions(shutdown_s=0.05))
+    slots = Slots(8)
+    manager = BlockManager(slots, [stuck, good], ManagerOptions(shutdown_s=0.05))
     manager.prepare_store(KEYS[:2], REQ)
     manager.complete_store(KEYS[:2])
     manager.shutdown()
     assert "shutdown" in good.calls
-    assert primary.slot_counts() == SlotCounts(free=6, ready=0, pinned=0, pending=0, quarantined=2)
+    assert slots.counts() == SlotCounts(free=6, ready=0, pinned=0, pending=0, quarantined=2)
     assert manager.metrics.value("kvtiers_contained_errors_total", "stuck", "shutdown") == 1
     release.set()
 
 
-def test_a_tier_that_bounds_its_shutdown_is_told_how_long_there_is() -> None:
+def test_shutdown_limits_a_tiers_shutdown_s() -> None:
     """Its own limit may be longer than what an engine has left; one that says nothing is asked nothing."""
     engine = Engine(num_tiers=3)
     for tier, own_s in zip(engine.tiers, (4.0, 0.1, None), strict=True):
@@ -1744,25 +1792,25 @@ def test_a_tier_that_bounds_its_shutdown_is_told_how_long_there_is() -> None:
     assert [tier.shutdown_s for tier in engine.tiers] == [0.8, 0.1, None]
 
 
-def test_a_tier_whose_limit_is_short_enough_is_told_nothing() -> None:
+def test_shutdown_keeps_a_tiers_shorter_shutdown_s() -> None:
     class Fixed(ScriptedTier):
         @property
         def shutdown_s(self) -> float:  # type: ignore[override]
             return 0.5
 
-    manager = TieringOffloadingManager(CPUPrimaryTier(8), [Fixed(make_view(8), "fixed")], clock=Clock())
+    manager = BlockManager(Slots(8), [Fixed(make_view(8), "fixed")], clock=Clock())
     manager.shutdown()
     assert not manager.metrics.value("kvtiers_contained_errors_total", "fixed", "shutdown_s")
 
 
 @pytest.mark.parametrize("own", [np.float32(3), np.int64(3), 3])
-def test_a_tiers_deadline_may_be_any_number(own: Any) -> None:
+def test_job_deadline_s_may_be_any_number(own: Any) -> None:
     tier = ScriptedTier(make_view(8), "numbers")
     tier.job_deadline_s = own
-    assert load_deadline_s(tier) == 3 + LOAD_GRACE_S
+    assert GuardedTier(tier, Metrics()).deadline_s == 3 + REPORT_S
 
 
-def test_a_job_at_which_a_tier_raised_keeps_no_engine_stepping() -> None:
+def test_job_whose_submission_raised_is_not_awaited() -> None:
     """It may still report it; nobody will, mostly, and an idle engine would step until its deadline."""
     engine = Engine(auto=False)
     engine.tier.raising.add("submit_store")
@@ -1774,7 +1822,7 @@ def test_a_job_at_which_a_tier_raised_keeps_no_engine_stepping() -> None:
     engine.manager.on_schedule_end()  # late: there is no tier any more
 
 
-def test_hits_that_another_request_has_loaded_are_not_counted_as_without_room() -> None:
+def test_hits_that_another_request_has_loaded_are_not_counted_as_expired() -> None:
     engine = Engine(num_blocks=40, num_tiers=2, auto=False, load_share=0.4)  # 8 blocks a tier
     engine.tiers[1].put(*KEYS[:16])
     whole, beginning = ReqContext("whole"), ReqContext("beginning")
@@ -1791,7 +1839,7 @@ def test_hits_that_another_request_has_loaded_are_not_counted_as_without_room() 
     assert engine.counted("kvtiers_promotion_room_expired_total") == 0
 
 
-def test_without_tiers_it_is_the_region_alone() -> None:
+def test_manager_without_tiers_is_the_region_alone() -> None:
     engine = Engine(num_tiers=0, num_blocks=4)
     engine.store(*KEYS[:4])
     assert engine.lookup(KEYS[:5]) == [True] * 4 + [False]
@@ -1804,20 +1852,20 @@ def test_without_tiers_it_is_the_region_alone() -> None:
     "option",
     [
         {"promotion_wait_s": -1},
-        {"lookup_deadline_s": float("nan")},
+        {"lookup_total_s": float("nan")},
         {"store_backlog_share": 0},
         {"store_backlog_share": 1.1},
         {"load_share": 0},
         {"requests_max": 0},
     ],
 )
-def test_bad_options_are_named(option: dict[str, Any]) -> None:
+def test_invalid_option_error_names_the_option(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as e:
-        TieringOptions(**option)
+        ManagerOptions(**option)
     assert e.value.field == next(iter(option))
 
 
-def test_tiers_are_shut_down_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_are_shut_down_although_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(num_tiers=2)
     engine.store(*KEYS[:4])
 
@@ -1830,16 +1878,16 @@ def test_tiers_are_shut_down_where_no_thread_is_to_be_had(monkeypatch: pytest.Mo
     assert engine.counts.pinned == 0
 
 
-def test_a_tiers_name_is_text_in_metrics() -> None:
+def test_tier_name_is_text_in_metrics() -> None:
     engine = Engine()
-    engine.tier.name = 1  # type: ignore[attr-defined]
+    engine.tier.name = 1  # type: ignore[assignment]
     engine.tier.raising.add("touch")
-    manager = TieringOffloadingManager(engine.primary, [engine.tier])
+    manager = BlockManager(engine.slots, [engine.tier])
     manager.touch(KEYS[:1])
     assert engine.counted("kvtiers_contained_errors_total", "1", "touch") == 1
 
 
-def test_a_request_that_found_no_room_waits_for_what_another_request_loads() -> None:
+def test_request_without_room_waits_for_another_requests_load() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])  # the tier has not taken them yet, so they hold their slots
     engine.tier.put(*KEYS[10:13])
@@ -1854,45 +1902,49 @@ def test_a_request_that_found_no_room_waits_for_what_another_request_loads() -> 
     assert engine.lookup(KEYS[10:13], waits)[:2] == [None, None]
 
 
-def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_while_its_hit_had_no_room() -> None:
+def test_request_does_not_await_its_own_load_after_anothers_failed_meanwhile() -> None:
     engine = Engine(num_blocks=2, auto=False, load_share=1, promotion_wait_s=5.0)
     assert engine.manager.prepare_store(KEYS[40:42], REQ) is not None
     engine.tier.put(KEYS[1])
     waits = ReqContext("waits")
     assert engine.lookup(KEYS[1:2], waits) == [None]
     engine.clock.advance(0.1)
-    engine.manager._loads.failed_at[KEYS[1], 0] = engine.clock.now  # a load of another request
+    loads = engine.manager._loads  # a load of another request
+    loads.num_failed += 1
+    loads._failed[KEYS[1], 0] = loads.num_failed
     engine.manager.complete_store(KEYS[40:42], success=False)
     engine.manager.on_schedule_end()
     assert [job_keys(job) for job in engine.tier.jobs.values()] == [KEYS[1:2]]
-    assert not engine.manager.is_waiting(waits.req_id)
+    assert not engine.manager.continue_wait(waits.req_id)
     for _ in range(2):
         assert engine.lookup(KEYS[1:2], waits) == [False]
     assert engine.manager.lookup(KEYS[1], ReqContext("later")) is None
 
 
-def test_a_hit_that_waits_for_a_share_is_not_asked_for_again_while_another_request_loads_its_key() -> None:
+def test_hit_that_waits_for_a_share_is_not_looked_up_again_while_another_request_loads_it() -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=0.5)
     near, far = engine.tiers
-    far.put(KEYS[0], KEYS[5])
+    far.put(KEYS[0], KEYS[1], KEYS[5])
     waits, other, later = (ReqContext(name) for name in ("waits", "other", "later"))
     assert engine.lookup(KEYS[5:6], other) == [None]  # its load is all of the far tier's share
-    assert engine.lookup(KEYS[:1], waits) == [None]
-    request = engine.manager._requests.by_id[waits.req_id]
+    assert engine.lookup([KEYS[1], KEYS[0]], waits) == [None] * 2
+    request = engine.manager._waits.by_id[waits.req_id]
     assert KEYS[0] in request.hits
     engine.clock.advance(0.1)
-    engine.manager._loads.failed_at[KEYS[0], 0] = engine.clock.now  # a load of another request
+    loads = engine.manager._loads  # a load of another request
+    loads.num_failed += 1
+    loads._failed[KEYS[0], 0] = loads.num_failed
     engine.clock.advance(0.1)
     near.put(KEYS[0])
     assert engine.lookup(KEYS[:1], later) == [None]
     assert [job_keys(job) for job in near.jobs.values()] == [KEYS[:1]]
     far.silent = True
-    assert engine.lookup(KEYS[:1], waits) == [None]
+    assert engine.lookup([KEYS[1], KEYS[0]], waits) == [None] * 2
     assert KEYS[0] in request.hits
     assert not request.owed
 
 
-def test_blocks_of_a_load_that_ends_after_the_request_was_served_stay_unpinned() -> None:
+def test_blocks_of_a_load_that_ends_after_its_request_loaded_stay_unpinned() -> None:
     """Also if the request has looked up blocks of the region in between."""
     engine = Engine(auto=False)
     engine.store(KEYS[1])
@@ -1906,4 +1958,4 @@ def test_blocks_of_a_load_that_ends_after_the_request_was_served_stay_unpinned()
         engine.manager.on_schedule_end()
         engine.clock.advance(500.0)
     assert engine.counts.pinned == 0
-    assert engine.manager._requests.by_id[REQ.req_id].state is State.IDLE
+    assert engine.manager._waits.by_id[REQ.req_id] not in engine.manager._waits.served

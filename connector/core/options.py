@@ -1,34 +1,32 @@
-"""Limits of a TieringOffloadingManager."""
+"""Limits of a BlockManager."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ...tiers.errors import ConfigError
 
-LOOKUP_DEADLINE_S = 0.2
 LOOKUP_TOTAL_S = 15.0
-LOAD_DEADLINE_S = 20.0
-LOAD_GRACE_S = 1.0  # added to a tier's own deadline, so that it can end its I/O and report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TieringOptions:
-    """Limits of a TieringOffloadingManager.
+class ManagerOptions:
+    """Limits of a BlockManager.
 
     Attributes:
         promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. After a tenth of this
             time, if nothing is being loaded, requests that came later give up the blocks that they hold.
-        lookup_deadline_s: if a tier gives no answers for this long, the keys it owes answers for count as absent. Only
-            for tiers that do not limit this time themselves (see ``SecondaryTierManager.take_answered``).
         lookup_total_s: how long a request waits for the tiers' answers at most. Then it uses the prefix known so far.
-        load_deadline_s: an unreported load counts as a miss after this time, or one second after the tier's own
-            ``job_deadline_s`` if that is sooner. I/O that cannot be ended keeps its slots, but not its request waiting.
+            The tiers have limits of their own, which are usually shorter.
+        load_deadline_s: an unreported load counts as a miss after this time, or at the tier's deadline if that is
+            sooner (``GuardedTier.deadline_s``). I/O that cannot be ended keeps its slots, but not its request waiting.
         store_backlog_share: part of the region that blocks on their way to tiers may pin, divided equally among the
             tiers. A tier with a full part gets no more blocks. If a job exceeds the part, the rest waits unpinned and
             may be evicted meanwhile. So a hung tier takes neither the whole region nor the other tiers' parts.
         load_share: part of the region that unreported loads may hold, divided equally among the tiers. The rest of a
-            larger load follows as loads are reported. It is a miss after ``load_deadline_s``, or at once if all of the
+            larger load follows as loads are reported. It is a miss after the longest of these
+            deadlines, or at once if all of the
             unreported loads were given up. The default is less than ``store_backlog_share`` leaves, so the region has
             room even if every tier hangs.
         promotion_hold_s: how long blocks loaded for a request are kept until the request comes to use them.
@@ -38,9 +36,8 @@ class TieringOptions:
     """
 
     promotion_wait_s: float = 0.5
-    lookup_deadline_s: float = LOOKUP_DEADLINE_S
     lookup_total_s: float = LOOKUP_TOTAL_S
-    load_deadline_s: float = LOAD_DEADLINE_S
+    load_deadline_s: float = math.inf
     store_backlog_share: float = 0.5
     load_share: float = 0.4
     promotion_hold_s: float = 2.0
@@ -49,7 +46,7 @@ class TieringOptions:
 
     def __post_init__(self) -> None:
         for name in (
-            *("promotion_wait_s", "lookup_deadline_s", "lookup_total_s", "load_deadline_s"),
+            *("promotion_wait_s", "lookup_total_s", "load_deadline_s"),
             *("promotion_hold_s", "shutdown_s"),
         ):
             if not getattr(self, name) >= 0:

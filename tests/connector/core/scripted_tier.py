@@ -41,9 +41,9 @@ class ScriptedTier(SecondaryTierManager):
         jobs: submitted and not finished.
         auto: jobs end when results are asked for.
         silent: lookups are not answered.
+        slow: keys whose lookups are not answered.
         answers_later: a lookup is answered only in a later step.
         liar: lookups answer "present" whatever is stored.
-        reports_answers: ``take_answered`` tells which lookups are no longer open.
         raising: methods that raise; with "_late" behind them, once they have done their work.
         asked: keys looked up, in order.
         calls: names of methods called, in order.
@@ -56,9 +56,9 @@ class ScriptedTier(SecondaryTierManager):
         self.submitted: list[Job] = []
         self.auto = auto
         self.silent = False
+        self.slow: set[OffloadKey] = set()
         self.answers_later = False
         self.liar = False
-        self.reports_answers = False
         self.raising: set[str] = set()
         self.asked: list[OffloadKey] = []
         self.calls: list[str] = []
@@ -103,16 +103,15 @@ class ScriptedTier(SecondaryTierManager):
             return None
         return self.liar or key in self.blobs
 
-    def take_answered(self) -> dict[str, set[OffloadKey]] | None:
-        if not self.reports_answers:
-            return None
+    def take_answered(self) -> dict[str, set[OffloadKey]]:
+        self._enter("take_answered")
         answered = {req_id: {key for key in keys if not self._is_open(key)} for req_id, keys in self._open.items()}
         for req_id, keys in answered.items():
             self._open[req_id] -= keys
         return {req_id: keys for req_id, keys in answered.items() if keys}
 
     def _is_open(self, key: OffloadKey) -> bool:
-        return self.silent or (self.answers_later and key not in self._answered)
+        return self.silent or key in self.slow or (self.answers_later and key not in self._answered)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._submit(Job(False, job_metadata), "submit_store")

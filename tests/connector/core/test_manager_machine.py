@@ -1,12 +1,13 @@
-"""S1: a state machine over region, TieringOffloadingManager and scripted tiers, against a small reference model.
+"""S1: a state machine over region, BlockManager and scripted tiers, against a small reference model.
 
 The model knows which slots somebody may be touching and what bytes each ready key must have. After every step: the
 slot counts add up and match a count by hand, no slot is in two hands, every ready block holds its key's bytes, and the
-state of each waiting request agrees with the blocks that it holds and with the stores and loads that are under way.
+fields of each waiting request agree with the blocks that it holds and with the stores and loads that are under way.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -23,16 +24,16 @@ from hypothesis.stateful import (
 )
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.manager.eviction import create_policy
-from kvtiers.connector.manager.options import LOAD_DEADLINE_S as OWN_DEADLINE_S
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import BlockState, CPUPrimaryTier, SlotCounts
-from kvtiers.connector.manager.request import Request, State
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.eviction import create_policy
+from kvtiers.connector.core.guard import JOB_DEADLINE_S as OWN_DEADLINE_S
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.options import ManagerOptions
+from kvtiers.connector.core.slots import BlockState, SlotCounts, Slots
+from kvtiers.connector.core.waits import Wait
 from kvtiers.tiers.base import JobResult, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from tests.clock import Clock
-from tests.connector.manager.scripted_tier import ScriptedTier, make_view, pattern, row
+from tests.connector.core.scripted_tier import ScriptedTier, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
 
@@ -41,10 +42,11 @@ REQUESTS = [ReqContext(name) for name in ("", "a", "b", "c")]
 # Of requests that wait together; the first two share a prefix.
 PROMPTS = [(REQUESTS[1], KEYS[:8]), (REQUESTS[2], [*KEYS[:4], *KEYS[8:14]]), (REQUESTS[3], KEYS[14:22])]
 RAISING = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
-RAISING += ["on_request_finished", "take_events"]
+RAISING += ["on_request_finished", "take_answered", "take_events"]
 LOAD_DEADLINE_S = 5.0
 HOLD_S = 1.0
 ROOM_WAIT_S = 0.5
+LOOKUP_TOTAL_S = 2.0
 STEPS = 60
 
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)
@@ -67,25 +69,23 @@ class TieringMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "arc"]),
         load_share=st.sampled_from([0.4, 1.0]),
         stored=st.booleans(),
-        reports=st.booleans(),
     )
-    def start(
-        self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool, reports: bool
-    ) -> None:
+    def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool) -> None:
         self.num_blocks = num_blocks
+        self.load_share = load_share
         self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=False) for index in range(num_tiers)]
         for tier in self.tiers:
             tier.put(*KEYS[::2] if stored else ())
-            tier.reports_answers = reports
-        self.primary = CPUPrimaryTier(num_blocks, create_policy(policy, num_blocks))
-        self.manager = TieringOffloadingManager(
-            self.primary,
+        self.slots = Slots(num_blocks, create_policy(policy, num_blocks))
+        self.manager = BlockManager(
+            self.slots,
             self.tiers,
-            TieringOptions(
+            ManagerOptions(
                 promotion_hold_s=HOLD_S,
                 promotion_wait_s=ROOM_WAIT_S,
+                lookup_total_s=LOOKUP_TOTAL_S,
                 load_deadline_s=LOAD_DEADLINE_S,
                 load_share=load_share,
                 requests_max=3,
@@ -99,7 +99,7 @@ class TieringMachine(RuleBasedStateMachine):
             str, set[OffloadKey]
         ] = {}  # of each request, what it was told to ask again in its last round
         self.forgotten: set[int] = set()  # jobs that a tier will never report
-        self.requests: set[Request] = set()  # all that the manager ever remembered
+        self.waits: set[Wait] = set()  # all that the manager ever remembered
 
     # -- the engine
 
@@ -146,10 +146,10 @@ class TieringMachine(RuleBasedStateMachine):
         When it is asked about for the first time in a step: what tiers answer within one is heard in the next.
         """
         self.manager.on_schedule_end()
-        is_waiting = self.manager.is_waiting(req.req_id)
+        continues = self.manager.continue_wait(req.req_id)
         undecided = self.undecided.get(req.req_id, set())
-        stored = {key for key in undecided if key in self.resident or self.primary.find(key)}  # by the engine meanwhile
-        if is_waiting:
+        stored = {key for key in undecided if key in self.resident or self.slots.find(key)}  # by the engine meanwhile
+        if continues:
             assert all(self.manager.lookup(key, req) is None for key in undecided - stored)
 
     @rule(stored=st.lists(some_keys, min_size=1, max_size=6), tiers_work=st.booleans())
@@ -204,7 +204,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.begin_store(keys, REQUESTS[0])
         if len(self.stores) > before:
             self.lookup(keys, req)
-            self.states_of_requests_agree_with_what_is_under_way()
+            self.what_requests_wait_for_is_under_way()
             if step_ends:
                 self.end_step()
             self._end_store(self.stores.pop(), success)
@@ -228,18 +228,18 @@ class TieringMachine(RuleBasedStateMachine):
     def end_step(self) -> None:
         self.manager.on_schedule_end()
         now = self.clock()
-        for request in self.manager._requests.by_id.values():
-            if request.state is State.ASKING:
-                assert not request.hits  # the step's end has looked for slots
-                assert request.owed or request.has_news
-            elif request.state is State.WAITING_FOR_ROOM:
-                assert self.primary.slot_counts().free == 0
-                assert request.starved_since is not None
-                assert now - request.starved_since < ROOM_WAIT_S
-            elif request.state is State.WAITING_FOR_SHARE:
-                loads = self.manager._loads.by_tier
-                assert not any(loads[tier].room for tier in request.hits.values())
-                assert now < request.capped_until
+        for wait in self.manager._waits.by_id.values():
+            if wait.hits:  # the step's end has looked for slots
+                assert wait in self.manager._waits.served
+                first = next(iter(wait.hits.values()))
+                share = self.manager._loads.shares[first]
+                if wait.starved_since is not None:
+                    assert self.slots.counts().free == 0
+                    assert now - wait.starved_since < ROOM_WAIT_S
+                else:
+                    assert wait.capped_since is not None
+                    assert not share.room or wait.has_news  # hits of another tier were missed in this step
+                    assert now - wait.capped_since < share.deadline_s
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 1.5, LOAD_DEADLINE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -289,10 +289,7 @@ class TieringMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tiers)
     @rule(index=some_tier, mood=st.sampled_from(["answers_later", "silent", "liar"]), on=st.booleans())
     def tier_changes_its_mood(self, index: int, mood: str, on: bool) -> None:
-        tier = self.tiers[index % len(self.tiers)]
-        if mood == "silent" and tier.reports_answers:
-            mood = "answers_later"  # a tier that reports its answers must limit how long it takes
-        setattr(tier, mood, on)
+        setattr(self.tiers[index % len(self.tiers)], mood, on)
 
     @precondition(lambda self: self.tiers)
     @rule(
@@ -306,18 +303,18 @@ class TieringMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_conserved(self) -> None:
-        counts = self.primary.slot_counts()
+        counts = self.slots.counts()
         assert sum(counts) == self.num_blocks
         assert min(counts) >= 0
-        blocks = self.primary._blocks.values()
+        blocks = self.slots._blocks.values()
         states = Counter(
             "pinned" if block.state is BlockState.READY and (block.pins or block.loads) else block.state.name
             for block in blocks
         )
-        quarantined = states["QUARANTINED"] + self.num_blocks - len(blocks) - len(self.primary._free)
+        quarantined = states["QUARANTINED"] + self.num_blocks - len(blocks) - len(self.slots._free)
         pending = states["STORING"] + states["LOADING"]
-        assert counts == SlotCounts(len(self.primary._free), states["READY"], states["pinned"], pending, quarantined)
-        taken = [*self.primary._free, *(block.slot for block in blocks)]
+        assert counts == SlotCounts(len(self.slots._free), states["READY"], states["pinned"], pending, quarantined)
+        taken = [*self.slots._free, *(block.slot for block in blocks)]
         assert len(set(taken)) == len(taken)
 
     @invariant()
@@ -332,14 +329,14 @@ class TieringMachine(RuleBasedStateMachine):
                     readers |= set(job.metadata.block_ids.tolist())
         assert len(set(writers)) == len(writers)
         assert not readers & set(writers)
-        assert not {*writers, *readers} & set(self.primary._free)
+        assert not {*writers, *readers} & set(self.slots._free)
 
     @invariant()
     def what_is_read_has_the_right_bytes(self) -> None:
         for load in self.loads:
             for key, slot in zip(load.keys, load.slots, strict=True):
                 assert bytes(row(self.view, slot)) == pattern(key)
-        for block in self.primary._blocks.values():
+        for block in self.slots._blocks.values():
             if block.state is BlockState.READY:
                 assert bytes(row(self.view, block.slot)) == pattern(block.key)
         for tier in self.tiers:
@@ -352,70 +349,61 @@ class TieringMachine(RuleBasedStateMachine):
     @invariant()
     def events_tell_what_is_there(self) -> None:
         self._take_events()
-        ready = {key for key, block in self.primary._blocks.items() if block.state is BlockState.READY}
+        ready = {key for key, block in self.slots._blocks.items() if block.state is BlockState.READY}
         assert self.resident == ready
 
     @invariant()
     def what_requests_wait_for_is_accounted_for(self) -> None:
         jobs = self.manager._jobs._jobs.values()
-        pins = Counter(block for job in jobs if job.request is None for block in job.blocks)
-        requests = self.manager._requests
-        for request in requests.by_id.values():
-            pins.update(request.held.values())
-            assert request in requests.waiting or not (request.hits or request.held)
-            for key in request.coming:
-                block = self.primary.find(key)
+        pins = Counter(block for job in jobs if job.wait is None for block in job.blocks)
+        waits = self.manager._waits
+        for wait in waits.by_id.values():
+            pins.update(wait.held.values())
+            assert wait in waits.served or not (wait.hits or wait.held)
+            for key in wait.coming:
+                block = self.slots.find(key)
                 assert block is not None
                 assert block.state in (BlockState.STORING, BlockState.LOADING)
-                assert request in (block.waiters or ())
-            assert not request.owed & (request.hits.keys() | request.coming)
-            assert request.loading == len(self._loading_for(request))
-            assert all(request.hit_tiers >> tier & 1 for tier in request.hits.values())
-        assert all(block.pins == pins[block] for block in (*self.primary._blocks.values(), *pins))
-        assert requests.waiting.keys() <= set(requests.by_id.values())
-        for index, loads in enumerate(self.manager._loads.by_tier):
-            unreported = sum(len(job.blocks) for job in jobs if job.request is not None and job.tier == index)
-            assert loads._blocks_max - loads.room == unreported <= loads._blocks_max
+                assert wait in (block.waiters or ())
+            assert not wait.owed & (wait.hits.keys() | wait.coming)
+            assert wait.loading == len(self._loading_for(wait))
+        assert all(block.pins == pins[block] for block in (*self.slots._blocks.values(), *pins))
+        assert waits.served.keys() <= set(waits.by_id.values())
+        for index, share in enumerate(self.manager._loads.shares):
+            unreported = sum(len(job.blocks) for job in jobs if job.wait is not None and job.tier == index)
+            blocks_max = math.ceil(self.load_share * self.num_blocks / len(self.tiers))
+            assert blocks_max - share.room == unreported <= blocks_max
 
     @invariant()
-    def states_of_requests_agree_with_what_is_under_way(self) -> None:
-        remembered = set(self.manager._requests.by_id.values())
-        for request in self.requests - remembered:
-            assert request.state is State.ENDED
-            assert not any((request.owed, request.hits, request.coming, request.held))
-        self.requests |= remembered
+    def what_requests_wait_for_is_under_way(self) -> None:
+        remembered = set(self.manager._waits.by_id.values())
+        for wait in self.waits - remembered:
+            assert not any((wait.owed, wait.hits, wait.coming, wait.held))
+        self.waits |= remembered
         jobs = self.manager._jobs._jobs
         reported = {result.job_id for tier in self.tiers for result in tier.results}
         at_tiers = {job_id for tier in self.tiers for job_id, job in tier.jobs.items() if job.is_load}
-        under_way = {job_id: job for job_id, job in jobs.items() if job.request is not None and not job.ended}
+        under_way = {job_id: job for job_id, job in jobs.items() if job.wait is not None and not job.is_over}
         assert under_way.keys() <= reported | at_tiers
         loaded = {block for job in under_way.values() for block in job.blocks}
         stored = {key for store in self.stores for key in store.keys}
-        for request in remembered:
-            has_hits = request.state in (State.WAITING_FOR_ROOM, State.WAITING_FOR_SHARE)
-            if has_hits or request.state is State.HELD:
-                assert request in self.manager._requests.waiting
-            if request.state is not State.ASKING:
-                assert bool(request.hits) == has_hits
-                assert has_hits or not request.owed
-            if request.state is State.LOADING:
-                assert request.coming
-                for key in request.coming:
-                    assert key in stored or self.primary.find(key) in loaded
-            elif request.state in (State.HELD, State.IDLE):
-                assert not request.coming
-                assert request.state is State.IDLE or request.held or self._loading_for(request)
-            if request.state is State.IDLE:
-                assert not request.held
-            for key, block in request.held.items():
-                assert self.primary.find(key) is block
+        for wait in remembered:
+            if wait.held or wait.hits:
+                assert wait in self.manager._waits.served
+            if not wait.hits:
+                assert wait.starved_since is None
+                assert wait.capped_since is None
+            for key in wait.coming:
+                assert key in stored or self.slots.find(key) in loaded
+            for key, block in wait.held.items():
+                assert self.slots.find(key) is block
                 assert block.state is BlockState.READY
                 assert block.pins
 
-    def _loading_for(self, request: Request) -> list[OffloadKey]:
+    def _loading_for(self, wait: Wait) -> list[OffloadKey]:
         """Keys of the request's own loads under way."""
         jobs = self.manager._jobs._jobs.values()
-        return [block.key for job in jobs if job.request is request and not job.ended for block in job.blocks]
+        return [block.key for job in jobs if job.wait is wait and not job.is_over for block in job.blocks]
 
     def _take_events(self) -> None:
         for event in self.manager.take_events():
@@ -450,13 +438,13 @@ class TieringMachine(RuleBasedStateMachine):
                     tier.finish(job_id)
         self.clock.advance(OWN_DEADLINE_S)  # until then slots of jobs whose submission raised are out of use
         self.manager.on_schedule_end()
-        counts = self.primary.slot_counts()
+        counts = self.slots.counts()
         assert counts.pinned + counts.pending + counts.quarantined == len(self._held())
         for tier in self.tiers:
             tier.reports_at_shutdown = not self.forgotten
         self.manager.shutdown()
         held = self._held()  # what waited for a tier that forgot a job was handed to it at last
-        assert self.primary.slot_counts() == SlotCounts(self.num_blocks - len(held), 0, 0, 0, len(held))
+        assert self.slots.counts() == SlotCounts(self.num_blocks - len(held), 0, 0, 0, len(held))
 
     def _held(self) -> set[int]:
         return {slot for tier in self.tiers for job in tier.jobs.values() for slot in job.metadata.block_ids.tolist()}

@@ -1,4 +1,4 @@
-"""Cascade: copies blocks from the region to the tiers behind it.
+"""Stores: copies blocks from the region to the tiers behind it.
 
 A block that becomes loadable goes to every tier that takes stores, in one job per tier. Its slot stays pinned, and
 loadable, until every tier has reported. Blocks beyond a tier's share of the region follow in later jobs.
@@ -17,15 +17,15 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...tiers.blocks.keys import OffloadKey
 from .guard import GuardedTier
-from .jobs import Job, TierJobs
-from .primary import Block, BlockState, CPUPrimaryTier
+from .loads import Job, Jobs
+from .slots import Block, BlockState, Slots
 
 RETRY_S = 10.0
 REFUSED_MAX = 65_536  # keys remembered per tier (or the region's number of blocks if larger); the oldest are forgotten
 
 
-class Cascade:
-    """Stores to the tiers. Scheduler thread only.
+class Stores:
+    """The stores to the tiers. Scheduler thread only.
 
     Args:
         share: part of the region that blocks on their way to tiers may pin, for all tiers together.
@@ -34,27 +34,21 @@ class Cascade:
     """
 
     def __init__(
-        self,
-        primary: CPUPrimaryTier,
-        tiers: Sequence[GuardedTier],
-        share: float,
-        jobs: TierJobs,
-        clock: Callable[[], float],
+        self, slots: Slots, tiers: Sequence[GuardedTier], share: float, jobs: Jobs, clock: Callable[[], float]
     ) -> None:
-        self._primary = primary
+        self._slots = slots
         self._tiers = tiers
         self._jobs = jobs
         self._clock = clock
         self._backlog = [0] * len(tiers)  # blocks
-        self._takers = [index for index, tier in enumerate(tiers) if getattr(tier.tier, "takes_stores", True)]
-        self._backlog_max = share * primary.num_blocks / max(1, len(self._takers))
+        self._takers = [index for index, tier in enumerate(tiers) if tier.tier.takes_stores]
+        self._backlog_max = share * slots.num_blocks / max(1, len(self._takers))
         self._unsent: list[deque[Block]] = [deque() for _ in tiers]  # per tier, until its backlog has room
         # Per tier: the keys it refused, and when each may be offered again; the latest refusal is last.
         self._refused: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in tiers]
-        self._refused_max = max(REFUSED_MAX, primary.num_blocks)
-        self._closed = False
+        self._refused_max = max(REFUSED_MAX, slots.num_blocks)
         for index in self._takers:
-            self._count_dropped(index, 0)  # start the series at 0: a rate misses the first increase if it starts at 1
+            self._drop(index, ())  # start the series at 0: a rate misses the first increase if it starts at 1
 
     def add(self, blocks: list[Block], num_tiers: int) -> None:
         """Store blocks to the first ``num_tiers`` tiers, and to later tiers that refused them before.
@@ -62,48 +56,44 @@ class Cascade:
         With fewer than all tiers, the blocks were loaded from the tier after those. A large load ends in several parts.
         So loaded blocks that find a tier's backlog full wait unsent, up to as many as the region has slots.
         """
-        if blocks and not self._closed:
-            are_loaded = num_tiers < len(self._tiers)
-            for index in self._takers:
-                if index < num_tiers:
-                    self._offer(index, blocks, wait=are_loaded)
-                else:
-                    self._offer_again(index, blocks)
+        are_loaded = num_tiers < len(self._tiers)
+        for index in self._takers if blocks else ():
+            if index < num_tiers:
+                self._offer(index, blocks, may_wait=are_loaded)
+            else:
+                self._offer_again(index, blocks)
 
     def use(self, keys: Collection[OffloadKey]) -> None:
         """Offer used blocks again to the tiers that refused them."""
-        if self._closed or not any(self._refused):
-            return
-        found = [self._primary.find(key) for key in dict.fromkeys(keys)]
-        blocks = [block for block in found if block and block.state is BlockState.READY]
-        for index in self._takers:
-            self._offer_again(index, blocks)
+        if any(self._refused):
+            found = [self._slots.find(key) for key in dict.fromkeys(keys)]
+            blocks = [block for block in found if block and block.state is BlockState.READY]
+            for index in self._takers:
+                self._offer_again(index, blocks)
 
     def send(self, index: int) -> None:
         """Submit a tier's unsent blocks, as far as its backlog has room."""
-        if not self._closed:
-            self._send(index, self._backlog_max)
+        self._send(index, self._backlog_max)
 
-    def end(self, index: int, blocks: Sequence[Block], succeeded: Collection[OffloadKey]) -> None:
+    def end(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
         """End a job: unpin its blocks and note the refused ones."""
-        self._backlog[index] -= len(blocks)
-        self._note_refused(index, [block for block in blocks if block.key not in succeeded])
-        for block in reversed(blocks):  # so that a prefix's first blocks are evicted last
-            self._primary.unpin(block)
+        self._backlog[job.tier] -= len(job.blocks)
+        self._note_refused(job.tier, [block for block in job.blocks if block.key not in succeeded])
+        for block in reversed(job.blocks):  # so that a prefix's first blocks are evicted last
+            self._slots.unpin(block)
 
     def drop_unsent(self) -> None:
         """Drop the unsent blocks, because the region is about to forget them."""
         for index, unsent in enumerate(self._unsent):
             if unsent:
-                self._count_dropped(index, len(unsent))
-                self._note_refused(index, unsent)
+                self._drop(index, unsent)
                 unsent.clear()
 
     def close(self) -> None:
         """Submit all unsent blocks, beyond the backlog limit (the region is about to end), and accept no more."""
-        for index in range(len(self._tiers)):
-            self._send(index, self._primary.num_blocks)
-        self._closed = True
+        for index in self._takers:
+            self._send(index, self._slots.num_blocks)
+        self._takers = []
 
     def _offer_again(self, index: int, blocks: list[Block]) -> None:
         refused = self._refused[index]
@@ -113,16 +103,14 @@ class Cascade:
             if due:
                 self._offer(index, due)
 
-    def _offer(self, index: int, blocks: list[Block], *, wait: bool = False) -> None:
-        waits = wait and len(self._unsent[index]) + len(blocks) <= self._primary.num_blocks
+    def _offer(self, index: int, blocks: list[Block], *, may_wait: bool = False) -> None:
+        waits = may_wait and len(self._unsent[index]) + len(blocks) <= self._slots.num_blocks
         if self._backlog[index] >= self._backlog_max and not waits:
-            name = self._tiers[index].name
-            self._count_dropped(index, len(blocks))
-            self._note_refused(index, blocks)
-            self._primary.log_once(
+            self._drop(index, blocks)
+            self._slots.log_once(
                 f"backlog {index}",
-                f"tier {name}: {self._backlog[index]} of the region's {self._primary.num_blocks} blocks "
-                "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
+                f"tier {self._tiers[index].name}: {self._backlog[index]} of the region's {self._slots.num_blocks} "
+                "blocks wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
             )
             return
         if refused := self._refused[index]:
@@ -134,19 +122,24 @@ class Cascade:
     def _send(self, index: int, backlog_max: float) -> None:
         """Submit unsent blocks until the backlog has ``backlog_max`` blocks, rounded up."""
         unsent = self._unsent[index]
+        batch: list[Block] = []
         while unsent and self._backlog[index] < backlog_max:
-            batch: list[Block] = []
-            while unsent and self._backlog[index] + len(batch) < backlog_max:
-                block = unsent.popleft()
-                if block.state is BlockState.READY:
-                    self._primary.pin(block)
-                    batch.append(block)
-                else:  # it was evicted while it waited
-                    self._count_dropped(index, 1)
-                    self._note_refused(index, [block])
-            if batch:
-                self._backlog[index] += len(batch)
-                self._jobs.submit(Job(index, batch))
+            block = unsent.popleft()
+            if block.state is BlockState.READY:
+                self._slots.pin(block)
+                self._backlog[index] += 1
+                batch.append(block)
+            else:  # it was evicted while it waited
+                self._drop(index, [block])
+        if batch:
+            self._jobs.submit(Job(index, batch))
+
+    def _drop(self, index: int, blocks: Collection[Block]) -> None:
+        """Count blocks that the tier does not get, and offer them again later."""
+        name = self._tiers[index].name
+        self._slots.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=len(blocks))
+        self._slots.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=len(blocks))
+        self._note_refused(index, blocks)
 
     def _note_refused(self, index: int, blocks: Collection[Block]) -> None:
         refused = self._refused[index]
@@ -156,8 +149,3 @@ class Cascade:
             refused.move_to_end(block.key)
         while len(refused) > self._refused_max:
             refused.popitem(last=False)
-
-    def _count_dropped(self, index: int, count: int) -> None:
-        name = self._tiers[index].name
-        self._primary.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=count)
-        self._primary.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=count)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtiers.connector.manager.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, create_policy
+from kvtiers.connector.core.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, create_policy
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
 from tests.identity import block_key
@@ -26,7 +26,7 @@ POLICIES = [pytest.param(LRUPolicy, id="lru"), pytest.param(lambda: ARCPolicy(8)
 
 
 @pytest.mark.parametrize("make", POLICIES)
-def test_the_oldest_leave_first(make: type[EvictionPolicy]) -> None:
+def test_oldest_keys_are_evicted_first(make: type[EvictionPolicy]) -> None:
     policy = filled(make(), 5)
     policy.touch(KEYS[0])
     assert policy.evict(2) == [KEYS[1], KEYS[2]]
@@ -48,7 +48,7 @@ def test_pinned_and_protected_keys_stay(make: type[EvictionPolicy]) -> None:
 
 
 @pytest.mark.parametrize("make", POLICIES)
-def test_too_few_changes_nothing(make: type[EvictionPolicy]) -> None:
+def test_eviction_of_too_many_keys_changes_nothing(make: type[EvictionPolicy]) -> None:
     policy, twin = filled(make(), 5), filled(make(), 5)
     assert policy.evict(6) is None
     assert policy.evict(5, {KEYS[4]}) is None
@@ -57,7 +57,7 @@ def test_too_few_changes_nothing(make: type[EvictionPolicy]) -> None:
 
 
 @pytest.mark.parametrize("make", POLICIES)
-def test_touching_a_pinned_key_keeps_it_pinned(make: type[EvictionPolicy]) -> None:
+def test_touched_pinned_key_stays_pinned(make: type[EvictionPolicy]) -> None:
     policy = filled(make(), 2)
     policy.pin(KEYS[0])
     policy.touch(KEYS[0])
@@ -67,14 +67,14 @@ def test_touching_a_pinned_key_keeps_it_pinned(make: type[EvictionPolicy]) -> No
 
 
 @pytest.mark.parametrize("make", POLICIES)
-def test_a_discarded_key_is_no_victim(make: type[EvictionPolicy]) -> None:
+def test_discarded_key_is_not_evicted(make: type[EvictionPolicy]) -> None:
     policy = filled(make(), 3)
     policy.discard(KEYS[1])
     assert policy.evict(3) is None
     assert policy.evict(2) == [KEYS[0], KEYS[2]]
 
 
-def test_a_scan_flushes_lru_but_not_arc() -> None:
+def test_scan_flushes_lru_but_not_arc() -> None:
     """100 keys seen once pass by; the four that were used twice are what the policies differ in."""
     left: dict[str, set[OffloadKey]] = {}
     for name in ("lru", "arc"):
@@ -140,7 +140,7 @@ class ReferenceARC:
 
 
 @given(st.integers(1, 12), st.integers(0, 2**32))
-def test_arc_does_what_the_paper_does(num_slots: int, seed: int) -> None:
+def test_arc_evicts_as_in_the_paper(num_slots: int, seed: int) -> None:
     """Same requests, same residents after each one.
 
     One deliberate difference, mirrored in the reference: room is made before the key's ghost is looked at, because the
@@ -201,6 +201,6 @@ def test_no_key_is_lost_or_evicted_while_pinned(data: st.DataObject) -> None:
         assert len(policy) == len(free)
 
 
-def test_an_unknown_policy_is_named() -> None:
+def test_unknown_policy_error_lists_the_accepted_ones() -> None:
     with pytest.raises(ConfigError, match="'fifo' is not an eviction policy; accepted: lru, arc"):
         create_policy("fifo", 1)

@@ -1,4 +1,4 @@
-"""GuardedTier: wraps a tier so that nothing the tier raises reaches the engine (promise S4)."""
+"""GuardedTier: wraps a tier so that nothing that it raises or reports reaches the engine (promise S4)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Final, Literal, TypeVar, get_args
 
@@ -15,11 +16,13 @@ from ...tiers.blocks.keys import OffloadKey
 from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
-from .options import LOAD_DEADLINE_S, LOAD_GRACE_S
 
 logger = get_logger(__name__)
 
 _T = TypeVar("_T")
+
+JOB_DEADLINE_S: Final = 20.0  # of a tier that states none
+REPORT_S: Final = 1.0  # added to a tier's own deadline, so that it can end its I/O and report
 
 #: Share of the shutdown time limit that a tier is given as ``shutdown_s``. The rest is for what it closes after that.
 SHUTDOWN_SHARE: Final = 0.8
@@ -53,7 +56,7 @@ class _Contained:
 
 
 class GuardedTier:
-    """One tier whose faults are counted, and logged the first time. Scheduler thread only.
+    """One tier whose faults are counted, and logged the first time; each of its jobs ends once. Scheduler thread only.
 
     A BaseException that is not an Exception (a CancelledError, a Rust extension's panic) is contained too: a tier can
     raise it, and it would end the engine. Only the exceptions that signals raise pass through: vLLM's own handler
@@ -61,65 +64,47 @@ class GuardedTier:
 
     Attributes:
         name: name in logs and metrics: the tier's own name if it has one, else its type.
+        raised: jobs whose submission raised, and when each of them counts as ended. The tier may have begun some blocks
+            before it raised. If their slots were freed now, the tier could overwrite the slots' next owner.
     """
 
-    def __init__(self, tier: SecondaryTierManager, metrics: Metrics) -> None:
+    def __init__(
+        self, tier: SecondaryTierManager, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.tier = tier
-        own = getattr(tier, "name", None)
-        self.name = tier.tier_type if own in (None, "") else str(own)  # metric labels must be text
+        self.name = str(tier.name or tier.tier_type)  # metric labels must be text
+        self.raised: dict[int, float] = {}
+        self._clock = clock
         self._metrics = metrics
         self._logged: set[str] = set()
+        self._jobs: dict[int, JobMetadata] = {}  # submitted, and not ended
+        self._reports_until = -math.inf  # when all jobs should be reported, unless storage hangs
         self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # by id of each unfinished request
         self._lookups = {True: 0, False: 0}  # hits and misses since the last step's end
         self._count_lookups()
-        self._in: dict[_Guarded, _Contained] = {where: _Contained(self, where) for where in get_args(_Guarded)}
-        for where in self._in:
+        for where in get_args(_Guarded):
             metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts miss a series' first 1
 
-    def touch(self, keys: Collection[OffloadKey]) -> None:
-        """See ``SecondaryTierManager``."""
-        with self._in["touch"]:
-            self.tier.touch(keys)
+    @cached_property
+    def deadline_s(self) -> float:
+        """Seconds within which the tier is expected to end a job: its ``job_deadline_s`` and a second to report.
 
-    def submit(self, job: JobMetadata, *, is_load: bool) -> bool:
-        """Submit a load or a store. False: the tier raised, and may have begun with some blocks before that."""
-        with self._in["submit_load" if is_load else "submit_store"]:
-            (self.tier.submit_load if is_load else self.tier.submit_store)(job)
-            return True
-        return False
+        Read once, at the start. A tier that states no deadline has the default, whatever other tiers state.
 
-    def get_finished(self) -> list[JobResult]:
-        """The results that the tier yields, until it raises."""
-        return self._collected("get_finished", lambda: self.tier.get_finished(), JobResult)
+        Raises:
+            ConfigError: the tier's ``job_deadline_s`` is not a number above 0.
+        """
+        own: object = self.tier.job_deadline_s  # a foreign tier may state anything
+        if own is None or own == math.inf:
+            return JOB_DEADLINE_S
+        if not isinstance(own, Real) or not float(own) > 0:
+            raise ConfigError(
+                f"job_deadline_s: {own!r} is not accepted; a tier states seconds, above 0, or None",
+                field=f"tier {type(self.tier).__name__}",
+            )
+        return float(own) + REPORT_S
 
-    def drain_jobs(self) -> None:
-        """See ``SecondaryTierManager``."""
-        with self._in["drain_jobs"]:
-            self.tier.drain_jobs()
-
-    def take_events(self) -> list[OffloadingEvent]:
-        """The tier's well-formed events. Others are left out: an engine reads events where it catches no exceptions."""
-        events = []
-        for event in self._collected("take_events", lambda: self.tier.take_events(), OffloadingEvent):
-            try:
-                keys = tuple(event.keys)
-                if not isinstance(event.medium, str) or not all(isinstance(key, bytes) for key in keys):
-                    raise TypeError("keys must be bytes, and the medium a string")
-                events.append(OffloadingEvent(keys, event.medium, bool(event.removed)))
-            except Exception as e:  # noqa: BLE001 - a foreign tier may put anything into an event
-                self.contain("take_events", f"{_shown(event)}: {_shown(e)}")
-        return events
-
-    def _collected(self, where: _Guarded, give: Callable[[], Iterable[object]], kind: type[_T]) -> list[_T]:
-        """Items that the tier yields, until it raises. Items of another type are counted as errors and left out."""
-        collected: list[_T] = []
-        with self._in[where]:
-            for item in give():
-                if isinstance(item, kind):
-                    collected.append(item)
-                else:
-                    self.contain(where, f"{_shown(item)} is not of type {kind.__name__}")
-        return collected
+    # -- lookups -----------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """The tier's answer. If the tier raises, or its answer has no truth value, that counts as a miss."""
@@ -130,17 +115,15 @@ class GuardedTier:
             hit = bool(answer)
         except _BY_SIGNALS:
             raise
-        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: its errors are contained here
+        except BaseException as e:  # noqa: BLE001 - as in ``_Contained``
             self.contain("lookup", _shown(e))
             hit = False
         self.note_answer(key, req_context, hit=hit)
         return hit
 
     def take_answered(self) -> dict[str, frozenset[OffloadKey]] | None:
-        """See ``SecondaryTierManager``. None also if the tier lacks this method or fails in it."""
-        if not hasattr(self.tier, "take_answered"):
-            return None
-        with self._in["take_answered"]:
+        """See ``SecondaryTierManager``. None also if the tier raises."""
+        with _Contained(self, "take_answered"):
             answered = self.tier.take_answered()
             return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}
         return None
@@ -165,12 +148,12 @@ class GuardedTier:
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See ``SecondaryTierManager``."""
         self._answered.pop(req_context.req_id, None)
-        with self._in["on_request_finished"]:
+        with _Contained(self, "on_request_finished"):
             self.tier.on_request_finished(req_context)
 
     def on_schedule_end(self) -> None:
         """See ``SecondaryTierManager``."""
-        with self._in["on_schedule_end"]:
+        with _Contained(self, "on_schedule_end"):
             self.tier.on_schedule_end()
         if any(self._lookups.values()):
             self._count_lookups()
@@ -180,31 +163,108 @@ class GuardedTier:
             self._metrics.inc("kvtiers_lookups_total", self.name, result, by=self._lookups[hit])
             self._lookups[hit] = 0
 
-    def job_of(self, result: JobResult, jobs: Mapping[int, _T]) -> _T | None:
-        """The job that a result belongs to; None: an unknown job."""
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the tier may still report a job. It reports jobs before their deadline, unless storage hangs."""
+        return len(self._jobs) > len(self.raised) and self._clock() < self._reports_until
+
+    def submit_store(self, job: JobMetadata) -> bool:
+        """Submit a store. False: the tier raised, and ``take_ended`` returns the job after ``deadline_s`` at latest."""
+        self._begin(job)
+        with _Contained(self, "submit_store"):
+            self.tier.submit_store(job)
+            del self.raised[job.job_id]
+        return job.job_id not in self.raised
+
+    def submit_load(self, job: JobMetadata) -> bool:
+        """Submit a load. See ``submit_store``."""
+        self._begin(job)
+        with _Contained(self, "submit_load"):
+            self.tier.submit_load(job)
+            del self.raised[job.job_id]
+        return job.job_id not in self.raised
+
+    def _begin(self, job: JobMetadata) -> None:
+        self._reports_until = self._clock() + self.deadline_s
+        self._jobs[job.job_id] = job
+        self.raised[job.job_id] = self._reports_until  # until it has not
+
+    def take_ended(self) -> Iterator[JobResult]:
+        """The jobs that ended, each once: reported by the tier, or raised and past the deadline.
+
+        Every value of a result has its proper type, and ``successful_keys`` are keys of the job, in its order.
+        """
+        for result in self._collected("get_finished", self.tier.get_finished, JobResult):
+            job = self._job_of(result)
+            if job is None:
+                self.contain("get_finished", f"job {_shown(result.job_id)} is unknown or was reported before")
+            else:
+                yield self._end(self._checked(result, job))
+        now = self._clock()
+        for job_id in [job_id for job_id, until in self.raised.items() if now >= until]:
+            yield self._end(JobResult(job_id, success=False))
+
+    def _end(self, result: JobResult) -> JobResult:
+        del self._jobs[result.job_id]
+        self.raised.pop(result.job_id, None)
+        return result
+
+    def _job_of(self, result: JobResult) -> JobMetadata | None:
         try:
-            return jobs.get(result.job_id)
+            return self._jobs.get(result.job_id)
         except Exception:  # noqa: BLE001 - a foreign job_id, which may not even be hashable: an unknown job
             return None
 
-    def succeeded_in(self, result: JobResult, keys: Collection[OffloadKey]) -> frozenset[OffloadKey]:
-        """The keys of a job that succeeded. If a failed job names none, all of its keys failed, as in vLLM."""
+    def _checked(self, result: JobResult, job: JobMetadata) -> JobResult:
+        """The result with proper types. If a failed job names no keys, all of its keys failed, as in vLLM."""
+        keys: tuple[OffloadKey, ...] = ()
+        moved = 0.0, 0
         try:
-            return frozenset(keys if result.success else set(keys).intersection(result.successful_keys or ()))
-        except Exception as e:  # noqa: BLE001 - a foreign tier may report anything, but its job has ended
-            self.contain("get_finished", f"job {_shown(result.job_id)}: success or successful_keys: {_shown(e)}")
-            return frozenset()
-
-    def checked(self, result: JobResult, keys: Collection[OffloadKey]) -> JobResult:
-        """The result of a job of these keys, with every value converted to its proper type."""
-        done = self.succeeded_in(result, keys)
-        try:
+            if result.success:
+                keys = tuple(job.keys)
+            else:
+                done = set(result.successful_keys or ())
+                keys = tuple(key for key in job.keys if key in done)
             moved = float(result.transfer_time), int(result.transfer_bytes)
-        except Exception as e:  # noqa: BLE001 - as above
-            self.contain("get_finished", f"job {_shown(result.job_id)}: transfer_time or transfer_bytes: {_shown(e)}")
-            moved = 0.0, 0
-        in_order = tuple(key for key in keys if key in done)
-        return JobResult(result.job_id, len(done) == len(set(keys)), in_order, *moved)
+        except Exception as e:  # noqa: BLE001 - a foreign tier may report anything, but its job has ended
+            self.contain("get_finished", f"job {_shown(result.job_id)}: a value of its result: {_shown(e)}")
+        return JobResult(job.job_id, len(keys) == len(job.keys), keys, *moved)
+
+    # -- other calls -------------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """See ``SecondaryTierManager``."""
+        with _Contained(self, "touch"):
+            self.tier.touch(keys)
+
+    def drain_jobs(self) -> None:
+        """See ``SecondaryTierManager``."""
+        with _Contained(self, "drain_jobs"):
+            self.tier.drain_jobs()
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """The tier's well-formed events. Others are left out: an engine reads events where it catches no exceptions."""
+        events = []
+        for event in self._collected("take_events", self.tier.take_events, OffloadingEvent):
+            with _Contained(self, "take_events"):  # a foreign tier may put anything into an event
+                keys = tuple(event.keys)
+                if not isinstance(event.medium, str) or not all(isinstance(key, bytes) for key in keys):
+                    raise TypeError(f"{_shown(event)}: keys must be bytes, and the medium a string")
+                events.append(OffloadingEvent(keys, event.medium, bool(event.removed)))
+        return events
+
+    def _collected(self, where: _Guarded, give: Callable[[], Iterable[object]], kind: type[_T]) -> list[_T]:
+        """Items that the tier yields, until it raises. Items of another type are counted as errors and left out."""
+        collected: list[_T] = []
+        with _Contained(self, where):
+            for item in give():
+                if isinstance(item, kind):
+                    collected.append(item)
+                else:
+                    self.contain(where, f"{_shown(item)} is not of type {kind.__name__}")
+        return collected
 
     def limit_shutdown(self, within_s: float) -> bool:
         """Limit the tier's ``shutdown_s`` to ``SHUTDOWN_SHARE`` of ``within_s``.
@@ -212,13 +272,11 @@ class GuardedTier:
         Returns:
             False if the tier does not limit its shutdown. Then drain the jobs that it accepted first.
         """
-        with self._in["shutdown_s"]:
+        with _Contained(self, "shutdown_s"):
             own_s = self.tier.shutdown_s
-            if own_s is None:
-                return False
-            if own_s > within_s * SHUTDOWN_SHARE:
+            if own_s is not None and own_s > within_s * SHUTDOWN_SHARE:
                 self.tier.shutdown_s = within_s * SHUTDOWN_SHARE
-            return True
+            return own_s is not None
         return False
 
     def contain(self, where: _Guarded, what: str) -> None:
@@ -227,29 +285,6 @@ class GuardedTier:
         if where not in self._logged:
             self._logged.add(where)
             logger.warning("tier %s: %s: %s (further ones are only counted)", self.name, where, what)
-
-    def contain_unknown(self, result: JobResult) -> None:
-        """Count a result of a job that the tier does not have, as a fault."""
-        self.contain("get_finished", f"job {_shown(result.job_id)} is unknown or was reported before")
-
-
-def load_deadline_s(tier: SecondaryTierManager) -> float:
-    """Seconds within which a tier is expected to end a load: its ``job_deadline_s`` and a second to report.
-
-    A tier that states no deadline has the default, whatever other tiers state.
-
-    Raises:
-        ConfigError: the tier's ``job_deadline_s`` is not a number above 0.
-    """
-    own = getattr(tier, "job_deadline_s", None)
-    if own is None or own == math.inf:
-        return LOAD_DEADLINE_S
-    if not isinstance(own, Real) or not float(own) > 0:
-        raise ConfigError(
-            f"job_deadline_s: {own!r} is not accepted; a tier states seconds, above 0, or None",
-            field=f"tier {type(tier).__name__}",
-        )
-    return float(own) + LOAD_GRACE_S
 
 
 def _shown(thing: object) -> str:

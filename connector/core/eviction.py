@@ -19,7 +19,15 @@ _Order = OrderedDict[OffloadKey, None]
 
 
 class EvictionPolicy(ABC):
-    """Order in which resident keys are evicted. Every method except ``evict`` is O(1)."""
+    """Order in which resident keys are evicted. Every method except ``evict`` is O(1).
+
+    Args:
+        num_orders: number of lists that hold the keys which are not pinned.
+    """
+
+    def __init__(self, num_orders: int = 1) -> None:
+        self._orders: list[_Order] = [OrderedDict() for _ in range(num_orders)]
+        self._pinned: dict[OffloadKey, _Order] = {}  # key -> the order that it returns to
 
     @abstractmethod
     def insert(self, key: OffloadKey) -> None:
@@ -27,19 +35,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, key: OffloadKey) -> None:
-        """Note that the resident key was used."""
-
-    @abstractmethod
-    def pin(self, key: OffloadKey) -> None:
-        """Keep the resident key from being evicted until ``unpin``."""
-
-    @abstractmethod
-    def unpin(self, key: OffloadKey) -> None:
-        """Allow the key to be evicted again; it counts as just used."""
-
-    @abstractmethod
-    def discard(self, key: OffloadKey) -> None:
-        """Remove a resident, unpinned key whose block has gone without eviction."""
+        """Note that the key was used, if it is resident."""
 
     @abstractmethod
     def evict(self, n: int, protected: Container[OffloadKey] = ()) -> list[OffloadKey] | None:
@@ -49,16 +45,35 @@ class EvictionPolicy(ABC):
             The n keys; None, with nothing changed, if there are fewer than n such keys.
         """
 
-    @abstractmethod
+    def pin(self, key: OffloadKey) -> None:
+        """Keep the resident key from being evicted until ``unpin``."""
+        for order in self._orders:
+            if key in order:
+                del order[key]
+                self._pinned[key] = order
+                return
+        raise KeyError(key)
+
+    def unpin(self, key: OffloadKey) -> None:
+        """Allow the key to be evicted again; it counts as just used."""
+        self._pinned.pop(key)[key] = None
+
+    def discard(self, key: OffloadKey) -> None:
+        """Remove a resident, unpinned key whose block has gone without eviction."""
+        self.pin(key)
+        del self._pinned[key]
+
     def __len__(self) -> int:
         """Number of resident keys that are not pinned."""
+        return sum(map(len, self._orders))
 
 
 class LRUPolicy(EvictionPolicy):
     """Evicts the least recently used block first."""
 
     def __init__(self) -> None:
-        self._order: _Order = OrderedDict()
+        super().__init__()
+        (self._order,) = self._orders
 
     def insert(self, key: OffloadKey) -> None:
         self._order[key] = None
@@ -67,15 +82,6 @@ class LRUPolicy(EvictionPolicy):
         if key in self._order:  # ``unpin`` makes a pinned key the most recently used anyway
             self._order.move_to_end(key)
 
-    def pin(self, key: OffloadKey) -> None:
-        del self._order[key]
-
-    def unpin(self, key: OffloadKey) -> None:
-        self._order[key] = None
-
-    def discard(self, key: OffloadKey) -> None:
-        del self._order[key]
-
     def evict(self, n: int, protected: Container[OffloadKey] = ()) -> list[OffloadKey] | None:
         victims = list(islice((key for key in self._order if key not in protected), n))
         if len(victims) < n:
@@ -83,9 +89,6 @@ class LRUPolicy(EvictionPolicy):
         for key in victims:
             del self._order[key]
         return victims
-
-    def __len__(self) -> int:
-        return len(self._order)
 
 
 class ARCPolicy(EvictionPolicy):
@@ -100,13 +103,12 @@ class ARCPolicy(EvictionPolicy):
     """
 
     def __init__(self, num_slots: int) -> None:
+        super().__init__(2)
         self._num_slots = num_slots
-        self._t1: _Order = OrderedDict()
-        self._t2: _Order = OrderedDict()
+        self._t1, self._t2 = self._orders
         self._b1: _Order = OrderedDict()
         self._b2: _Order = OrderedDict()
-        self._pinned_t1: set[OffloadKey] = set()
-        self._pinned_t2: set[OffloadKey] = set()
+        self._t1_size = 0  # with pinned keys
         self._t1_target = 0.0  # the paper's p
 
     def insert(self, key: OffloadKey) -> None:
@@ -121,6 +123,7 @@ class ARCPolicy(EvictionPolicy):
             self._t2[key] = None
         else:
             self._t1[key] = None
+            self._t1_size += 1
         self._trim_ghosts()
 
     def touch(self, key: OffloadKey) -> None:
@@ -129,64 +132,43 @@ class ARCPolicy(EvictionPolicy):
         elif key in self._t1:
             del self._t1[key]
             self._t2[key] = None
-        elif key in self._pinned_t1:
-            self._pinned_t1.remove(key)
-            self._pinned_t2.add(key)
-
-    def pin(self, key: OffloadKey) -> None:
-        if key in self._t1:
-            del self._t1[key]
-            self._pinned_t1.add(key)
-        else:
-            del self._t2[key]
-            self._pinned_t2.add(key)
-
-    def unpin(self, key: OffloadKey) -> None:
-        if key in self._pinned_t1:
-            self._pinned_t1.remove(key)
-            self._t1[key] = None
-        else:
-            self._pinned_t2.remove(key)
-            self._t2[key] = None
+            self._t1_size -= 1
+        elif self._pinned.get(key) is self._t1:
+            self._pinned[key] = self._t2
+            self._t1_size -= 1
 
     def discard(self, key: OffloadKey) -> None:
-        if key in self._t1:
-            del self._t1[key]
-        else:
-            del self._t2[key]
+        self._t1_size -= key in self._t1
+        super().discard(key)
 
     def evict(self, n: int, protected: Container[OffloadKey] = ()) -> list[OffloadKey] | None:
         from_t1 = (key for key in self._t1 if key not in protected)
         from_t2 = (key for key in self._t2 if key not in protected)
-        t1_size = len(self._t1) + len(self._pinned_t1)
+        t1_size = self._t1_size
         victims: list[tuple[OffloadKey, bool]] = []
         # Victims are chosen first and moved afterwards, so that nothing changes if there are too few.
         for _ in range(n):
-            prefer_t1 = t1_size > self._t1_target
-            key = next(from_t1 if prefer_t1 else from_t2, None)
-            is_t1 = prefer_t1
+            is_t1 = t1_size > self._t1_target
+            key = next(from_t1 if is_t1 else from_t2, None)
             if key is None:
-                key = next(from_t2 if prefer_t1 else from_t1, None)
-                is_t1 = not prefer_t1
+                is_t1 = not is_t1
+                key = next(from_t1 if is_t1 else from_t2, None)
             if key is None:
                 return None
             t1_size -= is_t1
             victims.append((key, is_t1))
+        self._t1_size = t1_size
         for key, is_t1 in victims:
             resident, ghosts = (self._t1, self._b1) if is_t1 else (self._t2, self._b2)
             del resident[key]
             ghosts[key] = None
         return [key for key, _ in victims]
 
-    def __len__(self) -> int:
-        return len(self._t1) + len(self._t2)
-
     def _trim_ghosts(self) -> None:
         """Shrink B1 and B2 to the paper's bounds."""
-        t1_size = len(self._t1) + len(self._pinned_t1)
-        while self._b1 and t1_size + len(self._b1) > self._num_slots:
+        while self._b1 and self._t1_size + len(self._b1) > self._num_slots:
             self._b1.popitem(last=False)
-        resident = t1_size + len(self._t2) + len(self._pinned_t2)
+        resident = len(self) + len(self._pinned)
         while self._b2 and resident + len(self._b1) + len(self._b2) > 2 * self._num_slots:
             self._b2.popitem(last=False)
 

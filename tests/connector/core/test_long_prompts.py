@@ -1,4 +1,4 @@
-"""L6: of a long prompt all that is stored is found, through TieringOffloadingManager and a tier on slow storage."""
+"""L6: of a long prompt all that is stored is found, through BlockManager and a tier on slow storage."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtiers.connector.manager.options import TieringOptions
-from kvtiers.connector.manager.primary import CPUPrimaryTier
-from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.options import ManagerOptions
+from kvtiers.connector.core.slots import Slots
 from kvtiers.tiers.base import ReqContext
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.seal import TRAILER_BYTES
@@ -66,10 +66,10 @@ class Rig:
             options=TierOptions(lookup=lookup, job_deadline_s=1e6),
             clock=self.clock,
         )
-        self.manager = TieringOffloadingManager(
-            CPUPrimaryTier(len(KEYS)),
+        self.manager = BlockManager(
+            Slots(len(KEYS)),
             [self.tier],
-            TieringOptions(lookup_total_s=total_s, load_share=1, load_deadline_s=1e6),
+            ManagerOptions(lookup_total_s=total_s, load_share=1, load_deadline_s=1e6),
             clock=self.clock,
         )
 
@@ -87,11 +87,11 @@ class Rig:
         steps_without_news = 0
         for _ in range(10_000):
             answers = self.ask()
-            if not self.manager._requests.by_id[REQ.req_id].owed:
+            if not self.manager._waits.by_id[REQ.req_id].owed:
                 assert all(self.manager.is_coming(key, REQ) for key in KEYS[: answers.count(None)])
                 return answers.count(None), steps_without_news
             self.manager.on_schedule_end()
-            while self.manager.is_waiting(REQ.req_id):
+            while self.manager.continue_wait(REQ.req_id):
                 assert None in self.ask()
                 self.manager.on_schedule_end()
                 self.store.go.release()
@@ -112,7 +112,7 @@ def rig(*, per_second: float, total_s: float = 15.0) -> Iterator[Rig]:
         made.manager.shutdown()
 
 
-def test_all_of_a_long_prompt_is_found_though_the_storage_is_slow(record: Record) -> None:
+def test_whole_long_prompt_is_found_on_slow_storage(record: Record) -> None:
     with rig(per_second=2_000) as slow:
         began = slow.clock.now
         found, _ = slow.look_up()
@@ -122,7 +122,7 @@ def test_all_of_a_long_prompt_is_found_though_the_storage_is_slow(record: Record
         record("L6", stored=len(KEYS), answers_per_s=2_000, found=found, after_s=took_s)
 
 
-def test_a_request_goes_on_with_the_prefix_that_is_known_in_time(record: Record) -> None:
+def test_request_continues_with_the_prefix_that_is_known_in_time(record: Record) -> None:
     with rig(per_second=2_000, total_s=3.0) as slow:
         began = slow.clock.now
         found, _ = slow.look_up()
@@ -133,11 +133,11 @@ def test_a_request_goes_on_with_the_prefix_that_is_known_in_time(record: Record)
         record("L6", stored=len(KEYS), answers_per_s=2_000, bound_s=3.0, found=found, after_s=took_s)
 
 
-def test_a_request_without_news_need_not_be_asked_of() -> None:
+def test_wait_without_news_continues_without_lookups() -> None:
     with rig(per_second=20_000) as fast:
         found, steps_without_news = fast.look_up()
         assert found == len(KEYS)
         assert steps_without_news >= len(KEYS) / 256
-        assert fast.manager.is_waiting(REQ.req_id)  # for its loads
+        assert fast.manager.continue_wait(REQ.req_id)  # for its loads
         fast.manager.on_request_finished(REQ)
-        assert not fast.manager.is_waiting(REQ.req_id)
+        assert not fast.manager.continue_wait(REQ.req_id)

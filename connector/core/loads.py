@@ -1,0 +1,298 @@
+"""Loads: blocks that tiers read into slots of the region, from a request's hits to the end of each load."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...tiers.base import JobMetadata, ReqContext
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.plain_logs import get_logger
+from .guard import GuardedTier
+from .options import ManagerOptions
+from .slots import Block, Slots
+from .waits import EVERY_TIER, Wait
+
+logger = get_logger(__name__)
+
+JOB_BLOCKS_MIN = 64  # a smaller load is not split
+_FAILED_MAX = 65_536  # failed blocks that are remembered, for requests that came before; the oldest are forgotten
+_JOBS_PER_SHARE = 4  # so that a tier that ends one job has others to work on until that one is replaced
+_RELEASE_SHARE = 0.1  # part of promotion_wait_s that the first starving request waits before others lose their holds
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A submitted job. A store pins its blocks; a load has the wait that it was begun for.
+
+    Attributes:
+        late_at: time at which a load is given up.
+        is_over: the load was reported or given up.
+    """
+
+    tier: int
+    blocks: list[Block]
+    wait: Wait | None = None
+    late_at: float = 0.0
+    is_over: bool = False
+
+
+class Jobs:
+    """The unreported loads and stores of all tiers; ``Job.tier`` is an index of ``tiers``. Scheduler thread only."""
+
+    def __init__(self, tiers: Sequence[GuardedTier]) -> None:
+        self._tiers = tiers
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a tier may still report a job."""
+        return any(tier.is_awaited for tier in self._tiers)
+
+    def submit(self, job: Job) -> bool:
+        """Submit a job to its tier. False: the tier raised; see ``GuardedTier.raised``."""
+        job_id = next(self._ids)
+        self._jobs[job_id] = job
+        keys = tuple(block.key for block in job.blocks)
+        slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
+        tier = self._tiers[job.tier]
+        if job.wait is None:
+            return tier.submit_store(JobMetadata(job_id, keys, slots, ReqContext()))
+        return tier.submit_load(JobMetadata(job_id, keys, slots, job.wait.context))
+
+    def take_ended(self, index: int) -> Iterator[tuple[Job, frozenset[OffloadKey]]]:
+        """The jobs of a tier that ended, and the keys of each that succeeded."""
+        for result in self._tiers[index].take_ended():
+            yield self._jobs.pop(result.job_id), frozenset(result.successful_keys)
+
+    def drain(self, take: Callable[[], None]) -> None:
+        """Wait until the tiers have finished their jobs. Bounded by the tiers' own deadlines.
+
+        Args:
+            take: takes the jobs that ended. It may submit stores of loaded blocks, or stores that waited for room.
+        """
+        before: set[int] | None = None
+        while before is None or self._jobs.keys() - before:
+            before = set(self._jobs)
+            for tier in self._tiers:
+                tier.drain_jobs()
+            take()
+        if self._jobs:
+            logger.warning("%d jobs of the tiers did not end when they were drained", len(self._jobs))
+
+
+class TierShare:
+    """What the unreported loads of one tier hold of the region. Scheduler thread only.
+
+    A load that was given up still counts: its slots are out of use until the tier reports the load.
+
+    Args:
+        index: of the tier.
+        name: of the tier, for logs and metrics.
+        blocks_max: limit of the blocks in unreported loads, 1 or more.
+        deadline_s: seconds from a load's submission until it is given up.
+
+    Attributes:
+        room: number of blocks that may be loaded now.
+        job_blocks_max: limit of the blocks in one job. A larger load is split into several jobs, so that the jobs that
+            the tier has not begun by their deadline are reported on time, whatever becomes of the other jobs.
+    """
+
+    def __init__(self, index: int, name: str, blocks_max: int, deadline_s: float) -> None:
+        self.index = index
+        self.name = name
+        self.deadline_s = deadline_s
+        self.room = blocks_max
+        self.job_blocks_max = max(JOB_BLOCKS_MIN, blocks_max // _JOBS_PER_SHARE)
+        self._jobs: deque[Job] = deque()  # in the order of their deadlines
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether there are loads that were not given up."""
+        return bool(self._jobs)
+
+    def begin(self, blocks: list[Block], wait: Wait, now: float) -> list[Job]:
+        """Make jobs that load these blocks. The caller has checked ``room``."""
+        for block in blocks:
+            block.tier = self.index
+        size = self.job_blocks_max
+        jobs = [
+            Job(self.index, blocks[start : start + size], wait, late_at=now + self.deadline_s)
+            for start in range(0, len(blocks), size)
+        ]
+        self._jobs.extend(jobs)
+        self.room -= len(blocks)
+        return jobs
+
+    def take_late(self, now: float) -> list[Job]:
+        """Return the loads to give up now, and forget loads that ended."""
+        late = []
+        while self._jobs and (self._jobs[0].is_over or now >= self._jobs[0].late_at):
+            job = self._jobs.popleft()
+            if not job.is_over:
+                late.append(job)
+        return late
+
+
+class Loads:
+    """Gives hits slots and loads them; ends the wait of hits that get no slot in time. Scheduler thread only.
+
+    Failed loads are remembered, for requests that came before the failure: they would retry and wait in turn.
+
+    Attributes:
+        shares: by tier.
+        num_failed: loads that failed or were given up.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        tiers: Sequence[GuardedTier],
+        jobs: Jobs,
+        options: ManagerOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        blocks_max = math.ceil(options.load_share * slots.num_blocks / max(1, len(tiers)))
+        self.shares = [
+            TierShare(index, tier.name, blocks_max, min(options.load_deadline_s, tier.deadline_s))
+            for index, tier in enumerate(tiers)
+        ]
+        self.num_failed = 0
+        self._slots = slots
+        self._jobs = jobs
+        self._clock = clock
+        self._room_wait_s = options.promotion_wait_s
+        self._share_wait_s = max([share.deadline_s for share in self.shares], default=0.0)
+        # (key, tier) -> number of the last load in which it failed; the oldest first
+        self._failed: OrderedDict[tuple[OffloadKey, int], int] = OrderedDict()
+        slots.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # a rate misses the first 1 of a new series
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether there are loads that were not given up."""
+        return any(share.is_awaited for share in self.shares)
+
+    # -- slots for hits ----------------------------------------------------------------------------------------------
+
+    def serve(self, wait: Wait, now: float) -> None:
+        """Load the request's hits that get slots. Other hits wait on; they count as misses if they waited too long."""
+        if not wait.hits:
+            return
+        for index, blocks in wait.take_slots([share.room for share in self.shares], now).items():
+            self._begin(wait, index, blocks, now)
+        if wait.starved_since is not None:
+            if now - wait.starved_since >= self._room_wait_s:
+                self._end_starving(wait)
+        elif wait.capped_since is not None:
+            share = self.shares[next(iter(wait.hits.values()))]
+            is_stuck = now - wait.capped_since >= self._share_wait_s or not share.is_awaited
+            if is_stuck and self._miss_hits(wait, 1 << share.index):
+                self._slots.log_once(
+                    f"loads {share.index}",
+                    f"tier {share.name}: loads that it has not reported fill its whole share of the region: "
+                    "no more is loaded from it until it reports some (see kvtiers_promotion_room_expired_total)",
+                )
+
+    def release_latest_holds(self, served: Iterable[Wait], now: float) -> None:
+        """Unpin the blocks held by the latest starving requests. Otherwise starving requests could block one another.
+
+        Not immediately: room may come soon, and an unpinned block that no tier has would be lost if evicted.
+        """
+        if self.are_awaited:
+            return
+        starving = [wait for wait in served if wait.starved_since is not None]
+        first_since = starving[0].starved_since if starving else None
+        if first_since is None or now - first_since < _RELEASE_SHARE * self._room_wait_s:
+            return
+        wanted = min(len(starving[0].hits), sum(share.room for share in self.shares))
+        while len(starving) > 1 and self._slots.room < wanted:
+            starving.pop().let_go()
+
+    def _end_starving(self, wait: Wait) -> None:
+        """Treat the request's hits as misses, because the region had no room for them in time."""
+        needed = len(wait.hits.keys() | wait.held.keys()) + wait.loading
+        if needed > self._slots.num_blocks:
+            self._slots.log_once(
+                "load",
+                f"region holds {self._slots.num_blocks} blocks, request {wait.req_id!r} needs {needed}: "
+                "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
+            )
+        self._miss_hits(wait, EVERY_TIER)
+
+    def _miss_hits(self, wait: Wait, tiers: int) -> int:
+        """Treat the request's hits in the tiers of a bit mask as misses. Other tiers may have the keys."""
+        count = wait.miss_hits(tiers)
+        self._slots.metrics.inc("kvtiers_promotion_room_expired_total", by=count)
+        return count
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, wait: Wait, index: int, blocks: list[Block], now: float) -> None:
+        for job in self.shares[index].begin(blocks, wait, now):
+            for block in job.blocks:
+                wait.await_block(block)
+                if self.has_failed(wait, block.key, index):
+                    wait.filling_ended(block.key)  # another request's load failed meanwhile: do not wait for this one
+            if not self._jobs.submit(job):
+                self._give_up(job)
+
+    def end(self, job: Job, succeeded: Collection[OffloadKey]) -> list[Block]:
+        """End a load that its tier reported, or that raised and is past its deadline. Returns the ready blocks."""
+        self.shares[job.tier].room += len(job.blocks)
+        failed = [block for block in job.blocks if block.key not in succeeded]
+        if not job.is_over:
+            self._note_failed(job, failed)
+        self._slots.end_promotion(failed, success=False)
+        ready = self._slots.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
+        self._end_wait(job, ready)
+        return ready
+
+    def give_up_late(self, now: float) -> None:
+        """Give up loads that are past their deadline."""
+        for share in self.shares:
+            for job in share.take_late(now):
+                self._slots.metrics.inc("kvtiers_deadline_expired_total", share.name, "load")
+                # Not counted as a contained error: the storage hangs, which is not the tier's fault.
+                message = f"tier {share.name}: loads over {share.deadline_s:g} s are given up"
+                self._slots.log_once(f"late {share.index}", message)
+                self._give_up(job)
+
+    def _give_up(self, job: Job) -> None:
+        """Wait for a load no longer. Its slots stay out of use until the tier reports the job."""
+        self._note_failed(job, job.blocks)
+        self._slots.quarantine(job.blocks)
+        self._end_wait(job, ())
+
+    def _end_wait(self, job: Job, ready: Iterable[Block]) -> None:
+        assert job.wait is not None
+        if not job.is_over:
+            job.is_over = True
+            job.wait.load_ended(len(job.blocks), ready, self._clock())
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def is_excluded(self, wait: Wait, key: OffloadKey, tier: int) -> bool:
+        """Whether the request must not load the key from the tier."""
+        excluded = wait.excluded_tiers | wait.excluded.get(key, 0)
+        return bool(excluded >> tier & 1) or self.has_failed(wait, key, tier)
+
+    def has_failed(self, wait: Wait, key: OffloadKey, tier: int) -> bool:
+        """Whether a load of the key from the tier failed since the request came."""
+        return self._failed.get((key, tier), 0) > wait.came_after
+
+    def _note_failed(self, job: Job, blocks: Collection[Block]) -> None:
+        self.num_failed += bool(blocks)
+        for block in blocks:
+            self._failed[block.key, job.tier] = self.num_failed
+            self._failed.move_to_end((block.key, job.tier))
+        while len(self._failed) > _FAILED_MAX:
+            self._failed.popitem(last=False)

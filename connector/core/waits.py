@@ -1,0 +1,364 @@
+"""Waits: the requests that missed the region, what each of them waits for, and the blocks that it holds meanwhile.
+
+An engine looks up all its waiting requests in every step, and usually nothing has changed since the last step. This
+module knows: a tier tells which keys it has answered, and a block tells its waiters when it is no longer being filled.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from ...tiers.base import ReqContext
+from ...tiers.blocks.keys import OffloadKey
+from .guard import GuardedTier
+from .options import ManagerOptions
+from .slots import Block, BlockState, Slots
+
+EVERY_TIER = -1  # as a bit mask
+_GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups: an engine whose batch is full looks nothing up
+_ASKED_LATELY_S = 5.0  # a request without lookups for this long may be forgotten
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """What a request that missed the region waits for. Other classes read its fields; only its methods write them.
+
+    Each key advances by itself. Every wait has a limit, after which the tiers count as if they lacked the key::
+
+        owed    tiers owe an answer         lookup_total_s
+        hits    its block needs a slot      promotion_wait_s for room, load_deadline_s for a tier's share of the region
+        coming  its block is being filled   the load's deadline; an engine ends its stores
+        held    its block is ready          promotion_hold_s
+
+    It is in ``served`` while the ends of steps must serve it, for hits, loads or held blocks. The blocks of its loads
+    count against their tiers' shares until the tiers report them, whatever becomes of the request.
+    """
+
+    context: ReqContext
+    slots: Slots
+    options: ManagerOptions
+    served: dict[Wait, None]  # shared by all requests; in the order in which they began to wait
+    came_after: int  # number of the last load that had failed when it came
+    excluded_tiers: int  # bit mask of the tiers that it must not load from
+    req_id: str = field(init=False)
+    # Lookups
+    step: int = -1  # number of the step of its latest lookup
+    asked_at: float = 0.0  # time of its latest lookup
+    has_news: bool = False  # an answer may have changed since its latest lookup
+    excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers it must not be loaded from
+    # Answers that tiers owe
+    owed: set[OffloadKey] = field(default_factory=set)
+    left_open: bool = False  # tiers owed answers after its latest lookups
+    waited_s: float = 0.0  # seconds that answers have been owed for
+    gave_up: bool = False  # it no longer waits for answers
+    # Hits, which have no slot yet
+    hits: dict[OffloadKey, int] = field(default_factory=dict)  # key -> tier
+    capped_since: float | None = None  # since when hits have waited for their tiers' shares; None if none did
+    starved_since: float | None = None  # since when the first hit waits for room in the region; None if it does not
+    # Blocks
+    found: list[Block] = field(default_factory=list)  # in this round of lookups, before it waited for others
+    coming: set[OffloadKey] = field(default_factory=set)  # being filled; may include hits that another request loads
+    loading: int = 0  # number of blocks that tiers load for this request
+    held: dict[OffloadKey, Block] = field(default_factory=dict)
+    held_until: float = 0.0  # blocks are held longer while there are hits or loads
+
+    def __post_init__(self) -> None:
+        self.req_id = self.context.req_id
+
+    # -- lookups and answers -----------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, now: float) -> None:
+        """Count the time since the latest lookup, and give up waiting for tiers' answers after ``lookup_total_s``."""
+        seconds = min(now - self.asked_at, _GAP_S_MAX)
+        self.step, self.asked_at = step, now
+        if self.coming or self.owed:
+            self.stay()
+        self.waited_s = self.waited_s + seconds if self.left_open else 0.0
+        if self.waited_s >= self.options.lookup_total_s and self.left_open:
+            self.gave_up = True
+            self.ask_again()
+
+    def begin_round(self) -> None:
+        """Begin a round of lookups. Keys that tiers may have answered are looked up again."""
+        self.has_news = False
+        self.left_open = bool(self.owed)
+        self.found = []
+
+    def stay(self) -> None:
+        """Have the request served at the ends of steps, and hold the blocks that it finds."""
+        self.served[self] = None
+        self._hold_until(self.asked_at)
+        if self.found:
+            self._pin(self.found)
+            self.found = []
+
+    def note_found(self, block: Block) -> None:
+        """Note a ready block. It is held while the request waits for others, or that wait would be in vain."""
+        if self in self.served:
+            self._pin([block])
+        else:
+            self.found.append(block)
+
+    def owe(self, key: OffloadKey) -> None:
+        """Wait for the answers that tiers owe for the key."""
+        if not self.owed:
+            self.left_open = True
+            self.stay()
+        self.owed.add(key)
+
+    def take_answers(self, keys: AbstractSet[OffloadKey]) -> None:
+        """Note that a tier has answers for these keys; the next round of lookups gets them."""
+        self.owed -= keys
+        self.has_news = True
+
+    def ask_again(self) -> None:
+        """Note that tiers may have answers for any key; the next round of lookups gets them."""
+        if self.owed:
+            self.owed.clear()
+            self.has_news = True
+
+    def hit(self, key: OffloadKey, tier: int) -> None:
+        """Load the key from the tier as soon as it gets a slot; the end of the step looks for one."""
+        if not self.hits:
+            self.stay()
+        self.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
+        self.hits[key] = tier
+
+    # -- slots for hits ----------------------------------------------------------------------------------------------
+
+    def take_slots(self, rooms: list[int], now: float) -> dict[int, list[Block]]:
+        """Reserve slots for hits, in order, up to the first one that must wait for room or for its tier's share.
+
+        The hits behind it wait, too: a prefix is usable only up to its first gap. Hits that are in the region are
+        dropped, because another request loads or has loaded them: the next lookup finds them.
+
+        Args:
+            rooms: per tier, how many blocks of it may be loaded now; changed.
+
+        Returns:
+            The blocks to load, by tier.
+        """
+        find, room = self.slots.find, self.slots.room
+        wanted: list[OffloadKey] = []
+        in_region = []
+        is_capped = False
+        for key, tier in self.hits.items():
+            if find(key) is not None:
+                in_region.append(key)
+                continue
+            is_capped = not rooms[tier]
+            if is_capped or len(wanted) == room:
+                break
+            rooms[tier] -= 1
+            wanted.append(key)
+        blocks = self.slots.reserve(wanted)
+        by_tier: dict[int, list[Block]] = {}
+        for block in blocks:
+            by_tier.setdefault(self.hits.pop(block.key), []).append(block)
+        self.loading += len(blocks)
+        if in_region:
+            self._drop_hits(in_region)
+        if not self.hits:
+            self.capped_since = self.starved_since = None
+        elif is_capped:
+            self.capped_since = now if self.capped_since is None else self.capped_since
+            self.starved_since = None
+        elif self.starved_since is None:
+            self.starved_since = now
+        return by_tier
+
+    def miss_hits(self, tiers: int) -> int:
+        """Count the hits in the tiers of a bit mask as misses. Returns how many of them nobody else loads."""
+        missed = [key for key, tier in self.hits.items() if tiers >> tier & 1]
+        self._drop_hits(missed)
+        absent = [key for key in missed if self.slots.find(key) is None]  # others are loaded by another request
+        for key in absent:
+            self.excluded[key] = self.excluded.get(key, 0) | tiers
+        return len(absent)
+
+    def _drop_hits(self, keys: Iterable[OffloadKey]) -> None:
+        for key in list(keys):
+            del self.hits[key]
+        if not self.hits:
+            self.capped_since = self.starved_since = None
+        self.has_news = True
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def await_block(self, block: Block) -> None:
+        """Wait until the block is no longer being filled."""
+        self.owed.discard(block.key)
+        if block.key not in self.coming:
+            self.coming.add(block.key)
+            block.add_waiter(self)
+
+    def filling_ended(self, key: OffloadKey) -> None:
+        """Note that the key's block is no longer being filled, or cannot become ready for this request."""
+        self.coming.discard(key)
+        self.has_news = True
+
+    def load_ended(self, num_blocks: int, ready: Iterable[Block], now: float) -> None:
+        """Note that a load of this request was reported or given up. Hold its ready blocks, unless the wait is over."""
+        self.loading -= num_blocks
+        if self in self.served:
+            self._hold_until(now)
+            self._pin(ready)
+
+    def let_go(self) -> None:
+        """Unpin all held blocks."""
+        for block in reversed(self.held.values()):  # so that a prefix's first blocks are evicted last
+            self.slots.unpin(block)
+        self.held = {}
+
+    def _hold_until(self, now: float) -> None:
+        self.held_until = max(self.held_until, now + self.options.promotion_hold_s)
+
+    def _pin(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.state is BlockState.READY and block.key not in self.held:
+                self.slots.pin(block)
+                self.held[block.key] = block
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def end_step(self, now: float) -> None:
+        """Let go of the held blocks if nothing that the request waits for needs them any longer."""
+        if self.hits or self.loading:
+            self._hold_until(now)
+        elif not self.held or now >= self.held_until:
+            self.served.pop(self, None)
+            self.let_go()
+
+    def stop(self) -> None:
+        """Wait for nothing and hold nothing; a later wait starts from zero. Loads go on, and serve any request."""
+        self.served.pop(self, None)
+        self._drop_hits(self.hits)
+        self.owed.clear()
+        self.left_open = self.gave_up = False
+        self.waited_s = 0.0
+        self.found = []
+        self.coming.clear()
+        self.let_go()
+
+
+class Waits:
+    """The requests that missed the region, by id. Scheduler thread only.
+
+    An engine looks a request's keys up one after the other, without those of other requests between them.
+
+    Attributes:
+        by_id: the most recently looked up is last.
+        served: requests that may have hits, loads or held blocks, in the order in which they began to wait.
+        current: the request of the latest lookup in this step.
+    """
+
+    def __init__(
+        self, slots: Slots, tiers: Sequence[GuardedTier], options: ManagerOptions, clock: Callable[[], float]
+    ) -> None:
+        self._slots = slots
+        self._tiers = tiers
+        self._options = options
+        self._clock = clock
+        self.by_id: OrderedDict[str, Wait] = OrderedDict()
+        self.served: dict[Wait, None] = {}
+        self.current: Wait | None = None
+        self._found: tuple[str, list[Block]] = "", []  # by the request of the latest lookup, which is not remembered
+        self._step = 0
+        self._took_answers = False  # whether the tiers' answers were taken in this step
+        slots.metrics.inc("kvtiers_lookups_refused_total", by=0)  # a rate misses the first 1 of a new series
+
+    def continue_wait(self, req_id: str) -> bool:
+        """Begin a request's step without a lookup. False: lookups may have new answers, or it waits for nothing."""
+        wait = self.by_id.get(req_id)
+        if wait is None:
+            return False
+        self._begin_step(wait)
+        return bool(wait.owed or wait.coming or wait.hits) and not wait.has_news
+
+    def begin_round(self, wait: Wait) -> None:
+        """Begin a request's lookups in this step."""
+        self._begin_step(wait)
+        self.current = wait
+        wait.begin_round()
+
+    def note_found(self, req_id: str, block: Block) -> None:
+        """Note that a request that is not remembered found a ready block, in case that it misses the next one."""
+        if self._found[0] != req_id:
+            self._found = req_id, []
+        self._found[1].append(block)
+
+    def add(self, context: ReqContext, came_after: int, excluded_tiers: int) -> Wait | None:
+        """Remember a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
+
+        A new request must not replace one that still waits. The replaced request would be new at its next lookup and
+        replace another one in turn, so no request's wait would ever end.
+        """
+        if len(self.by_id) >= self._options.requests_max:
+            oldest = next(iter(self.by_id.values()))
+            if self._clock() - oldest.asked_at < _ASKED_LATELY_S:
+                self._slots.metrics.inc("kvtiers_lookups_refused_total")
+                self._slots.log_once(
+                    "requests_max",
+                    f"{len(self.by_id)} requests wait for the tiers: new requests are computed, not loaded "
+                    "(see kvtiers_lookups_refused_total)",
+                )
+                return None
+            self.end(oldest.req_id)
+        wait = Wait(context, self._slots, self._options, self.served, came_after, excluded_tiers)
+        self.by_id[context.req_id] = wait
+        self.begin_round(wait)
+        if self._found[0] == context.req_id:
+            wait.found = self._found[1]
+        self._found = "", []
+        return wait
+
+    def _begin_step(self, wait: Wait) -> None:
+        """Once per step, take the tiers' new answers and add to the request's waiting time."""
+        if not self._took_answers:
+            self._took_answers = True
+            self._take_answers()
+        if wait.step != self._step:
+            self.by_id.move_to_end(wait.req_id)
+            wait.begin_step(self._step, self._clock())
+
+    def _take_answers(self) -> None:
+        for tier in self._tiers:
+            answered = tier.take_answered()
+            if answered is None:
+                for wait in self.by_id.values():
+                    wait.ask_again()
+                continue
+            for req_id, keys in answered.items():
+                if (asked := self.by_id.get(req_id)) is not None:
+                    asked.take_answers(keys)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """End the step: the next lookup takes the tiers' new answers first."""
+        self._step += 1
+        self._took_answers = False
+        self.current = None
+        self._found = "", []
+
+    def stop(self, req_id: str) -> None:
+        """End the wait of a request that loads its blocks: it needs no others, and the load itself keeps them."""
+        wait = self.by_id.get(req_id)
+        if wait is not None:
+            wait.stop()
+            if self.current is wait:
+                self.current = None
+
+    def end(self, req_id: str) -> None:
+        """Forget a request that has finished. Its loads go on, and serve any request that looks up the blocks next."""
+        self.stop(req_id)
+        self.by_id.pop(req_id, None)
+
+    def end_all(self) -> None:
+        """Forget every request, and all that requests found."""
+        for req_id in list(self.by_id):
+            self.end(req_id)
+        self._found = "", []
