@@ -178,9 +178,9 @@ class Connections:
                     continue
                 poll = select.poll()
                 poll.register(sock, select.POLLIN)
-                if not poll.poll(0):
+                if not (poll.poll(0) or (isinstance(sock, ssl.SSLSocket) and sock.pending())):
                     return sock
-                sock.close()  # readable while idle: the server has closed it
+                sock.close()  # readable while idle: the server has closed it, or has sent more than an answer
         return None
 
     def _dial(self, deadline: float) -> socket.socket:

@@ -22,6 +22,7 @@ from kvtiers.tiers.stores.s3.errors import MissingHeaderError
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.polling import AT_ONCE_FIRST
 from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.testing.contract import fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 from tests.certificate import make_certificate
 from tests.s3_clients import use_credentials
@@ -385,3 +386,26 @@ def test_endless_headers_are_given_up_before_they_take_memory(left_over: list[st
         (found,) = store.size_many(["f/1"])
     assert isinstance(found, StoreError)
     assert sent < 16 << 20
+
+
+def test_connection_whose_tls_record_holds_more_than_the_answer_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is already decrypted, so the socket has nothing to read."""
+    head = b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 5\r\n\r\n"
+    dialed: list[None] = []
+    dial = Connections._dial
+
+    def note(connections: Connections, deadline: float) -> socket.socket:
+        dialed.append(None)
+        return dial(connections, deadline)
+
+    monkeypatch.setattr(Connections, "_dial", note)
+    certificate = make_certificate(tmp_path)
+    with (
+        serve(lambda _: [head, b"block" + OTHER], certificate) as url,
+        open_store(url, ca_bundle=str(tmp_path / "ca.pem")) as store,
+    ):
+        for _ in range(2):
+            assert fetch(store, "f/1", 5) == b"block"
+    assert len(dialed) == 2
