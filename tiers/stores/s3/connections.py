@@ -71,7 +71,7 @@ class Connections:
             StoreError: from ``receive``, or there was no response in time.
         """
         deadline = self._clock() + self._options.attempt_timeout_s
-        reused = self._pop_idle()
+        reused = self._pop_idle(blocks=True)
         while True:
             sock = reused or self._dial(deadline)
             is_ready = reused is not None
@@ -111,14 +111,13 @@ class Connections:
             OSError: no connection is idle, or it broke, or the response is unusual. ``exchange`` may succeed.
             StoreError: as ``exchange``.
         """
-        sock = self._pop_idle()
+        sock = self._pop_idle(blocks=False)
         if sock is None:
             raise BlockingIOError
         deadline = self._clock() + self._options.attempt_timeout_s
         answer: Answer | None = None
         first = b""
         try:
-            sock.setblocking(False)
             if sock.send(head) < len(head):
                 raise ConnectionError  # an idle connection has room for more
             while not _END.search(first):
@@ -156,7 +155,6 @@ class Connections:
         Called after the guard has ended: a late watchdog would shut the socket down under its next user.
         """
         if reusable and not self._closed:
-            sock.setblocking(True)
             self._idle.append((sock, self._clock()))
         else:
             sock.close()
@@ -166,7 +164,8 @@ class Connections:
             while True:
                 self._idle.pop()[0].close()
 
-    def _pop_idle(self) -> socket.socket | None:
+    def _pop_idle(self, *, blocks: bool) -> socket.socket | None:
+        """An idle connection. ``blocks``: whether calls on its socket block."""
         oldest = self._clock() - IDLE_S_MAX
         with contextlib.suppress(IndexError):  # another thread took it
             while self._idle[0][1] < oldest:
@@ -179,6 +178,8 @@ class Connections:
                 poll = select.poll()
                 poll.register(sock, select.POLLIN)
                 if not (poll.poll(0) or (isinstance(sock, ssl.SSLSocket) and sock.pending())):
+                    if blocks != sock.getblocking():  # most are used again as they are: each system call yields the GIL
+                        sock.setblocking(blocks)
                     return sock
                 sock.close()  # readable while idle: the server has closed it, or has sent more than an answer
         return None
