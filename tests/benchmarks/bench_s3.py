@@ -95,11 +95,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Heads:
-    """Existence checks a second."""
+    """Existence checks a second, and the client's CPU microseconds for each."""
 
     where: str
     client: str
     per_second: float
+    cpu_us: float
 
 
 # -- driving -----------------------------------------------------------------------------------------------------------
@@ -154,14 +155,15 @@ def measure(where: str, region: Region, contenders: list[Contender], rounds: int
     return rows
 
 
-def heads_per_second(where: str, contender: Contender) -> Heads:
-    """Median of three."""
-    speeds = []
+def measure_heads(where: str, contender: Contender) -> Heads:
+    """Medians of three."""
+    speeds, cpu = [], []
     for _ in range(3):
-        start = time.perf_counter()
+        start, cpu_s = time.perf_counter(), contender.cpu_s()
         contender.heads(HEADS)
         speeds.append(HEADS / (time.perf_counter() - start))
-    return Heads(where, contender.name, statistics.median(speeds))
+        cpu.append((contender.cpu_s() - cpu_s) / HEADS * 1e6)
+    return Heads(where, contender.name, statistics.median(speeds), statistics.median(cpu))
 
 
 @contextmanager
@@ -208,7 +210,7 @@ def run(where: str, total_bytes: int, rounds: int, job_blocks: int | None) -> It
             region = Region(size, total_bytes, job_blocks)
             contenders = [make_contender(name, reached, region) for name in names[where]]
             rows = measure(where, region, contenders, rounds)
-            heads = [heads_per_second(where, contender) for contender in contenders] if size == SIZES[0] else []
+            heads = [measure_heads(where, contender) for contender in contenders] if size == SIZES[0] else []
             yield rows, heads
             for contender in contenders:
                 contender.remove(0)
@@ -247,10 +249,12 @@ def show(rows: Sequence[Row], heads: Sequence[Heads]) -> None:
     for where in dict.fromkeys(row.where for row in rows):
         by_client = {row.client: row for row in rows if row.where == where and row.block_bytes == SIZES[0]}
         ours, theirs = by_client["kvtiers"], by_client["boto3"]
-        asked = {one.client: one.per_second for one in heads if one.where == where}
+        asked = {one.client: one for one in heads if one.where == where}
         put, get = ours.put / theirs.put, ours.get / theirs.get
-        checks = ", ".join(f"{client} {per_second:,.0f}/s" for client, per_second in asked.items())
-        times = asked["kvtiers"] / asked["boto3"]
+        checks = ", ".join(
+            f"{one.client} {one.per_second:,.0f}/s by {one.cpu_us:.0f} µs of CPU" for one in asked.values()
+        )
+        times = asked["kvtiers"].per_second / asked["boto3"].per_second
         console.print(
             f"{where}: kvtiers is {_judged(put, put >= BOTO3_GOAL)}x boto3 at {size_text(SIZES[0])} PUT and "
             f"{_judged(get, get >= BOTO3_GOAL)}x GET; existence checks: {checks}; kvtiers is "

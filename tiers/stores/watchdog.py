@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
 from ..errors import StoreUnavailableError
@@ -94,17 +94,6 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
     except RuntimeError:
         raise StoreUnavailableError("this process cannot start another thread") from None
     return thread
-
-
-def run_in_threads(name: str, count: int, work: Callable[[], None]) -> None:
-    """Run ``work`` in ``count`` threads, or as many as can be started, and wait for all. The caller's thread is one."""
-    threads = []
-    with suppress(StoreUnavailableError):
-        for i in range(1, count):
-            threads.append(start(f"{name}-{i}", work))
-    work()
-    for thread in threads:
-        thread.join()
 
 
 def begin(name: str, call: Callable[[], T]) -> Future[T]:

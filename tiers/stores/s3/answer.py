@@ -29,6 +29,9 @@ _SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive
 class Answer:
     """The response to one request. The constructor receives its headers; one thread uses it.
 
+    Args:
+        first: what was already received of it.
+
     Attributes:
         status: HTTP status, 200 or more.
         announced: Content-Length; None: the server sent none.
@@ -39,8 +42,8 @@ class Answer:
         ValueError: a header is not what it should be.
     """
 
-    def __init__(self, sock: socket.socket, method: str) -> None:
-        first = sock.recv(FIRST_BYTES)
+    def __init__(self, sock: socket.socket, method: str, first: bytes = b"") -> None:
+        first = first or sock.recv(FIRST_BYTES)
         self._unread = _Unread(sock, first)
         self._response: http.client.HTTPResponse | None = None
         self._head = first[: first.find(b"\r\n\r\n") + 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from queue import Empty
 from typing import Final, TypeVar
 
@@ -53,27 +53,36 @@ class Attempts:
         """The latest time at which an operation that begins now may start an attempt."""
         return self._clock() + self._options.request_timeout_s / 2
 
-    def run(self, key: str, action: Callable[[Clients], T], latest_start: float | None = None) -> T:
+    def run(
+        self,
+        key: str,
+        action: Callable[[Clients], T],
+        latest_start: float | None = None,
+        failed: StoreError | None = None,
+    ) -> T:
         """Attempt ``action`` until it succeeds, fails with a lasting error or runs out of time.
 
         Args:
             latest_start: inherited from the operation that this request belongs to; None: this is a new operation.
+            failed: the error of the first attempt, made by ``try_now``.
         """
         if latest_start is None:
             latest_start = self.latest_start()
-        elif self._clock() > latest_start:
+        elif failed is None and self._clock() > latest_start:
             raise StoreTimeoutError("no time is left for another request", key=key)
         attempt = 0
         while True:
             self.raise_if_closed(key)
             process = self.current()
             try:
+                if failed is not None:
+                    raise failed
                 return self._attempt(action, process, latest_start)
             except StoreError as e:
                 # A copy, which names the caller's key instead of the object. It is raised outside this handler to drop
                 # the client's exception, which quotes the server and whose frames hold the caller's memory.
                 error = type(e)(str(e), key=key)
-                e.__traceback__ = None  # breaks a reference cycle if a frame below keeps the exception
+                failed = e.__traceback__ = None  # breaks a reference cycle if a frame below keeps the exception
             if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
                 self._renew(process)
             pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
@@ -82,6 +91,25 @@ class Attempts:
                 raise copy.copy(error)  # ``error`` is in this frame; a traceback would refer back to it in a cycle
             attempt += 1
             self._sleep(pause_s)
+
+    async def try_now(self, action: Callable[[Clients], Awaitable[T]]) -> T:
+        """Attempt ``action`` once, as a coroutine (see ``polling``), without waiting for clients or other requests.
+
+        Raises:
+            OSError: it would have to wait; or from ``action``.
+            StoreError: from ``action``.
+        """
+        process = self.current()
+        if process.ready is None or self._closed:
+            raise BlockingIOError
+        try:
+            process.slots.get_nowait()
+        except Empty:
+            raise BlockingIOError from None
+        try:
+            return await action(process.ready)
+        finally:
+            process.slots.put(None)
 
     def current(self) -> ProcessClients:
         """The clients of this process."""

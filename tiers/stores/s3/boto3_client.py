@@ -108,6 +108,10 @@ class Boto3Client:
             raise missing_header("Content-Length", self._session.place)
         return int(size)
 
+    async def ask_size(self, key: str) -> int | None:  # noqa: ARG002
+        """See ``DataPlane``. boto3 always waits."""
+        raise BlockingIOError
+
     def close(self) -> None:
         """Close the client that the session does not own."""
         self._unsigned.close()

@@ -57,6 +57,9 @@ class DataPlane(Protocol):
     def size(self, key: str) -> int | None:
         """Get the object's size; None if absent."""
 
+    async def ask_size(self, key: str) -> int | None:
+        """``size`` as a coroutine (see ``polling``). Raises OSError if it would have to wait for a connection."""
+
     def close(self) -> None:
         """Close connections and end threads."""
 
@@ -74,10 +77,11 @@ class ProcessClients:
     """The clients of one process. They must not cross a fork, nor must locks that another thread may hold.
 
     Any thread may call. ``_lock`` guards ``_made`` (the clients, made or being made since ``_begun_at``), ``_hung``
-    (abandoned attempts to make clients) and ``_closed``. ``_ready`` are the clients once they are made.
+    (abandoned attempts to make clients) and ``_closed``.
 
     Attributes:
         slots: a free one for each further request that may run. (A semaphore costs each request 10 µs with the GIL.)
+        ready: the clients once they are made.
         pid: the process that these clients belong to.
     """
 
@@ -90,7 +94,7 @@ class ProcessClients:
         self._clock = clock
         self._lock = threading.Lock()
         self._made: Future[Clients] | None = None
-        self._ready: Clients | None = None
+        self.ready: Clients | None = None
         self._begun_at = 0.0
         self._hung: list[Future[Clients]] = []
         self._closed = False
@@ -105,8 +109,8 @@ class ProcessClients:
             StoreError: the clients could not be made, or not in time. An error that is not retryable is remembered for
                 ``RENEW_EVERY_S``. An attempt that hangs is abandoned for a new one after ``MAKE_S_MAX``.
         """
-        if self._ready is not None:
-            return self._ready
+        if self.ready is not None:
+            return self.ready
         now = self._clock()
         with self._lock:
             made = self._made
@@ -133,8 +137,8 @@ class ProcessClients:
                 "metadata)"
             ) from None
         if error is None:
-            self._ready = made.result()
-            return self._ready
+            self.ready = made.result()
+            return self.ready
         if isinstance(error, StoreError):
             error = type(error)(str(error))  # a copy for each caller: raising adds to the traceback
         raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import select
 import socket
 import ssl
@@ -15,9 +16,10 @@ from typing import Final, TypeVar
 
 from ..vectored_io import transfer
 from ..watchdog import Watchdog
-from .answer import Answer
+from .answer import FIRST_BYTES, Answer
 from .errors import connection_error, deadline_error, tls_error
 from .options import IDLE_S_MAX
+from .polling import readable
 from .session import S3Session
 from .tls import make_context
 
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 DIAL_S_MIN: Final = 0.001  # 0 would mean not to wait at all, which is another mode of a socket
 USUAL_PORTS: Final = {"http": 80, "https": 443}
+
+_END: Final = re.compile(rb"\n\r?\n")  # of a response's headers
 
 
 class Connections:
@@ -51,21 +55,23 @@ class Connections:
         self._closed = False
         self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
 
-    def exchange(self, method: str, request: Sequence[memoryview], receive: Callable[[Answer], T]) -> T:
+    def exchange(
+        self, method: str, head: bytes, receive: Callable[[Answer], T], *, body: Sequence[memoryview] = ()
+    ) -> T:
         """Send a request and return what ``receive`` makes of the response.
 
         A connection that was used before may have been closed by the server in the meantime. Then the request is sent
         once more on a new connection, which is safe for all of ours: they are idempotent.
 
         Args:
-            request: head and body.
+            head: of the request.
             receive: reads the response. It may be called twice.
 
         Raises:
             StoreError: from ``receive``, or there was no response in time.
         """
         deadline = self._clock() + self._options.attempt_timeout_s
-        reused = self._pop_idle()
+        reused = self._pop_idle(blocks=True)
         while True:
             sock = reused or self._dial(deadline)
             is_ready = reused is not None
@@ -75,7 +81,7 @@ class Connections:
                     if not is_ready and isinstance(sock, ssl.SSLSocket):
                         sock.do_handshake()
                     is_ready = True
-                    is_sent = _send(sock, request)
+                    is_sent = _send(sock, [memoryview(head), *body])
                     answer = Answer(sock, method)
                     if not is_sent and answer.status < http.HTTPStatus.MULTIPLE_CHOICES:
                         raise ConnectionError
@@ -98,6 +104,45 @@ class Connections:
                 self._put_back(sock, reusable=is_sent and _is_free(answer, method))
                 return result
 
+    async def ask(self, method: str, head: bytes, receive: Callable[[Answer], T]) -> T:
+        """``exchange`` on an idle connection as a coroutine (see ``polling``), for requests and responses without body.
+
+        Raises:
+            OSError: no connection is idle, or it broke, or the response is unusual. ``exchange`` may succeed.
+            StoreError: as ``exchange``.
+        """
+        sock = self._pop_idle(blocks=False)
+        if sock is None:
+            raise BlockingIOError
+        deadline = self._clock() + self._options.attempt_timeout_s
+        answer: Answer | None = None
+        first = b""
+        try:
+            if sock.send(head) < len(head):
+                raise ConnectionError  # an idle connection has room for more
+            while not _END.search(first):
+                if len(first) > FIRST_BYTES or self._clock() >= deadline:
+                    raise ConnectionError
+                await readable(sock, deadline)
+                try:
+                    some = sock.recv(FIRST_BYTES)
+                except (BlockingIOError, ssl.SSLWantReadError):
+                    continue  # it is late, or a TLS record held no data
+                if not some:
+                    raise ConnectionError
+                first += some
+            answer = Answer(sock, method, first)
+            result = receive(answer)
+        except (OSError, http.client.HTTPException, ValueError):
+            answer = None
+            if self._clock() >= deadline:
+                self._close_idle()  # see ``exchange``
+                raise deadline_error(self._options.attempt_timeout_s, self._place) from None
+            raise ConnectionError from None
+        finally:
+            self._put_back(sock, reusable=answer is not None and _is_free(answer, method))
+        return result
+
     def close(self) -> None:
         """Close idle connections and end the watchdog."""
         self._closed = True
@@ -119,7 +164,8 @@ class Connections:
             while True:
                 self._idle.pop()[0].close()
 
-    def _pop_idle(self) -> socket.socket | None:
+    def _pop_idle(self, *, blocks: bool) -> socket.socket | None:
+        """An idle connection. ``blocks``: whether calls on its socket block."""
         oldest = self._clock() - IDLE_S_MAX
         with contextlib.suppress(IndexError):  # another thread took it
             while self._idle[0][1] < oldest:
@@ -131,9 +177,11 @@ class Connections:
                     continue
                 poll = select.poll()
                 poll.register(sock, select.POLLIN)
-                if not poll.poll(0):
+                if not (poll.poll(0) or (isinstance(sock, ssl.SSLSocket) and sock.pending())):
+                    if blocks != sock.getblocking():  # most are used again as they are: each system call yields the GIL
+                        sock.setblocking(blocks)
                     return sock
-                sock.close()  # readable while idle: the server has closed it
+                sock.close()  # readable while idle: the server has closed it, or has sent more than an answer
         return None
 
     def _dial(self, deadline: float) -> socket.socket:

@@ -97,7 +97,8 @@ class DirectClient:
             answer.read(ERROR_BYTES_MAX)
             return True
 
-        return self._ask("PUT", key, headers, receive, payload=payload, body=parts)
+        head = self._head("PUT", key, headers, payload=payload, size=parts_size(parts))
+        return self._connections.exchange("PUT", head, receive, body=parts)
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
         """See ``DataPlane``."""
@@ -114,7 +115,7 @@ class DirectClient:
                 if look is not None:
                     look_at(look, offset, run)
 
-        self._ask("GET", key, {}, receive)
+        self._connections.exchange("GET", self._head("GET", key, {}), receive)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """See ``DataPlane``."""
@@ -136,43 +137,38 @@ class DirectClient:
             return size, bytes(tail)
 
         try:
-            return self._ask("GET", key, {"range": f"bytes=-{length}"}, receive)
+            head = self._head("GET", key, {"range": f"bytes=-{length}"})
+            return self._connections.exchange("GET", head, receive)
         except BlobNotFoundError:
             return None
 
     def size(self, key: str) -> int | None:
         """See ``DataPlane``."""
+        return self._connections.exchange("HEAD", self._head("HEAD", key, {}), self._receive_size)
 
-        def receive(answer: Answer) -> int | None:
-            if answer.status == HTTPStatus.NOT_FOUND:
-                return None
-            self._raise_unless(HTTPStatus.OK, answer)
-            if answer.announced is None:  # for example, a proxy compresses responses
-                raise missing_header("Content-Length", self._session.place)
-            self._raise_without_etag(answer)
-            return answer.announced
-
-        return self._ask("HEAD", key, {}, receive)
+    async def ask_size(self, key: str) -> int | None:
+        """See ``DataPlane``."""
+        return await self._connections.ask("HEAD", self._head("HEAD", key, {}), self._receive_size)
 
     def close(self) -> None:
         """Close idle connections and end the watchdog."""
         self._connections.close()
 
-    def _ask(
-        self,
-        method: str,
-        key: str,
-        headers: Mapping[str, str],
-        receive: Callable[[Answer], T],
-        *,
-        payload: str = EMPTY,
-        body: Sequence[memoryview] | None = None,
-    ) -> T:
-        credentials = self._session.credentials()
+    def _head(
+        self, method: str, key: str, headers: Mapping[str, str], *, payload: str = EMPTY, size: int | None = None
+    ) -> bytes:
+        """The signed head of a request. See ``Signer.head``."""
         path = self._folder + quote(key, safe="/-._~")
-        size = None if body is None else parts_size(body)
-        head = self._signer.head(method, path, credentials, headers, payload=payload, size=size)
-        return self._connections.exchange(method, [memoryview(head), *(body or ())], receive)
+        return self._signer.head(method, path, self._session.credentials(), headers, payload=payload, size=size)
+
+    def _receive_size(self, answer: Answer) -> int | None:
+        if answer.status == HTTPStatus.NOT_FOUND:
+            return None
+        self._raise_unless(HTTPStatus.OK, answer)
+        if answer.announced is None:  # for example, a proxy compresses responses
+            raise missing_header("Content-Length", self._session.place)
+        self._raise_without_etag(answer)
+        return answer.announced
 
     def _error(self, answer: Answer) -> StoreError:
         """Our exception for a response that is an error or a redirect."""

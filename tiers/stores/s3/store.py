@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Final
 
-from ...errors import BlobCorruptError, InvalidKeyError, StoreError, StorePermissionError
+from ...errors import BlobCorruptError, InvalidKeyError, StoreError, StorePermissionError, StoreTimeoutError
 from ...plain_logs import get_logger
 from ...store import (
     KEY_LENGTH_MAX,
@@ -52,8 +52,8 @@ from .errors import (
     deadline_error,
 )
 from .listing import Page, follow
-from .many_objects import DELETE_KEYS_MAX, Answers, Lookups, delete_each
 from .options import S3Options
+from .polling import in_thread, run_all
 from .put_form import (
     REFUSALS,
     Detour,
@@ -67,6 +67,8 @@ from .put_form import (
 
 logger = get_logger(__name__)
 
+DELETE_KEYS_MAX: Final = 1000  # S3's limit for one batch delete
+DELETERS_MAX: Final = 8
 SCRATCH_BYTES: Final = 1 << 20
 SKIPPED_BYTES_MAX: Final = 1 << 30  # largest blob whose tail is read if the server ignores ranges
 USED_AT: Final = "kvtiers-used-at"  # metadata name; the value is Unix seconds
@@ -102,9 +104,6 @@ class S3Store(Store):
         self._ways = PutWays(clock)
         self._without_batches = Detour(clock)
         self._without_head = Detour(clock)
-        self._lookups = Lookups(
-            askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
-        )
         self._attempts = Attempts(options, clock=clock, sleep=sleep, rng=rng)
 
     def __repr__(self) -> str:
@@ -203,10 +202,26 @@ class S3Store(Store):
         return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``Store``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors."""
+        """See ``Store``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors.
+
+        Each key is a HEAD. A LIST is cheaper only in a namespace with few blocks: names are hashes, so in a large one a
+        page of 1,000 names holds few of the wanted ones. SeaweedFS took 0.2 to 0.7 s for a LIST of 1,000 blocks.
+        """
         self._attempts.raise_if_closed()
-        answers: Answers = {}
-        self._lookups.answer(list(self._names(keys, answers).values()), answers, self.size)
+        answers: dict[str, int | Exception | None] = {}
+        answered_at = self._clock()
+
+        async def look_up(name: str) -> int | None:
+            nonlocal answered_at
+            if self._clock() - answered_at > self.options.request_timeout_s:
+                raise StoreTimeoutError("not asked: the server stopped answering", key=names[name])
+            size = await self._ask_size(names[name], name)
+            answered_at = self._clock()
+            return size
+
+        names = self._names(keys, answers)
+        found = run_all(look_up, names, self.options.max_connections, self._clock)
+        answers.update((key, found[name]) for name, key in names.items())
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
@@ -426,7 +441,24 @@ class S3Store(Store):
         return failed
 
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
-        return delete_each(names, lambda name: self._attempts.run("", lambda clients: clients.control.delete(name)))
+        """Delete objects one by one, for servers that refuse DeleteObjects. Returns the errors of objects not deleted.
+
+        A retryable error was already retried, so after one the remaining objects are not tried.
+        """
+        lasting: list[StoreError] = []
+
+        async def delete(name: str) -> None:
+            if lasting:
+                raise copy.copy(lasting[0])
+            try:
+                await in_thread("kvtiers-s3-delete", lambda: self._attempts.run("", lambda c: c.control.delete(name)))
+            except StoreError as e:
+                if e.retryable:
+                    lasting.append(copy.copy(e))
+                raise
+
+        outcomes = run_all(delete, names, DELETERS_MAX, self._clock)
+        return {name: error for name, error in outcomes.items() if error is not None}
 
     def _get_into(
         self, key: str, parts: Sequence[memoryview], look: Look | None, latest_start: float | None = None
@@ -436,13 +468,29 @@ class S3Store(Store):
         size = parts_size(plain)
         self._attempts.run(key, lambda clients: clients.data.get_into(name, plain, size, look), latest_start)
 
-    def _size(self, key: str, latest_start: float) -> int | None:
+    async def _ask_size(self, key: str, name: str) -> int | None:
+        """``size`` as a coroutine (see ``polling``). What takes more than a HEAD on an idle connection has a thread."""
+        latest_start = self._attempts.latest_start()
+        failed: StoreError | None = None
+        try:
+            if not self._without_head.is_taken:
+                size = await self._attempts.try_now(lambda clients: clients.data.ask_size(name))
+                self._without_head.was_not_needed()
+                return size
+        except OSError:
+            pass
+        except StoreError as e:
+            failed = e.with_traceback(None)
+        return await in_thread("kvtiers-s3-head", lambda: self._size(key, latest_start, failed))
+
+    def _size(self, key: str, latest_start: float, failed: StoreError | None = None) -> int | None:
+        """See ``size``. ``failed``: see ``Attempts.run``."""
         name = self._name(key)
         if self._without_head.is_taken:
             with contextlib.suppress(BlobCorruptError):
                 return self._size_by_get(key, name, latest_start)
         try:
-            size = self._attempts.run(key, lambda clients: clients.data.size(name), latest_start)
+            size = self._attempts.run(key, lambda clients: clients.data.size(name), latest_start, failed)
         except (RequestRefusedError, BareRefusalError) as e:
             refused = e.with_traceback(None)
         else:

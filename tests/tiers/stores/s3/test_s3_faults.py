@@ -36,10 +36,9 @@ from kvtiers.tiers.errors import (
 from kvtiers.tiers.store import Look
 from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S, ProcessClients
 from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, RequestRefusedError
-from kvtiers.tiers.stores.s3.many_objects import DELETERS_MAX
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.session import S3Session
-from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.stores.s3.store import DELETERS_MAX, S3Store
 from kvtiers.tiers.testing import http_faults, tiny_s3
 from kvtiers.tiers.testing.contract import GuardedParts, as_parts, fetch, make_data
 from kvtiers.tiers.testing.hostile import Hostile

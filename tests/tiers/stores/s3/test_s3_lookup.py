@@ -1,74 +1,411 @@
-"""Lookups: how many threads ask a bucket, and when they stop."""
+"""Lookups of many keys: HEADs that one thread sends on idle connections, and what it leaves to other threads."""
 
 from __future__ import annotations
 
+import itertools
+import socket
+import ssl
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from kvtiers.tiers.errors import StoreTimeoutError
-from kvtiers.tiers.stores.s3.many_objects import ASKER_S, ASKERS_MAX, KEYS_PER_ASKER, Answers, Lookups
-from tests.clock import Clock
+import pytest
 
-WAIT_S_MAX = 120.0
-KEYS = [f"m/{i:07d}" for i in range(24)]
+from kvtiers.tiers.errors import StoreError, StorePermissionError, StoreThrottledError, StoreTimeoutError
+from kvtiers.tiers.stores.s3.connections import Connections
+from kvtiers.tiers.stores.s3.errors import MissingHeaderError
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.stores.s3.polling import AT_ONCE_FIRST
+from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.testing.contract import fetch
+from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
+from tests.certificate import make_certificate
+from tests.s3_clients import use_credentials
+from tests.waiting import wait_for
 
-
-def test_nothing_to_ask_teaches_nothing() -> None:
-    clock = Clock()
-    lookups = Lookups(askers_max=ASKERS_MAX, silence_s_max=60, clock=clock)
-
-    def size(key: str) -> int | None:
-        clock.advance(0.5)
-        return None
-
-    lookups.answer(KEYS[:5], {}, size)
-    lookups.answer([], {}, size)
-    assert lookups._head_s == 0.5
+KEYS = [f"f/{i}" for i in range(60)]
+SIZES: list[int | None] = [i if i % 3 else None for i in range(60)]  # a third is absent
 
 
-def test_a_far_server_is_asked_by_more_threads() -> None:
-    """Passes only if so many ask at once. The first two of a process are alone, and say how far the server is.
+@pytest.fixture(autouse=True)
+def _credentials(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_credentials(monkeypatch)
 
-    A question by itself says nothing: it may have waited for its connection.
+
+@pytest.fixture
+def server() -> Iterator[HttpFaultServer]:
+    with HttpFaultServer() as server:
+        fill(server)
+        yield server
+
+
+def fill(server: HttpFaultServer) -> None:
+    for key, size in zip(KEYS, SIZES, strict=True):
+        if size is not None:
+            server.put_object("bucket", key, bytes(size))
+
+
+@pytest.fixture
+def store(server: HttpFaultServer) -> Iterator[S3Store]:
+    """Has no connection yet, and retries nothing."""
+    with open_store(server.endpoint_url) as store:
+        yield store
+
+
+@contextmanager
+def open_store(url: str, **changes: Any) -> Iterator[S3Store]:
+    options = S3Options(bucket="bucket", endpoint_url=url, retries=0, request_timeout_s=120.0)
+    store = S3Store(replace(options, **changes), sleep=lambda _: None, rng=lambda: 0.0)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def left_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods of requests that one thread did not send side by side."""
+    methods: list[str] = []
+    exchange = Connections.exchange
+
+    def note(connections: Connections, method: str, *arguments: Any, **named: Any) -> object:
+        methods.append(method)
+        return exchange(connections, method, *arguments, **named)
+
+    monkeypatch.setattr(Connections, "exchange", note)
+    return methods
+
+
+def connect(store: S3Store, count: int = AT_ONCE_FIRST) -> None:
+    """Have so many idle connections."""
+    together = threading.Barrier(count)
+    receive = store._attempts.current().get().data._receive_size  # type: ignore[attr-defined]
+
+    def receive_together(answer: Any) -> int | None:
+        together.wait(120)
+        size: int | None = receive(answer)
+        return size
+
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(count) as pool:
+        patched.setattr(store._attempts.current().get().data, "_receive_size", receive_together)
+        list(pool.map(store.size, KEYS[:count]))
+
+
+def test_keys_are_asked_without_threads_where_connections_are_idle(
+    store: S3Store, server: HttpFaultServer, left_over: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def note(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    connect(store)
+    monkeypatch.setattr(threading.Thread, "start", note)
+
+    def ask() -> bool:
+        left_over.clear()
+        started.clear()
+        assert store.size_many(KEYS) == SIZES
+        return not (left_over or started)  # a busy machine may be taken for a server far away
+
+    wait_for(ask)
+
+
+def test_first_lookup_connects_and_later_ones_reuse_the_connections(store: S3Store, server: HttpFaultServer) -> None:
+    for _ in range(3):
+        assert store.size_many(KEYS) == SIZES
+    assert len({request.client_port for request in server.requests()}) <= store.options.max_connections
+
+
+def test_far_server_gets_more_requests_at_once(store: S3Store, server: HttpFaultServer) -> None:
+    server.answer_after_s = 0.1
+
+    def ask() -> bool:
+        assert store.size_many(KEYS) == SIZES
+        return server.most_under_way > AT_ONCE_FIRST
+
+    wait_for(ask)
+    assert server.most_under_way <= store.options.max_connections
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_lookups_of_several_threads_keep_to_max_connections(server: HttpFaultServer, limit: int) -> None:
+    server.answer_after_s = 0.002
+    with open_store(server.endpoint_url, max_connections=limit) as store, ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(store.size_many, [KEYS] * 4)) == [SIZES] * 4
+    assert server.most_under_way == limit
+    assert len({request.client_port for request in server.requests()}) <= limit
+
+
+def test_each_answer_is_of_its_own_key_while_connections_break(server: HttpFaultServer) -> None:
+    with open_store(server.endpoint_url, retries=100) as store:
+        connect(store)
+        server.inject(Fault.RESET_BEFORE, share=0.1)
+        server.inject(Fault.SLOW_DOWN, share=0.1)
+        for _ in range(10):
+            assert store.size_many(KEYS) == SIZES
+    assert min(server.struck.values()) > 10
+
+
+def test_lookup_succeeds_after_the_server_closed_idle_connections(store: S3Store, server: HttpFaultServer) -> None:
+    connect(store)
+    server.inject(Fault.RESET_BEFORE, times=AT_ONCE_FIRST)
+    assert store.size_many(KEYS) == SIZES
+    assert server.struck[Fault.RESET_BEFORE] == AT_ONCE_FIRST
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "heads", "gets"),
+    [
+        (Fault.SLOW_DOWN, StoreThrottledError, 4, 0),
+        (Fault.ACCESS_DENIED, StorePermissionError, 1, 1),
+        (Fault.HTML_WITH_200, MissingHeaderError, 1, 0),
+    ],
+)
+def test_failed_lookup_is_repeated_as_often_as_any_request(
+    server: HttpFaultServer, fault: Fault, error: type[StoreError], heads: int, gets: int
+) -> None:
+    with open_store(server.endpoint_url, retries=3) as store:
+        connect(store)
+        server.inject(fault, path_contains="/f/5")  # and f/50 to f/59
+        answers = store.size_many(KEYS)
+    bad = [i for i, key in enumerate(KEYS) if key.startswith("f/5")]
+    assert [answers[i] for i in range(60) if i not in bad] == [SIZES[i] for i in range(60) if i not in bad]
+    for i in bad:
+        found = answers[i]
+        assert isinstance(found, error)
+        assert found.key == KEYS[i]
+        asked = [request.method for request in server.requests() if request.path.endswith(KEYS[i])]
+        known = i < AT_ONCE_FIRST  # by ``connect``
+        assert (asked.count("HEAD") - known, asked.count("GET")) == (heads, gets)
+
+
+def test_lookup_goes_on_while_a_name_server_hangs(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(store)
+    known = len(server.requests())
+    released = threading.Event()
+    resolve = socket.getaddrinfo
+
+    def hang(*arguments: Any, **named: Any) -> Any:
+        released.wait(600)
+        return resolve(*arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    server.answer_after_s = 0.02  # as if far away, so more connections are wanted
+    most_hung = store.options.max_connections - AT_ONCE_FIRST
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(store.size_many, KEYS)
+        try:
+            wait_for(lambda: len(server.requests()) - known >= len(KEYS) - most_hung)
+            assert not asked.done()
+        finally:
+            released.set()
+        assert asked.result() == SIZES
+
+
+def test_store_that_is_closed_during_a_lookup_ends_it(store: S3Store, server: HttpFaultServer) -> None:
+    connect(store)
+    known = len(server.requests())
+    server.answer_after_s = 0.01
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(store.size_many, KEYS)
+        wait_for(lambda: len(server.requests()) > known)
+        store.close()
+        answers = asked.result()
+    for answer, size in zip(answers, SIZES, strict=True):
+        assert answer == size or isinstance(answer, StoreError)
+
+
+# -- answers of a server that is not S3's best ---------------------------------------------------------------------
+
+
+@contextmanager
+def serve(answer: Callable[[int], Iterable[bytes]], certificate: Path | None = None) -> Iterator[str]:
+    """A server that sends these packets for the key ``f/<number>``, and yields its URL.
+
+    It closes the connection after an empty packet.
     """
-    spent = threading.local()  # a clock for each thread: what one waits is not another's
-    lookups = Lookups(askers_max=ASKERS_MAX, silence_s_max=60, clock=lambda: getattr(spent, "s", 0.0))
-    few = 24 // KEYS_PER_ASKER
-    spent.s = 0.0
-    assert ask_together(lookups, KEYS[:1], 1, spent, 10 * ASKER_S) == 1
-    assert ask_together(lookups, KEYS[:2], 1, spent, ASKER_S / 100) == 1
-    for askers, head_s in ((few, 2 * ASKER_S), (24, ASKER_S / 2), (12, ASKER_S / 100), (few, 0)):
-        assert ask_together(lookups, KEYS, askers, spent, head_s) == askers
+    context = None
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate / "server.pem")
+
+    def talk(connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if context is not None:
+                connection = context.wrap_socket(connection, server_side=True)
+            with connection, connection.makefile("rb") as requests:
+                while line := requests.readline():
+                    while requests.readline() not in (b"\r\n", b""):
+                        pass
+                    for packet in answer(int(line.split()[1].rpartition(b"/")[2])):
+                        if not packet:
+                            return
+                        connection.sendall(packet)
+                        time.sleep(0.001)  # whether they arrive as one must not matter
+
+    def listen() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=talk, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        yield f"{'http' if certificate is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
-def ask_together(lookups: Lookups, keys: Sequence[str], askers: int, spent: threading.local, head_s: float) -> int:
-    """How many threads asked; each waits with its first question until ``askers`` do."""
-    together = threading.Barrier(askers)
-    seen = set[int]()
-
-    def size(key: str) -> int | None:
-        if threading.get_ident() not in seen:
-            seen.add(threading.get_ident())
-            together.wait(WAIT_S_MAX)
-        spent.s = getattr(spent, "s", 0.0) + head_s
-        return None
-
-    answers: Answers = {}
-    lookups.answer(keys, answers, size)
-    assert answers == dict.fromkeys(keys)
-    return len(seen)
+def head_of(number: int) -> bytes:
+    """S3's answer."""
+    size = SIZES[number]
+    if size is None:
+        return b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+    return b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: %d\r\n\r\n" % size
 
 
-def test_silence_ends_the_asking() -> None:
-    clock = Clock()
-    lookups = Lookups(askers_max=ASKERS_MAX, silence_s_max=60, clock=clock)
+OTHER = b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 99\r\n\r\n"
+ANSWERS: dict[str, Callable[[int], Sequence[bytes]]] = {
+    "usual": lambda number: [head_of(number)],
+    "in pieces": lambda number: [head_of(number)[:20], head_of(number)[20:-1], b"\n"],
+    "after a 100": lambda number: [b"HTTP/1.1 100 Continue\r\n\r\n", head_of(number)],
+    "after a 100 in one packet": lambda number: [b"HTTP/1.1 100 Continue\r\n\r\n" + head_of(number)],
+    "old": lambda number: [head_of(number).replace(b"/1.1", b"/1.0"), b""],
+    "closed": lambda number: [head_of(number).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), b""],
+    "closed without notice": lambda number: [head_of(number), b""],
+    "bare line feeds": lambda number: [head_of(number).replace(b"\r", b"")],
+    "long": lambda number: [head_of(number).replace(b"\r\n\r\n", b"\r\nX: " + 20_000 * b"x" + b"\r\n\r\n")],
+    "with another answer": lambda number: [head_of(number) + OTHER],
+    "with a body": lambda number: [head_of(number) + bytes(SIZES[number] or 0)],
+    "half of it another": lambda number: [head_of(number) + OTHER[:20], OTHER[20:]],
+}
 
-    def hang(key: str) -> int | None:
-        clock.advance(61)
-        raise StoreTimeoutError("no answer", key=key)
 
-    answers: Answers = {}
-    lookups.answer(KEYS[:3], answers, hang)
-    errors = list(map(str, answers.values()))
-    assert "no answer" in errors[0]
-    assert all("not asked" in error for error in errors[1:])
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_sizes_are_right_however_the_server_answers(tmp_path: Path, name: str, tls: bool) -> None:
+    certificate = make_certificate(tmp_path) if tls else None
+    ca_bundle = str(tmp_path / "ca.pem") if tls else None
+    with serve(ANSWERS[name], certificate) as url, open_store(url, ca_bundle=ca_bundle) as store:
+        for _ in range(2):
+            assert store.size_many(KEYS) == SIZES
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("name", ["usual", "in pieces"])
+def test_one_thread_reads_usual_answers(tmp_path: Path, left_over: list[str], name: str, tls: bool) -> None:
+    certificate = make_certificate(tmp_path) if tls else None
+    ca_bundle = str(tmp_path / "ca.pem") if tls else None
+    with serve(ANSWERS[name], certificate) as url, open_store(url, ca_bundle=ca_bundle) as store:
+
+        def ask() -> bool:
+            left_over.clear()
+            assert store.size_many(KEYS) == SIZES
+            return not left_over  # more connections are wanted while a busy machine answers late
+
+        wait_for(ask)
+
+
+def test_tls_record_without_data_is_no_answer(
+    tmp_path: Path, left_over: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a new key, or the first half of a record."""
+    receive = ssl.SSLSocket.recv
+    woken = itertools.count()
+
+    def receive_data_every_other_time(sock: ssl.SSLSocket, *arguments: Any) -> bytes:
+        if sock.gettimeout() == 0 and next(woken) % 2 == 0:
+            raise ssl.SSLWantReadError
+        return receive(sock, *arguments)
+
+    monkeypatch.setattr(ssl.SSLSocket, "recv", receive_data_every_other_time)
+    certificate = make_certificate(tmp_path)
+    with serve(ANSWERS["usual"], certificate) as url, open_store(url, ca_bundle=str(tmp_path / "ca.pem")) as store:
+
+        def ask() -> bool:
+            left_over.clear()
+            assert store.size_many(KEYS) == SIZES
+            return not left_over
+
+        wait_for(ask)
+    assert next(woken) > len(KEYS)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_answer_that_stops_is_given_up_in_time_and_costs_no_other_key(tmp_path: Path, tls: bool) -> None:
+    def answer(number: int) -> Sequence[bytes]:
+        return [head_of(number)[:20]] if is_sick and number == 7 else [head_of(number)]
+
+    is_sick = False
+    certificate = make_certificate(tmp_path) if tls else None
+    ca_bundle = str(tmp_path / "ca.pem") if tls else None
+    others = SIZES[:7] + SIZES[8:]
+    with (
+        serve(answer, certificate) as url,
+        open_store(url, ca_bundle=ca_bundle, request_timeout_s=1.0) as store,
+    ):
+        wait_for(lambda: store.size_many(KEYS) == SIZES)
+        is_sick = True
+
+        def ask() -> bool:
+            answers = store.size_many(KEYS)
+            late = answers.pop(7)
+            assert isinstance(late, StoreTimeoutError)
+            assert late.key == "f/7"
+            return "did not answer within 0.5 s" in str(late) and answers == others
+
+        wait_for(ask)
+
+
+def test_endless_headers_are_given_up_before_they_take_memory(left_over: list[str]) -> None:
+    sent = 0
+
+    def answer(number: int) -> Iterator[bytes]:
+        nonlocal sent
+        if not is_sick:
+            yield head_of(number)
+            return
+        yield b"HTTP/1.1 200 OK\r\n"
+        while True:
+            sent += 1 << 16
+            yield b"X: " + (1 << 16) * b"x"
+
+    is_sick = False
+    with serve(answer) as url, open_store(url) as store:
+        assert store.size_many(KEYS) == SIZES
+        is_sick = True
+        (found,) = store.size_many(["f/1"])
+    assert isinstance(found, StoreError)
+    assert sent < 16 << 20
+
+
+def test_connection_whose_tls_record_holds_more_than_the_answer_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is already decrypted, so the socket has nothing to read."""
+    head = b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 5\r\n\r\n"
+    dialed: list[None] = []
+    dial = Connections._dial
+
+    def note(connections: Connections, deadline: float) -> socket.socket:
+        dialed.append(None)
+        return dial(connections, deadline)
+
+    monkeypatch.setattr(Connections, "_dial", note)
+    certificate = make_certificate(tmp_path)
+    with (
+        serve(lambda _: [head, b"block" + OTHER], certificate) as url,
+        open_store(url, ca_bundle=str(tmp_path / "ca.pem")) as store,
+    ):
+        for _ in range(2):
+            assert fetch(store, "f/1", 5) == b"block"
+    assert len(dialed) == 2

@@ -181,21 +181,17 @@ class TestSizeMany:
         asked = [f"m/{i:05d}.bin" for i in range(39)]
         assert store.size_many(asked) == [stored.get(key) for key in asked]
 
-    def test_several_threads_ask(self, store: S3Store) -> None:
-        threads = set()
+    def test_keys_are_asked_at_once(self, store: S3Store) -> None:
         client: Any = store._attempts.current().get().data
-        store._lookups._head_s = 0.0  # known: a server as near as can be
         size = client.size
+        all_ask = threading.Barrier(4)
 
-        def spy(name: str) -> object:
-            threads.add(threading.current_thread().name)
-            barrier.wait(120)  # passes only if so many are asked at once
+        def ask_together(name: str) -> object:
+            all_ask.wait(120)
             return size(name)
 
-        barrier = threading.Barrier(4)
-        client.size = spy
-        assert store.size_many([f"k{i}" for i in range(32)]) == [None] * 32
-        assert len(threads) == 4
+        client.size = ask_together
+        assert store.size_many([f"k{i}" for i in range(4)]) == [None] * 4
 
 
 class TestLifecycle:
