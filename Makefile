@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
 	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
 	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound docs reference site soak e2e e2e-env e2e-older \
-	e2e-reduced test-vllm clean
+	e2e-reduced test-vllm contract clean
 
 setup: $(VENV)/.stamp
 
@@ -177,6 +177,11 @@ e2e-reduced: e2e-env
 # And the copy kernel, because Triton comes with vLLM and not with the tests' environment.
 test-vllm:
 	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py $(PYTEST_OPTIONS)
+
+# The list of what kvtiers uses of vLLM, read from the code with the newest release. test-vllm says when it is not current.
+contract:
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.33
+	PYTHONPATH=$(E2E_ENV)/vllm-0.33:. VLLM_TARGET_DEVICE=cpu HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m tests.vllm.contract_reader
 
 clean:
 	rm -rf .venv .venv-3.* $(SITE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

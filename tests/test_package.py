@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def modules_of_the_checkout() -> set[str]:
+    """With the only file of the package that is not a module."""
     found = {f"kvtiers/{path.name}" for path in (ROOT / "kvtiers").iterdir() if path.is_file()}
     for part in ("tiers", "connector"):
         found |= {f"kvtiers/{path.relative_to(ROOT)}" for path in (ROOT / part).rglob("*.py")}
-    return found
+    return found | {"kvtiers/connector/vllm/contract.json"}
 
 
 def build(source: Path, kind: str, folder: Path) -> Path:

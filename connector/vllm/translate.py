@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    ReqContext,
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
@@ -60,7 +61,6 @@ else:
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
 _READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)
 _LEAKS_ADAPTERS_ON_CPU = (versions.release() or (0, 0)) < (0, 33)
-_JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # no CUDA attention kernel splits a block of up to 16 tokens
 
@@ -312,10 +312,10 @@ def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResu
     return LookupResult.HIT if answer else LookupResult.MISS
 
 
-def excluded_tiers(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> int:
+def excluded_tiers(places: Iterable[tuple[Medium, Locality | None]], req_context: ReqContext) -> int:
     """Bit mask of the places that ``kv_load_tiers`` in a request's parameters excludes from loading."""
     allows = req_context.load_tier_filter.allows
-    return sum(1 << index for index, place in enumerate(places) if not allows(*place))
+    return sum(1 << index for index, (kind, where) in enumerate(places) if not allows(medium=kind, locality=where))
 
 
 def job_metadata(job: Any) -> JobMetadata:
@@ -324,7 +324,7 @@ def job_metadata(job: Any) -> JobMetadata:
     return JobMetadata(job.job_id, tuple(job.keys), ids, job.req_context)
 
 
-def prompt_order(keys: Sequence[bytes], req_context: Any) -> list[int]:
+def prompt_order(keys: Sequence[bytes], req_context: ReqContext) -> list[int]:
     """Return the indexes of ``keys`` in prompt order. Order matters: a prefix is usable only up to its first gap.
 
     vLLM passes the keys of a store as a set. From 0.31 on it tells at which token of the request each key ends.
@@ -336,14 +336,13 @@ def prompt_order(keys: Sequence[bytes], req_context: Any) -> list[int]:
 
 def job_result(result: JobResult) -> VllmJobResult:
     """Convert a kvtiers result. For vLLM, ``successful_keys`` of None means that ``success`` holds for all keys."""
-    fields = {
-        "job_id": result.job_id,
-        "success": result.success,
-        "successful_keys": None if result.success else result.successful_keys or None,
-        "transfer_time": result.transfer_time,
-        "transfer_bytes": result.transfer_bytes,
-    }
-    return VllmJobResult(**{name: value for name, value in fields.items() if name in _JOB_RESULT_FIELDS})
+    return VllmJobResult(
+        job_id=result.job_id,
+        success=result.success,
+        successful_keys=None if result.success else result.successful_keys or None,
+        transfer_time=result.transfer_time,
+        **({"transfer_bytes": result.transfer_bytes} if hasattr(VllmJobResult, "transfer_bytes") else {}),
+    )
 
 
 def hold_back_stream(request: Any) -> None:
