@@ -165,9 +165,10 @@ e2e:
 	$(E2E) --out build/e2e --versions 0.32,0.33
 	$(E2E) --out build/e2e-untested --versions 0.34 --only "tier on fs: reuse,spec on fs: reuse,on a folder: reuse"
 
-# The three ways in on a folder, with the releases before.
+# The three ways in on a folder, with the releases before, and the order of calls with each release.
 e2e-older:
-	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.28 0.29 0.30 0.31
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.28 0.29 0.30 0.31 0.33
+	$(E2E_ENV)/bin/python -m pytest tests/vllm/test_call_order.py
 	$(E2E) --out build/e2e-older --versions 0.28,0.29,0.30,0.31 \
 		--only "tier on fs: reuse,spec on fs: reuse,on a folder: reuse"
 
