@@ -179,10 +179,14 @@ e2e-reduced: e2e-env
 test-vllm:
 	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py $(PYTEST_OPTIONS)
 
-# The list of what kvtiers uses of vLLM, read from the code with the newest release. test-vllm says when it is not current.
+# What kvtiers uses of vLLM, read from the code with the newest release, and which options of the tested releases count.
+# test-vllm says when either is not current.
+IN_RELEASE = VLLM_TARGET_DEVICE=cpu HF_HUB_OFFLINE=1 PYTHONPATH=$(E2E_ENV)/vllm-$(1):. $(E2E_ENV)/bin/python
 contract:
-	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.33
-	PYTHONPATH=$(E2E_ENV)/vllm-0.33:. VLLM_TARGET_DEVICE=cpu HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m tests.vllm.contract_reader
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.28 0.29 0.30 0.31 0.33
+	rm -f connector/vllm/counting.json
+	$(foreach release,0.28 0.29 0.30 0.31 0.32 0.33,$(call IN_RELEASE,$(release)) -m tests.vllm.counting_options &&) true
+	$(call IN_RELEASE,0.33) -m tests.vllm.contract_reader
 
 clean:
 	rm -rf .venv .venv-3.* $(SITE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

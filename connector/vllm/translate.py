@@ -43,11 +43,12 @@ from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from ..identity.options import identity_digest, readable
+from ..log_once import log_once
 from ..model_files import value_digest
 from ..vllm_config import ignored_options
 from . import versions
-from .identity import identity, identity_digest, log_identity, readable
-from .logs import log_once
+from .identity import identity, log_identity
 from .weights import kv_revision
 
 logger = get_logger(__name__)
@@ -166,7 +167,7 @@ def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_wor
     canonical = bool(getattr(config, "canonical_layout", False))
     found = _identity_of(vllm_config)
     if not in_worker:
-        log_identity(found)
+        log_identity(vllm_config, found)
     return EngineSpec(
         VllmOffloadingConfig(
             model=ModelConfig(
