@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
 	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
 	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound docs reference site soak e2e e2e-env e2e-older \
-	e2e-reduced test-vllm clean
+	e2e-reduced test-vllm contract clean
 
 setup: $(VENV)/.stamp
 
@@ -165,9 +165,10 @@ e2e:
 	$(E2E) --out build/e2e --versions 0.32,0.33
 	$(E2E) --out build/e2e-untested --versions 0.34 --only "tier on fs: reuse,spec on fs: reuse,on a folder: reuse"
 
-# The three ways in on a folder, with the releases before.
+# The three ways in on a folder, with the releases before, and the order of calls with each release.
 e2e-older:
-	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.28 0.29 0.30 0.31
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.28 0.29 0.30 0.31 0.33
+	$(E2E_ENV)/bin/python -m pytest tests/vllm/test_call_order.py
 	$(E2E) --out build/e2e-older --versions 0.28,0.29,0.30,0.31 \
 		--only "tier on fs: reuse,spec on fs: reuse,on a folder: reuse"
 
@@ -177,6 +178,15 @@ e2e-reduced: e2e-env
 # And the copy kernel, because Triton comes with vLLM and not with the tests' environment.
 test-vllm:
 	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py $(PYTEST_OPTIONS)
+
+# What kvtiers uses of vLLM, read from the code with the newest release, and which options of the tested releases count.
+# test-vllm says when either is not current.
+IN_RELEASE = VLLM_TARGET_DEVICE=cpu HF_HUB_OFFLINE=1 PYTHONPATH=$(E2E_ENV)/vllm-$(1):. $(E2E_ENV)/bin/python
+contract:
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.28 0.29 0.30 0.31 0.33
+	rm -f connector/vllm/counting.json
+	$(foreach release,0.28 0.29 0.30 0.31 0.32 0.33,$(call IN_RELEASE,$(release)) -m tests.vllm.counting_options &&) true
+	$(call IN_RELEASE,0.33) -m tests.vllm.contract_reader
 
 clean:
 	rm -rf .venv .venv-3.* $(SITE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

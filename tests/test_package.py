@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def modules_of_the_checkout() -> set[str]:
+    """With the only files of the package that are not modules."""
     found = {f"kvtiers/{path.name}" for path in (ROOT / "kvtiers").iterdir() if path.is_file()}
     for part in ("tiers", "connector"):
         found |= {f"kvtiers/{path.relative_to(ROOT)}" for path in (ROOT / part).rglob("*.py")}
-    return found
+    return found | {f"kvtiers/connector/vllm/{name}.json" for name in ("contract", "counting")}
 
 
 def build(source: Path, kind: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Sends kvtiers' log lines to vLLM's handlers, at vLLM's level, and some of them only once.
+"""Sends kvtiers' log lines to vLLM's handlers, at vLLM's level.
 
 vLLM configures only the logger ``vllm``. Without this module, kvtiers' INFO lines would be lost, and its warnings would
 have no time, level or process.
@@ -7,7 +7,6 @@ have no time, level or process.
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 
 def log_as_vllm() -> None:
@@ -27,9 +26,3 @@ def log_as_vllm() -> None:
     ours.propagate = theirs.propagate
     if ours.level == logging.NOTSET:
         ours.setLevel(theirs.level)
-
-
-@cache
-def log_once(logger: logging.Logger, level: int, text: str) -> None:
-    """Log a text, but only once in this process."""
-    logger.log(level, "%s", text)

@@ -29,9 +29,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Definitions of all kvtiers metrics. A histogram becomes a counter of its sum; ``…_jobs`` has its count."""
     return {
         _vllm_name(name): (
-            OffloadingGaugeMetadata(metric.help, metric.labels)
+            OffloadingGaugeMetadata(documentation=metric.help, labelnames=metric.labels)
             if metric.kind is MetricKind.GAUGE
-            else OffloadingCounterMetadata(metric.help, metric.labels)
+            else OffloadingCounterMetadata(documentation=metric.help, labelnames=metric.labels)
         )
         for name, metric in METRICS.items()
     }
@@ -50,7 +50,7 @@ def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
         names.PROMOTION_JOB_FAILURES: "Failed secondary-tier promotion jobs, labeled by tier.",
         names.CASCADE_JOB_FAILURES: "Failed secondary-tier cascade jobs, labeled by tier.",
     }
-    return {name: OffloadingCounterMetadata(text, ("tier",)) for name, text in texts.items()}
+    return {name: OffloadingCounterMetadata(documentation=text, labelnames=("tier",)) for name, text in texts.items()}
 
 
 class StatsExporter:

@@ -364,7 +364,12 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
 
     def get_finished(self) -> list[VllmTransferResult]:
         return [
-            VllmTransferResult(result.job_id, result.success, result.transfer_size, result.transfer_time)
+            VllmTransferResult(
+                job_id=result.job_id,
+                success=result.success,
+                transfer_size=result.transfer_size,
+                transfer_time=result.transfer_time,
+            )
             for handler in (self._load, self._store)
             if handler is not None
             for result in handler.get_finished()

@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    ReqContext,
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
@@ -42,11 +43,12 @@ from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from ..identity.options import identity_digest, readable
+from ..log_once import log_once
 from ..model_files import value_digest
 from ..vllm_config import ignored_options
 from . import versions
-from .identity import identity, identity_digest, log_identity, readable
-from .logs import log_once
+from .identity import identity, log_identity
 from .weights import kv_revision
 
 logger = get_logger(__name__)
@@ -60,7 +62,6 @@ else:
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
 _READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)
 _LEAKS_ADAPTERS_ON_CPU = (versions.release() or (0, 0)) < (0, 33)
-_JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # no CUDA attention kernel splits a block of up to 16 tokens
 
@@ -166,7 +167,7 @@ def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_wor
     canonical = bool(getattr(config, "canonical_layout", False))
     found = _identity_of(vllm_config)
     if not in_worker:
-        log_identity(found)
+        log_identity(vllm_config, found)
     return EngineSpec(
         VllmOffloadingConfig(
             model=ModelConfig(
@@ -312,10 +313,10 @@ def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResu
     return LookupResult.HIT if answer else LookupResult.MISS
 
 
-def excluded_tiers(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> int:
+def excluded_tiers(places: Iterable[tuple[Medium, Locality | None]], req_context: ReqContext) -> int:
     """Bit mask of the places that ``kv_load_tiers`` in a request's parameters excludes from loading."""
     allows = req_context.load_tier_filter.allows
-    return sum(1 << index for index, place in enumerate(places) if not allows(*place))
+    return sum(1 << index for index, (kind, where) in enumerate(places) if not allows(medium=kind, locality=where))
 
 
 def job_metadata(job: Any) -> JobMetadata:
@@ -324,7 +325,7 @@ def job_metadata(job: Any) -> JobMetadata:
     return JobMetadata(job.job_id, tuple(job.keys), ids, job.req_context)
 
 
-def prompt_order(keys: Sequence[bytes], req_context: Any) -> list[int]:
+def prompt_order(keys: Sequence[bytes], req_context: ReqContext) -> list[int]:
     """Return the indexes of ``keys`` in prompt order. Order matters: a prefix is usable only up to its first gap.
 
     vLLM passes the keys of a store as a set. From 0.31 on it tells at which token of the request each key ends.
@@ -336,14 +337,13 @@ def prompt_order(keys: Sequence[bytes], req_context: Any) -> list[int]:
 
 def job_result(result: JobResult) -> VllmJobResult:
     """Convert a kvtiers result. For vLLM, ``successful_keys`` of None means that ``success`` holds for all keys."""
-    fields = {
-        "job_id": result.job_id,
-        "success": result.success,
-        "successful_keys": None if result.success else result.successful_keys or None,
-        "transfer_time": result.transfer_time,
-        "transfer_bytes": result.transfer_bytes,
-    }
-    return VllmJobResult(**{name: value for name, value in fields.items() if name in _JOB_RESULT_FIELDS})
+    return VllmJobResult(
+        job_id=result.job_id,
+        success=result.success,
+        successful_keys=None if result.success else result.successful_keys or None,
+        transfer_time=result.transfer_time,
+        **({"transfer_bytes": result.transfer_bytes} if hasattr(VllmJobResult, "transfer_bytes") else {}),
+    )
 
 
 def hold_back_stream(request: Any) -> None:

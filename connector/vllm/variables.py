@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from ...tiers.plain_logs import get_logger
+from ..identity.options import Shown
 
 logger = get_logger(__name__)
 
@@ -32,12 +33,6 @@ _AS_UNSET = {f"{PREFIX}SSM_CONV_STATE_LAYOUT": "SD"}
 _OWN_PLUGINS = ("kvtiers.", "vllm.")
 
 Parser = Callable[[], Any]
-
-
-class Shown(str):
-    """A text that is safe to show: a choice that vLLM knows, a number or a name in code. It is equal to its ``str``."""
-
-    __slots__ = ()
 
 
 def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.lora.request import LoRARequest
+
 from ...tiers.errors import ConfigError
 from ...tiers.plain_logs import get_logger
 from ..model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
@@ -201,14 +203,14 @@ class Adapters:
         self.started_ns = time.time_ns()
         self._seen: dict[tuple[int, str], str] = {}
 
-    def revision(self, lora: Any) -> str | None:
+    def revision(self, lora: LoRARequest) -> str | None:
         """Return the digest of an adapter's files, or the commit of an adapter from the hub. None: unknown.
 
         If the files change while the engine runs (between its start and the adapter's first request, or later), the
         result is None until the engine is restarted.
 
         Args:
-            lora: vLLM's LoRARequest.
+            lora: a request's.
         """
         path = os.path.expanduser(lora.lora_path)
         found = files_digest(path, also="adapter_config.json") if os.path.exists(path) else hub_commit(path, None)

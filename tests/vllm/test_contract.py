@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import ast
 import importlib
+import importlib.util
 import inspect
 import logging
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,29 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from kvtiers.connector.vllm import contract, versions
-from kvtiers.connector.vllm.contract import CALLED, READ, check_contract, entries_of, implements
+from kvtiers.connector.vllm.contract import USED, check_contract, implements
 from kvtiers.tiers.errors import ConfigError
+from tests.vllm import contract_reader
 
 PACKAGE = Path(contract.__file__).parent
 NEWEST = versions.release(versions.TESTED[-1])
 
 
-def entries(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Place and name of each entry that the installed release has."""
-    found = []
-    for place, names in table.items():
-        for text, _, since in (each.partition(">=") for each in entries_of(names)):
-            if not since or (versions.release() or (99, 0)) >= (versions.release(since) or (0, 0)):
-                found.append((place, text.strip().partition("(")[0]))
-    return found
+def is_newest() -> bool:
+    return versions.release() == NEWEST
+
+
+#: Place and name of each entry that the installed release has; one for each name that is called.
+ENTRIES = sorted(
+    {
+        (place, entry.lstrip("?").partition("(")[0], entry.endswith(")"))
+        for place, entries in USED.items()
+        for entry in entries
+        if is_newest() or not entry.startswith("?")
+    }
+)
+CALLED = [(place, name) for place, name, is_called in ENTRIES if is_called]
+USED_NAMES = sorted({(place, name) for place, name, _ in ENTRIES})
 
 
 def our_classes() -> Iterator[type]:
@@ -95,7 +104,7 @@ def test_a_release_is_known_by_its_first_two_numbers(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.27.1", "1.0.0", "dev", "", "unknown"])
 def test_a_release_that_nobody_tried_starts_and_says_so(version: str, caplog: pytest.LogCaptureFixture) -> None:
-    if versions.release() != NEWEST:
+    if not is_newest():
         pytest.skip("the installed release is not the newest, so it lacks what a later one must have")
     with caplog.at_level(logging.WARNING):
         check_contract(version)
@@ -103,7 +112,7 @@ def test_a_release_that_nobody_tried_starts_and_says_so(version: str, caplog: py
 
 
 def test_a_release_that_nobody_tried_must_have_what_the_newest_has() -> None:
-    if versions.release() == NEWEST:
+    if is_newest():
         pytest.skip("the installed release is the newest")
     missing = [*contract.changes(None), *(each for ours in OURS for each in contract.changed_methods(ours, None))]
     assert "OffloadingManager.on_reset_flushed is gone" in missing
@@ -131,7 +140,7 @@ def one_more(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
     return [*kept, inspect.Parameter("kv_epoch", inspect.Parameter.KEYWORD_ONLY)]
 
 
-@pytest.mark.parametrize(("place", "name"), entries(CALLED), ids=called)
+@pytest.mark.parametrize(("place", "name"), CALLED, ids=called)
 def test_one_more_argument_of_a_function_is_named(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = owner_of(place)
     give_signature(owner, name, one_more, monkeypatch)
@@ -178,7 +187,7 @@ def test_arguments_in_another_order_are_named(
     assert f" takes ({list(before.parameters)[2]}" in refusal(lambda: implements(ours))
 
 
-@pytest.mark.parametrize(("place", "name"), entries(CALLED) + entries(READ), ids=called)
+@pytest.mark.parametrize(("place", "name"), USED_NAMES, ids=called)
 def test_what_is_gone_is_named(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of a class is one that has all of its attributes but this."""
     module, _, cls = place.partition(":")
@@ -192,7 +201,7 @@ def test_what_is_gone_is_named(place: str, name: str, monkeypatch: pytest.Monkey
             pytest.skip("the module makes it when it is asked for")
         monkeypatch.delattr(owner, name)
     else:
-        names = contract._attributes(owner) - {name, "__class__", "__dict__", "__weakref__", "__init__", "__new__"}
+        names = contract.attributes(owner) - {name, "__class__", "__dict__", "__weakref__", "__init__", "__new__"}
         attributes = {each: inspect.getattr_static(owner, each, None) for each in names}
         stand_in = type(cls, (), {each: value for each, value in attributes.items() if not each.startswith("__")})
         monkeypatch.setattr(importlib.import_module(module), cls, stand_in)
@@ -208,8 +217,8 @@ def test_attributes_of_class_are_those_that_its_constructor_stores() -> None:
             spec.region = self
             self.close_later = lambda: self.second
 
-    assert {"_manager", "first", "second", "third", "close_later"} <= contract._attributes(Scheduler)
-    assert not {"manager", "region"} & contract._attributes(Scheduler)
+    assert {"_manager", "first", "second", "third", "close_later"} <= contract.attributes(Scheduler)
+    assert not {"manager", "region"} & contract.attributes(Scheduler)
 
 
 @pytest.mark.parametrize(("ours", "base", "name"), METHODS, ids=called)
@@ -235,7 +244,7 @@ def test_a_new_abstract_method_is_named() -> None:
 
 
 def test_many_changes_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = random.Random(1).sample([place for place in READ if ":" in place], 3)
+    chosen = random.Random(1).sample(sorted({place for place, _ in USED_NAMES if ":" in place}), 3)
     for place in chosen:
         module, _, name = place.partition(":")
         monkeypatch.delattr(importlib.import_module(module), name)
@@ -256,13 +265,12 @@ import kvtiers.connector.vllm.spec
     assert "vllm.v1.kv_offload.base.PrepareStoreOutput is gone" in error
 
 
-# ---- the table and the code ------------------------------------------------------------------------------------
+# ---- the list and the code -------------------------------------------------------------------------------------
 
 
 def trees() -> Iterator[ast.AST]:
     for path in PACKAGE.rglob("*.py"):
-        if path.name != "contract.py":
-            yield ast.parse(path.read_text())
+        yield ast.parse(path.read_text())
 
 
 def test_each_class_that_vllm_calls_is_compared_when_it_is_imported() -> None:
@@ -275,73 +283,108 @@ def test_each_class_that_vllm_calls_is_compared_when_it_is_imported() -> None:
     assert decorated == {ours.__name__ for ours in OURS}
 
 
-def reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Name of a variable or attribute, and of an attribute that is read of it, as ``a.b`` or ``getattr(a, "b")``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node.value).rpartition(".")[2], node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            owner, name = node.args[:2]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                yield ast.unparse(owner).rpartition(".")[2], name.value
+def test_list_is_what_the_code_uses() -> None:
+    """If this fails: ``make contract``. Releases before the newest do not have every optional entry."""
+    read = {(place, entry) for place, entries in contract_reader.read().items() for entry in entries}
+    shipped = {(place, entry) for place, entries in USED.items() for entry in entries}
+    assert not read - shipped
+    assert all(entry.startswith("?") and not is_newest() for _, entry in shipped - read), shipped - read
 
 
-CONFIG = "vllm.config:"
-#: Names that kvtiers.connector.vllm gives to vLLM's objects, and what they are.
-VARIABLES = {
-    "cache": (f"{CONFIG}CacheConfig", f"{contract._OFFLOAD_CONFIG}OffloadingCacheConfig"),
-    "cached": (f"{contract._STEP}CachedRequestData",),
-    "connector_output": ("vllm.v1.outputs:KVConnectorOutput",),
-    "draft": (f"{CONFIG}ModelConfig",),
-    "kv_cache_config": (f"{contract._CACHES}KVCacheConfig",),
-    "lora": ("vllm.lora.request:LoRARequest",),
-    "model": (f"{CONFIG}ModelConfig", f"{contract._OFFLOAD_CONFIG}OffloadingModelConfig"),
-    "multimodal": (f"{CONFIG}MultiModalConfig",),
-    "parallel": (f"{CONFIG}ParallelConfig", f"{contract._OFFLOAD_CONFIG}OffloadingParallelConfig"),
-    "pooler": (f"{CONFIG}PoolerConfig",),
-    "scheduler_output": (f"{contract._STEP}SchedulerOutput",),
-    "speculative": (f"{CONFIG}SpeculativeConfig",),
-    "vllm_config": (f"{CONFIG}VllmConfig",),
+#: How to write it for vLLM's objects, and what the reader must find.
+SOURCE = """
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import OffloadingManager, ReqContext, TransferResult
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Ours(OffloadingManager):
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        return first_of([req_context])
+
+    def on_schedule_end(self, context: Any) -> None:
+        self.seen: list[ReqContext] = []
+        for each in self.seen:
+            each.req_id.upper()
+
+
+def first_of(contexts: Any) -> Any:
+    for each in contexts:
+        return each.load_tier_filter.allows(medium=1, locality=2)
+
+
+def images(request: Request) -> Any:
+    request.kv_transfer_params = {}
+    return [feature.identifier for feature in request.mm_features or ()]
+
+
+def cautious(request: Request, config: VllmConfig) -> Any:
+    try:
+        return config.model_config.tokenizer
+    except Exception:
+        pass
+    with suppress(Exception):
+        config.cache_config.block_size
+    if hasattr(request, "resumable"):
+        return request.resumable
+    else:
+        return request.num_tokens
+
+
+def finished(more: Any) -> Any:
+    return TransferResult(1, success=True, **more), getattr(dataclasses.replace(more), "whatever", None)
+"""
+EXPECTED = {
+    "vllm.v1.kv_offload.base": ["OffloadingManager", "ReqContext", "TransferResult"],
+    "vllm.v1.kv_offload.base:ReqContext": ["load_tier_filter", "req_id"],
+    "vllm.v1.kv_offload.base:TierFilter": ["allows(medium=, locality=)"],
+    "vllm.v1.kv_offload.base:TransferResult": ["__init__(_, success=, **_)"],
+    "vllm.v1.request": ["Request"],
+    "vllm.v1.request:Request": ["?resumable", "kv_transfer_params", "mm_features"],
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": ["identifier"],
+    "vllm.config:VllmConfig": ["cache_config"],
+    "vllm.config:CacheConfig": ["block_size"],
 }
 
 
-def test_the_table_has_what_is_read_and_nothing_else() -> None:
-    read = {pair for tree in trees() for pair in reads(tree)}
-    texts = {node.value for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    names = {name for _, name in read} | {name for each in imported() for name in each.split(":")} | texts
-    known = {(place, name) for table in (READ, CALLED) for place, name in everything(table)}
-    stale = {(place, name) for place, name in everything(READ) if name not in names}
-    assert not stale
-    unknown = {
-        f"{variable}.{name}"
-        for variable, name in read
-        if variable in VARIABLES and not any((place, name) in known for place in VARIABLES[variable])
-    }
-    assert not unknown
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], contract_reader.Reader]:
+    """Make a reader of one module that has this text."""
+
+    def read(text: str) -> contract_reader.Reader:
+        name = "kvtiers.connector.vllm.made_up"
+        path = tmp_path / "made_up.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return contract_reader.Reader([name])
+
+    return read
 
 
-def everything(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Place and name of each entry, of whatever release."""
-    for place, names in table.items():
-        for text in entries_of(names):
-            yield place, text.partition(">=")[0].strip().partition("(")[0]
+def test_reader_finds_what_is_used_through_calls_containers_and_overridden_methods(
+    source: Callable[[str], contract_reader.Reader],
+) -> None:
+    reader = source(SOURCE)
+    assert reader.read() == dict(sorted(EXPECTED.items()))
+    assert not reader.problems
 
 
-def imported() -> set[str]:
-    """``module:name`` of all that kvtiers.connector.vllm imports from vLLM."""
-    return {
-        f"{node.module}:{alias.name}"
-        for tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "vllm"
-        for alias in node.names
-    }
-
-
-def test_every_name_that_is_imported_is_in_the_table() -> None:
-    optional = {"vllm.v1.attention.backends.cpu_attn:_get_attn_isa"}  # kv_platform works without this function
-    places = {*CALLED, *READ}
-    inside = {f"{place}:{name}" for table in (CALLED, READ) for place, name in everything(table)}
-    modules = {place.partition(":")[0] for place in places}
-    for name in imported() - optional:
-        assert name in places | inside or name.replace(":", ".") in modules, name
+def test_reader_reports_what_no_release_has(source: Callable[[str], contract_reader.Reader]) -> None:
+    reader = source(SOURCE + "\n\ndef typo(request: Request) -> Any:\n    return request.mm_feature\n")
+    reader.read()
+    assert [problem.rpartition(" reads ")[2] for problem in reader.problems] == [
+        "mm_feature of Request, which has no such attribute"
+    ]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
+import re
+import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
@@ -17,10 +24,11 @@ import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from kvtiers.connector.identity.options import identity_digest, readable
+from kvtiers.connector.log_once import log_once
 from kvtiers.connector.model_files import value_digest
 from kvtiers.connector.vllm import translate, versions
-from kvtiers.connector.vllm.identity import identity, identity_digest, log_identity, readable
-from kvtiers.connector.vllm.logs import log_once
+from kvtiers.connector.vllm.identity import identity, log_identity
 from kvtiers.connector.vllm.weights import kv_revision
 from tests.tiny_model import make_model_dir
 from tests.vllm.engines import VllmConfig, offloading_config
@@ -113,6 +121,7 @@ def test_namespace_does_not_depend_on_where_engine_is_started(plain: Any, enviro
     assert namespace(plain, environ) == namespace(plain)
 
 
+EXAMPLES = 15  # each makes two of vLLM's configs
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
 DAILY: Mapping[str, Mapping[str, Any]] = {
     "again": {},
@@ -238,6 +247,114 @@ def test_config_objects_of_two_starts_are_equal() -> None:
     assert made > len(CLASSES) // 2
 
 
+# ---- the property: two equal starts are one namespace, and one difference that changes KV is another ---------------
+
+
+class Machine(NamedTuple):
+    """What vLLM asks a host for."""
+
+    has_bf16: bool = False
+    has_amx: bool = False
+    cores: int = 2
+    memory_gib: int = 16
+    nodes: int = 1
+    host: str = "one"
+
+
+MACHINES = (
+    Machine(),
+    Machine(has_bf16=True, cores=64, memory_gib=512, nodes=2, host="two"),
+    Machine(has_bf16=True, has_amx=True, cores=192, memory_gib=2048, nodes=8, host="three"),
+    Machine(has_amx=True, cores=1, memory_gib=8, host="four"),
+)
+
+
+def put_on(machine: Machine, patch: pytest.MonkeyPatch) -> None:
+    """Let vLLM find this machine. What it writes into the environment is undone with ``patch``."""
+    patch.setattr(os, "environ", os.environ)  # vLLM assigns to it; each name is put back below
+    for name in ("VLLM_SSM_CONV_STATE_LAYOUT", "NUMEXPR_MAX_THREADS", "OMP_NUM_THREADS", "LD_PRELOAD"):
+        patch.setenv(name, "")
+        patch.delenv(name)
+    patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: machine.has_bf16, raising=False)
+    patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: machine.has_amx, raising=False)
+    patch.setattr(os, "cpu_count", lambda: machine.cores)
+    patch.setattr(os, "sched_getaffinity", lambda _: set(range(machine.cores)))
+    patch.setattr(socket, "gethostname", lambda: machine.host)
+    total = machine.memory_gib << 30
+    memory = SimpleNamespace(total=total, available=total // 2, percent=50.0, used=total // 2, free=total // 2)
+    patch.setattr(psutil, "virtual_memory", lambda: memory)
+    platform = type(current_platform)
+    patch.setattr(platform, "get_device_total_memory", classmethod(lambda cls, device_id=0: total))
+    if hasattr(platform, "discover_numa_topology"):
+        nodes = [
+            [core for core in range(machine.cores) if core % machine.nodes == node] for node in range(machine.nodes)
+        ]
+        patch.setattr(platform, "discover_numa_topology", classmethod(lambda cls: nodes))
+
+
+#: Options of DAILY that go together with those of CHANGES.
+SURROUNDINGS = sorted(DAILY.keys() - {"compilation mode", "backend that vLLM chooses anyway", "longer ngram"})
+
+
+@given(
+    first=st.sampled_from(MACHINES),
+    second=st.sampled_from(MACHINES),
+    daily=st.sets(st.sampled_from(SURROUNDINGS), max_size=4),
+    environ=st.sampled_from(sorted(ENVIRONMENTS)),
+    change=st.sampled_from(["", *CHANGES]),
+)
+@settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
+def test_equal_starts_share_namespace_and_one_change_of_kv_starts_another(
+    start: Start, plain: Any, first: Machine, second: Machine, daily: set[str], environ: str, change: str
+) -> None:
+    def started(machine: Machine, options: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Any, ...]:
+        with pytest.MonkeyPatch.context() as patch:
+            put_on(machine, patch)
+            before = dict(os.environ)
+            config = start(**options)
+            set_by_vllm = {name: value for name, value in os.environ.items() if before.get(name) != value}
+            return namespace(config, {**environ, **set_by_vllm})
+
+    changes = CHANGES.get(change, {})
+    around = {name: value for each in sorted(daily) for name, value in DAILY[each].items()}
+    one = started(first, changes, {})
+    assert started(second, {**around, **changes}, ENVIRONMENTS[environ]) == one
+    assert (one == namespace(plain)) == (not change)
+
+
+#: Variables that vLLM sets by itself and that count, and why equal engines agree all the same.
+SET_BY_VLLM = {
+    "VLLM_MLA_DISABLE": "where a model's code has no MLA: always in engines with the same executor",
+    "VLLM_MOE_SKIP_PADDING": "a pooling model, which is refused",
+    "VLLM_ROCM_USE_SKINNY_GEMM": "with batch invariance: always in engines with the same executor",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "is as if unset",
+    "VLLM_USE_TRITON_AWQ": "on ROCm for every quantized model, in every process",
+    "VLLM_USE_DEEP_GEMM_E8M0": "by the model's config, in every process",
+}
+_WRITE = re.compile(
+    r"""environ(?:\[|\.setdefault\(\s*)(?:"(VLLM_\w+)"|(\w+))\]?\s*[=,](?!=)|(\w+)(?:: \w+)? = "(VLLM_\w+)"$""",
+    re.MULTILINE,
+)
+
+
+def test_variables_that_vllm_sets_by_itself_are_known() -> None:
+    """If this fails: equal engines may differ by what vLLM finds on a machine. See ``variables._AS_UNSET``."""
+    written = set()
+    for path in Path(vllm.__file__).parent.rglob("*.py"):
+        if (
+            "benchmarks" in path.parts
+            or "VLLM_" not in (text := path.read_text(errors="replace"))
+            or "environ" not in text
+        ):
+            continue
+        found = _WRITE.findall(text)
+        constants = {constant: name for _, _, constant, name in found if constant}
+        written |= {direct or constants.get(by_name, "") for direct, by_name, constant, _ in found if not constant}
+    assert {"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_DIST_IDENT"} <= written  # the pattern finds something
+    counting = {name for name in written if identity(VllmConfig(), {name: "1"})}
+    assert counting <= SET_BY_VLLM.keys()
+
+
 PLAIN_ON_CPU = "engine:aa1c270f8fd919e707307feb"
 PLAIN_ON_CPU_SHOWN = "8f36b21e74dca997031b8cd7"
 
@@ -352,7 +469,7 @@ def test_secret_in_foreign_variable_is_neither_logged_nor_written(caplog: pytest
     log_once.cache_clear()
     environ = {"VLLM_GATEWAY_PASSWORD": "hunter2", "VLLM_MLA_DISABLE": "1"}
     found = identity(VllmConfig(), environ)
-    log_identity(found, environ)
+    log_identity(VllmConfig(), found, environ)
     assert readable(found) == {"VLLM_MLA_DISABLE": "1"}
     assert "part of the namespace, as not at its default: VLLM_MLA_DISABLE=1" in caplog.text
     assert "has no such variables: VLLM_GATEWAY_PASSWORD" in caplog.text
@@ -362,7 +479,7 @@ def test_secret_in_foreign_variable_is_neither_logged_nor_written(caplog: pytest
 def test_engine_at_defaults_logs_nothing(plain: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     log_once.cache_clear()
-    log_identity(identity(plain, {}), {})
+    log_identity(plain, identity(plain, {}), {})
     assert not caplog.records
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,29 +16,16 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import vllm.config
+import vllm.envs
 
-from kvtiers.connector.vllm import identity as module
+from kvtiers.connector.identity.options import Counts, default, identity_digest
+from kvtiers.connector.log_once import log_once
 from kvtiers.connector.vllm import versions
-from kvtiers.connector.vllm.identity import identity, identity_digest, is_ignored
-from kvtiers.connector.vllm.logs import log_once
+from kvtiers.connector.vllm.identity import COUNTING_VARIABLES, TABLES, identity, log_identity
 from kvtiers.connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
 from kvtiers.tiers.errors import ConfigError
+from tests.vllm.counting_options import config_classes, counting_options
 from tests.vllm.engines import VllmConfig
-
-
-def config_classes() -> list[type]:
-    """All config objects of the installed vLLM."""
-    found: dict[str, type] = {}
-    for each in pkgutil.iter_modules(vllm.config.__path__, "vllm.config."):
-        for value in vars(import_module(each.name)).values():
-            if (
-                isinstance(value, type)
-                and dataclasses.is_dataclass(value)
-                and value.__module__.startswith("vllm.config")
-            ):
-                found[value.__name__] = value
-    return [found[name] for name in sorted(found)]
-
 
 CLASSES = config_classes()
 FIELDS = [(cls, field) for cls in CLASSES for field in dataclasses.fields(cls)]
@@ -58,7 +43,7 @@ def at_defaults(cls: type) -> Any:
     made: Any = object.__new__(cls)
     for field in dataclasses.fields(cls):
         try:
-            object.__setattr__(made, field.name, module._default(field))
+            object.__setattr__(made, field.name, default(field))
         except Exception:  # a default that needs the others
             object.__setattr__(made, field.name, None)
     return made
@@ -71,7 +56,7 @@ def test_a_changed_field_changes_the_namespace_unless_it_is_in_the_table(cls: ty
         changed = at_defaults(cls)
         object.__setattr__(changed, field.name, "another value")
         differs = identity(Holder(changed), {}) != before
-        assert differs != is_ignored(cls, field.name), f"{cls.__name__}.{field.name}"
+        assert differs == (TABLES.counts(cls, field.name) is not Counts.NO), f"{cls.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +78,7 @@ def test_a_changed_field_changes_the_namespace_unless_it_is_in_the_table(cls: ty
 def test_options_that_are_known_to_change_kv_count(name: str, fields: str) -> None:
     """With another one of these a block may have as many bytes and another meaning."""
     cls = next(each for each in CLASSES if each.__name__ == name)
-    assert not [field for field in fields.split() if is_ignored(cls, field)]
+    assert not [field for field in fields.split() if TABLES.counts(cls, field) is not Counts.YES]
 
 
 @pytest.mark.parametrize(
@@ -132,12 +117,86 @@ def test_every_line_of_the_table_names_what_some_supported_release_has() -> None
 ELSEWHERE_MAX = 30
 
 
-def test_a_field_that_no_release_has_yet_counts() -> None:
-    cls = dataclasses.make_dataclass(
-        "SchedulerConfig", [("max_num_seqs", int, 1), ("new", bool, False)], bases=(), frozen=False
-    )
-    assert identity(Holder(cls(max_num_seqs=8)), {}) == {}
-    assert identity(Holder(cls(new=True)), {}) == {"held.new": True}
+@pytest.mark.skipif("{}.{}".format(*(versions.release() or (0, 0))) not in versions.TESTED, reason="not tested")
+def test_every_option_of_a_tested_release_is_in_a_table() -> None:
+    """If this fails: ``make contract``, and look at what is new."""
+    fields, variables = counting_options()
+    unknown = {
+        f"{cls.__name__}.{field.name}" for cls, field in FIELDS if TABLES.counts(cls, field.name) is Counts.UNKNOWN
+    }
+    assert not unknown
+    assert all(names <= set(TABLES.counting[cls]) for cls, names in fields.items() if names)
+    assert variables <= COUNTING_VARIABLES
+    both = {
+        f"{cls}.{name}"
+        for cls, names in TABLES.counting.items()
+        for name in TABLES.ignored.get(cls, ())
+        if name in names
+    }
+    assert not both
+
+
+def logged(config: Any, environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """Level and text of what a start logs about its identity."""
+    caplog.clear()
+    caplog.set_level("INFO")
+    log_once.cache_clear()
+    log_identity(config, identity(config, environ), environ)
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def later_release(**changes: Any) -> Any:
+    """A VllmConfig of a later release, whose scheduler has new options."""
+    fields = [("max_num_seqs", int, 1), ("new", bool, False), ("token", str, ""), ("nested", Any, None)]
+    return Holder(dataclasses.make_dataclass("SchedulerConfig", fields)(**changes))
+
+
+def test_unknown_field_counts_and_is_logged_as_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = later_release(max_num_seqs=8, new=True)
+    assert identity(config, {}) == {"held.new": True}
+    [(level, text)] = logged(config, {}, caplog)
+    assert level == "WARNING"
+    assert "part of the namespace, as this kvtiers does not know whether it changes KV: held.new=True. If" in text
+    assert "max_num_seqs" not in text
+
+
+def test_unknown_field_at_its_default_neither_counts_nor_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert identity(later_release(max_num_seqs=8), {}) == {}
+    assert logged(later_release(max_num_seqs=8), {}, caplog) == []
+
+
+def test_field_of_unknown_object_counts_and_is_logged_as_warning(caplog: pytest.LogCaptureFixture) -> None:
+    nested = dataclasses.make_dataclass("NewConfig", [("depth", int, 1)])
+    [(level, text)] = logged(later_release(nested=nested(depth=2)), {}, caplog)
+    assert level == "WARNING"
+    assert ": held.nested.depth=2. If" in text
+
+
+def test_value_of_unknown_field_that_may_be_secret_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    [(level, text)] = logged(later_release(token="hunter2"), {}, caplog)
+    assert level == "WARNING"
+    assert "held.token=(" in text
+    assert "hunter2" not in text
+
+
+def test_unknown_variable_counts_and_is_logged_as_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vllm.envs.environment_variables, "VLLM_NEVER_HEARD_OF", lambda: None)
+    environ = {"VLLM_NEVER_HEARD_OF": "hunter2", "VLLM_MLA_DISABLE": "1"}
+    (unknown, known) = logged(VllmConfig(), environ, caplog)
+    assert unknown[0] == "WARNING"
+    assert "VLLM_NEVER_HEARD_OF=(" in unknown[1]
+    assert "MLA_DISABLE" not in unknown[1] + known[1].replace("VLLM_MLA_DISABLE=1", "")
+    assert known == ("INFO", "part of the namespace, as not at its default: VLLM_MLA_DISABLE=1")
+    assert "hunter2" not in unknown[1] + known[1]
+
+
+def test_field_that_counts_is_logged_as_info(caplog: pytest.LogCaptureFixture) -> None:
+    config = Holder(vllm.config.KernelConfig(moe_backend="triton"))
+    assert logged(config, {}, caplog) == [
+        ("INFO", "part of the namespace, as not at its default: held.moe_backend=triton")
+    ]
 
 
 def test_an_unknown_release_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
 from kvtiers.connector import model_files
+from kvtiers.connector.log_once import log_once
 from kvtiers.connector.vllm import translate, weights
-from kvtiers.connector.vllm.logs import log_once
 from kvtiers.tiers.base import JobResult, OffloadingEvent
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
 from kvtiers.tiers.errors import ConfigError
