@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvtiers.tiers.errors import StoreError, StorePermissionError, StoreThrottledError, StoreTimeoutError
+from kvtiers.tiers.stores.s3 import polling
 from kvtiers.tiers.stores.s3.connections import Connections
 from kvtiers.tiers.stores.s3.errors import MissingHeaderError
 from kvtiers.tiers.stores.s3.options import S3Options
@@ -152,7 +153,10 @@ def test_each_answer_is_of_its_own_key_while_connections_break(server: HttpFault
     assert min(server.struck.values()) > 10
 
 
-def test_lookup_succeeds_after_the_server_closed_idle_connections(store: S3Store, server: HttpFaultServer) -> None:
+def test_lookup_succeeds_after_the_server_closed_idle_connections(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(polling, "SILENCE_S", 600.0)  # on a busy machine, a new connection would get a fault
     connect(store)
     server.inject(Fault.RESET_BEFORE, times=AT_ONCE_FIRST)
     assert store.size_many(KEYS) == SIZES
