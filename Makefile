@@ -59,8 +59,7 @@ test-pythons: setup
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
-	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/transfer/test_gpu_handler_cuda.py tests/connector/transfer/test_triton_copy.py \
-		tests/connector/prefixes/test_prefix_worker_cuda.py
+	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/transfer/test_gpu_handler_cuda.py tests/connector/transfer/test_triton_copy.py
 
 # Packs vLLM and its dependencies for a GPU machine without a network: 3 minutes, no GPU. CONTRIBUTING.md says how to unpack.
 gpu-bundle: setup

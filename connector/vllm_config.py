@@ -15,7 +15,7 @@ from ..tiers.config.tier_options import FsspecTierConfig, S3TierConfig, StoreTie
 from ..tiers.errors import ConfigError, public_url
 from ..tiers.plain_logs import get_logger
 from ..tiers.registry import SecondaryTierFactory
-from .prefixes.place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
+from .ranks.place import OF_A_REQUEST, REQUEST_PARAMETERS, shareable
 
 logger = get_logger(__name__)
 
@@ -62,7 +62,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
 
         - ``spec``: KVTiersSpec; everything in the file applies.
         - ``tier``: kvtiers' tiers behind vLLM's own TieringOffloadingSpec.
-        - ``shared_storage``: prefixes in the first tier's storage that other processes can read, if there is one.
+        - ``shared_storage``: a tier of each rank, by the first tier that other processes can read, if there is one.
 
     Raises:
         ConfigError: lists the file's mistakes.
@@ -207,7 +207,7 @@ def why_not_shared(deployment_path: str | os.PathLike[str]) -> str:
     reasons = []
     for index, tier in enumerate(deployment.tiers):
         try:
-            place_of_prefixes(tier)
+            shareable(tier)
         except ConfigError as e:
             reasons.append(f"tiers[{index}].{e}")
     return "; ".join(reasons) or "tiers: the list is empty"
@@ -216,13 +216,14 @@ def why_not_shared(deployment_path: str | os.PathLike[str]) -> str:
 def _first_place(deployment: DeploymentConfig, path: str) -> dict[str, Any] | None:
     for index, tier in enumerate(deployment.tiers):
         try:
-            place_of_prefixes(tier)
+            shareable(tier)
         except ConfigError:
             continue
         assert isinstance(tier, TierConfig)
         if _may_hold_secrets(tier):
             return {"config_file": path, "index": index} if len(deployment.tiers) > 1 else {"config_file": path}
-        return {"tier": {"type": tier.type, **tier.model_dump(mode="json", exclude_unset=True)}}
+        chunk = {"blocks_per_chunk": deployment.blocks_per_chunk} if deployment.blocks_per_chunk > 1 else {}
+        return {"tier": {"type": tier.type, **tier.model_dump(mode="json", exclude_unset=True)}, **chunk}
     return None
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 _CONNECTORS = {
     "KVTiersConnector": "connector",
-    "SharedStorageConnector": "prefixes.connector",
+    "SharedStorageConnector": "shared_storage",
 }
-_MODULES = {**_CONNECTORS, "KVTiersSpec": "spec", "KVTiersTier": "tier"}
+_MODULES = {**_CONNECTORS, "KVTiersSpec": "spec", "KVTiersTier": "tier", "RankTiersSpec": "ranks"}
 
-__all__ = ["KVTiersConnector", "KVTiersSpec", "KVTiersTier", "SharedStorageConnector", "register"]  # noqa: F822
+__all__ = ["KVTiersConnector", "KVTiersSpec", "KVTiersTier", "RankTiersSpec", "SharedStorageConnector", "register"]  # noqa: F822
 
 
 def __getattr__(name: str) -> Any:

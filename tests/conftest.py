@@ -36,11 +36,8 @@ LONGEST = (
     "tiers/stores/test_custom_store.py",
     "tiers/stores/test_fsspec_store.py",
     "docs/test_writing_a_store.py",
-    "connector/prefixes/test_prefix_bucket.py",
     "tiers/stores/files/test_local_crash.py",
     "connector/commands/test_verify_command.py",
-    "connector/prefixes/test_prefix_store.py",
-    "connector/prefixes/test_prefix_limits.py",
     "connector/region/test_region_processes.py",
 )
 

@@ -288,15 +288,6 @@ class KeepsFiles(Protocol):
 
 
 @runtime_checkable
-class NamesBlocks(Protocol):
-    """A store whose block names differ from ``FileMapper``'s."""
-
-    def is_block(self, key: str) -> bool:
-        """Whether a listed key names a block, which a collector may remove."""
-        ...
-
-
-@runtime_checkable
 class SupportsSpace(Protocol):
     """A store whose storage reports its size."""
 

@@ -16,7 +16,7 @@ CALLING_METHODS: Final = (
     *("hidden_names", "space", "folders", "used_at"),
 )
 #: Methods that make no storage call; layers pass them on unchanged.
-PASSED_METHODS: Final = ("is_block", "prepare")
+PASSED_METHODS: Final = ("prepare",)
 
 
 def _adds(store: Store, method: str) -> bool:

@@ -25,7 +25,7 @@ from ...tiers.tools.ownership import check_is_ours
 from ..sizes import human_bytes
 from .options import AsJson, Config, DryRun, TierName
 from .output import Results, Ticker, TierResult, counted, human_age, refuse, say
-from .places import FolderMissingError, Place, PrefixPlace, find_places, find_prefixes, is_bare
+from .places import Place, find_places, is_bare
 from .session import session
 
 DAY_S = 86_400
@@ -83,16 +83,10 @@ def gc(
             "rule.",
         ),
     ] = False,
-    prefixes: Annotated[
-        bool, typer.Option("--prefixes", help="Remove chunks of SharedStorageConnector instead of the tiers' blocks.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove blocks past their ttl and, above max_bytes, the least recently used blocks."""
-    if prefixes and lifecycle:
-        raise typer.BadParameter("applies only to blocks and excludes --prefixes", param_hint="--lifecycle")
-    places = find_prefixes(config, tier) if prefixes else find_places(config, tier)
-    places = _with_bounds(config, places, {"max_bytes": max_bytes, "ttl": ttl})
+    places = _with_bounds(config, find_places(config, tier), {"max_bytes": max_bytes, "ttl": ttl})
     if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
         raise refuse("--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
     if not dry_run:
@@ -102,7 +96,7 @@ def gc(
         with results.of(place):
             result = results.add(_collect(place, dry_run=dry_run))
             if not as_json:
-                _show(result, "chunk" if prefixes else "block")
+                _show(result)
             if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
                 result.lifecycle = _set_lifecycle(place, place.config.ttl)
                 if not as_json:
@@ -131,10 +125,9 @@ def _with_bounds(config: str, places: list[Place], given: dict[str, str | None])
         option, _, mistake = str(e).partition(": ")
         raise ConfigError(mistake, field=f"--{option.replace('_', '-')}") from None
     assert isinstance(limited, TierConfig)
-    if not isinstance(place, PrefixPlace):  # prefixes are never protected
-        with place.open() as store:
-            _refuse_protected(store, place)
-    return [type(place)(place.name, limited, place.where)]
+    with place.open() as store:
+        _refuse_protected(store, place)
+    return [Place(place.name, limited, place.where)]
 
 
 def _refuse_protected(store: Store, place: Place) -> None:
@@ -154,12 +147,7 @@ def _collect(place: Place, *, dry_run: bool) -> Collected | Skipped:
         why = "is read_only" if place.read_only else "has neither max_bytes nor ttl"
     else:
         why = "another collector is at work"
-        try:
-            report = _collect_within(place, policy, dry_run=dry_run)
-        except FolderMissingError:
-            if not isinstance(place, PrefixPlace) or not place.is_beside_a_root():
-                raise
-            why = "no prefixes are stored here yet"
+        report = _collect_within(place, policy, dry_run=dry_run)
     if report is None:
         return Skipped(tier=place.name, where=place.where, skipped=why)
     return Collected(tier=place.name, where=place.where, **asdict(report))
@@ -208,7 +196,7 @@ def _show_lifecycle(place: Place, rules: Lifecycle) -> None:
         say(f"{where}: the bucket removes blocks {rules.expire_after_days} days after they were written{versions}")
 
 
-def _show(result: Collected | Skipped, unit: str) -> None:
+def _show(result: Collected | Skipped) -> None:
     place = f"{result.tier} at {result.where}"
     if isinstance(result, Skipped):
         say(f"{place}: {result.skipped}")
@@ -217,13 +205,13 @@ def _show(result: Collected | Skipped, unit: str) -> None:
     took = human_age(result.seconds) if result.seconds >= 1 else "less than 1s"
     say(f"{place}: {counted(result.blobs, 'blob')}, {human_bytes(result.bytes)}, listed in {took}")
     for reason, count in result.removed_blobs.items():
-        say(f"  {verb} by {reason}: {counted(count, unit)}, {human_bytes(result.removed_bytes[reason])}")
+        say(f"  {verb} by {reason}: {counted(count, 'block')}, {human_bytes(result.removed_bytes[reason])}")
     if result.ttl_waits_s:
         wait = human_age(result.ttl_waits_s)
         say(f"  nothing is removed by ttl for another {wait}: the storage's clock was stepped, so ages are not known")
     if result.leftovers:
         say(f"  {verb}, left by dead writers or in quarantine: {counted(result.leftovers, 'file')}")
     if result.kept_by_error:
-        say(f"  could not be removed: {counted(result.kept_by_error, unit)}")
+        say(f"  could not be removed: {counted(result.kept_by_error, 'block')}")
     if result.own_bytes:
         say(f"  quarantined and partly written: {human_bytes(result.own_bytes)}")

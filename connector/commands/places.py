@@ -23,9 +23,7 @@ from ...tiers.errors import ConfigError, StoreConfigError, public_url
 from ...tiers.registry import SecondaryTierFactory
 from ...tiers.store import Store
 from ...tiers.stores.os_errors import store_error
-from ..prefixes.chunks import ChunkStore
-from ..prefixes.limits import PrefixLimits
-from ..prefixes.place import place_at, place_of_prefixes
+from ..ranks.place import place_at
 from .output import note
 from .session import session
 
@@ -79,27 +77,6 @@ class Place:
         return self.config.capacity_policy() if isinstance(self.config, BoundedTierConfig) else None
 
 
-class PrefixPlace(Place):
-    """The prefixes that SharedStorageConnector keeps beside a tier's blocks."""
-
-    @contextmanager
-    def open(self, *, writes: bool = False) -> Iterator[Store]:
-        """Open a store whose blocks are the chunks of prefixes."""
-        with super().open(writes=writes) as store:
-            yield ChunkStore(store)
-
-    def is_beside_a_root(self) -> bool:
-        """Whether the folder beside which the prefixes would lie exists."""
-        root_dir = getattr(self.config, "root_dir", None)
-        return root_dir is not None and os.path.isdir(os.path.dirname(root_dir))
-
-    @property
-    def policy(self) -> CapacityPolicy | None:
-        assert isinstance(self.config, BoundedTierConfig)
-        limits = PrefixLimits.of(self.config)
-        return None if limits is None else limits.policy
-
-
 def _check_is_there(folder: str) -> None:
     try:
         os.lstat(folder)
@@ -107,26 +84,6 @@ def _check_is_there(folder: str) -> None:
         raise FolderMissingError(f"root_dir {folder!r} does not exist; an engine creates it when it starts") from None
     except OSError as e:
         raise store_error(e, "") from e
-
-
-def find_prefixes(config: str, tier: str | None) -> list[Place]:
-    """Find the prefixes of SharedStorageConnector beside the blocks of ``find_places``.
-
-    Raises:
-        ConfigError: see ``find_places``; or none of these tiers can hold prefixes.
-    """
-    found: list[Place] = []
-    reasons = []
-    for place in find_places(config, tier):
-        try:
-            prefixes = place_of_prefixes(place.config)
-        except ConfigError as e:
-            reasons.append(f"{place.name}: {e}")
-            continue
-        found.append(PrefixPlace(place.name, prefixes, shown_place(prefixes)))
-    if not found:
-        raise ConfigError(f"{_shown(config)} has no place for prefixes: {'; '.join(reasons)}", field="--prefixes")
-    return found
 
 
 def find_places(config: str, tier: str | None, *, tells: bool = True) -> list[Place]:

@@ -2,7 +2,7 @@
 
 - ``connector``: KVTiersConnector. It uses ``spec`` (kvtiers' own offloading spec) or ``tier`` (kvtiers' tiers behind
   vLLM's own TieringOffloadingSpec).
-- ``prefixes.connector``: SharedStorageConnector, which needs neither.
+- ``shared_storage``: SharedStorageConnector. It uses ``ranks`` (a tier of each rank).
 
 Importing any of these modules first checks that the installed vLLM has everything that kvtiers uses: another release
 may lack the very names that these modules import.

@@ -17,6 +17,7 @@ If kvtiers is installed, vLLM finds the connector by its plug-in entry point. If
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -27,7 +28,8 @@ from . import refusals, translate
 from .contract import implements
 from .handed import handing_over
 from .logs import log_as_vllm
-from .spec import KVTiersManager, KVTiersSpec
+from .metrics import shared_types
+from .spec import KVTiersSpec
 
 
 @implements
@@ -45,16 +47,34 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         log_as_vllm()
-        vllm_config = _with_spec(vllm_config)
+        vllm_config = self._with_spec(vllm_config)
         with handing_over(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
         manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
-        self._manager = manager if isinstance(manager, KVTiersManager) else None
+        self._manager: Any = manager if hasattr(manager, "continue_wait") else None  # KVTiersManager, or RankManager
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. vLLM calls this after it has created all connectors of the process."""
         refusals.check_siblings()
         super().register_kv_caches(kv_caches)
+
+    @classmethod
+    def options_of(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert ``kv_connector_extra_config`` to the options of vLLM's OffloadingConnector.
+
+        Raises:
+            ConfigError: as for the class.
+        """
+        return connector_options(extra_config)
+
+    @classmethod
+    def _with_spec(cls, vllm_config: Any) -> Any:
+        """Return a copy of ``vllm_config`` whose connector options name the spec."""
+        transfer = copy.copy(vllm_config.kv_transfer_config)
+        transfer.kv_connector_extra_config = cls.options_of(transfer.kv_connector_extra_config)
+        changed = copy.copy(vllm_config)
+        changed.kv_transfer_config = transfer
+        return changed
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Any) -> bool:
@@ -66,7 +86,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             ConfigError: as for the class. vLLM's config wraps it in pydantic's ValidationError, which shows its text.
         """
         log_as_vllm()
-        options = connector_options(extra_config)
+        options = cls.options_of(extra_config)
         if options["spec_name"] == KVTiersSpec.__name__:  # for the other way, connector_options has read them
             deployment_from(options)
             ignored_options(options)
@@ -78,7 +98,9 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> Any:
         """Create the metrics of the configured spec, in the process that exports them."""
-        return super().build_prom_metrics(_with_spec(vllm_config), metric_types, labelnames, per_engine_labelvalues)
+        return super().build_prom_metrics(
+            cls._with_spec(vllm_config), shared_types(metric_types), labelnames, per_engine_labelvalues
+        )
 
     def on_new_request(self, request: Any) -> None:
         """Start a request, before vLLM looks up any of its blocks."""
@@ -109,15 +131,6 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         """
         refusals.check_step(scheduler_output)
         return super().build_connector_meta(scheduler_output)
-
-
-def _with_spec(vllm_config: Any) -> Any:
-    """Return a copy of ``vllm_config`` whose connector options name the spec."""
-    transfer = copy.copy(vllm_config.kv_transfer_config)
-    transfer.kv_connector_extra_config = connector_options(transfer.kv_connector_extra_config)
-    changed = copy.copy(vllm_config)
-    changed.kv_transfer_config = transfer
-    return changed
 
 
 register()  # when it reads stats, MultiConnector looks classes up by name only, even if a module path was given

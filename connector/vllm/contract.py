@@ -36,10 +36,16 @@ SHOWN_MAX = 10  # changes that an error lists
 USED: Mapping[str, list[str]] = json.loads(Path(__file__).with_name("contract.json").read_text())
 
 #: Method -> first release of vLLM that calls it.
-SINCE: Mapping[str, tuple[int, int]] = {"get_load_source": (0, 32), "on_reset_flushed": (0, 33)}
+SINCE: Mapping[str, tuple[int, int]] = {
+    "get_load_source": (0, 32),
+    "get_transfer_results": (0, 31),
+    "on_reset_flushed": (0, 33),
+}
 
 #: Public methods that only kvtiers calls, in classes that inherit from vLLM's.
-OWN = frozenset({"continue_wait", "note_asked"})
+OWN = frozenset({"continue_wait", "note_asked", "options_of"}) | frozenset(
+    {"note", "report", "take_failed_blocks", "take_failed_requests", "take_stats"}
+)
 
 _C = TypeVar("_C", bound=type)
 

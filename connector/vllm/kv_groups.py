@@ -160,31 +160,6 @@ def _refuse_non_causal(layers: Iterable[Any]) -> None:
         )
 
 
-def prefix_spec(kv_cache_config: Any) -> Any:
-    """Return the spec of a model's only KV cache group, which must be causal full attention or MLA.
-
-    SharedStorageConnector needs such a group, because all of a prompt then stays in its blocks.
-
-    Raises:
-        ConfigError: there are several groups, or the group is not of full attention, or not causal.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    kinds: list[Any] = []
-    for group in groups:
-        kinds += getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
-    # vLLM counts MLA as full attention. Other kinds release blocks early, and vLLM replaces these by its null block,
-    # which all requests share. The null block cannot be stored, loaded into, or reported as failed.
-    others = {type(kind).__name__ for kind in kinds if not isinstance(kind, FullAttentionSpec)}
-    if len(groups) != 1 or others:
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups of {', '.join(sorted(others)) or 'full attention'}; "
-            "SharedStorageConnector takes one, of full attention or MLA; use KVTiersConnector",
-            field="kv_connector",
-        )
-    _refuse_non_causal(kinds)
-    return groups[0].kv_cache_spec
-
-
 def check_pages(kv_caches: Any, config: Any, kv_cache_config: Any) -> None:
     """Refuse KV tensors that do not cover a whole block, whatever layout causes it.
 

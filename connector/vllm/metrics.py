@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -51,6 +52,28 @@ def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
         names.CASCADE_JOB_FAILURES: "Failed secondary-tier cascade jobs, labeled by tier.",
     }
     return {name: OffloadingCounterMetadata(documentation=text, labelnames=("tier",)) for name, text in texts.items()}
+
+
+_MADE: dict[tuple[Any, str], Any] = {}
+
+
+def shared_types(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return vLLM's classes of metrics, such that kvtiers' connectors in one MultiConnector share their metrics.
+
+    vLLM makes the metrics of each connector, and Prometheus refuses a name that is made a second time.
+    """
+
+    def make(kind: Any, *, name: str, **options: Any) -> Any:
+        try:
+            made = kind(name=name, **options)
+        except ValueError:  # a duplicate
+            if (kind, name) not in _MADE:
+                raise
+            return _MADE[kind, name]
+        _MADE[kind, name] = made
+        return made
+
+    return {kind: partial(make, theirs) for kind, theirs in metric_types.items()}
 
 
 class StatsExporter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
@@ -95,20 +96,43 @@ def check_one_host(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     count = getattr(parallel, "nnodes_within_dp", 1)  # exists in 0.32 and 0.33; older releases may lack it
     if count > 1:
-        raise several_hosts(f"--nnodes puts the workers on {count} hosts")
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise several_hosts("external_launcher gives each worker its own scheduler, and so its own region")
+        raise several_hosts(f"--nnodes puts the workers on {count} hosts", vllm_config)
+    check_one_scheduler(vllm_config)
     if parallel.distributed_executor_backend == "ray" and parallel.placement_group is not None:
         nodes = _ray_nodes(parallel.placement_group)
         if len(nodes) > 1:
-            raise several_hosts(f"Ray has put scheduler and workers on {len(nodes)} nodes")
+            raise several_hosts(f"Ray has put scheduler and workers on {len(nodes)} nodes", vllm_config)
 
 
-def several_hosts(why: str) -> ConfigError:
-    """The error for an engine with workers on several hosts."""
+def check_one_scheduler(vllm_config: Any) -> None:
+    """Refuse workers with schedulers of their own: each has a region, and their lookups end at different times.
+
+    Raises:
+        ConfigError: ``external_launcher`` gives each worker its own scheduler.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            "external_launcher gives each worker its own scheduler, and they would not agree on what is stored; use "
+            "another executor, such as mp or ray",
+            field="distributed_executor_backend",
+        )
+
+
+def several_hosts(why: str, vllm_config: Any) -> ConfigError:
+    """The error for an engine with workers on several hosts: it has the ``--kv-transfer-config`` to write instead."""
+    options = getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {}
+    file = options.get("config_file", "/path/to/kvtiers.yaml")
+    instead = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_module_path": "kvtiers.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config_file": str(file)},
+    }
     return ConfigError(
-        f"{why}: KV of workers that are not on the scheduler's host cannot be stored this way. Run each engine on one "
-        "host (for example with data parallelism), or use SharedStorageConnector on storage that all hosts share",
+        f"{why}: KV of workers that are not on the scheduler's host cannot be stored this way. Give each worker a tier "
+        f"of its own: --kv-transfer-config '{json.dumps(instead)}'. Or run each engine on one host",
         field="tiers",
     )
 

@@ -84,7 +84,9 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         try:
             absent = spec.region.absent_workers()  # vLLM creates the scheduler after the workers
             if absent and self.deployment.tiers:
-                raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
+                raise refusals.several_hosts(
+                    f"workers {absent} have not mapped the scheduler's region", self._handed.vllm_config
+                )
             return KVTiersManager(
                 spec,
                 steps_in_flight=self.config.parallel.pp_size + _STEPS_IN_FLIGHT,
@@ -355,11 +357,11 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
         self._store, self._load = create_handlers(canonical, views, blocks_per_chunk, jobs_max=_JOBS_MAX, **options)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        spec = (_gpu(src_spec), CPULoadStoreSpec(dst_spec.block_ids))
+        spec = (gpu_blocks(src_spec), CPULoadStoreSpec(dst_spec.block_ids))
         return self._store is not None and self._store.transfer_async(job_id, spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
-        spec = (CPULoadStoreSpec(src_spec.block_ids), _gpu(dst_spec))
+        spec = (CPULoadStoreSpec(src_spec.block_ids), gpu_blocks(dst_spec))
         return self._load is not None and self._load.transfer_async(job_id, spec)
 
     def get_finished(self) -> list[VllmTransferResult]:
@@ -389,5 +391,6 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
         self._region.cleanup()
 
 
-def _gpu(spec: Any) -> GPULoadStoreSpec:
+def gpu_blocks(spec: Any) -> GPULoadStoreSpec:
+    """Convert the KV blocks of a transfer to kvtiers' type."""
     return GPULoadStoreSpec(spec.block_ids, spec.group_sizes, spec.block_indices)

@@ -79,10 +79,12 @@ class VllmOffloadingConfig(OffloadingConfig):
     Attributes:
         platform: see ``kv_platform``.
         engine: the engine's ``identity`` in a form that is safe to show; written to ``config.json``.
+        ranks_apart: each rank stores its own blocks; no block has the bytes of several ranks.
     """
 
     platform: str | None = None
     engine: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ranks_apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

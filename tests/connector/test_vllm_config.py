@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.session import ExitCode
-from kvtiers.connector.prefixes.place import seconds_of, shared_place
+from kvtiers.connector.ranks.place import chunk_of, rank_tier, seconds_of, staging_bytes
 from kvtiers.connector.vllm_config import connector_options, deployment_from, keeps_storage, vllm_config
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.tier_options import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
@@ -45,7 +45,9 @@ def test_each_tier_behind_vllms_spec_has_an_entry_and_an_index(tmp_path: Path) -
     assert {entry["config_file"] for entry in extra["secondary_tiers"]} == {str(path)}
     # Told beforehand, vLLM 0.33 counts windows in such chunks, and models that have some could not fall back to one.
     assert "blocks_per_chunk" not in ways["spec"]["kv_connector_extra_config"]
-    assert ways["shared_storage"]["kv_connector_extra_config"] == {"tier": {"type": "fs", "root_dir": "/mnt/a"}}
+    shared = ways["shared_storage"]["kv_connector_extra_config"]
+    assert shared == {"tier": {"type": "fs", "root_dir": "/mnt/a"}, "blocks_per_chunk": 4}
+    assert chunk_of(shared) == chunk_of({"config_file": str(path), "index": 0}) == 4
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,7 @@ def test_each_tier_behind_vllms_spec_has_an_entry_and_an_index(tmp_path: Path) -
         {"ca_bundle": "/etc/ca.pem", "max_bytes": 1 << 40},
     ],
 )
-def test_a_buckets_tier_is_given_whole_and_its_place_is_a_folder_of_the_tiers(
-    tmp_path: Path, options: dict[str, object]
-) -> None:
+def test_a_buckets_tier_is_given_whole_to_each_rank(tmp_path: Path, options: dict[str, object]) -> None:
     path = tmp_path / "s3.yaml"
     tier = {"type": "s3", "bucket": "kvs", "prefix": "team", "endpoint_url": "http://127.0.0.1:9000", **options}
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{json.dumps(tier)}]\n")
@@ -68,9 +68,9 @@ def test_a_buckets_tier_is_given_whole_and_its_place_is_a_folder_of_the_tiers(
     assert "index" not in connector_options(ways["tier"]["kv_connector_extra_config"])["secondary_tiers"][0]
     extra = ways["shared_storage"]["kv_connector_extra_config"]
     assert extra == {"tier": tier}
-    for place in (shared_place(json.loads(json.dumps(extra))), shared_place({"config_file": str(path)})):
+    for place in (rank_tier(json.loads(json.dumps(extra))), rank_tier({"config_file": str(path)})):
         assert isinstance(place, S3TierConfig)
-        assert {name: getattr(place, name) for name in tier} == {**tier, "prefix": "team/prefixes"}
+        assert {name: getattr(place, name) for name in tier} == tier
     assert ways["shared_storage"]["kv_load_failure_policy"] == "recompute"
 
 
@@ -83,17 +83,16 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tier", "key"),
     [
-        ("{type: fs, root_dir: /mnt/a, encrypt: aes-gcm, keys_env: K}", "encrypt"),
         ("{type: memory, max_bytes: 1MiB}", "type"),
         ("{type: Mine, module_path: mine, max_bytes: 1MiB}", "type"),
     ],
 )
-def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path, tier: str, key: str) -> None:
+def test_tier_that_other_processes_cannot_read_leaves_the_way_out(tmp_path: Path, tier: str, key: str) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
     assert set(vllm_config(path)) == {"spec", "tier"}
-    with pytest.raises(ConfigError, match=f"^config_file: .* prefixes: {key}: "):
-        shared_place({"config_file": str(path)})
+    with pytest.raises(ConfigError, match=f"^config_file: .* tier of each rank: {key}: "):
+        rank_tier({"config_file": str(path)})
     told = CliRunner().invoke(app, ["vllm-config", str(path), "--way", "shared_storage"], env={"COLUMNS": "300"})
     assert told.exit_code == ExitCode.BAD_INPUT
     assert f"this file does not support shared_storage: tiers[0].{key}: " in told.output
@@ -106,20 +105,20 @@ def test_a_place_that_is_only_read_has_no_limits_and_stays_so(tmp_path: Path, ti
     path = tmp_path / "one.yaml"
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
     extra = vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
-    for place in (shared_place(extra), shared_place({"config_file": str(path)})):
+    for place in (rank_tier(extra), rank_tier({"config_file": str(path)})):
         assert place.read_only
         assert place.capacity_policy() is None
 
 
-def test_the_limits_of_a_tier_are_those_of_its_prefixes(tmp_path: Path) -> None:
+def test_limits_of_a_tier_are_those_of_each_rank(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(
         "region: {size: 1GiB}\ntiers: [{type: fs, root_dir: /mnt/a, max_bytes: 1GiB, ttl: 7d, min_free: 5GiB}]\n"
     )
     extra = vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
-    for place in (shared_place(json.loads(json.dumps(extra))), shared_place({"config_file": str(path)})):
+    for place in (rank_tier(json.loads(json.dumps(extra))), rank_tier({"config_file": str(path)})):
         assert isinstance(place, FsTierConfig)
-        assert place.root_dir == "/mnt/a/prefixes"
+        assert place.root_dir == "/mnt/a"
         policy = place.capacity_policy()
         assert policy is not None
         assert (policy.max_bytes, policy.ttl_s) == (1 << 30, 7 * 86_400.0)
@@ -128,7 +127,7 @@ def test_the_limits_of_a_tier_are_those_of_its_prefixes(tmp_path: Path) -> None:
 
 def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(path: str, **beside: object) -> object:
-        return shared_place({"shared_storage_path": path, **beside})
+        return rank_tier({"shared_storage_path": path, **beside})
 
     folder = place("/mnt/a/", ttl="7d", min_free="5GiB")
     assert isinstance(folder, FsTierConfig)
@@ -141,9 +140,37 @@ def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.
     assert isinstance(s3fs, FsspecTierConfig)
     assert (s3fs.url, s3fs.storage_options) == ("s3://kvs/team", {"anon": True})
     assert isinstance(place("gs://kvs/team"), FsspecTierConfig)
-    monkeypatch.setattr("kvtiers.connector.prefixes.place.file_system_type", lambda folder: "nfs4")
-    for mount in (place("/mnt/a"), shared_place({"tier": {"type": "nfs", "root_dir": "/mnt"}})):
+    monkeypatch.setattr("kvtiers.connector.ranks.place.file_system_type", lambda folder: "nfs4")
+    for mount in (place("/mnt/a"), rank_tier({"tier": {"type": "nfs", "root_dir": "/mnt"}})):
         assert isinstance(mount, NfsTierConfig)
+
+
+def test_a_path_may_be_a_link_which_is_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    place = rank_tier({"shared_storage_path": str(tmp_path / "link" / "kv")})
+    assert isinstance(place, FsTierConfig)
+    assert place.root_dir == str(tmp_path / "disk" / "kv")
+
+
+def test_memory_of_a_rank_and_the_lookup_deadline_have_defaults() -> None:
+    assert staging_bytes({}) == 1 << 30
+    assert staging_bytes({"cpu_bytes_to_use": "2MiB"}) == 2 << 20
+    assert chunk_of({}) == 1
+    assert rank_tier({"shared_storage_path": "/a"}).lookup_deadline_s == 0.2
+    assert rank_tier({"tier": {"type": "fs", "root_dir": "/a"}, "lookup_deadline_s": "3s"}).lookup_deadline_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("read", "extra", "field"),
+    [
+        (staging_bytes, {"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use"),
+        (chunk_of, {"blocks_per_chunk": 0}, "blocks_per_chunk"),
+    ],
+)
+def test_size_or_number_that_is_not_accepted_is_named(read: Any, extra: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        read(extra)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +189,12 @@ def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.
         ({"shared_storage_path": "s3://bucket/a", "min_free": "1GiB"}, "^min_free: "),
         ({"tier": "fs"}, "^tier: 'fs' is not a mapping; a tier has a type"),
         ({"tier": {"type": "fs"}}, "^tier.root_dir: is required"),
-        ({"tier": {"type": "memory"}}, "^tier.type: memory has no place for prefix files"),
+        ({"tier": {"type": "memory"}}, "^tier.type: memory is not storage of several processes"),
     ],
 )
 def test_what_is_not_accepted_is_named_as_it_was_given(extra: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        shared_place(extra)
+        rank_tier(extra)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +215,7 @@ def test_no_secret_is_printed_and_the_connector_finds_it(
     assert "CANARY" not in json.dumps(ways)
     extra = ways["shared_storage"]["kv_connector_extra_config"]
     assert extra == {"config_file": str(path)} | ({"index": 1} if before else {})
-    place = shared_place(extra)
+    place = rank_tier(extra)
     assert isinstance(place, FsspecTierConfig)
     assert "CANARY" in place.url + json.dumps(place.storage_options)
     assert "CANARY" not in repr(place)
@@ -205,7 +232,7 @@ def test_no_secret_is_printed_and_the_connector_finds_it(
 )
 def test_a_connector_needs_a_path_or_a_file(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="shared_storage_path"):
-        shared_place(extra)
+        rank_tier(extra)
 
 
 def test_a_mistake_is_the_files(tmp_path: Path) -> None:
@@ -273,7 +300,7 @@ def test_what_a_request_asks_for_is_no_option_of_an_engine(name: str) -> None:
     ways: list[tuple[Any, dict[str, Any]]] = [
         (connector_options, {"cpu_bytes_to_use": "1GiB", "tiers": []}),
         (connector_options, {"way": "tier", "cpu_bytes_to_use": "1GiB", "tiers": []}),
-        (shared_place, {"shared_storage_path": "/mnt/a"}),
+        (rank_tier, {"shared_storage_path": "/mnt/a"}),
     ]
     for take, extra in ways:
         with pytest.raises(ConfigError, match=rf"^{name}: .*kv_transfer_params"):
@@ -302,14 +329,14 @@ def test_a_dollar_in_a_path_is_the_same_in_every_way(tmp_path: Path, monkeypatch
     path.write_text(json.dumps({"region": {"size": "1MiB"}, "tiers": [tier]}))
     shared = json.loads(json.dumps(vllm_config(path)["shared_storage"]["kv_connector_extra_config"]))
     for options in (shared, {"config_file": str(path)}, {"tier": tier}):
-        place = shared_place(options)
+        place = rank_tier(options)
         assert isinstance(place, FsTierConfig)
-        assert Path(place.root_dir).parent == Path(root)
+        assert place.root_dir == root
     monkeypatch.setenv("ROOT", root)
-    by_path = shared_place({"shared_storage_path": "$ROOT/x"})
+    by_path = rank_tier({"shared_storage_path": "$ROOT/x"})
     assert dict(by_path)["root_dir"] == f"{root}/x".replace("$", "$$")
     with pytest.raises(ConfigError, match=r"shared_storage_path: names the variable \$NOT_SET, which is not set"):
-        shared_place({"shared_storage_path": "$NOT_SET/x"})
+        rank_tier({"shared_storage_path": "$NOT_SET/x"})
     inline = {"cpu_bytes_to_use": "${SIZE:-1MiB}", "tiers": [tier]}
     (parsed,) = deployment_from(inline).tiers
     (entry,) = connector_options({"way": "tier", **inline})["secondary_tiers"]

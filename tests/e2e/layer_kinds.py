@@ -96,7 +96,7 @@ def sliding_windows(setting: Setting, name: str) -> Row:
     for model in (GEMMA, MISTRAL):
         asked = _Asked(setting, model, row)
         for chunk in CHUNKS:
-            if name.startswith("tier") and chunk > 1:
+            if chunk > 1 and not name.startswith("spec"):
                 row.expect(
                     asked.is_refused(name, chunk, "set blocks_per_chunk: 1 for this model"),
                     f"{model.name}: blocks_per_chunk {chunk} is not refused",
@@ -111,6 +111,10 @@ def recurrent_states(setting: Setting, name: str) -> Row:
     row = Row(f"{name}: recurrent states", setting.lab.version)
     asked = _Asked(setting, GRANITE, row)
     for chunk in CHUNKS:
+        if chunk > 1 and name.startswith("shared_storage"):
+            refused = asked.is_refused(name, chunk, "set blocks_per_chunk: 1 for this model")
+            row.expect(refused, f"blocks_per_chunk {chunk} is not refused")
+            continue
         # Behind vLLM's spec a state is stored only if a chunk ends with it, and vLLM keeps none in the middle of one.
         finds_nothing = name.startswith("tier") and KEPT_EVERY_TOKENS % (chunk * BLOCK_TOKENS) > 0
         asked.check_reuse(name, chunk, finds_nothing=finds_nothing)
@@ -173,13 +177,13 @@ class _Asked:
         config = self._setting.scratch / f"{place.folder.name}.yaml"
         config.write_text(f"blocks_per_chunk: {chunk}\nregion: {{size: 64MiB}}\ntiers:\n- {json.dumps(place.fs)}\n")
         transfer = on_cpu(vllm_config(config)[way.split()[0]])
-        if way.startswith("spec"):
+        if not way.startswith("tier"):
             transfer["kv_connector_extra_config"]["storage_after_reset"] = "keep"
         return transfer
 
 
 #: (row, ways it is run on)
 LAYER_KINDS: tuple[tuple[Run, tuple[str, ...]], ...] = (
-    (sliding_windows, ("spec on fs", "tier on fs")),
-    (recurrent_states, ("spec on fs", "tier on fs")),
+    (sliding_windows, ("spec on fs", "tier on fs", "shared_storage on fs")),
+    (recurrent_states, ("spec on fs", "tier on fs", "shared_storage on fs")),
 )

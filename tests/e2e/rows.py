@@ -221,11 +221,10 @@ def flipped(setting: Setting, name: str) -> Row:
     answer = result["answers"][0]
     row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
     row.expect(answer["cached_tokens"] == 0, f"{answer['cached_tokens']} tokens were reused")
-    prefixes = name.startswith("Shared")
-    # vLLM counts what was promised. Prefixes are promised by their manifests; their layers are verified when they load.
-    if not prefixes:
+    # vLLM counts what was promised. The ranks of SharedStorageConnector read only what the scheduler has promised.
+    if not name.startswith("Shared"):
         row.expect(metric(result, "vllm:external_prefix_cache_hits") == 0, "external hits were counted")
-    failures = metric(result, "vllm:kvtiers_prefix_verify_failures" if prefixes else "vllm:kvtiers_verify_failures")
+    failures = metric(result, "vllm:kvtiers_verify_failures")
     row.expect(failures > 0, "no verify failures were counted")
     row.figures = {"files_flipped": len(files), "verify_failures": failures, "ttft_s": answer["ttft_s"]}
     return row
@@ -242,8 +241,7 @@ def third_deleted(setting: Setting, name: str) -> Row:
     result = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
     answer = result["answers"][0]
     row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
-    if not name.startswith("Shared"):  # whose two chunks each lost layers
-        row.expect(answer["cached_tokens"] > 0, "nothing was reused, though a prefix is there")
+    row.expect(answer["cached_tokens"] > 0, "nothing was reused, though a prefix is there")
     row.figures = {
         "files_deleted": len(deleted),
         "reused_tokens": answer["cached_tokens"],
@@ -624,7 +622,8 @@ def two_hosts(setting: Setting, name: str) -> Row:
                 answers.append(server.complete(setting.prompts.document)[0])
                 hits = server.metric("vllm:external_prefix_cache_hits_total")
         except EngineFailedError:
-            refused = "ConfigError: tiers: " in log.read_text(errors="replace")
+            said = log.read_text(errors="replace")
+            refused = "ConfigError: tiers: " in said and '"kv_connector": "SharedStorageConnector"' in said
             row.expect(refused and "SharedStorageConnector" not in name, f"it did not start: {log}")
             row.figures["refused"] = refused
             return row
@@ -632,6 +631,60 @@ def two_hosts(setting: Setting, name: str) -> Row:
         row.figures[f"{who}_hit_tokens"] = hits
     row.expect("SharedStorageConnector" in name, "it was not refused")
     row.expect(answers[0] == answers[1], "tokens differ")
+    return row
+
+
+def own_folders(setting: Setting, name: str) -> Row:
+    """Two hosts (mount namespaces) with folders of their own, one of them harmed: the same tokens, at most a recompute.
+
+    A server computes the document again after a harm, and the next server finds what that one has stored.
+    """
+    row = Row(f"{name}: two hosts with folders of their own", setting.lab.version)
+    why_not = why_no_fuse() if two_hosts_work() else "no process can be given a /dev/shm of its own: it takes root"
+    if why_not:
+        row.figures["skipped"] = why_not
+        return row
+    place = setting.place(f"{name}-own")
+    other = place.folder.with_suffix(".of-second")  # the second host's disk, which it sees in the place of the first's
+    for folder in (place.folder, other):
+        folder.mkdir(parents=True, exist_ok=True)
+    config = way(name, place)
+    config["kv_connector_extra_config"]["load_deadline_s"] = 15.0
+    expected = setting.prompts.full_blocks * BLOCK_TOKENS
+    answers: dict[str, list[int]] = {}
+
+    def answer(who: str, mounts: str) -> float:
+        log = setting.lab.log / f"own-{_slug(name)}-{who}.log"
+        with VllmServer(setting.lab, config, log, model=setting.tiny_model, hosts=2, mounts=mounts) as server:
+            answers[who], took_s = server.complete(setting.prompts.document)
+            row.figures[f"{who}_completion_s"] = took_s
+            server.complete(setting.prompts.warm_up)
+            return server.metric("vllm:kvtiers_blocks_total", 'op="load"', 'outcome="moved"', 'tier="fs_r1"')
+
+    def blocks(folder: Path) -> list[Path]:
+        return sorted(path for path, _ in files_below(folder) if path.suffix == ".bin")
+
+    bound = f"mount --bind {other} {place.folder}"
+    full = f"mount -t tmpfs -o size=256k tmpfs {place.folder}"
+    loaded = {"first": answer("first", bound), "second": answer("second", bound)}
+    fits = loaded["first"] == 0 and loaded["second"] >= setting.prompts.full_blocks  # and those of the warm-up
+    row.expect(fits, f"the second host loaded {loaded}")
+    for path in blocks(other):
+        path.unlink()
+    answer("emptied", bound)
+    row.expect(len(blocks(other)) >= setting.prompts.full_blocks, "what was lost is not stored again")
+    for path in blocks(other)[::8]:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    answer("damaged", bound)
+    answer("full", full)
+    with FuseMount(other, other.with_suffix(".mounted")) as mount:
+        mount.plan = [FuseFault("read", path=".bin", count=None, hang=True)]
+        answer("hung", f"mount --bind {mount.path} {place.folder}")
+        mount.plan = []
+    row.expect(all(tokens == answers["first"] for tokens in answers.values()), f"tokens differ: {answers}")
+    row.figures["reused_tokens"] = expected
     return row
 
 
@@ -654,8 +707,8 @@ def stored_place(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str
 
 
 def files_of(place: Place) -> list[Path]:
-    """Stored blocks, or layers of prefixes."""
-    return sorted(path for path, _ in files_below(place.folder) if path.suffix in (".bin", ".safetensors"))
+    """Stored blocks."""
+    return sorted(path for path, _ in files_below(place.folder) if path.suffix == ".bin")
 
 
 def _slug(text: str) -> str:
@@ -684,9 +737,13 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (bounded, ("SharedStorageConnector on a folder", "spec on fs", "tier on fs")),
     (data_parallel, ("spec on fs",)),
     (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder", "SharedStorageConnector on S3")),
+    (own_folders, ("SharedStorageConnector on a folder",)),
 )
 #: A minute and a half a way: all ways on the first version, one on the others, none in the reduced run.
-SLOW = (aborted, tensor_parallel, long_prompt, served, several_connectors, roles, bounded, data_parallel, two_hosts)
+SLOW = (
+    *(aborted, tensor_parallel, long_prompt, served, several_connectors, roles, bounded, data_parallel, two_hosts),
+    own_folders,
+)
 
 
 def attempt(run: Run, setting: Setting, name: str, *, title: str = "") -> Row:

@@ -19,7 +19,7 @@ from typing import Any
 from tests.e2e.lab import ENGINE_S_MAX, REPOSITORY, EngineFailedError, Lab
 
 STOP_S_MAX = 30.0
-_OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+_OWN_SHM = "mount -t tmpfs tmpfs /dev/shm"
 
 
 class VllmServer:
@@ -31,6 +31,7 @@ class VllmServer:
         options: further ones of ``vllm serve``.
         hosts: of one engine with as many workers: each but the first has a ``/dev/shm`` of its own. See
             ``two_hosts_work``.
+        mounts: command that mounts what else each host but the first has of its own.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class VllmServer:
         model: Path | None = None,
         options: Sequence[str] = (),
         hosts: int = 1,
+        mounts: str = "true",
     ) -> None:
         self._lab = lab
         self._log = log
@@ -55,6 +57,7 @@ class VllmServer:
             self._options += ["--tensor-parallel-size", str(hosts), "--distributed-executor-backend", "mp"]
             self._options += ["--nnodes", str(hosts), "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
         self._hosts = hosts
+        self._mounts = mounts
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ready_s = 0.0
 
@@ -65,7 +68,8 @@ class VllmServer:
         self._start(sys.executable, "-m", *serve)
         for rank in range(1, self._hosts):
             worker = ["tests.e2e.headless", *self._options, "--node-rank", str(rank)]
-            self._start("unshare", "--mount", "sh", "-c", _OWN_SHM, "sh", sys.executable, "-m", *worker)
+            own = f'{_OWN_SHM} && {self._mounts} && exec "$@"'
+            self._start("unshare", "--mount", "sh", "-c", own, "sh", sys.executable, "-m", *worker)
         try:
             while not self._is_healthy():
                 if self._processes[0].poll() is not None or time.monotonic() - started > ENGINE_S_MAX:
@@ -102,10 +106,11 @@ class VllmServer:
         answer = json.loads(self._ask("/v1/completions", json.dumps(body).encode()))
         return answer["choices"][0]["token_ids"], time.monotonic() - began
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its label sets."""
+    def metric(self, name: str, *needles: str) -> float:
+        """Sum of a metric over the label sets that contain all of the needles."""
         lines = self._ask("/metrics").decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rpartition(" ")[2]) for line in found if all(needle in line for needle in needles))
 
     def _is_healthy(self) -> bool:
         try:
@@ -147,7 +152,7 @@ class VllmServer:
 
 def two_hosts_work() -> bool:
     """Whether processes may be given a ``/dev/shm`` of their own here: it takes root."""
-    tried = subprocess.run(["unshare", "--mount", "sh", "-c", _OWN_SHM, "sh", "true"], stderr=subprocess.DEVNULL)
+    tried = subprocess.run(["unshare", "--mount", "sh", "-c", _OWN_SHM], stderr=subprocess.DEVNULL)
     return tried.returncode == 0
 
 

@@ -130,7 +130,7 @@ def way(
     """The configuration of a way by its name in the report. ``limits``: of its folder."""
     transfer = _way(name, place, region_bytes, limits)
     extra = transfer["kv_connector_extra_config"]
-    if "cpu_bytes_to_use" in extra:  # SharedStorageConnector has neither a region nor chunks
+    if "cpu_bytes_to_use" in extra:  # what rows ask of a region and its chunks
         extra |= place.extra
     if place.on_gpu and "spec_module_path" in extra:
         del extra["spec_module_path"]

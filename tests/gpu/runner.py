@@ -38,7 +38,6 @@ GIB = 1 << 30
 GPU_TESTS = (
     "tests/connector/transfer/test_gpu_handler_cuda.py",
     "tests/connector/transfer/test_triton_copy.py",
-    "tests/connector/prefixes/test_prefix_worker_cuda.py",
 )
 ROW_S_MIN = 20.0  # a row with less time left is skipped
 _UP = {"skip_tokenizer_init": True}

@@ -10,7 +10,6 @@ import pytest
 
 from kvtiers.tiers.store import (
     KeepsFiles,
-    NamesBlocks,
     Store,
     SupportsQuarantine,
     SupportsSpace,
@@ -28,7 +27,6 @@ PROTOCOLS: dict[type, tuple[str, ...]] = {
     SupportsTouch: ("touch",),
     KeepsFiles: ("sweep", "leftovers", "hidden_names"),
     SupportsSpace: ("space",),
-    NamesBlocks: ("is_block",),
 }
 
 
@@ -68,14 +66,14 @@ def test_layer_passes_on_the_methods_with_a_default_that_its_store_overrides() -
     assert layer.calls == {"size_many": 1, "delete": 2}
 
 
-class NamingLayer(Layer):
-    def is_block(self, key: str) -> bool:
-        return key == "mine"
+class TouchingLayer(Layer):
+    def touch(self, key: str) -> str:
+        return f"mine {key}"
 
 
 def test_layer_method_wins_over_its_store() -> None:
-    for methods in ((), ("is_block",)):
-        assert NamingLayer(store_with(methods)).is_block("mine")
+    for methods in ((), ("touch",)):
+        assert TouchingLayer(store_with(methods)).touch("a") == "mine a"
 
 
 def test_repr_shows_the_whole_stack() -> None:

@@ -36,8 +36,7 @@ circuit.succeed("store")
 TIER = """
 from tests.vllm import engines
 from types import SimpleNamespace
-from kvtiers.connector.vllm import connector, spec, tier
-from kvtiers.connector.vllm.prefixes import connector as shared_storage
+from kvtiers.connector.vllm import connector, ranks, shared_storage, spec, tier
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.logs import log_as_vllm
 

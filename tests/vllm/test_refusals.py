@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvtiers.connector.vllm import refusals
 from kvtiers.connector.vllm.connector import KVTiersConnector
 from kvtiers.connector.vllm.handed import handing_over
-from kvtiers.connector.vllm.prefixes.connector import SharedStorageConnector
+from kvtiers.connector.vllm.shared_storage import SharedStorageConnector
 from kvtiers.connector.vllm.tier import KVTiersTier
 from kvtiers.tiers.errors import ConfigError
 from tests.vllm.engines import FULL, kv_cache_config, offloading_config
@@ -23,7 +23,8 @@ from tests.vllm.engines import FULL, kv_cache_config, offloading_config
 
 def config(**changes: Any) -> Any:
     parallel = {"nnodes_within_dp": 1, "distributed_executor_backend": "mp", "world_size": 2, "placement_group": None}
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel | changes))
+    transfer = SimpleNamespace(kv_connector_extra_config={"config_file": "/etc/kv.yaml"})
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel | changes), kv_transfer_config=transfer)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +41,17 @@ def test_engines_on_one_host_are_taken(fine: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "error"),
     [
-        ({"nnodes_within_dp": 2}, "--nnodes puts the workers on 2 hosts"),
-        ({"distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        (
+            {"nnodes_within_dp": 2},
+            "tiers: --nnodes puts the workers on 2 hosts.*SharedStorageConnector.*/etc/kv.yaml",
+        ),
+        ({"distributed_executor_backend": "external_launcher"}, "distributed_executor_backend: external_launcher"),
     ],
 )
-def test_engines_on_several_hosts_are_refused(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=f"tiers: {why}.*SharedStorageConnector"):
+def test_engines_on_several_hosts_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{error}"):
         refusals.check_one_host(config(**changes))
 
 

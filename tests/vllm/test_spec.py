@@ -571,7 +571,7 @@ def of_two(tmp_path: Path) -> Iterator[Any]:
 def test_workers_on_another_host_are_refused_where_there_are_tiers(of_two: Any) -> None:
     """Their part of the scheduler's region is zeros, and what tiers load never reaches them."""
     worker = of_two(0).get_worker(kv_caches(4)[1])
-    with pytest.raises(ConfigError, match=r"tiers: workers \[1\] have not mapped .* SharedStorageConnector"):
+    with pytest.raises(ConfigError, match=r"tiers: workers \[1\] have not mapped .*SharedStorageConnector"):
         of_two(0).get_manager()
     worker.shutdown()
 

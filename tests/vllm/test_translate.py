@@ -38,7 +38,7 @@ from tests.vllm.engines import VllmConfig, keys, offloading_config, request
         ("connector", "'dev'"),
         ("spec", "'0.27.0'"),
         ("tier", "None"),
-        ("prefixes.connector", "'0'"),
+        ("shared_storage", "'0'"),
         ("translate", "'0.27.0'"),
     ],
 )

@@ -267,6 +267,8 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
     return {
         # For people who compare two namespaces. model_revision already contains a digest of these options.
         **({"engine": dict(engine)} if engine else {}),
+        # A rank's own bytes, not a row of all ranks' bytes.
+        **({"ranks": "apart"} if getattr(config, "ranks_apart", False) else {}),
         "model_revision": getattr(getattr(config, "model", None), "revision", None),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
         "platform": getattr(config, "platform", None),

@@ -37,7 +37,7 @@ from .policy import CapacityPolicy, Marks
 from .records import RecordKeys
 from .room import Room
 from .usage import USAGE, Usage, publish_usage, read_usage
-from .walker import PAGE_KEYS, CollectReport, Walker, Wanted
+from .walker import PAGE_KEYS, CollectReport, Walker, Wanted, is_block
 from .written import Writer, WrittenBytes
 
 logger = get_logger(__name__)
@@ -513,7 +513,7 @@ class Collector:
         """The storage's clock where there is no space for a record: from a block, which then counts as just used."""
         if not isinstance(self._store, SupportsTouch):
             return None
-        blocks = (info for info in self._store.keys() if self._walker.is_block(info.key))  # noqa: SIM118 - not a dict
+        blocks = (info for info in self._store.keys() if is_block(info.key))  # noqa: SIM118 - not a dict
         newest = max(islice(blocks, PAGE_KEYS), key=lambda info: info.mtime, default=None)
         if newest is None:
             return None

@@ -31,8 +31,6 @@ from ..errors import BlobCorruptError, StorePermissionError, StoreUnavailableErr
 from ..store import Store, read_blob
 
 OWN_PREFIX = "_kvtiers/"
-#: Folder of SharedStorageConnector's prefixes next to a tier's blocks; they have their own limit and collector.
-PREFIXES_FOLDER = "prefixes"
 RECORD_BYTES = 512  # records are padded to a multiple of this, so that most readers guess the size and read once
 RECORD_BYTES_MAX = 1 << 20
 #: Errors of a single record (a bad sector, another account's object) that must not block all other writers.

@@ -9,9 +9,7 @@ The sum of a pass leaves out blobs that are younger than the pass, because their
 (``written``). If uses change times as well, a young blob may be an old one that was used; then all blobs are summed,
 and what was put during the pass may count twice until the next one. The sum may be too high, never too low.
 
-Only blocks are removed: names made by FileMapper, or names that the store calls blocks (``NamesBlocks``). Records,
-``config.json`` and foreign files are counted and kept. Prefixes next to a tier's blocks are not even counted, because
-they have their own limit and collector.
+Only blocks are removed: names made by FileMapper. Records, ``config.json`` and foreign files are counted and kept.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from ..blocks.file_mapper import parse_block_name
 from ..errors import StoreError
 from ..plain_logs import get_logger
-from ..store import KeyInfo, NamesBlocks, Store, SupportsTouch
+from ..store import KeyInfo, Store, SupportsTouch
 from .ages import AgeHistogram
-from .records import PREFIXES_FOLDER
 
 logger = get_logger(__name__)
 
@@ -34,7 +31,6 @@ SAMPLE_BLOBS_MIN, SAMPLE_BLOBS_MAX = 1000, 16_384  # blocks passed that make a s
 STUCK_KEYS_MAX = 65_536
 STUCK_S = 600.0
 STAMP_S = 1.0  # S3 and some file systems truncate times to seconds
-UNCOUNTED = f"{PREFIXES_FOLDER}/"
 
 
 @dataclass(slots=True)
@@ -42,7 +38,7 @@ class CollectReport:
     """What a collector did since its last report; with ``dry_run``, what it would have done.
 
     Attributes:
-        blobs, bytes: totals of the last complete listing, except prefixes; 0 before the first.
+        blobs, bytes: totals of the last complete listing, 0 before the first.
         removed_blobs, removed_bytes: totals by reason, "ttl" or "capacity".
         kept_by_error: number of blobs that could not be removed.
         own_bytes: bytes of the store's own files, quarantine included.
@@ -195,8 +191,7 @@ class Walker:
         self._grace_s = grace_s
         self._on_removed = on_removed
         self._monotonic = monotonic
-        self.is_block = store.is_block if isinstance(store, NamesBlocks) else is_block
-        self._sums_young = isinstance(store, SupportsTouch | NamesBlocks)
+        self._sums_young = isinstance(store, SupportsTouch)
         self._listing: Iterator[KeyInfo] = iter(())
         self._sample = Sample(self._monotonic)
         self._stuck: set[str] = set()  # blocks that could not be removed; as the oldest, they would hide the others
@@ -276,39 +271,38 @@ class Walker:
         grace_s = self._grace_s if now is not None else 0.0 if reference_s else float("inf")
         doomed: dict[str, list[KeyInfo]] = {"ttl": [], "capacity": []}
         count = doomed_bytes = 0
-        sums_young, is_block, sample, stuck = self._sums_young, self.is_block, self._sample, self._stuck
+        sums_young, sample, stuck = self._sums_young, self._sample, self._stuck
         for info in self._listing:
             count += 1
             key, size, mtime = info
-            if not key.startswith(UNCOUNTED):
-                current.blobs += 1
-                if sums_young or mtime <= current.began + STAMP_S:
-                    current.bytes += size
-                else:
-                    current.young_bytes += size
-                if mtime > self.newest:
-                    self.newest = mtime
-                current.tells_times |= mtime != 0.0
-                if is_block(key):
-                    if size > current.largest_bytes:
-                        current.largest_bytes = size
-                    age_s = reference_s - mtime
-                    if -STAMP_S < age_s < 0.0:
-                        age_s = 0.0
-                    # For ttl, a block dated 1 h ahead counts as 1 h old: its clock is wrong by that much.
-                    if abs(age_s) >= grace_s:
-                        if abs(age_s) >= wanted.ttl_s:
-                            doomed["ttl"].append(info)
-                        elif key in stuck:
-                            pass
-                        elif age_s >= age_s_min and doomed_bytes < excess:
-                            doomed["capacity"].append(info)
-                            doomed_bytes += size
-                            sample.add_removed(age_s, size)
-                        else:
-                            sample.add(age_s, size)
-                else:
-                    current.foreign_bytes += size
+            current.blobs += 1
+            if sums_young or mtime <= current.began + STAMP_S:
+                current.bytes += size
+            else:
+                current.young_bytes += size
+            if mtime > self.newest:
+                self.newest = mtime
+            current.tells_times |= mtime != 0.0
+            if is_block(key):
+                if size > current.largest_bytes:
+                    current.largest_bytes = size
+                age_s = reference_s - mtime
+                if -STAMP_S < age_s < 0.0:
+                    age_s = 0.0
+                # For ttl, a block dated 1 h ahead counts as 1 h old: its clock is wrong by that much.
+                if abs(age_s) >= grace_s:
+                    if abs(age_s) >= wanted.ttl_s:
+                        doomed["ttl"].append(info)
+                    elif key in stuck:
+                        pass
+                    elif age_s >= age_s_min and doomed_bytes < excess:
+                        doomed["capacity"].append(info)
+                        doomed_bytes += size
+                        sample.add_removed(age_s, size)
+                    else:
+                        sample.add(age_s, size)
+            else:
+                current.foreign_bytes += size
             if count >= keys_max:
                 break
         sample.roll_over(is_end=count == 0)
@@ -349,4 +343,4 @@ def listed_bytes(store: Store) -> int:
     Raises:
         StoreError: the root cannot be listed.
     """
-    return sum(info.size for info in store.keys() if not info.key.startswith(UNCOUNTED))  # noqa: SIM118 - not a dict
+    return sum(info.size for info in store.keys())  # noqa: SIM118 - not a dict

@@ -5,7 +5,7 @@ A storage is kvtiers' own if it has one of these:
 - a namespace whose ``config.json`` names that namespace, as every engine writes it at its start;
 - a name below ``_kvtiers/``, where records stay when the last namespace is removed. Nobody checks the record: commands
   remove only what is named as a block, a writer's record or a private file;
-- a block, or a chunk of prefixes: its name is long enough that nobody else makes it.
+- a block: its name is long enough that nobody else makes it.
 
 A storage without any blob is accepted as well: there is nothing to remove, and a regular job must not fail because an
 engine has not started yet.
@@ -18,7 +18,7 @@ import contextlib
 from ..capacity.records import OWN_PREFIX, UNREADABLE
 from ..capacity.walker import is_block
 from ..errors import ConfigError, printable
-from ..store import KeepsFiles, NamesBlocks, Store
+from ..store import KeepsFiles, Store
 from .block_reader import read_identity
 from .namespaces import namespace_names
 
@@ -49,5 +49,4 @@ def _has_identity(store: Store) -> bool:
 
 
 def _has_record_or_block(store: Store) -> bool:
-    names = store.is_block if isinstance(store, NamesBlocks) else is_block
-    return any(info.key.startswith(OWN_PREFIX) or names(info.key) for info in store.keys())  # noqa: SIM118 - not a dict
+    return any(info.key.startswith(OWN_PREFIX) or is_block(info.key) for info in store.keys())  # noqa: SIM118 - not a dict

@@ -201,10 +201,3 @@ def test_bucket_with_foreign_objects_is_refused_until_kvtiers_has_written_to_it(
     assert [rule["Filter"]["Prefix"] for rule in rules if "Expiration" in rule] == [f"{NAMESPACE}_r"]
     found = {item["Key"] for item in client.list_objects_v2(Bucket="shared")["Contents"]}
     assert found >= set(others)
-
-
-def test_gc_of_prefixes_refuses_a_folder_without_any(strange: Path) -> None:
-    before = contents(strange)
-    code, out = run("gc", str(strange), "--prefixes", "--ttl", "7d")
-    assert (code, "is not a storage of kvtiers" in out) == (2, True)
-    assert contents(strange) == before

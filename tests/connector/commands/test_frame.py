@@ -437,12 +437,6 @@ def test_gc_of_a_folder_needs_a_limit(root: Path) -> None:
     assert (code, "sets its own limits; change ttl there" in out) == (2, True)
 
 
-def test_gc_of_the_prefixes_in_a_folder(root: Path) -> None:
-    assert "no prefixes are stored here yet" in ok("gc", str(root), "--prefixes", "--ttl", "1h")
-    (root / "prefixes").mkdir()
-    assert f"fs at {root}/prefixes: 0 blobs" in ok("gc", str(root), "--prefixes", "--ttl", "1h", "--dry-run")
-
-
 def test_gc_of_a_folder_with_protected_blocks_needs_the_keys(root: Path) -> None:
     (path,) = root.glob("*/config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "aes-gcm"}))

@@ -242,41 +242,6 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
     assert "Not a directory" in out  # rather than that it is not there: as where a folder above may not be read
 
 
-def test_gc_of_prefixes(root: Path) -> None:
-    pytest.importorskip("torch", reason="prefixes are tensors: pip install '.[torch]'")
-    from tests.connector.prefixes.test_prefix_limits import age, hashes_of, layers_of, store_at
-
-    config = write_config(root, "ttl: 1h")
-    code, out = run("gc", config, "--prefixes")
-    assert code == 0
-    assert "no prefixes are stored here yet" in out
-    code, out = run("gc", write_config(root.parent / "elsewhere", "ttl: 1h"), "--prefixes")
-    assert code == 1
-    assert "does not exist; an engine creates it when it starts" in out
-    config = write_config(root, "ttl: 1h")
-    folder = root / "prefixes"
-    assert not folder.exists()
-    store = store_at(str(folder))
-    for number in range(3):
-        assert store.publish(hashes_of(number), layers_of(1))
-    age(folder / store.match(hashes_of(1))[0].path, 7200)
-    said = f"fs at {folder}: 3 blobs"
-    assert said in (dry := ok("gc", config, "--prefixes", "--dry-run"))
-    assert "would be removed by ttl: 1 chunk" in dry
-    assert "removed by ttl: 1 chunk" in ok("gc", config, "--prefixes")
-    assert [bool(store.match(hashes_of(number))) for number in range(3)] == [True, False, True]
-    assert len(list(root.rglob("*.bin"))) == 10  # the tier's own
-    ok("gc", config)
-    assert len(list(folder.rglob("*.json"))) == 2
-    ok("gc", write_config(root), "--prefixes")
-    assert len(list(folder.rglob("*.json"))) == 2
-    assert "is read_only" in ok("gc", write_config(root, "ttl: 1h", "read_only: true"), "--prefixes")
-    code, out = run("gc", write_config(root, "ttl: 1h", "encrypt: aes-gcm", "keys_env: K"), "--prefixes")
-    assert code == 2
-    assert "has no place for prefixes: fs: encrypt: prefix files are plain safetensors" in out.replace("\n", "")
-    assert run("gc", config, "--prefixes", "--lifecycle")[0] == 2
-
-
 def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import boto3
 

@@ -15,7 +15,6 @@ from typing import Any
 import boto3
 import pytest
 
-from kvtiers.connector.prefixes.place import place_of_prefixes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.capacity.collector import IDLE_S, Collector
 from kvtiers.tiers.capacity.policy import CapacityPolicy
@@ -23,7 +22,6 @@ from kvtiers.tiers.capacity.records import OWN_PREFIX, RecordKeys
 from kvtiers.tiers.capacity.usage import USAGE, Usage, publish_usage, read_usage
 from kvtiers.tiers.capacity.walker import CollectReport, is_block
 from kvtiers.tiers.capacity.written import Writer, used_bytes
-from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo, Store
@@ -202,18 +200,6 @@ def test_dry_run_counts_quarantined_bytes_as_freed(store: LocalStore) -> None:
     told, done = (collect(store, dry_run=dry_run, max_bytes=94 * SIZE) for dry_run in (True, False))
     assert done.own_bytes == 0
     assert told.removed_blobs["capacity"] in (done.removed_blobs["capacity"], done.removed_blobs["capacity"] - 1)
-
-
-def test_prefixes_next_to_a_tiers_blocks_are_not_counted(store: LocalStore) -> None:
-    fill(store, [10_000] * 10)
-    beside = place_of_prefixes(FsTierConfig(type="fs", root_dir=store.root_dir))
-    assert isinstance(beside, FsTierConfig)
-    prefixes = LocalStore(beside.root_dir)
-    for number in range(30):
-        prefixes.put(f"{MAPPER.name_prefix}/chunk/{number}.safetensors", as_parts(bytes(SIZE)))
-    report = collect(store, max_bytes=30 * SIZE)
-    assert (report.blobs, report.removed_blobs["capacity"]) == (10 + 1, 0)  # its record
-    assert len(list_keys(prefixes)) == 30
 
 
 def test_quarantined_blocks_are_removed_before_good_ones(store: LocalStore) -> None:

@@ -1,4 +1,4 @@
-"""The storage of SharedStorageConnector's prefixes, beside a tier's blocks or at a URL, as the options of a tier."""
+"""Reads the options of SharedStorageConnector: which tier each rank has, and the limits of lookups and loads."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ...tiers.capacity.records import PREFIXES_FOLDER
-from ...tiers.config.deployment import load_named, parse_tier
-from ...tiers.config.tier_options import (
-    BoundedTierConfig,
-    ExternalTierConfig,
-    FsspecTierConfig,
-    FsTierConfig,
-    NfsTierConfig,
-    S3TierConfig,
-    TierConfig,
-)
+from ...tiers.config.deployment import load_named, parse_config, parse_tier
+from ...tiers.config.tier_options import BoundedTierConfig, ExternalTierConfig, TierConfig
 from ...tiers.config.values import parse_duration
 from ...tiers.config.variables import escape, expand
 from ...tiers.errors import ConfigError
@@ -28,16 +19,21 @@ from ...tiers.stores.fsspec_driver import LOCAL
 SETTINGS = ("read_only", "max_bytes", "ttl", "min_free")
 _WAYS = ("shared_storage_path", "tier", "config_file")
 #: Other options in ``kv_connector_extra_config``.
-_OPTIONS = ("index", "storage_options", "lookup_deadline_s", "load_deadline_s", "storage_after_reset", "identity")
+_OPTIONS = (
+    "index", "storage_options", "blocks_per_chunk", "cpu_bytes_to_use", "lookup_deadline_s", "load_deadline_s",
+    "storage_after_reset", "identity",
+)  # fmt: skip
 #: Parameters that vLLM reads from a request's ``kv_transfer_params``, and never from the connector's options.
 REQUEST_PARAMETERS = ("kv_load_tiers", "max_load_tokens", "max_offload_tokens")
 OF_A_REQUEST = "it is a parameter of a request; write it into the request's kv_transfer_params"
+LOAD_DEADLINE_S = 20.0
+CPU_BYTES = "1GiB"
 
 _PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` is translated to
 
 
-def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
-    """Return the storage that a SharedStorageConnector's options name.
+def rank_tier(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
+    """Return the tier that a SharedStorageConnector's options name.
 
     Args:
         extra_config: exactly one of these; the connector's own options are ignored:
@@ -47,7 +43,8 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
             - ``config_file``: a deployment's YAML, with ``index`` if the file has several tiers
 
     Raises:
-        ConfigError: not exactly one of the three is given, an option is unknown, or the tier cannot store prefixes.
+        ConfigError: not exactly one of the three is given, an option is unknown, or other processes cannot read what
+            is in the tier.
     """
     for name in sorted(extra_config.keys() - {*_WAYS, *_OPTIONS, *SETTINGS}):
         if name in REQUEST_PARAMETERS:
@@ -64,12 +61,20 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
     if ways != ["shared_storage_path"]:
         for name in {"storage_options", *SETTINGS} & extra_config.keys():
             raise ConfigError(f"is an option of the tier; write it there, not beside {ways[0]}", field=name)
+        tier = _named(extra_config, ways[0])
     else:
         settings = {name: extra_config[name] for name in SETTINGS if name in extra_config}
-        return place_at(extra_config["shared_storage_path"], extra_config.get("storage_options"), **settings)
-    if ways == ["tier"]:
+        tier = place_at(extra_config["shared_storage_path"], extra_config.get("storage_options"), **settings)
+    if "lookup_deadline_s" in extra_config:
+        lookup_deadline_s = seconds_of(extra_config, "lookup_deadline_s", 0.0)
+        tier = tier.model_copy(update={"lookup_deadline_s": lookup_deadline_s})
+    return tier
+
+
+def _named(extra_config: Mapping[str, Any], way: str) -> BoundedTierConfig:
+    if way == "tier":
         try:
-            return place_of_prefixes(parse_tier(extra_config["tier"], SecondaryTierFactory.tier_types()))
+            return shareable(parse_tier(extra_config["tier"], SecondaryTierFactory.tier_types()))
         except ConfigError as e:
             raise ConfigError(e.message, field=f"tier.{e.field}".rstrip(".")) from None
     config_file = extra_config["config_file"]
@@ -78,9 +83,34 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
     if not isinstance(index, int) or not 0 <= index < len(tiers):
         raise ConfigError(f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1}", field="index")
     try:
-        return place_of_prefixes(tiers[index])
+        return shareable(tiers[index])
     except ConfigError as e:
-        raise ConfigError(f"tiers[{index}] cannot store plain prefixes: {e}", field="config_file") from e
+        raise ConfigError(f"tiers[{index}] cannot be a tier of each rank: {e}", field="config_file") from e
+
+
+def chunk_of(extra_config: Mapping[str, Any]) -> int:
+    """Return how many blocks of the engine one stored block has: ``blocks_per_chunk``, else that of ``config_file``.
+
+    Raises:
+        ConfigError: the value is not accepted.
+    """
+    if "blocks_per_chunk" in extra_config:
+        options = {"region": {"size": CPU_BYTES}, "blocks_per_chunk": extra_config["blocks_per_chunk"]}
+        return parse_config(options).blocks_per_chunk
+    file = extra_config.get("config_file")
+    return load_named(file, SecondaryTierFactory.tier_types()).blocks_per_chunk if file else 1
+
+
+def staging_bytes(extra_config: Mapping[str, Any]) -> int:
+    """Return ``cpu_bytes_to_use``: memory of each rank for blocks between the KV tensors and the tier.
+
+    Raises:
+        ConfigError: the value is not a size.
+    """
+    try:
+        return parse_config({"region": {"size": extra_config.get("cpu_bytes_to_use", CPU_BYTES)}}).region.size
+    except ConfigError as e:
+        raise ConfigError(e.message, field="cpu_bytes_to_use") from None
 
 
 def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> float:
@@ -99,31 +129,19 @@ def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> fl
     return seconds
 
 
-def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
-    """Return the place beside a tier's blocks, with the tier's limits. A bucket or URL is accessed as the tier does.
+def shareable(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
+    """Return the tier, if the scheduler's process can read what a worker's process stores in it.
 
     Raises:
-        ConfigError: names the tier's option that cannot be honored for prefix files.
+        ConfigError: names the tier's type.
     """
-    if not isinstance(tier, FsTierConfig | NfsTierConfig | FsspecTierConfig | S3TierConfig):
-        raise ConfigError(f"{tier.type} has no place for prefix files; fs, nfs, s3 and fsspec have", field="type")
-    if tier.encrypt != "none":
-        raise ConfigError("prefix files are plain safetensors, which a key cannot protect", field="encrypt")
-    if isinstance(tier, S3TierConfig):
-        return tier.model_copy(update={"prefix": "/".join(filter(None, (tier.prefix.strip("/"), PREFIXES_FOLDER)))})
-    # A local folder is accessed as such, also one that is given as a URL: fsspec's driver would follow links in it.
-    if isinstance(tier, FsspecTierConfig):
-        folder = local_folder(tier.url)
-        if folder is None:
-            return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{PREFIXES_FOLDER}"})
-    else:
-        folder = tier.root_dir
-    kept = {name: getattr(tier, name) for name in SETTINGS if name in tier.model_fields_set}
-    return place_at(escape(os.path.join(folder, PREFIXES_FOLDER)), **kept)  # it is parsed again
+    if not isinstance(tier, BoundedTierConfig):
+        raise ConfigError(f"{tier.type} is not storage of several processes; fs, nfs, s3, fsspec are", field="type")
+    return tier
 
 
 def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **settings: Any) -> BoundedTierConfig:
-    """Return a place that belongs to no tier.
+    """Return the tier at a place.
 
     Args:
         url: a folder, or any fsspec URL, as it is written in a configuration: variables are replaced. A bucket,
@@ -142,20 +160,21 @@ def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **setti
     scheme, _, rest = url.partition("://")
     if folder is not None:
         kind = "nfs" if file_system_type(folder).startswith("nfs") else "fs"
-        options: dict[str, Any] = {"type": kind, "root_dir": escape(folder)}
+        # A user may name a link. Tiers follow none at their root, because others might put one there.
+        options: dict[str, Any] = {"type": kind, "root_dir": escape(os.path.realpath(folder))}
     elif scheme == "s3" and not storage_options:
         bucket, _, prefix = rest.partition("/")
         options = {"type": "s3", "bucket": escape(bucket), "prefix": escape(prefix.strip("/"))}
     else:
         options = {"type": "fsspec", "url": escape(url), "storage_options": storage_options or {}}
     try:
-        place = parse_tier({**options, **settings})
+        tier = parse_tier({**options, **settings})
     except ConfigError as e:
         if e.field in _PLACES:
             raise ConfigError(e.message, field="shared_storage_path") from None
         raise
-    assert isinstance(place, BoundedTierConfig)
-    return place
+    assert isinstance(tier, BoundedTierConfig)
+    return tier
 
 
 def local_folder(url: str) -> str | None:

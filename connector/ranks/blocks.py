@@ -1,0 +1,102 @@
+"""RankBlocks: what an engine's scheduler knows about blocks of which every rank keeps its own part."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ...tiers.blocks.keys import OffloadKey
+
+KEYS_MAX = 131_072  # of each kind; some 20 MB
+#: How long it is believed that all ranks have a block, or that one lacks it, without asking the scheduler's own tier. A
+#: tier's own answers are valid for as long.
+BELIEVED_S = 60.0
+#: How long to wait for news of stores. A tier ends its jobs sooner, but a foreign tier may never end one.
+NEWS_S = 60.0
+
+
+class RankBlocks:
+    """Which blocks all ranks have, which are on their way, and which a rank lacks. Scheduler thread only.
+
+    A block counts as stored when all ranks have stored it. An entry may be wrong: storage may have lost the block. A
+    rank then cannot load its part and reports that, so the block is doubted, and stored again when it is offered.
+
+    Args:
+        ranks: number of ranks.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ranks = ranks
+        self._clock = clock
+        self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when it is believed
+        self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # the same
+        self._on_the_way: dict[OffloadKey, int] = {}  # -> ranks that have not stored it yet
+        self._news_at = clock()
+
+    @property
+    def awaits_news(self) -> bool:
+        """Whether ranks may still report the end of a store."""
+        return bool(self._on_the_way) and self._clock() < self._news_at + NEWS_S
+
+    def is_absent(self, key: OffloadKey) -> bool:
+        """Whether the block cannot be loaded now, whatever the scheduler's own tier says."""
+        until = self._doubted.get(key)
+        if until is not None and until <= self._clock():
+            del self._doubted[key]
+            until = None
+        return until is not None or key in self._on_the_way
+
+    def is_present(self, key: OffloadKey) -> bool:
+        """Whether all ranks have the block, as far as is known."""
+        return self._present.get(key, -math.inf) > self._clock()
+
+    def answered(self, key: OffloadKey, *, present: bool) -> None:
+        """Note the answer of the scheduler's own tier."""
+        if present:
+            _note(self._present, key, self._clock() + BELIEVED_S)
+        else:
+            self._present.pop(key, None)
+
+    def to_store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that must be stored, and note that they are on their way."""
+        wanted = [key for key in keys if key not in self._present and key not in self._on_the_way]
+        for key in reversed(keys):  # a prefix is useless without its beginning, so the beginning is forgotten last
+            if key in self._present:
+                self._present.move_to_end(key)
+        if wanted:
+            self._news_at = self._clock()
+        self._on_the_way.update(dict.fromkeys(wanted, self._ranks))
+        return wanted
+
+    def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey]) -> None:
+        """Note what ranks report.
+
+        Args:
+            stored: key -> number of ranks that have stored it since their last report.
+            lost: keys that a rank could not load or store, or that were removed there.
+        """
+        self._news_at = self._clock()
+        for key in lost:
+            self._on_the_way.pop(key, None)
+            self._present.pop(key, None)
+            _note(self._doubted, key, self._clock() + BELIEVED_S)
+        for key, count in stored.items():
+            left = self._on_the_way.get(key)
+            if left is None:  # another rank could not store it
+                continue
+            if left > count:
+                self._on_the_way[key] = left - count
+                continue
+            del self._on_the_way[key]
+            self._doubted.pop(key, None)
+            _note(self._present, key, self._clock() + BELIEVED_S)
+
+
+def _note(known: OrderedDict[OffloadKey, float], key: OffloadKey, until: float) -> None:
+    known[key] = until
+    known.move_to_end(key)
+    if len(known) > KEYS_MAX:
+        known.popitem(last=False)

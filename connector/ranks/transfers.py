@@ -1,0 +1,318 @@
+"""RankTransfers: moves blocks between one rank's KV tensors and its own tier.
+
+Blocks pass through the slots of a small region that belongs to this rank. So storage never touches a KV tensor: a read
+that hangs may end at any later time, and then writes into a slot that nobody else uses until the tier has reported the
+read. The tier does its I/O in other processes, and nothing here waits for it.
+
+- A store is copied to slots and has ended for the engine, which may then reuse the blocks. Stores hold at most half of
+  the slots. If they find no slot, the rest of their blocks is dropped and counted.
+- A load waits for slots and takes them in pieces. Its blocks are copied to the KV tensors as they arrive.
+- A load ends after ``load_deadline_s`` at the latest. The blocks that were not loaded are reported as failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...tiers.base import JobMetadata, SecondaryTierManager
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.errors import ConfigError
+from ...tiers.metrics import Metrics
+from ...tiers.plain_logs import get_logger
+from ..base import CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
+from ..core.guard import GuardedTier, shut_down_tiers
+from ..pacing import DRAIN_SHARE, drain
+
+logger = get_logger(__name__)
+
+PIECE_BYTES_MAX = 64 << 20  # of a load, in one job of the tier: the copy of a piece runs while the next ones are read
+STORE_SHARE = 0.5  # of the slots; the rest is for loads only
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A transfer that has ended: nothing touches its KV blocks any more.
+
+    Attributes:
+        moved_bytes: copied between the KV tensors and slots.
+        failed_blocks: ids of the KV blocks that a load did not fill.
+    """
+
+    job_id: int
+    moved_bytes: int
+    took_s: float
+    failed_blocks: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load. ``next_key``: index of the first key that was not asked for. ``given_up``: why; "" if it was not."""
+
+    job_id: int
+    keys: Sequence[OffloadKey]
+    target: GPULoadStoreSpec
+    began_at: float
+    done: list[bool]
+    next_key: int = 0
+    reads: int = 0
+    copies: set[int] = field(default_factory=set)
+    given_up: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Keys with their slots, in the tier or in a copy. ``load``: the load whose keys they are, from ``first`` on."""
+
+    keys: Sequence[OffloadKey]
+    slots: list[int]
+    load: _Load | None = None
+    first: int = 0
+
+
+class RankTransfers:
+    """The transfers of one rank. Only the engine's thread in the rank's worker may call it.
+
+    Args:
+        tier: the rank's tier, over the region of the slots. This object shuts it down.
+        metrics: where ``tier`` counts.
+        handlers: copy from KV tensors to slots, and back. This object shuts them down.
+        slots: number of slots; at least 2.
+        slot_bytes: bytes of one slot.
+        blocks_per_chunk: KV blocks in one slot.
+        load_deadline_s: see the module.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        metrics: Metrics,
+        handlers: tuple[OffloadingHandler, OffloadingHandler],
+        *,
+        slots: int,
+        slot_bytes: int,
+        blocks_per_chunk: int,
+        load_deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._guard = GuardedTier(tier, metrics, clock)
+        self._metrics = metrics
+        self._to_slots, self._to_blocks = handlers
+        self._free = list(range(slots))
+        self._for_stores = max(1, int(slots * STORE_SHARE))  # free slots that stores may take
+        self._slot_bytes = slot_bytes
+        self._factor = blocks_per_chunk
+        self._piece = max(1, min(slots // 2, PIECE_BYTES_MAX // slot_bytes))
+        self._load_deadline_s = load_deadline_s
+        self._clock = clock
+        self._ids = itertools.count(1)  # of copies and of the tier's jobs; 0 and below are a tier's own
+        self._copying: dict[int, tuple[_Part, int | None]] = {}  # -> part, and the job if it is a store
+        self._in_tier: dict[int, _Part] = {}
+        self._loads: dict[int, _Load] = {}
+        self._ended: list[Ended] = []
+        self._stored: list[OffloadKey] = []
+        self._lost: set[OffloadKey] = set()
+
+    # -- what the engine calls ---------------------------------------------------------------------------------------
+
+    def store(self, job_id: int, keys: Sequence[OffloadKey], source: GPULoadStoreSpec) -> None:
+        """Start to copy blocks to slots, and from there to the tier."""
+        kept = keys[: min(self._for_stores, len(self._free))]
+        if dropped := keys[len(kept) :]:
+            self._lost.update(dropped)
+            self._metrics.inc("kvtiers_stores_dropped_total", self._guard.name, "staging_full", by=len(dropped))
+        if not kept:
+            self._ended.append(Ended(job_id, 0, 0.0))
+            return
+        part = _Part(kept, self._take(len(kept)))
+        self._for_stores -= len(kept)
+        copy_id = next(self._ids)
+        self._copying[copy_id] = (part, job_id)
+        blocks = part_of(source, self._factor, 0, len(kept))
+        if not self._to_slots.transfer_async(copy_id, (blocks, CPULoadStoreSpec(part.slots))):
+            self._end_copy(copy_id, succeeded=False)
+
+    def load(self, job_id: int, keys: Sequence[OffloadKey], target: GPULoadStoreSpec) -> None:
+        """Start to fill blocks from the tier."""
+        self._loads[job_id] = _Load(job_id, keys, target, self._clock(), [False] * len(keys))
+        self._advance()
+
+    def take_ended(self) -> list[Ended]:
+        """Move everything on, and return the transfers that ended since the last call. Does not wait."""
+        self._poll()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_report(self) -> tuple[list[OffloadKey], set[OffloadKey]]:
+        """Return the keys that were stored, and those that were lost, since the last call.
+
+        Lost are keys that could not be stored or loaded, and keys that were removed from the tier.
+        """
+        stored, lost = self._stored, self._lost
+        self._stored, self._lost = [], set()
+        return [key for key in stored if key not in lost], lost
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Return when nothing touches the KV blocks of these jobs any more. Loads are given up, not waited for."""
+        for job_id in job_ids:
+            if (load := self._loads.get(job_id)) is not None:
+                self._give_up(load, "the engine took its blocks back")
+                self._to_blocks.wait(load.copies)
+        wanted = set(job_ids)
+        self._to_slots.wait([copy_id for copy_id, (_, job_id) in self._copying.items() if job_id in wanted])
+
+    def shutdown(self, within_s: float) -> None:
+        """Finish stores for most of ``within_s``, then end everything."""
+
+        def is_idle() -> bool:
+            self._poll()
+            return not self._copying and all(part.load is not None for part in self._in_tier.values())
+
+        if not drain(is_idle, within_s * DRAIN_SHARE):
+            parts = [part for part in self._in_tier.values() if part.load is None]
+            parts += [part for part, job_id in self._copying.values() if job_id is not None]
+            logger.warning("%d blocks were not stored when the engine ended", sum(len(part.keys) for part in parts))
+        for handler in (self._to_slots, self._to_blocks):
+            handler.shutdown()
+        shut_down_tiers([self._guard], within_s * (1 - DRAIN_SHARE))
+
+    # -- privates ----------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        for handler in (self._to_slots, self._to_blocks):
+            for copied in handler.get_finished():
+                self._end_copy(copied.job_id, succeeded=copied.success, took_s=copied.transfer_time)
+        self._guard.on_schedule_end()
+        for result in self._guard.take_ended():
+            self._end_part(self._in_tier.pop(result.job_id), frozenset(result.successful_keys))
+        now = self._clock()
+        for event in self._guard.take_events():
+            if event.removed:
+                self._lost.update(event.keys)
+        for load in list(self._loads.values()):
+            if not load.given_up and now >= load.began_at + self._load_deadline_s:
+                load.given_up = f"it took longer than load_deadline_s, {self._load_deadline_s:g} s"
+                parts = [part for part in self._in_tier.values() if part.load is load]
+                self._lost.update(key for part in parts for key in part.keys)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Give free slots to loads in their order, and end the loads that have nothing left to do."""
+        for load in list(self._loads.values()):
+            while not load.given_up and self._free and load.next_key < len(load.keys):
+                first = load.next_key
+                keys = load.keys[first : first + min(self._piece, len(self._free))]
+                load.next_key += len(keys)
+                load.reads += 1
+                self._submit(_Part(keys, self._take(len(keys)), load, first))
+            if not load.copies and (load.given_up or (not load.reads and load.next_key == len(load.keys))):
+                self._end_load(load)
+
+    def _submit(self, part: _Part) -> None:
+        job_id = next(self._ids)
+        self._in_tier[job_id] = part
+        job = JobMetadata(job_id, part.keys, np.asarray(part.slots, np.int32))
+        (self._guard.submit_store if part.load is None else self._guard.submit_load)(job)
+
+    def _end_copy(self, copy_id: int, *, succeeded: bool, took_s: float = 0.0) -> None:
+        part, job_id = self._copying.pop(copy_id)
+        if part.load is not None:
+            part.load.copies.discard(copy_id)
+            if succeeded:
+                part.load.done[part.first : part.first + len(part.keys)] = [True] * len(part.keys)
+            else:
+                self._give_up(part.load, "a copy to its blocks failed")
+            self._release(part)
+            return
+        assert job_id is not None
+        self._ended.append(Ended(job_id, len(part.keys) * self._slot_bytes if succeeded else 0, took_s))
+        if succeeded:
+            self._submit(part)
+        else:
+            self._lost.update(part.keys)
+            self._release(part)
+
+    def _end_part(self, part: _Part, succeeded: Collection[OffloadKey]) -> None:
+        """The tier is done with the slots of a part."""
+        self._lost.update(key for key in part.keys if key not in succeeded)
+        if part.load is None:
+            self._stored += [key for key in part.keys if key in succeeded]
+            self._release(part)
+            return
+        part.load.reads -= 1
+        count = next((i for i, key in enumerate(part.keys) if key not in succeeded), len(part.keys))
+        if part.load.given_up:
+            count = 0
+        self._release(_Part((), part.slots[count:], part.load))
+        if count:
+            copied = _Part(part.keys[:count], part.slots[:count], part.load, part.first)
+            copy_id = next(self._ids)
+            self._copying[copy_id] = (copied, None)
+            part.load.copies.add(copy_id)
+            blocks = part_of(part.load.target, self._factor, part.first, part.first + count)
+            if not self._to_blocks.transfer_async(copy_id, (CPULoadStoreSpec(copied.slots), blocks)):
+                self._end_copy(copy_id, succeeded=False)
+        if count < len(part.keys):  # what follows in the prompt is of no use
+            self._give_up(part.load, "the tier does not have all of its blocks")
+
+    def _give_up(self, load: _Load, why: str) -> None:
+        """Ask for nothing more, and copy nothing more. The load ends when its running copies have ended."""
+        load.given_up = load.given_up or why
+
+    def _end_load(self, load: _Load) -> None:
+        del self._loads[load.job_id]
+        failed = [i for i, is_done in enumerate(load.done) if not is_done]
+        blocks = [int(b) for i in failed for b in part_of(load.target, self._factor, i, i + 1).block_ids]
+        if failed:
+            logger.warning("%d of %d blocks were not loaded: %s", len(failed), len(load.keys), load.given_up)
+        moved = (len(load.keys) - len(failed)) * self._slot_bytes
+        self._ended.append(Ended(load.job_id, moved, self._clock() - load.began_at, tuple(blocks)))
+
+    def _take(self, count: int) -> list[int]:
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def _release(self, part: _Part) -> None:
+        self._free += part.slots
+        self._for_stores += len(part.slots) if part.load is None else 0
+
+
+def check_slots(size: int, slot_bytes: int) -> int:
+    """Return how many slots fit into ``size`` bytes.
+
+    Raises:
+        ConfigError: fewer than 2, one for stores and one for loads.
+    """
+    if size < 2 * slot_bytes:
+        raise ConfigError(f"{size} bytes do not hold two blocks of {slot_bytes} bytes", field="cpu_bytes_to_use")
+    return size // slot_bytes
+
+
+def part_of(blocks: GPULoadStoreSpec, factor: int, first: int, end: int) -> GPULoadStoreSpec:
+    """Return the KV blocks of the slots from ``first`` to ``end``, exclusive. ``factor``: KV blocks in a slot."""
+    ids: list[int] = []
+    sizes, indices = [], []
+    for of_slots, at, size, index in _groups(blocks, factor):
+        low, high = max(first - of_slots.start, 0), min(end, of_slots.stop) - of_slots.start
+        skip = index % factor
+        begin = max(0, low * factor - skip)
+        stop = min(size, high * factor - skip)
+        sizes.append(max(0, stop - begin))
+        indices.append(index + begin if sizes[-1] else 0)
+        ids += blocks.block_ids[at + begin : at + begin + sizes[-1]].tolist()
+    return GPULoadStoreSpec(ids, sizes, indices)
+
+
+def _groups(blocks: GPULoadStoreSpec, factor: int) -> Iterator[tuple[range, int, int, int]]:
+    """Yield for each KV cache group: its slots, its first block's place, its number of blocks, its block index."""
+    slot = at = 0
+    for size, index in zip(blocks.group_sizes, blocks.block_indices, strict=True):
+        slots = -(-(index % factor + size) // factor) if size else 0
+        yield range(slot, slot + slots), at, size, index
+        slot += slots
+        at += size

@@ -1,0 +1,451 @@
+"""RankTiersSpec: gives each rank of an engine a tier of its own, inside vLLM's OffloadingConnector.
+
+SharedStorageConnector uses this spec. vLLM's scheduler decides which blocks to load and to store, as for KVTiersSpec.
+But there is no region that all processes see. So the ranks of an engine may be on several hosts:
+
+- The scheduler asks its own tier, which has what rank 0 stores, and only for presence. It sends keys to the ranks.
+- Each rank moves its own part of a block (``connector.ranks.transfers``), and reports what it stored and what it lost.
+
+The workers' configs differ from the scheduler's: they have ranks, and loading a model changes them. So the digest of
+the engine's options is not part of the ranks' namespace. It is in every key, and only the scheduler makes keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, OffloadingMetricMetadata, RequestOffloadingContext
+from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
+from vllm.v1.kv_offload.base import OffloadingSpec as VllmSpec
+from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
+from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmPrepareStoreOutput
+from vllm.v1.kv_offload.base import TransferResult as VllmTransferResult
+
+from ...tiers.base import SecondaryTierManager
+from ...tiers.blocks.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
+from ...tiers.config.tier_options import BoundedTierConfig
+from ...tiers.errors import ConfigError
+from ...tiers.plain_logs import get_logger
+from ...tiers.registry import SecondaryTierFactory
+from ..base import CanonicalKVCaches
+from ..core.guard import GuardedTier, shut_down_tiers
+from ..pacing import SHUTDOWN_S, Pacer
+from ..ranks.blocks import KEYS_MAX, RankBlocks
+from ..ranks.place import LOAD_DEADLINE_S, rank_tier, seconds_of, staging_bytes
+from ..ranks.transfers import RankTransfers, check_slots
+from ..region.region_header import row_stride
+from ..region.shared_region import SharedOffloadRegion
+from ..transfer.gpu_handler import create_handlers
+from ..vllm_config import keeps_storage
+from . import kv_groups, refusals, translate, weights
+from .contract import implements
+from .handed import handed_over
+from .metrics import StatsExporter, definitions
+from .spec import canonical_kv_caches, gpu_blocks
+
+logger = get_logger(__name__)
+
+_COPIES_MAX = 1 << 20  # copies in flight; the slots bound them
+
+
+@dataclass
+class RankKeys(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """What the scheduler sends to the ranks for a transfer.
+
+    Attributes:
+        keys: the blocks' keys in the ranks' tiers, in the order of the transfer.
+        namespace: the scheduler's, to compare with a rank's.
+        req_id: the request.
+    """
+
+    keys: list[OffloadKey]
+    namespace: str
+    req_id: str
+
+
+@implements
+@dataclass
+class RankReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # as above
+    """What ranks tell the scheduler, with what vLLM's connector tells it.
+
+    Attributes:
+        stored: key -> number of ranks that stored it.
+        lost: see ``RankBlocks.note``.
+    """
+
+    stored: dict[OffloadKey, int] = field(default_factory=dict)
+    lost: set[OffloadKey] = field(default_factory=set)
+
+    def aggregate(self, other: Any) -> Any:
+        """Add the report of another rank."""
+        stored, theirs = dict(self.stored), vars(other)  # to vLLM, it is a report of any connector
+        for key, count in theirs["stored"].items():
+            stored[key] = stored.get(key, 0) + count
+        return report_of(super().aggregate(other), stored, self.lost | theirs["lost"])
+
+
+def report_of(meta: Any, stored: Mapping[OffloadKey, int], lost: set[OffloadKey]) -> RankReport | None:
+    """Add what ranks stored and lost to vLLM's own report. None: neither says anything."""
+    if meta is None and not (stored or lost):
+        return None
+    theirs = {each.name: getattr(meta, each.name) for each in dataclasses.fields(meta)} if meta is not None else {}
+    return RankReport(**theirs | {"stored": dict(stored), "lost": lost})
+
+
+@implements
+class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # as above
+    """Creates the scheduler's and the workers' sides. One object in the scheduler's and in each worker's process.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+
+    Raises:
+        ConfigError: names the option that is wrong or does not fit the engine.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._handed = handed_over()
+        vllm_config, kv_cache_config = self._handed.vllm_config, self._handed.kv_cache_config
+        config = dataclasses.replace(config, replicated_layout=False)  # every rank stores
+        super().__init__(config)
+        self._tier = rank_tier(_own(config.extra_config))
+        self._layers = kv_groups.stored_layers(config, kv_cache_config)
+        refusals.check_one_scheduler(vllm_config)
+        if getattr(config, "canonical_layout", False):
+            raise ConfigError("is not supported here; use KVTiersTier", field="canonical_layout")
+        for name in ("dcp_size", "pcp_size"):
+            if getattr(config.parallel, name) > 1:
+                raise ConfigError(
+                    "SharedStorageConnector accepts only 1: with more, a block's tokens are spread over ranks; use "
+                    "KVTiersConnector",
+                    field="decode_context_parallel_size" if name == "dcp_size" else "prefill_context_parallel_size",
+                )
+        if len(config.groups) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+            raise ConfigError(
+                f"the model has {len(config.groups)} KV cache groups, for which this vLLM takes no failed loads; "
+                "use KVTiersConnector, or a later release",
+                field="kv_connector",
+            )
+        if self.blocks_per_chunk > 1 and (kv_groups.has_window(self._layers) or kv_groups.has_states(self._layers)):
+            raise ConfigError(
+                f"is {self.blocks_per_chunk}, and this model has layers with windows or recurrent states, of which "
+                "vLLM keeps no whole chunks; set blocks_per_chunk: 1 for this model",
+                field="blocks_per_chunk",
+            )
+        self._slot_bytes = row_stride(config.worker_kv_bytes_per_block * self.blocks_per_chunk, 1)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
+        return definitions()
+
+    def get_manager(self) -> RankManager:
+        engine = self._engine(in_worker=False)
+        apart = self._apart(engine)
+        # The ranks write, remove and enforce limits.
+        region, tier = self._open({**dict(self._tier), "read_only": True}, 1, apart)
+        return RankManager(tier, region, engine, apart, self._tier, self._handed.vllm_config, self.extra_config)
+
+    def get_worker(self, kv_caches: Any) -> RankWorker:
+        kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)
+        apart = self._apart(self._engine(in_worker=True))
+        name = f"{self._tier.name or self._tier.type}_r{apart.config.parallel.rank}"
+        slots = check_slots(staging_bytes(self.extra_config), self._slot_bytes)
+        region, tier = self._open({**dict(self._tier), "name": name}, slots, apart)
+        try:
+            return RankWorker(
+                tier,
+                region,
+                apart,
+                canonical_kv_caches(kv_caches),
+                blocks_per_chunk=self.blocks_per_chunk,
+                load_deadline_s=seconds_of(self.extra_config, "load_deadline_s", LOAD_DEADLINE_S),
+                fails_requests=len(self.config.groups) > 1,
+            )
+        except BaseException:
+            shut_down_tiers([GuardedTier(tier, apart.metrics)], SHUTDOWN_S)
+            region.cleanup()
+            raise
+
+    def _open(
+        self, options: dict[str, Any], slots: int, apart: translate.EngineSpec
+    ) -> tuple[SharedOffloadRegion, SecondaryTierManager]:
+        region = SharedOffloadRegion.anonymous(slots, self._slot_bytes)
+        try:
+            return region, SecondaryTierFactory.create_secondary_tier(options, region.create_kv_memoryview(), apart)
+        except BaseException:
+            region.cleanup()
+            raise
+
+    def _engine(self, *, in_worker: bool) -> translate.EngineSpec:
+        vllm_config = self._handed.vllm_config
+        by_token = kv_groups.is_in_token_order(self._layers, self.config, vllm_config)
+        return translate.engine_spec(self.config, vllm_config, by_token=by_token, in_worker=in_worker)
+
+    def _apart(self, engine: translate.EngineSpec) -> translate.EngineSpec:
+        """Return the identity of the ranks' namespace, which the scheduler and the workers see alike."""
+        config = engine.config
+        model = dataclasses.replace(config.model, revision=weights.without_config(config.model.revision) or None)
+        groups = config.groups
+        if config.parallel.pp_size > 1:  # a process knows only its own stage's layers
+            groups = tuple(dataclasses.replace(group, layer_names=()) for group in groups)
+        config = dataclasses.replace(config, model=model, groups=groups, engine={}, ranks_apart=True)
+        return dataclasses.replace(engine, config=config)
+
+
+@implements
+class RankManager(VllmManager):  # type: ignore[misc]  # as above
+    """Knows which blocks all ranks have. Scheduler thread only.
+
+    Args:
+        tier: the scheduler's own tier, for lookups. This object shuts it down, and then frees ``region``.
+        engine: the engine's identity; part of every key.
+        apart: the identity of the ranks' namespace.
+        place: the ranks' tier.
+
+    Attributes:
+        adapters: request id -> revision of its LoRA adapter; None: not known, so nothing is loaded or stored.
+    """
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        region: SharedOffloadRegion,
+        engine: translate.EngineSpec,
+        apart: translate.EngineSpec,
+        place: BoundedTierConfig,
+        vllm_config: Any,
+        extra_config: Mapping[str, Any],
+    ) -> None:
+        self.adapters: dict[str, str | None] = {}
+        self._guard = GuardedTier(tier, apart.metrics)
+        self._region = region
+        self._namespace = str(apart.config.model.revision)
+        self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
+        self._role = translate.role_of(vllm_config)
+        self._stores_any = self._role.stores and not place.read_only
+        self._places = [(base.Medium.STORAGE, translate.locality(place.type))]
+        self._keeps_storage = keeps_storage(extra_config)
+        self._is_off = False
+        self._blocks = RankBlocks(engine.config.parallel.world_size)
+        self._pacer = Pacer()
+        self._loads = 0
+        self._left_open = False  # a lookup has returned None since ``continue_wait`` last returned False
+        self._open: dict[str, int] = {}  # waiting request -> tokens that the GPU had when it was looked up
+        self._name = lru_cache(KEYS_MAX)(self._make_name)  # a waiting request's keys are looked up again and again
+        self._stats = StatsExporter(apart.metrics)
+
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        if self._is_off or not self._role.loads or translate.excluded_tiers(self._places, req_context):
+            return LookupResult.MISS
+        named = self._named(key, req_context)
+        if named is None or self._blocks.is_absent(named):
+            return LookupResult.MISS
+        if self._blocks.is_present(named):
+            self._guard.note_answer(named, req_context, hit=True)
+            return LookupResult.HIT
+        answer = self._guard.lookup(named, req_context)
+        self._pacer.asked(answer)
+        if answer is None:
+            self._left_open = True
+        else:
+            self._blocks.answered(named, present=answer)
+        return translate.lookup_result(answer)
+
+    def note_asked(self, req_id: str, num_computed_tokens: int, *, is_open: bool) -> None:
+        """Remember the outcome of the lookups that vLLM just made for a request. See ``KVTiersManager``."""
+        if is_open and self._left_open:
+            self._open[req_id] = num_computed_tokens
+        else:
+            self._open.pop(req_id, None)
+
+    def continue_wait(self, req_id: str, num_computed_tokens: int) -> bool:
+        """Whether the tier has answered nothing since vLLM's last lookups for a request. See ``KVTiersManager``."""
+        if self._open.get(req_id) != num_computed_tokens:
+            self._left_open = False
+            return False
+        self._pacer.asked(None)
+        return True
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> RankKeys:
+        self._loads += 1
+        return self._keys([self._named(key, req_context) for key in keys], req_context)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
+        self._loads = max(0, self._loads - 1)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput:
+        named = {key: self._named(key, req_context) for key in keys} if self._stores_any and not self._is_off else {}
+        wanted = set(self._blocks.to_store([name for name in named.values() if name is not None]))
+        chosen = {key: name for key, name in named.items() if name in wanted}
+        spec = self._keys(chosen.values(), req_context)
+        return VllmPrepareStoreOutput(keys_to_store=list(chosen), store_spec=spec, evicted_keys=[])
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:
+        """Do nothing: the blocks are in the ranks' slots now. The ranks report when they are stored."""
+
+    def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey]) -> None:
+        """Take what ranks report. See ``RankReport``."""
+        self._blocks.note(stored, lost)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
+        # Blocks that were loaded are offered, too: a rank may have failed to load them, and they are stored again.
+        return RequestOffloadingContext(policy=base.OffloadPolicy.REQUEST_LEVEL)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self.adapters.pop(req_context.req_id, None)
+        self._open.pop(req_context.req_id, None)
+        self._guard.on_request_finished(req_context)
+
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
+        self._guard.on_schedule_end()
+        answered = self._guard.take_answered()
+        for req_id in list(self._open) if answered is None else answered:
+            self._open.pop(req_id, None)
+        self._pacer.step_ended(loading=bool(self._loads) or self._blocks.awaits_news)
+
+    def has_pending_work(self) -> bool:
+        return self._blocks.awaits_news
+
+    def reset_cache(self) -> None:
+        if not self._keeps_storage and not self._is_off:
+            translate.warn_of_reset()
+            self._is_off = True
+        self._loads = 0  # vLLM forgets them
+        self._open.clear()
+
+    def get_stats(self) -> Any:
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        shut_down_tiers([self._guard], SHUTDOWN_S)
+        self._region.cleanup()
+
+    def _named(self, key: OffloadKey, req_context: Any) -> OffloadKey | None:
+        """Return the key of a block in the ranks' tiers. None: it depends on an adapter that is not known."""
+        adapter = self.adapters.get(req_context.req_id, "")
+        return None if adapter is None else self._name(key, adapter)
+
+    def _make_name(self, key: OffloadKey, adapter: str) -> OffloadKey:
+        name = self._salt.copy()
+        name.update(f"adapter:{adapter}\n".encode())
+        name.update(get_offload_block_hash(key))
+        return make_offload_key(name.digest(), get_offload_group_idx(key))
+
+    def _keys(self, keys: Collection[OffloadKey | None], req_context: Any) -> RankKeys:
+        return RankKeys([key for key in keys if key is not None], self._namespace, req_context.req_id)
+
+
+@implements
+class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
+    """A rank's transfers. The worker's thread only.
+
+    vLLM asserts that transfers succeed. So a load that failed is reported as ended, and its blocks as failed.
+
+    Args:
+        tier: this rank's, over ``region``. This object shuts both down.
+        apart: the identity of the rank's namespace.
+        kv_caches: the KV tensors.
+        fails_requests: report requests that failed to load, because blocks of several groups may have the same ids.
+    """
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        region: SharedOffloadRegion,
+        apart: translate.EngineSpec,
+        kv_caches: CanonicalKVCaches,
+        *,
+        blocks_per_chunk: int,
+        load_deadline_s: float,
+        fails_requests: bool,
+    ) -> None:
+        self._region = region
+        self._namespace = str(apart.config.model.revision)
+        self._stats = StatsExporter(apart.metrics)
+        self._fails_requests = fails_requests
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._loading: dict[int, str] = {}  # job -> request
+        views = [region.create_next_view(each.page_size_bytes * blocks_per_chunk) for each in kv_caches.tensors]
+        self._transfers = RankTransfers(
+            tier,
+            apart.metrics,
+            create_handlers(kv_caches, views, blocks_per_chunk, jobs_max=_COPIES_MAX),
+            slots=region.geometry.num_blocks,
+            slot_bytes=region.geometry.row_stride,
+            blocks_per_chunk=blocks_per_chunk,
+            load_deadline_s=load_deadline_s,
+        )
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._compare(dst_spec)
+        self._transfers.store(job_id, dst_spec.keys, gpu_blocks(src_spec))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
+        self._compare(src_spec)
+        self._loading[job_id] = src_spec.req_id
+        self._transfers.load(job_id, src_spec.keys, gpu_blocks(dst_spec))
+        return True
+
+    def get_finished(self) -> list[VllmTransferResult]:
+        results = []
+        for ended in self._transfers.take_ended():
+            req_id = self._loading.pop(ended.job_id, "")
+            if ended.failed_blocks and self._fails_requests:
+                self._failed_requests.add(req_id)
+            else:
+                self._failed_blocks.update(ended.failed_blocks)
+            results.append(VllmTransferResult(ended.job_id, True, ended.moved_bytes, ended.took_s))
+        return results
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the ids of blocks that were not loaded since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests that were not loaded since the last call; empty unless ``fails_requests``."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def report(self, meta: Any) -> RankReport | None:
+        """Add what this rank stored and lost to vLLM's own report."""
+        stored, lost = self._transfers.take_report()
+        return report_of(meta, dict.fromkeys(stored, 1), lost)
+
+    def take_stats(self) -> Any:
+        """Return the changes of this rank's metrics."""
+        return self._stats.take()
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._transfers.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Store what waits, for a bounded time, and end everything."""
+        self._transfers.shutdown(SHUTDOWN_S)
+        self._region.cleanup()
+
+    def _compare(self, keys: RankKeys) -> None:
+        """Warn if this rank's blocks are in another namespace than the scheduler sees."""
+        if keys.namespace != self._namespace:
+            logger.warning(
+                "this worker's weights or settings (%s) are not those that the scheduler sees (%s), so lookups find "
+                "nothing; give all hosts the same files",
+                self._namespace,
+                keys.namespace,
+            )
+            self._namespace = keys.namespace  # so that this is logged once
+
+
+def _own(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of SharedStorageConnector, without those that choose this spec."""
+    return {name: value for name, value in extra_config.items() if name not in ("spec_name", "spec_module_path")}

@@ -1,0 +1,175 @@
+"""SharedStorageConnector: plugs a tier of each rank into vLLM's KV offloading, for engines on one host or on several.
+
+::
+
+    {"kv_connector": "SharedStorageConnector", "kv_connector_module_path": "kvtiers.vllm",
+     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"shared_storage_path": "/mnt/nvme/kv"}}
+
+The place may be a folder on each host's own disk, or storage that all hosts share. ``connector.vllm.ranks`` describes
+the parts. There is no CPU cache: blocks pass through ``cpu_bytes_to_use`` bytes of each rank on their way.
+
+If a rank cannot load a block, the connector reports the block to vLLM as failed. vLLM computes it again under
+``kv_load_failure_policy: recompute``, and it is then stored again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from ...tiers.daemon_pool import DaemonPool
+from ...tiers.plain_logs import get_logger
+from ...vllm import register
+from ..ranks.place import LOAD_DEADLINE_S, chunk_of, rank_tier, seconds_of, staging_bytes
+from ..vllm_config import ignored_options, keeps_storage
+from . import weights
+from .connector import KVTiersConnector
+from .contract import implements
+from .ranks import RankManager, RankReport, RankWorker
+
+logger = get_logger(__name__)
+
+ADAPTER_DEADLINE_S = 5.0  # to read the files of a LoRA adapter; its prompt is then computed, and not stored
+
+
+@implements
+class SharedStorageConnector(KVTiersConnector):
+    """KVTiersConnector with RankTiersSpec.
+
+    There is one object in the scheduler's process and one in each worker's. vLLM calls each from one thread.
+
+    ``kv_connector_extra_config`` accepts the place (see ``connector.ranks.place.rank_tier``), ``blocks_per_chunk``,
+    ``cpu_bytes_to_use``, ``lookup_deadline_s``, ``load_deadline_s``, ``storage_after_reset`` and ``identity``.
+
+    Raises:
+        ConfigError: names the option that is wrong or does not fit the engine.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute") == "fail":
+            logger.warning(
+                "kv_load_failure_policy is 'fail': a request that loads a damaged block will fail; write 'recompute'"
+            )
+        self._adapters = weights.Adapters()
+        self._adapter_pool = DaemonPool(1, "kvtiers-adapters") if self.connector_scheduler is not None else None
+        self._asked: dict[str, tuple[Future[str | None], float]] = {}  # request -> revision of its adapter, until when
+
+    @classmethod
+    def options_of(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert ``kv_connector_extra_config`` to the options of vLLM's OffloadingConnector.
+
+        Raises:
+            ConfigError: an option is missing or not accepted.
+        """
+        rank_tier(extra_config)
+        ignored_options(extra_config)
+        keeps_storage(extra_config)
+        staging_bytes(extra_config)
+        seconds_of(extra_config, "load_deadline_s", LOAD_DEADLINE_S)
+        spec = {"spec_name": "RankTiersSpec", "spec_module_path": "kvtiers.vllm"}
+        return {**extra_config, **spec, "blocks_per_chunk": chunk_of(extra_config)}
+
+    @property
+    def _rank_manager(self) -> RankManager:
+        assert self.connector_scheduler is not None
+        manager = self.connector_scheduler.manager
+        assert isinstance(manager, RankManager)
+        return manager
+
+    @property
+    def _rank_worker(self) -> RankWorker:
+        assert self.connector_worker is not None
+        worker = self.connector_worker.worker
+        assert isinstance(worker, RankWorker)
+        return worker
+
+    # -- scheduler ---------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Start a request, and the reading of its LoRA adapter's files."""
+        self._ask_adapter(request)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        """Return how many tokens of a request can be loaded. None: not known yet, ask again."""
+        self._ask_adapter(request)  # releases without on_new_request start requests here
+        if not self._has_adapter(request.request_id):
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the ranks report."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, RankReport):
+            told = vars(report)  # to vLLM, it is a report of any connector
+            self._rank_manager.note(told["stored"], told["lost"])
+        super().update_connector_output(connector_output)
+
+    def _ask_adapter(self, request: Any) -> None:
+        """Have the files of a request's adapter read, on a thread. Until then nothing is loaded or stored for it.
+
+        vLLM's block hashes have an adapter's name. Its content is part of the key, because it may be trained again.
+        """
+        lora, req_id = getattr(request, "lora_request", None), request.request_id
+        if lora is not None and req_id not in self._rank_manager.adapters:
+            assert self._adapter_pool is not None
+            self._rank_manager.adapters[req_id] = None
+            future = self._adapter_pool.submit(self._adapters.revision, lora)
+            self._asked[req_id] = (future, time.monotonic() + ADAPTER_DEADLINE_S)
+
+    def _has_adapter(self, req_id: str) -> bool:
+        """Whether it is decided what is known of a request's adapter."""
+        future, until = self._asked.get(req_id, (None, 0.0))
+        if future is not None and not future.done() and time.monotonic() < until:
+            return False
+        self._asked.pop(req_id, None)
+        if future is not None and future.done() and not future.cancelled() and future.exception() is None:
+            self._rank_manager.adapters[req_id] = future.result()
+        return True
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        """Forget what was asked for a request."""
+        self._asked.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        """Forget what was asked for a request. vLLM calls this one if connectors may have several KV cache groups."""
+        self._asked.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
+
+    # -- worker ------------------------------------------------------------------------------------------------------
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the requests whose loads ended, and those of them that failed. vLLM calls this from 0.31 on."""
+        theirs: Any = getattr(super(), "get_transfer_results", None)
+        results = theirs(finished_req_ids)
+        failed: set[str] = getattr(results, "failed_recving", set())
+        failed |= self._rank_worker.take_failed_requests()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that failed to load."""
+        return self._rank_worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> RankReport | None:
+        """Return what this rank stored and lost since the last step, with vLLM's own report."""
+        return self._rank_worker.report(super().build_connector_worker_meta())
+
+    def get_kv_connector_stats(self) -> Any:
+        """Return the changes of this process's metrics."""
+        if self.connector_worker is not None and self.connector_worker.worker is not None:
+            return self._rank_worker.take_stats()
+        return super().get_kv_connector_stats()
+
+    def shutdown(self) -> None:
+        """End the transfers of this process and its tier."""
+        if self._adapter_pool is not None:
+            self._adapter_pool.shutdown(0.0)
+        super().shutdown()
+
+
+register()  # when it reads stats, MultiConnector looks classes up by name only

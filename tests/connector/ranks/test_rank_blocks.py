@@ -1,0 +1,99 @@
+"""RankBlocks: a block counts as stored when all ranks have it, and as absent while one rank lacks it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtiers.connector.ranks import blocks
+from kvtiers.connector.ranks.blocks import BELIEVED_S, NEWS_S, RankBlocks
+from tests.clock import Clock
+from tests.identity import block_key
+
+A, B, C = map(block_key, range(3))
+
+
+def test_block_is_stored_when_all_ranks_have_reported_it() -> None:
+    known = RankBlocks(2)
+    assert known.to_store([A, B]) == [A, B]
+    known.note({A: 1, B: 2}, ())
+    assert known.is_absent(A)
+    assert not known.is_absent(B)
+    assert known.to_store([A, B, C]) == [C]
+    known.note({A: 1}, ())
+    assert not known.is_absent(A)
+    assert known.to_store([A, B]) == []
+
+
+def test_it_is_believed_for_a_minute_that_all_ranks_have_a_block() -> None:
+    clock = Clock()
+    known = RankBlocks(1, clock)
+    assert not known.is_present(A)
+    known.answered(A, present=True)
+    known.to_store([B])
+    known.note({B: 1}, ())
+    assert known.is_present(A)
+    assert known.is_present(B)
+    clock.now += BELIEVED_S
+    assert not known.is_present(A)  # the scheduler's own tier is asked again
+    assert known.to_store([A, B]) == []
+
+
+def test_block_that_one_rank_could_not_store_is_absent_and_offered_again() -> None:
+    clock = Clock()
+    known = RankBlocks(2, clock)
+    known.to_store([A])
+    known.note({A: 1}, [A])
+    known.note({A: 1}, ())
+    assert known.is_absent(A)
+    assert known.to_store([A]) == [A]
+    known.note({A: 2}, ())
+    assert not known.is_absent(A)
+
+
+def test_block_that_one_rank_could_not_load_is_absent_until_stored_again_or_a_minute_later() -> None:
+    clock = Clock()
+    known = RankBlocks(2, clock)
+    known.answered(A, present=True)
+    known.answered(B, present=True)
+    known.note({}, [A, B])
+    assert known.is_absent(A)
+    assert known.to_store([A, B]) == [A, B]
+    known.note({A: 2}, [B])
+    assert not known.is_absent(A)
+    clock.now += BELIEVED_S - 1
+    assert known.is_absent(B)
+    clock.now += 2
+    assert not known.is_absent(B)
+
+
+def test_found_blocks_need_not_be_stored() -> None:
+    known = RankBlocks(1)
+    known.answered(A, present=True)
+    assert known.to_store([A, B]) == [B]
+    known.answered(A, present=False)
+    assert known.to_store([A]) == [A]
+
+
+def test_engine_waits_for_news_of_stores_only_as_long_as_news_come() -> None:
+    clock = Clock()
+    known = RankBlocks(1, clock)
+    assert not known.awaits_news
+    known.to_store([A, B])
+    awaited = []
+    for wait_s in (NEWS_S - 1, NEWS_S - 1, 2):
+        clock.now += wait_s
+        awaited.append(known.awaits_news)
+        if len(awaited) == 1:
+            known.note({A: 1}, ())
+    assert awaited == [True, True, False]
+
+
+def test_known_blocks_are_bounded_and_the_least_recently_offered_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "KEYS_MAX", 2)
+    known = RankBlocks(1)
+    known.answered(A, present=True)
+    known.answered(B, present=True)
+    assert known.to_store([A]) == []
+    known.answered(C, present=True)
+    assert known.to_store([A, C]) == []
+    assert known.to_store([B]) == [B]

@@ -1,0 +1,386 @@
+"""RankTransfers: one rank's blocks on their way between KV tensors and a tier that the tests control."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvtiers.connector.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+from kvtiers.connector.ranks import transfers as module
+from kvtiers.connector.ranks.transfers import Ended, RankTransfers, check_slots, part_of
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.connector.transfer.gpu_handler import create_handlers
+from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, SecondaryTierManager
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import Metrics
+from tests.clock import Clock
+from tests.identity import FakeSpec, block_key
+from tests.waiting import wait_for
+
+BLOCKS, PAGE = 24, 64
+SLOTS = 8
+DEADLINE_S = 20.0
+
+
+class HeldTier(SecondaryTierManager):
+    """Ends jobs when a test says so. ``data``: key -> its stored bytes."""
+
+    job_deadline_s = 5.0
+    shutdown_s = 1.0
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(FakeSpec(), view, "held")
+        self.rows = view.cast("B")
+        self.row_bytes = view.nbytes // len(view)
+        self.data: dict[OffloadKey, bytes] = {}
+        self.jobs: dict[int, tuple[JobMetadata, bool]] = {}
+        self.results: list[JobResult] = []
+        self.events: list[OffloadingEvent] = []
+        self.raises = False
+        self.at_once = True
+
+    def lookup(self, key: OffloadKey, req_context: Any = None) -> bool | None:
+        raise AssertionError("a rank looks nothing up")
+
+    def take_answered(self) -> None:
+        return None
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata, is_load=False)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata, is_load=True)
+
+    def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
+        self.jobs[job.job_id] = (job, is_load)
+        if self.raises:
+            raise RuntimeError("it may have begun")
+        if self.at_once:
+            self.end(job.job_id)
+
+    def end(self, job_id: int | None = None, lacks: Collection[OffloadKey] = ()) -> None:
+        """End a job, by default the oldest one, without the blocks in ``lacks``."""
+        job, is_load = self.jobs.pop(next(iter(self.jobs)) if job_id is None else job_id)
+        done = []
+        for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True):
+            if key in lacks or (is_load and key not in self.data):
+                continue
+            row = self.rows[slot * self.row_bytes : (slot + 1) * self.row_bytes]
+            if is_load:
+                row[:] = self.data[key]
+            else:
+                self.data[key] = bytes(row)
+            done.append(key)
+        self.results.append(JobResult(job.job_id, len(done) == len(job.keys), tuple(done)))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        results, self.results = self.results, []
+        return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self.events = self.events, []
+        return events
+
+
+class Rank:
+    """One rank with two layers of ``BLOCKS`` blocks, each with bytes of its own."""
+
+    def __init__(self, factor: int = 1, slots: int = SLOTS) -> None:
+        self.clock = Clock()
+        self.kv = [torch.randint(-128, 127, (BLOCKS, PAGE), dtype=torch.int8) for _ in range(2)]
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(each, PAGE) for each in self.kv], [[CanonicalKVCacheRef(i, PAGE) for i in range(2)]]
+        )
+        self.region = SharedOffloadRegion.anonymous(slots, 2 * PAGE * factor)
+        views = [self.region.create_next_view(PAGE * factor) for _ in self.kv]
+        self.tier = HeldTier(self.region.create_kv_memoryview())
+        self.metrics = Metrics()
+        self.factor = factor
+        self.transfers = RankTransfers(
+            self.tier,
+            self.metrics,
+            create_handlers(caches, views, factor),
+            slots=slots,
+            slot_bytes=self.region.geometry.row_stride,
+            blocks_per_chunk=factor,
+            load_deadline_s=DEADLINE_S,
+            clock=self.clock,
+        )
+        self.jobs = iter(range(1000))
+
+    def store(self, keys: list[OffloadKey], blocks: list[int]) -> int:
+        job = next(self.jobs)
+        self.transfers.store(job, keys, GPULoadStoreSpec(blocks))
+        return job
+
+    def load(self, keys: list[OffloadKey], blocks: list[int], index: int = 0) -> int:
+        job = next(self.jobs)
+        self.transfers.load(job, keys, GPULoadStoreSpec(blocks, None, (index,)))
+        return job
+
+    def ended(self, job: int) -> Ended:
+        """Wait until a job ends. Other jobs may not end meanwhile."""
+        (only,) = wait_for(self.transfers.take_ended)
+        assert only.job_id == job
+        return only
+
+    def free_slots(self) -> int:
+        return len(self.transfers._free)
+
+    def block(self, number: int) -> list[bytes]:
+        return [each[number].numpy().tobytes() for each in self.kv]
+
+    def close(self) -> None:
+        self.transfers.shutdown(0.5)
+        self.region.cleanup()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.close()
+
+
+def keys_of(count: int, first: int = 0) -> list[OffloadKey]:
+    return [block_key(first + number) for number in range(count)]
+
+
+def test_blocks_come_back_as_they_were(rank: Rank) -> None:
+    keys = keys_of(3)
+    job = rank.store(keys, [5, 7, 2])
+    assert rank.ended(job).failed_blocks == ()
+    wait_for(lambda: rank.transfers.take_ended() or len(rank.tier.data) == 3)
+    rank.transfers.take_ended()
+    assert rank.transfers.take_report() == (keys, set())
+    job = rank.load(keys, [10, 11, 12])
+    ended = rank.ended(job)
+    assert ended.failed_blocks == ()
+    assert ended.moved_bytes == 3 * rank.region.geometry.row_stride
+    for source, target in ((5, 10), (7, 11), (2, 12)):
+        assert rank.block(source) == rank.block(target)
+    assert rank.free_slots() == SLOTS
+
+
+def test_load_that_begins_inside_a_chunk_skips_the_blocks_before_it() -> None:
+    rank = Rank(factor=3)
+    try:
+        keys = keys_of(2)
+        rank.ended(rank.store(keys, [0, 1, 2, 3, 4, 5]))
+        wait_for(lambda: rank.transfers.take_ended() or len(rank.tier.data) == 2)
+        job = rank.load(keys, [20, 21, 22, 23], index=2)
+        assert rank.ended(job).failed_blocks == ()
+        for source, target in ((2, 20), (3, 21), (4, 22), (5, 23)):
+            assert rank.block(source) == rank.block(target)
+    finally:
+        rank.close()
+
+
+def test_store_ends_for_the_engine_before_the_tier_has_stored_it_and_is_reported_after(rank: Rank) -> None:
+    rank.tier.at_once = False
+    keys = keys_of(2)
+    rank.ended(rank.store(keys, [1, 2]))
+    rank.kv[0].zero_()  # the engine reuses its blocks
+    assert rank.transfers.take_report() == ([], set())
+    rank.tier.end(lacks=keys[1:])
+    rank.transfers.take_ended()
+    assert rank.transfers.take_report() == (keys[:1], set(keys[1:]))
+    assert rank.free_slots() == SLOTS
+    assert any(rank.tier.data[keys[0]][:PAGE])
+
+
+def test_stores_beyond_half_of_the_slots_are_dropped_counted_and_reported_as_lost(rank: Rank) -> None:
+    rank.tier.at_once = False
+    keys = keys_of(6)
+    rank.ended(rank.store(keys, list(range(6))))
+    assert rank.ended(rank.store(keys_of(2, 10), [8, 9])).moved_bytes == 0
+    assert rank.transfers.take_report() == ([], {*keys[4:], *keys_of(2, 10)})
+    assert rank.metrics.total("kvtiers_stores_dropped_total", ("held", "staging_full")) == 4
+    rank.tier.data[block_key(50)] = bytes(rank.tier.row_bytes)
+    job = rank.load([block_key(50)], [20])  # the other half is for loads
+    rank.tier.end(list(rank.tier.jobs)[-1])
+    assert rank.ended(job).failed_blocks == ()
+
+
+def test_load_larger_than_all_slots_goes_in_pieces(rank: Rank) -> None:
+    keys = keys_of(20)
+    for number, key in enumerate(keys):
+        rank.tier.data[key] = bytes([number]) * rank.tier.row_bytes
+    assert rank.ended(rank.load(keys, list(range(20)))).failed_blocks == ()
+    for number in range(20):
+        assert rank.block(number) == [bytes([number]) * PAGE] * 2
+    assert rank.free_slots() == SLOTS
+
+
+def test_blocks_before_a_missing_one_are_loaded_and_the_rest_have_failed(rank: Rank) -> None:
+    keys = keys_of(4)
+    for key in (keys[0], keys[1], keys[3]):
+        rank.tier.data[key] = bytes(rank.tier.row_bytes)
+    before = rank.block(13), rank.block(14)
+    ended = rank.ended(rank.load(keys, [11, 12, 13, 14]))
+    assert ended.failed_blocks == (13, 14)
+    assert rank.block(11) == rank.block(12) == [bytes(PAGE)] * 2
+    assert (rank.block(13), rank.block(14)) == before
+    assert rank.transfers.take_report() == ([], {keys[2]})
+    assert rank.free_slots() == SLOTS
+
+
+def test_load_past_its_deadline_fails_and_its_late_bytes_touch_no_block(rank: Rank) -> None:
+    rank.tier.at_once = False
+    key = block_key(1)
+    rank.tier.data[key] = bytes(rank.tier.row_bytes)
+    job = rank.load([key], [3])
+    assert rank.transfers.take_ended() == []
+    before = rank.block(3)
+    rank.clock.now += DEADLINE_S
+    assert rank.ended(job).failed_blocks == (3,)
+    assert rank.transfers.take_report() == ([], {key})
+    assert rank.free_slots() == SLOTS - 1  # the read may still write into the slot
+    rank.tier.end()
+    assert rank.transfers.take_ended() == []
+    assert rank.block(3) == before
+    assert rank.free_slots() == SLOTS
+
+
+def test_loads_wait_for_slots_in_their_order_and_no_longer_than_their_deadline(rank: Rank) -> None:
+    rank.tier.at_once = False
+    keys = keys_of(SLOTS)
+    first = rank.load(keys, list(range(SLOTS)))
+    second = rank.load(keys_of(1, 100), [20])
+    assert sum(len(job.keys) for job, _ in rank.tier.jobs.values()) == SLOTS
+    rank.clock.now += DEADLINE_S
+    assert {each.job_id for each in rank.transfers.take_ended()} == {first, second}
+    assert block_key(100) not in rank.transfers.take_report()[1]  # nobody has asked for it
+
+
+def test_wait_gives_up_a_load_that_the_tier_still_reads(rank: Rank) -> None:
+    rank.tier.at_once = False
+    key = block_key(1)
+    rank.tier.data[key] = bytes(rank.tier.row_bytes)
+    job = rank.load([key], [3])
+    before = rank.block(3)
+    rank.transfers.wait({job, 77})
+    rank.tier.end()
+    assert rank.ended(job).failed_blocks == (3,)
+    assert rank.block(3) == before
+    assert rank.transfers.take_report() == ([], set())  # it is not the storage's fault
+
+
+def test_wait_returns_when_a_store_is_copied_though_the_tier_hangs(rank: Rank) -> None:
+    rank.tier.at_once = False
+    job = rank.store(keys_of(2), [1, 2])
+    rank.transfers.wait({job})
+    assert [each.job_id for each in rank.transfers.take_ended()] == [job]
+
+
+def test_slots_of_a_submission_that_raised_stay_out_of_use_until_the_tiers_deadline(rank: Rank) -> None:
+    rank.tier.raises = True
+    job = rank.load([block_key(1)], [3])
+    assert rank.transfers.take_ended() == []
+    assert rank.free_slots() == SLOTS - 1
+    rank.clock.now += 6.0  # the tier's deadline and a second
+    assert rank.ended(job).failed_blocks == (3,)
+    assert rank.transfers.take_report() == ([], {block_key(1)})
+    assert rank.free_slots() == SLOTS
+    assert rank.metrics.total("kvtiers_contained_errors_total", ("held", "submit_load")) == 1
+
+
+def test_removed_blocks_are_reported_as_lost_and_unknown_results_are_contained(rank: Rank) -> None:
+    rank.tier.events = [OffloadingEvent((block_key(1),), "fs", True), OffloadingEvent((block_key(2),), "fs", False)]
+    rank.tier.results = [JobResult(99, True)]
+    assert rank.transfers.take_ended() == []
+    assert rank.transfers.take_report() == ([], {block_key(1)})
+    assert rank.metrics.total("kvtiers_contained_errors_total", ("held", "get_finished")) == 1
+
+
+def test_shutdown_finishes_stores_and_is_bounded_while_the_tier_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank()
+    rank.store(keys_of(2), [1, 2])
+    rank.close()
+    assert set(rank.tier.data) == set(keys_of(2))
+    assert "were not stored" not in caplog.text
+    rank = Rank()
+    rank.tier.at_once = False
+    rank.store(keys_of(2), [1, 2])
+    rank.close()
+    assert "2 blocks were not stored when the engine ended" in caplog.text
+
+
+def test_any_order_of_ends_gives_right_bytes_and_returns_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES_MAX", 2 * 4096)
+    for seed in range(20):
+        choice = random.Random(seed)
+        rank = Rank()
+        rank.tier.at_once = False
+        keys = keys_of(30)
+        for number, key in enumerate(keys[:25]):
+            rank.tier.data[key] = bytes([number]) * rank.tier.row_bytes
+        wanted: dict[int, tuple[list[OffloadKey], list[int]]] = {}
+        ends: dict[int, Ended] = {}
+        free = list(range(BLOCKS))
+        for _ in range(60):
+            count = choice.randint(1, 6)
+            if choice.random() < 0.3 and len(free) >= count:
+                chosen = choice.sample(keys, count)
+                blocks, free = free[:count], free[count:]
+                wanted[rank.load(chosen, blocks)] = chosen, blocks
+            elif rank.tier.jobs:
+                job_id = choice.choice(list(rank.tier.jobs))
+                rank.tier.end(job_id, lacks=choice.sample(keys, 2))
+            rank.clock.now += choice.choice([0.0, 0.1, 3.0])
+            ends |= {ended.job_id: ended for ended in rank.transfers.take_ended()}
+        while rank.tier.jobs or len(ends) < len(wanted):
+            if rank.tier.jobs:
+                rank.tier.end()
+            ends |= {ended.job_id: ended for ended in rank.transfers.take_ended()}
+        for job, (chosen, blocks) in wanted.items():
+            for key, block in zip(chosen, blocks, strict=True):
+                if block not in ends[job].failed_blocks:
+                    assert rank.block(block) == [bytes([keys.index(key)]) * PAGE] * 2
+        assert rank.free_slots() == SLOTS
+        rank.close()
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_parts_of_several_groups_are_the_blocks_of_their_slots(factor: int) -> None:
+    for seed in range(50):
+        choice = random.Random(seed)
+        sizes = [choice.randint(0, 7) for _ in range(3)]
+        indices = [choice.randint(0, 5) for _ in range(3)]
+        ids = list(range(sum(sizes)))
+        whole = GPULoadStoreSpec(ids, sizes, indices)
+        slots: list[list[tuple[int, int]]] = []  # of each slot: (block id, position in the slot)
+        at = 0
+        for size, index in zip(sizes, indices, strict=True):
+            by_slot: dict[int, list[tuple[int, int]]] = {}
+            for number in range(size):
+                place = index % factor + number
+                by_slot.setdefault(place // factor, []).append((at + number, place % factor))
+            slots += by_slot.values()
+            at += size
+        first = choice.randint(0, len(slots))
+        end = choice.randint(first, len(slots))
+        part = part_of(whole, factor, first, end)
+        assert part.block_ids.tolist() == [block for slot in slots[first:end] for block, _ in slot]
+        at = 0
+        starts = {slot[0][0]: slot[0][1] for slot in slots}
+        for size, index in zip(part.group_sizes, part.block_indices, strict=True):
+            if size:
+                assert index % factor == starts[part.block_ids.tolist()[at]] or first == end
+            at += size
+
+
+def test_staging_smaller_than_two_blocks_is_refused_by_its_option() -> None:
+    assert check_slots(3 * 4096, 4096) == 3
+    with pytest.raises(ConfigError, match="^cpu_bytes_to_use: 8191 bytes do not hold two blocks of 4096 bytes"):
+        check_slots(8191, 4096)
