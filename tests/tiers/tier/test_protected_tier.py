@@ -20,6 +20,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvtiers.connector.commands.cli import app
+from kvtiers.connector.ranks.place import rank_tier
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.connector.vllm_config import vllm_config
 from kvtiers.tiers.base import JobMetadata
@@ -287,12 +288,15 @@ def test_key_is_shown_nowhere(
         assert repr(bytes.fromhex(OLD))[2:-1] not in text
 
 
-def test_prefix_files_are_not_offered_for_a_protected_tier(bench: Bench, tmp_path: Path) -> None:
-    """They are plain safetensors: the tier's keys would not protect them."""
+def test_every_way_into_vllm_encrypts_blocks_of_a_protected_tier(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     tier = {"type": "fs", "root_dir": str(bench.root), "encrypt": "aes-gcm", "keys_file": str(bench.keys_file)}
     path.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
-    assert set(vllm_config(path)) == {"spec", "tier"}
+    ways = vllm_config(path)
+    assert set(ways) == {"spec", "tier", "shared_storage"}
+    options = ways["shared_storage"]["kv_connector_extra_config"]
+    assert rank_tier(options).encrypt == "aes-gcm"
+    assert rank_tier(options).keys_file == str(bench.keys_file)
 
 
 @pytest.mark.parametrize(("near", "far"), [("none", "aes-gcm"), ("aes-gcm", "none")])
