@@ -172,24 +172,20 @@ class GuardedTier:
 
     def submit_store(self, job: JobMetadata) -> bool:
         """Submit a store. False: the tier raised, and ``take_ended`` returns the job after ``deadline_s`` at latest."""
-        self._begin(job)
-        with _Contained(self, "submit_store"):
-            self.tier.submit_store(job)
-            del self.raised[job.job_id]
-        return job.job_id not in self.raised
+        return self._submit("submit_store", self.tier.submit_store, job)
 
     def submit_load(self, job: JobMetadata) -> bool:
         """Submit a load. See ``submit_store``."""
-        self._begin(job)
-        with _Contained(self, "submit_load"):
-            self.tier.submit_load(job)
-            del self.raised[job.job_id]
-        return job.job_id not in self.raised
+        return self._submit("submit_load", self.tier.submit_load, job)
 
-    def _begin(self, job: JobMetadata) -> None:
+    def _submit(self, where: _Guarded, submit: Callable[[JobMetadata], None], job: JobMetadata) -> bool:
         self._reports_until = self._clock() + self.deadline_s
         self._jobs[job.job_id] = job
-        self.raised[job.job_id] = self._reports_until  # until it has not
+        self.raised[job.job_id] = self._reports_until  # removed below unless ``submit`` raises
+        with _Contained(self, where):
+            submit(job)
+            del self.raised[job.job_id]
+        return job.job_id not in self.raised
 
     def take_ended(self) -> Iterator[JobResult]:
         """The jobs that ended, each once: reported by the tier, or raised and past the deadline.
