@@ -161,12 +161,22 @@ class SecondaryTierManager(ABC):
 
 @dataclass(slots=True)
 class _Poll:
-    """The open lookups of a request, and those that were given up."""
+    """A request's lookups.
+
+    Attributes:
+        open: without an answer, in the order of the lookups.
+        answers: found by ``take_answered``, until they are looked up.
+        given_up: count as absent.
+        open_s: seconds for which lookups have been open.
+        silent_s: the part of ``open_s`` in which the tier answered no request.
+    """
 
     context: ReqContext
-    open: dict[OffloadKey, None] = field(default_factory=dict)  # in the order of the lookups
+    open: dict[OffloadKey, None] = field(default_factory=dict)
+    answers: dict[OffloadKey, bool] = field(default_factory=dict)
     given_up: set[OffloadKey] = field(default_factory=set)
-    silent_s: float = 0.0  # since an answer to any request
+    open_s: float = 0.0
+    silent_s: float = 0.0
 
 
 class PollingTierManager(SecondaryTierManager):
@@ -176,11 +186,13 @@ class PollingTierManager(SecondaryTierManager):
 
     Attributes:
         lookup_deadline_s: if the tier has answered nothing for this long, open lookups count as absent until their
-            requests finish. Between two steps at most half of this time counts, because an engine whose batch is full
-            does not wait for lookups.
+            requests finish, or until ``poll`` answers after all. Between two steps at most half of this time counts,
+            because an engine whose batch is full does not wait for lookups.
+        lookup_total_s: so long, a request's lookups are repeated while the tier answers others.
     """
 
     lookup_deadline_s: float = 0.2
+    lookup_total_s: float = 15.0
     clock = staticmethod(time.monotonic)
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
@@ -194,10 +206,13 @@ class PollingTierManager(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         context = ReqContext() if req_context is None else req_context
+        poll = self._polls.get(context.req_id)
+        if poll is not None and key in poll.answers:
+            return poll.answers.pop(key)
         answer = self.poll(key, context)
-        if answer is not None:
+        if answer is not None or not context.req_id:  # without an id, nobody asks ``take_answered`` for the key
             return answer
-        poll = self._polls.setdefault(context.req_id, _Poll(context))
+        poll = poll or self._polls.setdefault(context.req_id, _Poll(context))
         if key in poll.given_up:
             return False
         poll.open[key] = None
@@ -208,18 +223,29 @@ class PollingTierManager(SecondaryTierManager):
         seconds = min(now - self._polled_at, self.lookup_deadline_s / 2)
         self._polled_at = now
         answered = {
-            req_id: [key for key in poll.open if self.poll(key, poll.context) is not None]
-            for req_id, poll in self._polls.items()
+            req_id: [key for key in poll.open if self._is_answered(key, poll)] for req_id, poll in self._polls.items()
         }
         is_silent = not any(answered.values())
         for req_id, poll in self._polls.items():
+            poll.open_s = poll.open_s + seconds if poll.open else 0.0
             poll.silent_s = poll.silent_s + seconds if is_silent and poll.open else 0.0
-            if poll.silent_s >= self.lookup_deadline_s:
+            if poll.silent_s >= self.lookup_deadline_s or poll.open_s >= self.lookup_total_s:
+                poll.given_up.update(key for key in poll.open if key not in poll.answers)
                 answered[req_id] = list(poll.open)
-                poll.given_up.update(poll.open)
             for key in answered[req_id]:
                 del poll.open[key]
         return answered
+
+    def _is_answered(self, key: OffloadKey, poll: _Poll) -> bool:
+        try:
+            answer = self.poll(key, poll.context)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # noqa: BLE001 - the next lookup of this key raises again, and others must not wait for it
+            return True
+        if answer is not None:
+            poll.answers[key] = answer
+        return answer is not None
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._polls.pop(req_context.req_id, None)

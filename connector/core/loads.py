@@ -81,7 +81,7 @@ class Jobs:
             take: takes the jobs that ended. It may submit stores of loaded blocks, or stores that waited for room.
         """
         before: set[int] | None = None
-        while before is None or self._jobs.keys() - before:
+        while before is None or before != self._jobs.keys():
             before = set(self._jobs)
             for tier in self._tiers:
                 tier.drain_jobs()
@@ -171,7 +171,6 @@ class Loads:
         self._jobs = jobs
         self._clock = clock
         self._room_wait_s = options.promotion_wait_s
-        self._share_wait_s = max([share.deadline_s for share in self.shares], default=0.0)
         # (key, tier) -> number of the last load in which it failed; the oldest first
         self._failed: OrderedDict[tuple[OffloadKey, int], int] = OrderedDict()
         slots.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # a rate misses the first 1 of a new series
@@ -189,12 +188,12 @@ class Loads:
             return
         for index, blocks in wait.take_slots([share.room for share in self.shares], now).items():
             self._begin(wait, index, blocks, now)
-        if wait.starved_since is not None:
-            if now - wait.starved_since >= self._room_wait_s:
-                self._end_starving(wait)
-        elif wait.capped_since is not None:
-            share = self.shares[next(iter(wait.hits.values()))]
-            is_stuck = now - wait.capped_since >= self._share_wait_s or not share.is_awaited
+        if wait.starved_since is not None and now - wait.starved_since >= self._room_wait_s:
+            self._end_starving(wait)
+        for share in self.shares:
+            if wait.capped_since is None or share.room or not wait.hit_tiers >> share.index & 1:
+                continue
+            is_stuck = now - wait.capped_since >= share.deadline_s or not share.is_awaited
             if is_stuck and self._miss_hits(wait, 1 << share.index):
                 self._slots.log_once(
                     f"loads {share.index}",
@@ -294,5 +293,5 @@ class Loads:
         for block in blocks:
             self._failed[block.key, job.tier] = self.num_failed
             self._failed.move_to_end((block.key, job.tier))
-        while len(self._failed) > _FAILED_MAX:
+        while len(self._failed) > max(_FAILED_MAX, self._slots.num_blocks):  # at least all that one request may need
             self._failed.popitem(last=False)

@@ -201,8 +201,8 @@ class BlockManager(OffloadingManager):
             return False if block is None else None
         if wait is None:
             wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context))
-            if wait is None:
-                return False
+            if wait is None:  # a block that another request loads is worth asking again
+                return None if block is not None and block.state is not BlockState.QUARANTINED else False
         # Not ``wait.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
         if block is None or (
             block.state is BlockState.LOADING and self._loads.has_failed(wait, key, block.tier)  # ask other tiers
@@ -228,7 +228,7 @@ class BlockManager(OffloadingManager):
                 break
         # A tier that owes an answer comes before the tier with the hit and may be faster: worth a bounded wait.
         if owing and not wait.gave_up:
-            wait.owe(key)
+            wait.owe(key, owing)
             return None
         if owing:
             self._count_expired(key, wait, owing)

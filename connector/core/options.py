@@ -25,11 +25,11 @@ class ManagerOptions:
             tiers. A tier with a full part gets no more blocks. If a job exceeds the part, the rest waits unpinned and
             may be evicted meanwhile. So a hung tier takes neither the whole region nor the other tiers' parts.
         load_share: part of the region that unreported loads may hold, divided equally among the tiers. The rest of a
-            larger load follows as loads are reported. It is a miss after the longest of these
-            deadlines, or at once if all of the
-            unreported loads were given up. The default is less than ``store_backlog_share`` leaves, so the region has
-            room even if every tier hangs.
-        promotion_hold_s: how long blocks loaded for a request are kept until the request comes to use them.
+            larger load follows as loads are reported. A hit that waits for its tier's part is a miss after the tier's
+            load deadline, or at once if all of the tier's unreported loads were given up. The default is less than
+            ``store_backlog_share`` leaves, so the region has room even if every tier hangs.
+        promotion_hold_s: how long blocks that a waiting request found, or that were loaded for it, are kept for it
+            after its latest lookup or load.
         requests_max: how many requests are remembered. A further request replaces one that had no lookups for 5 s; if
             there is none, the further request is a miss.
         shutdown_s: time limit of ``shutdown``. vLLM kills its engine after 5 s.

@@ -29,7 +29,7 @@ class Wait:
     Each key advances by itself. Every wait has a limit, after which the tiers count as if they lacked the key::
 
         owed    tiers owe an answer         lookup_total_s
-        hits    its block needs a slot      promotion_wait_s for room, load_deadline_s for a tier's share of the region
+        hits    its block needs a slot      promotion_wait_s for room, its tier's load deadline for a share of it
         coming  its block is being filled   the load's deadline; an engine ends its stores
         held    its block is ready          promotion_hold_s
 
@@ -51,13 +51,16 @@ class Wait:
     excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers it must not be loaded from
     # Answers that tiers owe
     owed: set[OffloadKey] = field(default_factory=set)
+    owing: int = 0  # bit mask of the tiers that owe answers, while any is owed; may include too many
     left_open: bool = False  # tiers owed answers after its latest lookups
     waited_s: float = 0.0  # seconds that answers have been owed for
     gave_up: bool = False  # it no longer waits for answers
     # Hits, which have no slot yet
     hits: dict[OffloadKey, int] = field(default_factory=dict)  # key -> tier
+    hit_tiers: int = 0  # bit mask of the tiers with hits; may include too many until the hits are scanned again
     capped_since: float | None = None  # since when hits have waited for their tiers' shares; None if none did
-    starved_since: float | None = None  # since when the first hit waits for room in the region; None if it does not
+    starved_since: float | None = None  # since when a hit has waited for room in the region; None if none did
+    starved_key: OffloadKey | None = None  # the first one that waits for it
     # Blocks
     found: list[Block] = field(default_factory=list)  # in this round of lookups, before it waited for others
     coming: set[OffloadKey] = field(default_factory=set)  # being filled; may include hits that another request loads
@@ -102,8 +105,9 @@ class Wait:
         else:
             self.found.append(block)
 
-    def owe(self, key: OffloadKey) -> None:
-        """Wait for the answers that tiers owe for the key."""
+    def owe(self, key: OffloadKey, tiers: int = EVERY_TIER) -> None:
+        """Wait for the answers that the tiers of a bit mask owe for the key."""
+        self.owing = self.owing | tiers if self.owed else tiers
         if not self.owed:
             self.left_open = True
             self.stay()
@@ -114,9 +118,9 @@ class Wait:
         self.owed -= keys
         self.has_news = True
 
-    def ask_again(self) -> None:
-        """Note that tiers may have answers for any key; the next round of lookups gets them."""
-        if self.owed:
+    def ask_again(self, tiers: int = EVERY_TIER) -> None:
+        """Note that the tiers of a bit mask may have answers for any key; the next round of lookups gets them."""
+        if self.owed and self.owing & tiers:
             self.owed.clear()
             self.has_news = True
 
@@ -126,14 +130,15 @@ class Wait:
             self.stay()
         self.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
         self.hits[key] = tier
+        self.hit_tiers |= 1 << tier
 
     # -- slots for hits ----------------------------------------------------------------------------------------------
 
     def take_slots(self, rooms: list[int], now: float) -> dict[int, list[Block]]:
-        """Reserve slots for hits, in order, up to the first one that must wait for room or for its tier's share.
+        """Reserve slots for hits, in their order. Hits of a tier whose share is full wait, and hold up no others.
 
-        The hits behind it wait, too: a prefix is usable only up to its first gap. Hits that are in the region are
-        dropped, because another request loads or has loaded them: the next lookup finds them.
+        Hits that are in the region are dropped, because another request loads or has loaded them: the next lookup finds
+        them.
 
         Args:
             rooms: per tier, how many blocks of it may be loaded now; changed.
@@ -141,19 +146,29 @@ class Wait:
         Returns:
             The blocks to load, by tier.
         """
-        find, room = self.slots.find, self.slots.room
+        find, room, starved = self.slots.find, self.slots.room, self.starved_key
+        if not room and starved in self.hits and rooms[self.hits[starved]] and find(starved) is None:
+            return {}  # a search would pass all the hits that wait for a share before this one
+        self.starved_key = None
         wanted: list[OffloadKey] = []
         in_region = []
-        is_capped = False
+        capped = 0  # bit mask of tiers
         for key, tier in self.hits.items():
             if find(key) is not None:
                 in_region.append(key)
                 continue
-            is_capped = not rooms[tier]
-            if is_capped or len(wanted) == room:
+            if not rooms[tier]:
+                capped |= 1 << tier
+                if not any(free and self.hit_tiers >> at & 1 for at, free in enumerate(rooms)):
+                    break
+            elif len(wanted) == room:
+                self.starved_key = key
                 break
-            rooms[tier] -= 1
-            wanted.append(key)
+            else:
+                rooms[tier] -= 1
+                wanted.append(key)
+        else:
+            self.hit_tiers = capped
         blocks = self.slots.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}
         for block in blocks:
@@ -161,13 +176,8 @@ class Wait:
         self.loading += len(blocks)
         if in_region:
             self._drop_hits(in_region)
-        if not self.hits:
-            self.capped_since = self.starved_since = None
-        elif is_capped:
-            self.capped_since = now if self.capped_since is None else self.capped_since
-            self.starved_since = None
-        elif self.starved_since is None:
-            self.starved_since = now
+        self.capped_since = (now if self.capped_since is None else self.capped_since) if capped else None
+        self.starved_since = (now if self.starved_since is None else self.starved_since) if self.starved_key else None
         return by_tier
 
     def miss_hits(self, tiers: int) -> int:
@@ -183,7 +193,7 @@ class Wait:
         for key in list(keys):
             del self.hits[key]
         if not self.hits:
-            self.capped_since = self.starved_since = None
+            self.hit_tiers, self.capped_since, self.starved_since = 0, None, None
         self.has_news = True
 
     # -- blocks ------------------------------------------------------------------------------------------------------
@@ -325,11 +335,11 @@ class Waits:
             wait.begin_step(self._step, self._clock())
 
     def _take_answers(self) -> None:
-        for tier in self._tiers:
+        for index, tier in enumerate(self._tiers):
             answered = tier.take_answered()
             if answered is None:
                 for wait in self.by_id.values():
-                    wait.ask_again()
+                    wait.ask_again(1 << index)
                 continue
             for req_id, keys in answered.items():
                 if (asked := self.by_id.get(req_id)) is not None:

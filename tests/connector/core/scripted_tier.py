@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from kvtiers.tiers.base import (
+    JobMetadata,
+    JobResult,
+    OffloadingEvent,
+    PollingTierManager,
+    ReqContext,
+    SecondaryTierManager,
+)
 from kvtiers.tiers.blocks.keys import OffloadKey
 
 ROW_BYTES = 64
@@ -169,6 +176,37 @@ class ScriptedTier(SecondaryTierManager):
         self.calls.append(method)
         if method in self.raising:
             raise RuntimeError(f"{method} was told to raise")
+
+
+class PollingTier(ScriptedTier, PollingTierManager):
+    """A tier that another project wrote, which cannot tell what it has answered.
+
+    Attributes:
+        broken: keys whose ``poll`` raises.
+        answers_once: the first poll of a key is open, the second one has the answer, the third one is open again.
+    """
+
+    lookup = PollingTierManager.lookup
+    take_answered = PollingTierManager.take_answered  # type: ignore[assignment]
+
+    def __init__(self, view: memoryview, tier_type: str = "scripted", *, auto: bool = True) -> None:
+        super().__init__(view, tier_type, auto=auto)
+        self.broken: set[OffloadKey] = set()
+        self.answers_once = False
+        self._begun: set[OffloadKey] = set()
+
+    def poll(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if key in self.broken:
+            raise RuntimeError("poll was told to raise")
+        answer = ScriptedTier.lookup(self, key, req_context)
+        if self.answers_once:
+            self._begun ^= {key}
+            return None if key in self._begun else answer
+        return answer
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        PollingTierManager.on_request_finished(self, req_context)
+        ScriptedTier.on_request_finished(self, req_context)
 
 
 def job_keys(job: Any) -> list[OffloadKey]:

@@ -17,12 +17,12 @@ from kvtiers.connector.core.manager import BlockManager
 from kvtiers.connector.core.options import ManagerOptions
 from kvtiers.connector.core.slots import SlotCounts, Slots
 from kvtiers.connector.core.stores import RETRY_S
-from kvtiers.tiers.base import JobResult, OffloadingEvent, PollingTierManager, ReqContext
+from kvtiers.tiers.base import JobResult, OffloadingEvent, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.metrics import Metrics
 from tests.clock import Clock
-from tests.connector.core.scripted_tier import ScriptedTier, job_keys, make_view, pattern, row
+from tests.connector.core.scripted_tier import PollingTier, ScriptedTier, job_keys, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
 
@@ -497,15 +497,6 @@ def test_open_lookups_are_repeated_when_a_tier_cannot_tell_which_it_has_answered
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "take_answered") > 0
 
 
-class PollingTier(ScriptedTier, PollingTierManager):
-    """A tier that another project wrote, which has no ``take_answered``."""
-
-    lookup = PollingTierManager.lookup
-    take_answered = PollingTierManager.take_answered  # type: ignore[assignment]
-    on_request_finished = PollingTierManager.on_request_finished
-    poll = ScriptedTier.lookup
-
-
 def test_polling_tier_answers_in_the_step_after_its_storage() -> None:
     engine = Engine()
     tier = PollingTier(engine.view)
@@ -559,6 +550,103 @@ def test_polling_tier_waits_while_it_answers_other_requests_and_while_nobody_ask
     assert engine.lookup(KEYS[:1], waits) == [False]
 
 
+def test_poll_that_raises_ends_only_its_own_lookup() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    tier.clock = engine.clock
+    manager = engine.with_tiers(tier)
+    good, bad = ReqContext("good"), ReqContext("bad")
+    tier.silent = True
+    assert engine.lookup(KEYS[:1], bad) == engine.lookup(KEYS[1:2], good) == [None]
+    tier.broken.add(KEYS[0])
+    engine.clock.advance(0.1)
+    assert engine.lookup(KEYS[:1], bad) == [False]
+    polls = len(tier.asked)
+    for _ in range(2):
+        assert engine.lookup(KEYS[1:2], good) == [None]
+        engine.clock.advance(0.15)
+    assert engine.lookup(KEYS[1:2], good) == [False]
+    assert len(tier.asked) - polls <= 6
+    assert manager.metrics.value("kvtiers_contained_errors_total", "scripted", "lookup") == 1
+
+
+def test_answer_that_a_tier_gives_only_once_is_a_hit() -> None:
+    engine = Engine()
+    tier = PollingTier(engine.view)
+    engine.with_tiers(tier)
+    tier.put(*KEYS[:2])
+    tier.answers_once = True
+    assert engine.lookup(KEYS[:2]) == [None] * 2
+    assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
+    assert len(tier.asked) <= 4
+
+
+def test_polling_tier_remembers_no_lookup_without_a_request() -> None:
+    tier = PollingTier(make_view(1))
+    tier.silent = True
+    assert tier.lookup(KEYS[0]) is None
+    assert tier.take_answered() == {}
+    assert not tier._polls
+
+
+def test_lookup_that_a_polling_tier_leaves_open_is_a_miss_though_it_answers_others() -> None:
+    tier = PollingTier(make_view(1))
+    clock = Clock()
+    tier.clock = clock
+    tier._polled_at = clock()
+    tier.slow.add(KEYS[0])
+    waits = ReqContext("waits")
+    assert tier.lookup(KEYS[0], waits) is None
+    for number in range(151):
+        tier.answers_later = True
+        tier.lookup(KEYS[1 + number % 8], ReqContext(f"other{number}"))
+        tier.on_schedule_end()
+        clock.advance(0.1)
+        answered = tier.take_answered()
+        assert answered[f"other{number}"]
+        tier._answered.clear()
+        if answered["waits"]:
+            break
+    assert number in (149, 150)  # 15 s
+    assert tier.lookup(KEYS[0], waits) is False
+    assert not tier._polls["waits"].open
+
+
+def test_tier_that_cannot_tell_what_it_answered_has_only_its_own_lookups_repeated() -> None:
+    """50 requests that repeated 1,000 lookups each cost 130 ms a step."""
+    engine = Engine(num_tiers=2)
+    engine.tier.raising.add("take_answered")
+    engine.tiers[1].silent = True
+    assert engine.lookup(KEYS[:4]) == [None] * 4
+    assert engine.manager.continue_wait(REQ.req_id)
+    engine.tier.silent = True
+    other = ReqContext("other")
+    assert engine.lookup(KEYS[:4], other) == [None] * 4
+    assert not engine.manager.continue_wait("other")
+
+
+def test_drain_goes_on_while_jobs_end() -> None:
+    engine = Engine(auto=False)
+
+    def end_one() -> None:
+        for job_id in list(engine.tier.jobs)[:1]:
+            engine.tier.finish(job_id)
+
+    engine.tier.drain_jobs = end_one  # type: ignore[method-assign]
+    for key in KEYS[:4]:
+        engine.store(key)
+    engine.manager.drain()
+    assert not engine.tier.jobs
+
+
+def test_request_beyond_requests_max_waits_for_a_block_that_another_loads() -> None:
+    engine = Engine(num_blocks=8, auto=False, requests_max=1)
+    engine.tier.put(KEYS[0])
+    engine.lookup(KEYS[:1], ReqContext("first"))
+    assert engine.lookup(KEYS[:1], ReqContext("second")) == [None]
+    assert engine.lookup(KEYS[1:2], ReqContext("second")) == [False]
+
+
 @pytest.mark.parametrize("reported", [False, True])
 def test_requests_that_wait_for_one_failed_load_do_not_retry_it_in_turn(reported: bool) -> None:
     engine = Engine(num_blocks=64, auto=False, load_deadline_s=20.0)
@@ -601,15 +689,17 @@ def test_request_after_a_failed_load_waits_for_no_later_load_of_that_tier() -> N
 
 
 def test_failed_loads_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtiers.connector.core.loads._FAILED_MAX", 2)
-    engine = Engine(auto=False)
+    """As many as the region has slots at least: a request that retries loads that failed would never end."""
+    monkeypatch.setattr("kvtiers.connector.core.loads._FAILED_MAX", 0)
+    engine = Engine(num_blocks=8, auto=False)
     engine.tier.liar = True
     waiting = ReqContext("waiting")
-    for key in KEYS[:3]:
+    for key in KEYS[:9]:
         assert engine.lookup([key], waiting) == [None]
         engine.tier.finish(next(iter(engine.tier.jobs)), failing=[key])
         engine.manager.on_schedule_end()
-    assert [engine.lookup([key], waiting) for key in KEYS[:3]] == [[None], [False], [False]]
+    assert [engine.lookup([key], waiting) for key in KEYS[1:9]] == [[False]] * 8
+    assert len(engine.manager._loads._failed) == 8
 
 
 def test_request_after_a_failed_load_waits_for_another_tiers_load() -> None:
@@ -1198,7 +1288,7 @@ def test_hit_that_another_request_loads_is_not_counted_as_expired() -> None:
     assert [engine.manager.lookup(key, waits) for key in KEYS[:2]] == [False, None]  # the other tier has it
 
 
-def test_hits_behind_one_that_waits_for_its_tiers_share_wait_with_it_and_are_not_scanned(
+def test_hits_that_wait_for_one_tiers_share_hold_up_no_other_tiers_and_are_not_scanned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A scan of 1,000 hits in each of 300 requests held each step of the scheduler up for 0.07 s."""
@@ -1208,17 +1298,40 @@ def test_hits_behind_one_that_waits_for_its_tiers_share_wait_with_it_and_are_not
     near.put(*KEYS[6:8])
     engine.lookup(KEYS[:8])
     assert [job_keys(job) for job in far.submitted] == [KEYS[:4]]
+    assert [job_keys(job) for job in near.submitted if job.is_load] == [KEYS[6:8]]
     looked_at: list[OffloadKey] = []
     find = engine.slots.find
     with monkeypatch.context() as patch:
         patch.setattr(engine.slots, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
         engine.manager.on_schedule_end()
     assert looked_at == [KEYS[4]]
-    assert near.submitted == []
     far.finish(next(iter(far.jobs)))
     engine.manager.on_schedule_end()
     assert [job_keys(job) for job in far.submitted] == [KEYS[:4], KEYS[4:6]]
-    assert [job_keys(job) for job in near.submitted if job.is_load] == [KEYS[6:8]]
+
+
+def test_hit_without_room_behind_hits_without_a_share_is_a_miss_in_time_and_they_are_not_scanned() -> None:
+    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=1.0, promotion_wait_s=0.5)
+    for tier in engine.tiers:
+        tier.takes_stores = False
+    near, far = engine.tiers
+    engine.manager = BlockManager(
+        engine.slots, engine.tiers, ManagerOptions(load_share=1.0, promotion_wait_s=0.5), clock=engine.clock
+    )
+    engine.store(*KEYS[10:12])
+    engine.manager.prepare_load(KEYS[10:12], ReqContext("runs"))
+    far.put(*KEYS[:4])
+    near.put(KEYS[4])
+    assert engine.lookup(KEYS[:5]) == [None] * 5  # far's share is two blocks, and so is the region's room
+    looked_at: list[OffloadKey] = []
+    find = engine.slots.find
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.slots, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        engine.manager.on_schedule_end()
+    assert looked_at == [KEYS[4]]
+    engine.clock.advance(0.6)
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:3]) == [None, None, False]
 
 
 def test_wait_for_room_does_not_count_as_a_wait_for_a_share() -> None:
@@ -1241,11 +1354,17 @@ def test_wait_for_room_does_not_count_as_a_wait_for_a_share() -> None:
     assert engine.lookup_until_known(KEYS[12:14], second) == [True] * 2
 
 
-def test_wait_for_a_tiers_share_is_bounded() -> None:
-    engine, slow = hung_load(num_tiers=1)
-    engine.clock.advance(10.0)
+def late_report(after_s: float, **options: Any) -> Engine:
+    """``hung_load`` whose first job is reported after so many seconds, so its share has room once."""
+    engine, slow = hung_load(**options)
+    engine.clock.advance(after_s)
     slow.finish(next(iter(slow.jobs)))
     engine.manager.on_schedule_end()
+    return engine
+
+
+def test_wait_for_a_tiers_share_is_bounded() -> None:
+    engine = late_report(10.0, num_tiers=1)
     engine.clock.advance(9.9)
     assert engine.lookup(KEYS[16:20], ReqContext("large")) == [None] * 4
     engine.clock.advance(0.2)
@@ -1255,10 +1374,7 @@ def test_wait_for_a_tiers_share_is_bounded() -> None:
 
 
 def test_end_of_a_wait_for_one_tiers_share_keeps_hits_of_other_tiers() -> None:
-    engine, slow = hung_load(hung=1)
-    engine.clock.advance(19.0)
-    slow.finish(next(iter(slow.jobs)))
-    engine.manager.on_schedule_end()
+    engine = late_report(19.0, hung=1)
     engine.clock.advance(1.1)
     engine.tier.put(KEYS[30])
     assert engine.lookup([*KEYS[8:20], KEYS[30]], ReqContext("large")) == [None] * 13
@@ -1267,10 +1383,7 @@ def test_end_of_a_wait_for_one_tiers_share_keeps_hits_of_other_tiers() -> None:
 
 
 def test_share_that_comes_free_when_the_wait_for_it_ends_is_used() -> None:
-    engine, slow = hung_load(num_tiers=1)
-    engine.clock.advance(20.1)
-    slow.finish(next(iter(slow.jobs)))
-    engine.manager.on_schedule_end()
+    engine = late_report(20.1, num_tiers=1)
     engine.manager.on_schedule_end()
     assert engine.lookup(KEYS[:20], ReqContext("large")) == [True] * 8 + [None] * 8 + [False]
 

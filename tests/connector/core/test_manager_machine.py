@@ -33,7 +33,7 @@ from kvtiers.connector.core.waits import Wait
 from kvtiers.tiers.base import JobResult, ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey
 from tests.clock import Clock
-from tests.connector.core.scripted_tier import ScriptedTier, make_view, pattern, row
+from tests.connector.core.scripted_tier import PollingTier, ScriptedTier, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
 
@@ -69,13 +69,15 @@ class TieringMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "arc"]),
         load_share=st.sampled_from([0.4, 1.0]),
         stored=st.booleans(),
+        polls=st.booleans(),
     )
-    def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool) -> None:
+    def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool, polls: bool) -> None:
         self.num_blocks = num_blocks
         self.load_share = load_share
         self.clock = Clock()
         self.view = make_view(num_blocks)
-        self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=False) for index in range(num_tiers)]
+        kind = PollingTier if polls else ScriptedTier
+        self.tiers = [kind(self.view, f"tier{index}", auto=False) for index in range(num_tiers)]
         for tier in self.tiers:
             tier.put(*KEYS[::2] if stored else ())
         self.slots = Slots(num_blocks, create_policy(policy, num_blocks))
