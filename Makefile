@@ -39,11 +39,14 @@ plot: setup
 	$(BIN)/kvtiers demo --json docs/demo.json
 	$(BIN)/python -m tests.docs.plot_demo docs/demo.json docs/demo.svg
 
+# CI sets PYTEST=tests.pytest_twice for `test`, `test-pythons` and `test-vllm`.
+PYTEST ?= pytest
+
 # A file's tests stay together, in one of three processes: many of them mostly wait. tests/conftest.py says which files
 # begin; xdist by itself begins with those of the most tests, and a long file of few tests then ends alone.
 test: setup
-	@echo "Running some 5,500 tests in three processes: 6 to 8 minutes on two cores, longer on a busy machine."
-	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+	@echo "Running some 5,300 tests in three processes: 4 to 8 minutes on two cores, longer on a busy machine."
+	$(BIN)/python -m $(PYTEST) -m "not full" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-full: setup
 	$(BIN)/python -m pytest
@@ -176,7 +179,7 @@ e2e-reduced: e2e-env
 
 # And the copy kernel, because Triton comes with vLLM and not with the tests' environment.
 test-vllm:
-	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py $(PYTEST_OPTIONS)
+	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m $(PYTEST) tests/vllm tests/connector/transfer/test_triton_copy.py $(PYTEST_OPTIONS)
 
 # What kvtiers uses of vLLM, read from the code with the newest release, and which options of the tested releases count.
 # test-vllm says when either is not current.

@@ -83,7 +83,9 @@ def run_tests(version: str, options: list[str]) -> str:
         python = make_environment(interpreter, version)
     except subprocess.CalledProcessError as e:
         return f"failed to install: {' '.join(map(str, e.cmd))}"
-    done = subprocess.run([str(python), "-m", "pytest", *options], cwd=ROOT, check=False)
+    cache = f"cache_dir={FOLDER / version / '.pytest_cache'}"  # of its own: it has the list of failed tests
+    command = [str(python), "-m", os.environ.get("PYTEST", "pytest"), "-o", cache, *options]
+    done = subprocess.run(command, cwd=ROOT, check=False)
     return "passed" if done.returncode == 0 else f"failed (status {done.returncode})"
 
 
