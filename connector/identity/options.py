@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ...tiers.plain_logs import get_logger
 from ..log_once import log_once
-from ..model_files import value_digest
+from .model_files import value_digest
 
 logger = get_logger(__name__)
 

@@ -43,9 +43,9 @@ from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from ..identity.model_files import value_digest
 from ..identity.options import identity_digest, readable
 from ..log_once import log_once
-from ..model_files import value_digest
 from ..vllm_config import ignored_options
 from . import versions
 from .identity import identity, log_identity

@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 
 from ...tiers.errors import ConfigError
 from ...tiers.plain_logs import get_logger
-from ..model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
+from ..identity.model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
 from . import prefix_only
 
 logger = get_logger(__name__)

@@ -24,9 +24,9 @@ import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from kvtiers.connector.identity.model_files import value_digest
 from kvtiers.connector.identity.options import identity_digest, readable
 from kvtiers.connector.log_once import log_once
-from kvtiers.connector.model_files import value_digest
 from kvtiers.connector.vllm import translate, versions
 from kvtiers.connector.vllm.identity import identity, log_identity
 from kvtiers.connector.vllm.weights import kv_revision

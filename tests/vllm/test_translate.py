@@ -22,7 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
-from kvtiers.connector import model_files
+from kvtiers.connector.identity import model_files
 from kvtiers.connector.log_once import log_once
 from kvtiers.connector.vllm import translate, weights
 from kvtiers.tiers.base import JobResult, OffloadingEvent

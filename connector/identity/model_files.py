@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..tiers.plain_logs import get_logger
+from ...tiers.plain_logs import get_logger
 from .weight_files import Layout, layout_of
 
 logger = get_logger(__name__)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector import model_files
-from kvtiers.connector.model_files import files_digest
-from kvtiers.connector.weight_files import layout_of
+from kvtiers.connector.identity import model_files
+from kvtiers.connector.identity.model_files import files_digest
+from kvtiers.connector.identity.weight_files import layout_of
 
 KIB, MIB = 1 << 10, 1 << 20
 
