@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
 	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
-	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound docs reference site soak e2e e2e-env e2e-older \
+	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound bench-writers docs reference site soak e2e e2e-env e2e-older \
 	e2e-reduced test-vllm contract clean
 
 setup: $(VENV)/.stamp
@@ -128,6 +128,10 @@ bench-lookups: setup
 
 bench-bound: setup
 	$(BIN)/python -m tests.benchmarks.bench_bound
+
+# ROOT: an empty folder on tmpfs. OPTIONS="--writers 100 --answer-after-ms 30" and others: see the module.
+bench-writers: setup
+	$(BIN)/python -m tests.benchmarks.bench_writers $(ROOT) $(OPTIONS)
 
 # What checksum, trailer and publishing cost by themselves: the most that bench-fs can reach.
 bench-steps: setup

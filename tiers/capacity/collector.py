@@ -33,7 +33,7 @@ from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
 from ..store import KeepsFiles, Store, SupportsTouch
 from .clock import ClockReading, boot_id, held_s, since_boot
-from .policy import CapacityPolicy, Marks
+from .policy import CapacityPolicy, Lag, Marks
 from .records import RecordKeys
 from .room import Room
 from .usage import USAGE, Usage, publish_usage, read_usage
@@ -103,6 +103,7 @@ class Collector:
         self._room = Room(store, policy, monotonic)
         self._shares = FAR_SHARES if store.capabilities.latency_bound else NEAR_SHARES
         self._counts_puts = policy.max_bytes is not None or policy.min_free_bytes > 0
+        self._lag = Lag(policy, monotonic)  # of another collector
         self.full = ""
         self.is_urgent = False
         now = monotonic()
@@ -244,7 +245,11 @@ class Collector:
             self._looks_at = now + self._policy.every_s
         self._writer.poll(publishes=self._counts_puts)
         usage = self._writer.usage or Usage()
+        counted = usage.put.get(self._writer.name, 0)
+        self._lag.note(self._writer.put_bytes if usage.holder not in ("", self._owner) else counted, counted)
         self.full = usage.full
+        if late_s := self._lag.late_s:
+            self.full = f"the collector of max_bytes is another engine's, and has counted nothing for {late_s:.0f} s"
         is_due = self._is_listing_due(usage)
         return is_active or is_due
 

@@ -19,7 +19,7 @@ from ..connections import Child, Connections
 from ..frames import pack_pairs, unpack_pairs
 from ..plain_logs import get_logger
 from ..recipe import StoreRecipe
-from .policy import CapacityPolicy
+from .policy import CapacityPolicy, Lag
 from .records import RecordKeys
 
 logger = get_logger(__name__)
@@ -38,7 +38,6 @@ LISTEN_S: Final = 1.0
 SILENT_S, SILENT_S_MAX = 20.0, 600.0
 SILENT_POLLS: Final = 8
 CLOSE_S: Final = 0.5
-FAILING_S_MAX: Final = 60.0  # a collector that has failed for so long no longer bounds the root: engines stop to put
 
 
 class CollectorLink(Connections[Child]):
@@ -97,8 +96,9 @@ class CollectorLink(Connections[Child]):
         self._stored: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when this engine noted its last store
         self._stored_all_since = -math.inf  # ``_stored`` has all stores noted after this
         self._full = ""
-        self._is_bounded = policy.max_bytes is not None
-        self._failing: tuple[str, float] | None = None  # the last error, and since when there was no success
+        self._put_bytes = self._counted_bytes = 0  # in all; counted by a process
+        self._lag = Lag(policy, clock)
+        self._error = ""  # the last one; "" after a success
         self._reports: deque[dict[str, Any]] = deque(maxlen=REPORTS_MAX)
         self._silent_s = 0.0
         self._silent_s_max = max(SILENT_S, SILENT_POLLS * policy.poll_s)
@@ -134,16 +134,16 @@ class CollectorLink(Connections[Child]):
     @property
     def is_full(self) -> str:
         """Why nothing may be put now; "": puts are allowed. It is known one poll late, so the bound is soft."""
-        failing = self._failing
-        if self._is_bounded and failing is not None and self._clock() - failing[1] > FAILING_S_MAX:
-            return f"max_bytes is set, and the collector has not worked for {FAILING_S_MAX:.0f} s: {failing[0]}"
+        if late_s := self._lag.late_s:
+            why = self._error or "its process hangs, or gets no processor"
+            return f"max_bytes is set, and the collector has not counted what is stored for {late_s:.0f} s: {why}"
         return self._full
 
     def note_put(self, size: int) -> None:
-        """Record that so many bytes were put, or may have been. 0: only shows that the engine is active, because the
-        processes that put the bytes publish their own counts."""
+        """Record that so many bytes were put, or may have been."""
         if self._is_needed:
             self._puts.append(size)
+            self._put_bytes += size
 
     def note_full(self) -> None:
         """Record that the storage refused a block because it is full."""
@@ -194,6 +194,7 @@ class CollectorLink(Connections[Child]):
             self._puts.append(sum(self._puts.popleft() for _ in range(len(self._puts))))
         if self._child.runs and not self._child.out:
             self._tell()
+        self._lag.note(self._put_bytes, self._counted_bytes)
 
     def close(self) -> None:
         """End the process. Takes at most about ``CLOSE_S``."""
@@ -222,10 +223,13 @@ class CollectorLink(Connections[Child]):
         self._unsent.extendleft(reversed(self._sent))
         self._sent.clear()
         self._overdue = len(self._unsent)
+        if (uncounted := self._put_bytes - self._counted_bytes) > 0:
+            self._puts = deque([uncounted])
 
     def _hear(self, child: Child, content: Any, raw: bytes) -> None:  # noqa: ARG002
-        noted, since, full, report, error = content
+        noted, counted, since, full, report, error = content
         self._silent_s = 0.0
+        self._counted_bytes += counted
         for _ in range(min(noted, len(self._sent))):
             self._sent.popleft()
         for key, _ in unpack_pairs(raw):
@@ -236,12 +240,12 @@ class CollectorLink(Connections[Child]):
             logger.warning("tier %s: its collector: %s", self._name, error["error"])
             self._report_error(error)
         if full is not None:
-            self._full, self._failing = full, None
+            self._full, self._error = full, ""
         if report is not None:
             self._reports.append(report)
 
     def _report_error(self, error: dict[str, Any]) -> None:
-        self._failing = error["error"], self._clock() if self._failing is None else self._failing[1]
+        self._error = error["error"]
         self._reports.append(error)
 
     def _end_if_late(self, child: Child, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ HEAD_ROOM_SHARE = (0.01, 0.25)  # of max_bytes: the least and the most that is k
 #: Polls until a put has an effect: its writer publishes it, the collector reads the record, the writers read "full".
 POLLS_TO_STOP = 3
 FREE_MARGIN_SHARE = 0.05  # of min_free: free space beyond it up to which the collector removes
+LAG_S = 2.0  # twice the time between two records of a collector
+START_LAG_S = 10.0  # until a collector has counted anything: a busy machine takes seconds to start its process
 
 
 class Marks(NamedTuple):
@@ -71,3 +74,37 @@ class CapacityPolicy:
         least, most = (share * limit for share in HEAD_ROOM_SHARE)
         head_room = int(min(max(least, self.block_bytes, POLLS_TO_STOP * self.poll_s * bytes_per_s), most))
         return Marks(limit - 2 * head_room, limit - head_room)
+
+
+class Lag:
+    """Whether a writer must stop because its collector does not keep up, and so cannot tell when the root is full.
+
+    It must if more than the least head room is uncounted, and nothing was counted for ``LAG_S`` (``START_LAG_S``) or
+    ``POLLS_TO_STOP`` polls.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, policy: CapacityPolicy, clock: Callable[[], float]) -> None:
+        limit = policy.max_bytes
+        self._uncounted_bytes_max = float("inf") if limit is None else HEAD_ROOM_SHARE[0] * limit
+        self._polls_s = POLLS_TO_STOP * policy.poll_s
+        self._clock = clock
+        self._counted_bytes = 0
+        self._since: float | None = None  # since when too much has been uncounted and nothing was counted
+
+    def note(self, put_bytes: int, counted_bytes: int) -> None:
+        """Take what was put and what of it was counted, in all."""
+        if put_bytes - counted_bytes <= self._uncounted_bytes_max:
+            self._since = None
+        elif self._since is None or counted_bytes != self._counted_bytes:
+            self._since = self._clock()
+        self._counted_bytes = counted_bytes
+
+    @property
+    def late_s(self) -> float:
+        """Seconds for which nothing was counted, if the writer must stop; 0: it need not."""
+        late_s = 0.0 if self._since is None else self._clock() - self._since
+        s_max = max(LAG_S if self._counted_bytes else START_LAG_S, self._polls_s)
+        return late_s if late_s > s_max else 0.0

@@ -53,7 +53,7 @@ from .walker import CollectReport
 
 logger = get_logger(__name__)
 
-NICENESS: Final = 19
+NICENESS: Final = 10  # as the tier's processes: with less time than them it would not keep up with what they put
 FAILED_USES_MAX: Final = 8  # failures in a row that mean that the storage is down, rather than single blocks
 NOTE_S_MAX: Final = 2.0  # time limit to record uses in one go; the collector publishes its record in between
 ERROR_PAUSE_S_MAX: Final = 60.0
@@ -80,6 +80,7 @@ def main() -> None:
     store: Store | None = None
     collector: Collector | None = None
     error_pause_s = 0.0
+    put_bytes = 0  # that the engine put, and no poll has counted
     try:
         while True:
             pause_s = policy.poll_s
@@ -94,12 +95,15 @@ def main() -> None:
                     uses.extend(mapper.relative_name(key) for key, _ in unpack_pairs(keys))
                     if put is not None:
                         collector.note_put(put)
+                        put_bytes += put
                     if was_refused:
                         collector.note_refused()
                 news.add_noted(_note_uses(store, uses, NOTE_S_MAX))
                 news.poll_began_at = time.monotonic()
                 report = collector.poll()
-                news.add_poll(report, report.bytes if report and collector.knows_bytes else None, collector.full)
+                used = report.bytes if report and collector.knows_bytes else None
+                news.add_poll(report, used, collector.full, put_bytes)
+                put_bytes = 0
                 error_pause_s = 0.0
                 if collector.is_urgent:
                     pause_s = 0.0
@@ -132,7 +136,7 @@ class News:
         self._out = b""  # the rest of a frame
         self._told_at = -math.inf
         self._told_full: str | None = None
-        self._noted = 0
+        self._noted = self._counted = 0
         self._removed: deque[OffloadKey] = deque(maxlen=REMOVED_KEYS_MAX)
         self._since = 0.0
         self._full: str | None = None
@@ -151,9 +155,15 @@ class News:
         self._removed.extend(key for key in map(self._mapper.key_of, names) if key is not None)
         self.send()
 
-    def add_poll(self, report: CollectReport | None, used: int | None, full: str) -> None:
-        """Add a poll that went well. ``report``: None, it only asked."""
+    def add_poll(self, report: CollectReport | None, used: int | None, full: str, counted: int) -> None:
+        """Add a poll that went well.
+
+        Args:
+            report: None: the poll only asked.
+            counted: bytes that the engine put and that the poll counted.
+        """
         self._full = full
+        self._counted += counted
         if report is None:
             return
         told, before = asdict(report), self._report
@@ -180,13 +190,14 @@ class News:
             pass  # the socket is full, or the engine has ended, which the listening thread notices
 
     def _is_due(self) -> bool:
-        is_new = self._noted or self._removed or self._report or self._error or self._full != self._told_full
+        is_new = self._noted or self._counted or self._removed or self._report or self._error
+        is_new = is_new or self._full != self._told_full
         return bool(is_new) or time.monotonic() - self._told_at >= ALIVE_EVERY_S
 
     def _frame(self) -> bytes:
-        content = self._noted, self._since, self._full, self._report, self._error
+        content = self._noted, self._counted, self._since, self._full, self._report, self._error
         self._told_at, self._told_full = time.monotonic(), self._full
-        self._noted, self._report, self._error = 0, None, None
+        self._noted, self._counted, self._report, self._error = 0, 0, None, None
         count = min(REMOVED_KEYS_A_FRAME, len(self._removed))
         return pack_frame(self._tag, content, pack_pairs([(self._removed.popleft(), 0) for _ in range(count)]))
 

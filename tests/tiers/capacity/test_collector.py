@@ -460,6 +460,29 @@ def test_second_collector_takes_over_when_the_first_dies() -> None:
     assert world.poll(second)
 
 
+def test_writers_stop_while_another_engines_collector_counts_nothing() -> None:
+    world = World(max_bytes=1000 * SIZE)
+    first, second = world.collector(), world.collector()
+    for _ in range(20):
+        world.put(second)
+        world.poll(first, second)
+    for _ in range(20):  # the first one hangs, or gets no processor
+        world.put(second)
+        world.poll(second)
+        if second.full:
+            break
+    assert "another engine's, and has counted nothing for" in second.full
+    # A poll's puts and the head room, and what was put until the limit of three polls had passed.
+    assert 33 <= world.number <= 37
+    world.poll(first, second, polls=2)
+    assert second.full == ""
+    for _ in range(60):
+        world.put(second)
+        world.poll(second)
+    assert holder(world.store) == second._owner
+    assert second.full == ""
+
+
 def test_collector_stops_after_another_takes_over() -> None:
     world = World(max_bytes=100 * SIZE)
     first, second = world.collector(), world.collector()

@@ -67,7 +67,7 @@ def wait_until_noted(link: CollectorLink) -> None:
 def tell_removed(tier: StoreTierManager, since: float) -> None:
     """As if the collector had told that it removed all blocks."""
     assert tier._collector is not None
-    content = [0, since, None, None, None]
+    content = [0, 0, since, None, None, None]
     tier._collector._hear(tier._collector._child, content, pack_pairs([(key, 0) for key in KEYS]))
 
 

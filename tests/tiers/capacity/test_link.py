@@ -15,7 +15,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity import link as link_module
 from kvtiers.tiers.capacity import process
 from kvtiers.tiers.capacity.link import CollectorLink
-from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.capacity.policy import LAG_S, START_LAG_S, CapacityPolicy
 from kvtiers.tiers.capacity.process import News
 from kvtiers.tiers.capacity.walker import CollectReport
 from kvtiers.tiers.child_process import ChildProcess
@@ -62,9 +62,11 @@ class Bench:
         self.clock.advance(seconds)
         settle(self.links[0])
 
-    def say(self, noted: int = 0, since: float = 0.0, removed: list[OffloadKey] | None = None, **news: Any) -> None:
+    def say(
+        self, noted: int = 0, counted: int = 0, since: float = 0.0, removed: list[OffloadKey] | None = None, **news: Any
+    ) -> None:
         """Have the process send a frame."""
-        content = [noted, since, *(news.get(name) for name in ("full", "report", "error"))]
+        content = [noted, counted, since, *(news.get(name) for name in ("full", "report", "error"))]
         child = self.made[-1]
         child.send(pack_frame(child.tag, content, pack_pairs([(key, 0) for key in removed or ()])))
         self.wait(CHECK_S)
@@ -189,21 +191,46 @@ def test_removal_is_in_doubt_if_a_later_store_may_have_been_forgotten(bench: Ben
     assert link.take_removed(9) == (KEYS[1:3], KEYS[:1])
 
 
-def test_engine_stops_to_put_while_its_collector_fails_for_long(bench: Bench) -> None:
-    link = bench.link(max_bytes=1 << 20)
+@pytest.mark.parametrize("limit_s", [START_LAG_S, LAG_S], ids=["start", "later"])
+@pytest.mark.parametrize("fault", ["silent", "failing", "ending"])
+def test_engine_stops_to_put_while_its_collector_counts_nothing(bench: Bench, fault: str, limit_s: float) -> None:
+    link = bench.link(max_bytes=10_000)
     bench.say(full="so much is stored")
     assert link.is_full == "so much is stored"
     bench.say(full="")
-    bench.say(error={"error": "it cannot be listed", "runs": 1})
-    bench.clock.advance(link_module.FAILING_S_MAX / 2)
-    bench.made[-1].die()
-    bench.wait(0.0)
+    link.note_put(100)  # the head room, which is always kept free
+    bench.wait(100.0)
     assert link.is_full == ""
-    bench.clock.advance(link_module.FAILING_S_MAX / 2 + 1)
-    assert "the collector has not worked for 60 s: it ended" in link.is_full
+    if limit_s == LAG_S:
+        bench.say(counted=100, full="")
+        link.note_put(100)
+    link.note_put(1)
     bench.wait(0.0)
-    bench.say(error={"error": "once more", "runs": 1}, full="")  # and then it worked
+    why = "its process hangs"
+    if fault == "failing":
+        bench.say(error={"error": why, "runs": 1})
+    elif fault == "ending":
+        why = "it ended"
+        bench.made[-1].die()
+    bench.wait(limit_s - 0.2)
     assert link.is_full == ""
+    bench.wait(0.3)
+    assert f"the collector has not counted what is stored for {limit_s:.0f} s" in link.is_full
+    assert why in link.is_full
+    bench.wait(PAUSE_S[1])
+    if fault == "ending":  # the next process counts what the first one did not
+        assert sum(put or 0 for _, put, _ in bench.heard()) == 101
+    bench.say(counted=1, full="")
+    assert link.is_full == ""
+
+
+def test_collector_that_counts_slowly_does_not_stop_the_engine(bench: Bench) -> None:
+    link = bench.link(max_bytes=10_000)
+    for _ in range(10):
+        link.note_put(1000)
+        bench.wait(0.9 * LAG_S)
+        bench.say(counted=500, full="")
+        assert link.is_full == ""
 
 
 # ---- processes that fail ---------------------------------------------------------------------------------------------
@@ -232,7 +259,7 @@ def test_silent_process_is_killed_and_the_next_one_has_twice_the_time(
     assert len({config["owner"] for config in bench.configs}) == 1
 
 
-@pytest.mark.parametrize("content", [None, 5, [0], [0, 0, None, None, 5], ["a", 0, None, None, None]], ids=str)
+@pytest.mark.parametrize("content", [None, 5, [0], [0, 0, 0, None, None, 5], ["a", 0, 0, None, None, None]], ids=str)
 def test_process_that_sends_nonsense_is_replaced(bench: Bench, link: CollectorLink, content: Any) -> None:
     child = bench.made[-1]
     child.send(pack_frame(child.tag, content, pack_pairs([])))
@@ -300,25 +327,26 @@ def test_news_that_the_engine_does_not_read_are_merged_and_bounded(
         engine.news.add_noted(1)
         engine.news.add_removed([MAPPER.relative_name(key) for key in keys[5 * number : 5 * number + 5]])
         engine.news.add_error(f"the {number}th")
-        engine.news.add_poll(removal(2), number, "")
-        engine.news.add_poll(None, None, "full")
+        engine.news.add_poll(removal(2), number, "", 3)
+        engine.news.add_poll(None, None, "full", 0)
         engine.news.send()
     frames = engine.read()
     assert len(frames) < 200
     assert sum(content[0] for content, _ in frames) == 1000
+    assert sum(content[1] for content, _ in frames) == 3000
     assert [key for _, removed in frames for key in removed] == keys
-    assert all(content[1] <= keys.index(removed[0]) / 5 for content, removed in frames if removed)
-    reports = [content[3] for content, _ in frames if content[3]]
+    assert all(content[2] <= keys.index(removed[0]) / 5 for content, removed in frames if removed)
+    reports = [content[4] for content, _ in frames if content[4]]
     assert sum(report["runs"] for report in reports) == 1000
     assert sum(report["report"]["removed_blobs"]["ttl"] for report in reports) == 2000
     assert sum(report["report"]["removed_bytes"]["ttl"] for report in reports) == 20_000
-    errors = [content[4] for content, _ in frames if content[4]]
+    errors = [content[5] for content, _ in frames if content[5]]
     assert sum(error["runs"] for error in errors) == 1000
-    assert (reports[-1]["used"], errors[-1]["error"], frames[-1][0][2]) == (999, "the 999th", "full")
+    assert (reports[-1]["used"], errors[-1]["error"], frames[-1][0][3]) == (999, "the 999th", "full")
 
 
 def test_process_without_news_says_that_it_lives(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine.read() == [([0, 0.0, None, None, None], [])]
+    assert engine.read() == [([0, 0, 0.0, None, None, None], [])]
     assert engine.read() == []
     monkeypatch.setattr(process, "ALIVE_EVERY_S", 0.0)
     monkeypatch.setattr(time, "sleep", lambda _: None)
