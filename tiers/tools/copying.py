@@ -184,11 +184,11 @@ class Copier:
             if not _is_refused(size):
                 raise size
             return None
-        if size != info.size or len(name.digits) % 2:  # no block has such a name, which reading it will say
+        if size is None or len(name.digits) % 2:  # no block has such a name, which reading it will say
             return True
         if self._tails is None:
-            return False
-        try:
+            return size != info.size
+        try:  # a newer version's block may have another size
             _, trailer = self._tails.get_tail(info.key, TRAILER_BYTES) or (0, b"")
             self._reader.seal_for(name).check_trailer(name.offload_key, trailer, size - TRAILER_BYTES)
         except SealError as e:
@@ -199,7 +199,7 @@ class Copier:
             if not (e.retryable or _is_refused(e)):
                 raise
             return None
-        return False
+        return size != info.size
 
     def _take_wanted(
         self, batch: list[Block], sizes: Sequence[int | Exception | None], looks: Iterable[bool | None]

@@ -174,10 +174,12 @@ def test_copy_replaces_a_damaged_block_in_a_full_target(near: Path, far: Path) -
     assert stored(near) == stored(far)
 
 
-def test_copy_keeps_a_newer_versions_block_and_fails(near: Path, far: Path) -> None:
+@pytest.mark.parametrize("more", [b"", bytes(4096)], ids=["same size", "other size"])
+def test_copy_keeps_a_newer_versions_block_and_fails(near: Path, far: Path, more: bytes) -> None:
     config = write_config(near, far)
     ok("copy", config, *FILL)
     make_newer(near / NAMES[0])
+    (near / NAMES[0]).write_bytes(more + (near / NAMES[0]).read_bytes())
     before = stored(near)
     code, out = run("copy", config, *FILL)
     assert code == 1
