@@ -207,7 +207,8 @@ class Copier:
         """The wanted blocks, as far as the target has space; counts the others."""
         wanted = []
         for (info, name), size, is_wanted in zip(batch, sizes, looks, strict=True):
-            more_bytes = info.size - (size if isinstance(size, int) else 0)
+            # What a longer blob would free does not count: a bad block does not replace it.
+            more_bytes = max(0, info.size - (size if isinstance(size, int) else 0))
             if is_wanted is None:
                 self.report.errors += 1
             elif not is_wanted:

@@ -221,6 +221,19 @@ def test_a_namespace_that_is_left_out_takes_no_room(near: Path, far: Path) -> No
     assert (report.copied, report.no_room) == (1, True)
 
 
+def test_too_long_block_of_the_target_gives_no_room_to_others(near: Path, far: Path) -> None:
+    ok("copy", write_config(near, far), *FILL)
+    source, target = LocalStore(far), LocalStore(near)
+    first, *others = (info.key for info, _ in find_blocks(source, [""]))
+    flip(far / first, 100)  # so it does not replace the target's
+    (near / first).write_bytes(bytes(9 * BLOB))
+    for name in others[:5]:
+        (near / name).unlink()
+    report = Copier(source, target, room_bytes=0).copy(find_blocks(source, [""]))
+    assert (report.copied, report.bad, report.no_room) == (0, 1, True)
+    assert (near / first).stat().st_size == 9 * BLOB
+
+
 def test_a_target_that_takes_nothing_ends_it(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a million blocks not one would be copied."""
 
