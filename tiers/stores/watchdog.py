@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from ..errors import StoreUnavailableError
@@ -103,12 +104,13 @@ def begin(name: str, call: Callable[[], T]) -> Future[T]:
         StoreUnavailableError: see ``start``.
     """
     future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as e:  # noqa: BLE001 - top of a thread: the exception goes to the future's waiter
-            future.set_exception(e)
-
-    start(name, work)
+    start(name, partial(settle, future, call))
     return future
+
+
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Call a function, and give its result or exception to the future."""
+    try:
+        future.set_result(call())
+    except BaseException as e:  # noqa: BLE001 - top of a thread: the exception goes to the future's waiter
+        future.set_exception(e)

@@ -100,7 +100,7 @@ class Attempts:
             StoreError: from ``action``.
         """
         process = self.current()
-        if process.ready is None or self._closed:
+        if process.ready is None:
             raise BlockingIOError
         try:
             process.slots.get_nowait()

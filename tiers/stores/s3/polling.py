@@ -1,18 +1,20 @@
-"""Runs coroutines side by side in the caller's thread, without asyncio, which was three times as slow as threads here.
-
-A coroutine waits only by ``readable`` and ``in_thread``.
-"""
+"""Runs coroutines side by side in the caller's thread. They wait for sockets and threads only."""
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from types import coroutine
 from typing import Any, Final, TypeVar
 
 from ...errors import StoreError, StoreUnavailableError
-from ..watchdog import begin
+from ..watchdog import settle, start
 
 T = TypeVar("T")
 
@@ -30,21 +32,79 @@ def readable(sock: socket.socket, until: float) -> Generator[tuple[int, float], 
     yield sock.fileno(), until
 
 
-async def in_thread(name: str, call: Callable[[], T]) -> T:
-    """Wait for a call that blocks. If no thread can be started, it runs in the caller's and all wait for it."""
-    try:
-        ended, ending = socket.socketpair()
-    except OSError:  # too many descriptors
-        return call()
-    with ended:
+@coroutine
+def _alone() -> Generator[None, None, None]:
+    """Wait until no coroutine waits for a socket."""
+    yield
+
+
+class Threads:
+    """Threads for calls that block, started as needed and used again. Only the thread of ``run_all`` uses it.
+
+    Args:
+        name: of each thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._all: list[_Helper] = []
+        self._free: list[_Helper] = []
+
+    def __enter__(self) -> Threads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the threads, each after its current call. Does not wait for them."""
+        for helper in self._all:
+            helper.calls.put(None)
+            helper.ended.close()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Wait for a call that blocks.
+
+        If no further thread can be started, the call runs in the caller's thread, but only once all other coroutines
+        wait for the same: those that wait for sockets may hold connections, for which the call may wait.
+        """
+        if self._free:
+            helper = self._free.pop()
+        else:
+            try:
+                helper = _Helper(self._name)
+            except (OSError, StoreUnavailableError):  # too many descriptors or threads
+                await _alone()
+                return call()
+            self._all.append(helper)
+        called: Future[T] = Future()
+        helper.calls.put(partial(settle, called, call))
+        await readable(helper.ended, _ENDLESS)
+        helper.ended.recv(1)
+        self._free.append(helper)
+        return called.result()
+
+
+class _Helper:
+    """A thread that runs one call after another.
+
+    Attributes:
+        calls: must not raise. None ends the thread.
+        ended: gets a byte for each call that has ended.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.calls = SimpleQueue[Callable[[], None] | None]()
+        self.ended, self._ending = socket.socketpair()
         try:
-            called = begin(name, call)
+            start(name, self._run)
         except StoreUnavailableError:
-            ending.close()
-            return call()
-        called.add_done_callback(lambda _: ending.close())
-        await readable(ended, _ENDLESS)
-    return called.result()
+            self.ended.close()
+            self._ending.close()
+            raise
+
+    def _run(self) -> None:
+        with self._ending, contextlib.suppress(OSError):  # OSError: ``ended`` was closed
+            while (call := self.calls.get()) is not None:
+                call()
+                self._ending.send(b"\0")
 
 
 def run_all(
@@ -53,13 +113,17 @@ def run_all(
     """Run ``work`` for each name, at most ``at_once_max`` at once. Returns its results or StoreErrors by name."""
     outcomes: dict[str, T | StoreError] = {}
     waiting: dict[int, tuple[str, Coroutine[Any, Any, T], float]] = {}  # by the descriptors that they wait for
+    last: deque[tuple[str, Coroutine[Any, Any, T]]] = deque()  # each waits until ``waiting`` is empty
     rest = iter(names)
     limit = min(AT_ONCE_FIRST, at_once_max)
 
     def go_on(name: str, each: Coroutine[Any, Any, T]) -> None:
         try:
-            fd, until = each.send(None)
-            waiting[fd] = name, each, until
+            if (wait := each.send(None)) is None:
+                last.append((name, each))
+            else:
+                fd, until = wait
+                waiting[fd] = name, each, until
         except StopIteration as e:
             outcomes[name] = e.value
         except StoreError as e:
@@ -67,10 +131,13 @@ def run_all(
 
     try:
         while True:
-            while len(waiting) < limit and (name := next(rest, None)) is not None:
+            while len(waiting) + len(last) < limit and (name := next(rest, None)) is not None:
                 go_on(name, work(name))
             if not waiting:
-                return outcomes
+                if not last:
+                    return outcomes
+                go_on(*last.popleft())
+                continue
             poller = select.poll()
             for fd in waiting:
                 poller.register(fd, select.POLLIN)
@@ -86,5 +153,5 @@ def run_all(
                 name, each, _ = waiting.pop(fd)
                 go_on(name, each)
     finally:
-        for _, each, _ in waiting.values():
+        for each in [each for _, each, _ in waiting.values()] + [each for _, each in last]:
             each.close()

@@ -24,7 +24,14 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Final
 
-from ...errors import BlobCorruptError, InvalidKeyError, StoreError, StorePermissionError, StoreTimeoutError
+from ...errors import (
+    BlobCorruptError,
+    InvalidKeyError,
+    StoreError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from ...plain_logs import get_logger
 from ...store import (
     KEY_LENGTH_MAX,
@@ -53,7 +60,7 @@ from .errors import (
 )
 from .listing import Page, follow
 from .options import S3Options
-from .polling import in_thread, run_all
+from .polling import Threads, run_all
 from .put_form import (
     REFUSALS,
     Detour,
@@ -215,12 +222,13 @@ class S3Store(Store):
             nonlocal answered_at
             if self._clock() - answered_at > self.options.request_timeout_s:
                 raise StoreTimeoutError("not asked: the server stopped answering", key=names[name])
-            size = await self._ask_size(names[name], name)
+            size = await self._ask_size(names[name], name, threads)
             answered_at = self._clock()
             return size
 
         names = self._names(keys, answers)
-        found = run_all(look_up, names, self.options.max_connections, self._clock)
+        with Threads("kvtiers-s3-head") as threads:
+            found = run_all(look_up, names, self.options.max_connections, self._clock)
         answers.update((key, found[name]) for name, key in names.items())
         return [answers[key] for key in keys]
 
@@ -445,20 +453,37 @@ class S3Store(Store):
 
         A retryable error was already retried, so after one the remaining objects are not tried.
         """
+        failed: dict[str, StoreError] = {}
         lasting: list[StoreError] = []
+        waiting = iter(list(names))  # next() on a list iterator is atomic
 
-        async def delete(name: str) -> None:
+        def delete(name: str) -> None:
             if lasting:
-                raise copy.copy(lasting[0])
+                failed[name] = lasting[0]
+                return
             try:
-                await in_thread("kvtiers-s3-delete", lambda: self._attempts.run("", lambda c: c.control.delete(name)))
+                self._attempts.run("", lambda clients: clients.control.delete(name))
             except StoreError as e:
+                failed[name] = e.with_traceback(None)  # the traceback refers to ``failed``
                 if e.retryable:
-                    lasting.append(copy.copy(e))
-                raise
+                    lasting.append(e)
 
-        outcomes = run_all(delete, names, DELETERS_MAX, self._clock)
-        return {name: error for name, error in outcomes.items() if error is not None}
+        def delete_waiting() -> None:
+            for name in waiting:
+                delete(name)
+
+        others = []
+        with contextlib.suppress(StoreUnavailableError):  # no further thread can be started: those that run are enough
+            for _ in range(min(DELETERS_MAX, len(names)) - 1):
+                others.append(begin("kvtiers-s3-delete", delete_waiting))
+        try:
+            delete_waiting()
+        except BaseException:  # such as Ctrl-C: the other threads end after their current objects
+            lasting.append(StoreUnavailableError("interrupted"))
+            raise
+        for other in others:
+            other.result()
+        return failed
 
     def _get_into(
         self, key: str, parts: Sequence[memoryview], look: Look | None, latest_start: float | None = None
@@ -468,7 +493,7 @@ class S3Store(Store):
         size = parts_size(plain)
         self._attempts.run(key, lambda clients: clients.data.get_into(name, plain, size, look), latest_start)
 
-    async def _ask_size(self, key: str, name: str) -> int | None:
+    async def _ask_size(self, key: str, name: str, threads: Threads) -> int | None:
         """``size`` as a coroutine (see ``polling``). What takes more than a HEAD on an idle connection has a thread."""
         latest_start = self._attempts.latest_start()
         failed: StoreError | None = None
@@ -481,7 +506,7 @@ class S3Store(Store):
             pass
         except StoreError as e:
             failed = e.with_traceback(None)
-        return await in_thread("kvtiers-s3-head", lambda: self._size(key, latest_start, failed))
+        return await threads.run(lambda: self._size(key, latest_start, failed))
 
     def _size(self, key: str, latest_start: float, failed: StoreError | None = None) -> int | None:
         """See ``size``. ``failed``: see ``Attempts.run``."""

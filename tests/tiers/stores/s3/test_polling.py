@@ -11,11 +11,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtiers.tiers.errors import StoreError, StoreTimeoutError, StoreUnavailableError
-from kvtiers.tiers.stores.s3.polling import AT_ONCE_FIRST, in_thread, readable, run_all
+from kvtiers.tiers.stores.s3.polling import AT_ONCE_FIRST, Threads, readable, run_all
 from tests.clock import Clock
 
 NAMES = [f"n{i}" for i in range(20)]
 HANG_S = 600.0
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    with Threads("test") as threads:
+        yield threads
 
 
 @pytest.fixture
@@ -25,11 +31,11 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield near, far
 
 
-def test_run_all_returns_results_and_store_errors_by_name() -> None:
+def test_run_all_returns_results_and_store_errors_by_name(threads: Threads) -> None:
     async def work(name: str) -> str:
         if name == "n3":
             raise StoreUnavailableError("broken")
-        return await in_thread("test", lambda: name + name)
+        return await threads.run(lambda: name + name)
 
     outcomes = run_all(work, NAMES, 5, time.monotonic)
     error = outcomes.pop("n3")
@@ -63,7 +69,7 @@ def test_other_exception_ends_run_all_and_closes_the_other_coroutines(pair: tupl
 
 
 @pytest.mark.parametrize("at_once_max", [1, 3, 20])
-def test_run_all_runs_as_many_at_once_as_allowed_and_no_more(at_once_max: int) -> None:
+def test_run_all_runs_as_many_at_once_as_allowed_and_no_more(threads: Threads, at_once_max: int) -> None:
     """The calls end only once so many run, so more than AT_ONCE_FIRST begin because nothing happens."""
     running, most = set[str](), 0
     all_run = threading.Barrier(at_once_max)
@@ -72,7 +78,7 @@ def test_run_all_runs_as_many_at_once_as_allowed_and_no_more(at_once_max: int) -
         nonlocal most
         running.add(name)
         most = max(most, len(running))
-        await in_thread("test", lambda: all_run.wait(HANG_S))
+        await threads.run(lambda: all_run.wait(HANG_S))
         running.remove(name)
 
     assert AT_ONCE_FIRST < 20
@@ -114,23 +120,68 @@ def raising(error: Exception) -> Callable[..., object]:
     ("target", "error"),
     [("threading.Thread.start", RuntimeError()), ("socket.socketpair", OSError(errno.EMFILE, "too many files"))],
 )
-def test_in_thread_without_a_thread_or_descriptor_runs_in_the_callers(
-    monkeypatch: pytest.MonkeyPatch, target: str, error: Exception
+def test_call_without_thread_or_descriptor_runs_in_the_callers_thread_after_all_others(
+    monkeypatch: pytest.MonkeyPatch, threads: Threads, pair: tuple[socket.socket, ...], target: str, error: Exception
 ) -> None:
+    """Others may hold what the call needs."""
     monkeypatch.setattr(target, raising(error))
+    order = []
 
     async def work(name: str) -> str:
-        return await in_thread("test", lambda: threading.current_thread().name)
+        if name == "n3":
+            await readable(pair[0], time.monotonic() + 0.01)
+            order.append("n3")
+            return ""
+        return await threads.run(lambda: order.append("call") or threading.current_thread().name)  # type: ignore[func-returns-value]
 
-    assert run_all(work, NAMES, 5, time.monotonic) == dict.fromkeys(NAMES, threading.current_thread().name)
+    outcomes = run_all(work, NAMES, 5, time.monotonic)
+    assert outcomes == {**dict.fromkeys(NAMES, threading.current_thread().name), "n3": ""}
+    assert order == ["n3", *["call"] * 19]
 
 
-def test_in_thread_raises_what_the_call_raises() -> None:
+def test_threads_are_used_again_and_end_with_their_context() -> None:
+    used = set[threading.Thread]()
+
+    async def work(name: str) -> None:
+        await own.run(lambda: used.add(threading.current_thread()))
+
+    with Threads("test") as own:
+        run_all(work, NAMES, 2, time.monotonic)
+        assert 1 <= len(used) <= 2
+    for thread in used:
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+
+
+def test_thread_of_an_interrupted_call_ends_after_the_call() -> None:
+    running, released = threading.Event(), threading.Event()
+    used = []
+
+    def call() -> None:
+        used.append(threading.current_thread())
+        running.set()
+        released.wait(HANG_S)
+
+    async def work(name: str) -> None:
+        await own.run(call)
+
+    def interrupt() -> float:
+        running.wait(HANG_S)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Threads("test") as own:
+        run_all(work, ["n1"], 1, interrupt)
+    released.set()
+    used[0].join(HANG_S)
+    assert not used[0].is_alive()
+
+
+def test_call_in_a_thread_raises_for_its_name(threads: Threads) -> None:
     def fail() -> None:
         raise StoreTimeoutError("late")
 
     async def work(name: str) -> None:
-        await in_thread("test", fail)
+        await threads.run(fail)
 
     outcomes: dict[str, StoreError | None] = run_all(work, NAMES, 5, time.monotonic)
     assert {type(outcome) for outcome in outcomes.values()} == {StoreTimeoutError}

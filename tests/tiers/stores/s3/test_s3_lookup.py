@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import socket
 import ssl
@@ -16,11 +17,17 @@ from typing import Any
 
 import pytest
 
-from kvtiers.tiers.errors import StoreError, StorePermissionError, StoreThrottledError, StoreTimeoutError
+from kvtiers.tiers.errors import (
+    StoreClosedError,
+    StoreError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+)
 from kvtiers.tiers.stores.s3.connections import Connections
 from kvtiers.tiers.stores.s3.errors import MissingHeaderError
 from kvtiers.tiers.stores.s3.options import S3Options
-from kvtiers.tiers.stores.s3.polling import AT_ONCE_FIRST
+from kvtiers.tiers.stores.s3.polling import AT_ONCE_FIRST, run_all
 from kvtiers.tiers.stores.s3.store import S3Store
 from kvtiers.tiers.testing.contract import fetch
 from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
@@ -211,17 +218,84 @@ def test_lookup_goes_on_while_a_name_server_hangs(
         assert asked.result() == SIZES
 
 
-def test_store_that_is_closed_during_a_lookup_ends_it(store: S3Store, server: HttpFaultServer) -> None:
+def test_lookup_ends_when_the_store_is_closed_and_keeps_no_connection(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(store)
+    data: Any = store._attempts.current().get().data
+    receive = data._receive_size
+
+    def close_and_receive(answer: Any) -> int | None:
+        store.close()
+        size: int | None = receive(answer)
+        return size
+
+    monkeypatch.setattr(data, "_receive_size", close_and_receive)
+    answers = store.size_many(KEYS)
+    closed = [answer for answer in answers if isinstance(answer, StoreClosedError)]
+    assert closed
+    assert all(answer in closed or answer == size for answer, size in zip(answers, SIZES, strict=True))
+    assert not data._connections._idle
+
+
+def test_interrupted_lookup_uses_no_connection_again_that_waits_for_an_answer(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer would be taken for that of another key."""
+
+    def interrupt() -> float:  # once all requests are sent
+        raise KeyboardInterrupt
+
+    def run_interrupted(work: Any, names: Any, at_once_max: int, _: object) -> object:
+        return run_all(work, names, at_once_max, interrupt)
+
     connect(store)
     known = len(server.requests())
+    server.answer_after_s = 0.3
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("kvtiers.tiers.stores.s3.store.run_all", run_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.size_many(KEYS[:AT_ONCE_FIRST])
+    others = slice(60 - AT_ONCE_FIRST, 60)
+    assert store.size_many(KEYS[others]) == SIZES[others]
+    ports: dict[bool, set[int]] = {True: set(), False: set()}
+    for request in server.requests()[known:]:
+        ports[int(request.path.rpartition("/")[2]) < AT_ONCE_FIRST].add(request.client_port)
+    assert ports[False]
+    assert not ports[True] & ports[False]
+
+
+def test_lookups_of_several_threads_end_without_descriptors_for_threads(
+    server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waits for a connection must not hold others of them."""
+
+    def fail(*_: object) -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
     server.answer_after_s = 0.01
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(store.size_many, KEYS)
-        wait_for(lambda: len(server.requests()) > known)
-        store.close()
-        answers = asked.result()
-    for answer, size in zip(answers, SIZES, strict=True):
-        assert answer == size or isinstance(answer, StoreError)
+    with open_store(server.endpoint_url, max_connections=2, request_timeout_s=20.0) as store:
+        store.prepare()
+        monkeypatch.setattr(socket, "socketpair", fail)
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(store.size_many, [KEYS] * 2)) == [SIZES] * 2
+
+
+def test_lookup_starts_no_more_threads_than_max_connections_where_heads_are_refused(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def note(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    server.inject(Fault.ACCESS_DENIED, methods=("HEAD",))
+    wait_for(lambda: store._without_head.is_taken or not store.size_many(KEYS))
+    monkeypatch.setattr(threading.Thread, "start", note)
+    assert store.size_many(KEYS) == SIZES
+    assert 0 < started.count("kvtiers-s3-head") <= store.options.max_connections < len(KEYS)
 
 
 # -- answers of a server that is not S3's best ---------------------------------------------------------------------
