@@ -54,7 +54,8 @@ class CopyReport:
         bad: blocks whose seal check failed, and blocks that only a newer version can judge.
         errors: blocks that could not be read or written, or whose name in the target holds a newer version's block.
         left_out: namespaces whose blocks are not copied, and why.
-        skipped: blocks of these namespaces that the target does not have already.
+        skipped: blocks of these namespaces, except those counted as ``present``. (None is ``present`` if the source's
+            ``config.json`` is missing: it is needed to check the target's trailers.)
         no_room: the target is full or reached its limit; the remaining blocks were not checked.
         seen_bytes: bytes of all blocks that were looked at, as listed: copied, present, bad and others.
     """
