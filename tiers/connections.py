@@ -166,7 +166,7 @@ class Connections(ABC, Generic[C]):
             self._reap(child)
 
     def _hang_up(self, children: Iterable[C], timeout_s: float) -> bool:
-        """Start nothing any more, hang up on these children, and wait for their end. Whether no child is left.
+        """Start nothing any more, hang up on these children, and wait for their end. Returns True if no child is left.
 
         Children that have not ended after half of ``timeout_s`` are killed.
         """

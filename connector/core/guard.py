@@ -104,6 +104,14 @@ class GuardedTier:
             )
         return float(own) + REPORT_S
 
+    def check_deadline(self) -> None:
+        """Read ``deadline_s`` now, so that a wrong one ends the start and not the first job.
+
+        Raises:
+            ConfigError: see ``deadline_s``.
+        """
+        _ = self.deadline_s
+
     # -- lookups -----------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:

@@ -43,8 +43,17 @@ SINCE: Mapping[str, tuple[int, int]] = {
 }
 
 #: Public methods that only kvtiers calls, in classes that inherit from vLLM's.
-OWN = frozenset({"continue_wait", "note_asked", "options_of"}) | frozenset(
-    {"note", "report", "take_failed_blocks", "take_failed_requests", "take_stats"}
+OWN = frozenset(
+    {
+        "continue_wait",
+        "note",
+        "note_asked",
+        "options_of",
+        "report",
+        "take_failed_blocks",
+        "take_failed_requests",
+        "take_stats",
+    }
 )
 
 _C = TypeVar("_C", bound=type)

@@ -100,7 +100,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._ending_s = SHUTDOWN_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
         self._guard = GuardedTier(self.tier, spec.metrics)
         try:
-            self._guard.deadline_s  # noqa: B018 - a wrong deadline must end the start, not the first job
+            self._guard.check_deadline()
         except BaseException:
             shut_down_tiers([self._guard], self._ending_s)  # vLLM never gets this tier, so nobody else shuts it down
             raise

@@ -510,7 +510,10 @@ def _qualified(function: Function) -> str:
 
 
 def _is_elsewhere(cls: type, name: str, has: Callable[[type], Iterable[str]]) -> bool:
-    """Whether the attribute is Python's, or that of a subclass of kvtiers."""
+    """Whether ``cls`` inherits the attribute from its own bases, or a kvtiers subclass of ``cls`` defines it.
+
+    Then vLLM need not have it.
+    """
     is_pythons = any(name in vars(base) for base in cls.__mro__)
     below: list[type] = type.__subclasses__(cls)
     return is_pythons or any(is_ours(each) and name in has(each) for each in below)

@@ -113,11 +113,21 @@ def main() -> None:
     def scene(name: str) -> None:
         calls.append(["begin", name, [], None])
 
+    def abort(name: str, first: int, blocks: int, tokens: int, during: str) -> None:
+        """Add a request, and abort it after this call for it."""
+        add(name, first, blocks, tokens)
+        step_until(during, name)
+        engine.abort_request([name])
+
+    def settle(name: str, first: int) -> None:
+        """Run another request. Meanwhile the copies of earlier requests end."""
+        add(name, first, 1, 40)
+        run()
+
     scene("store")
     add("first", 0, 4, 2)
     run()
-    add("settles", 200, 1, 40)  # while it runs, the copies of the first end
-    run()
+    settle("settles", 200)
     scene("load")
     engine.reset_prefix_cache()
     add("again", 0, 4, 2)
@@ -127,25 +137,16 @@ def main() -> None:
     add("preempted", 60, 2, 3 * BLOCK_TOKENS)
     run()
     scene("abort while it stores")
-    add("aborted", 100, 3, 50)
-    step_until("prepare_store", "aborted")
-    engine.abort_request(["aborted"])
-    add("settles too", 210, 1, 40)
-    run()
+    abort("aborted", 100, 3, 50, during="prepare_store")
+    settle("settles too", 210)
     scene("abort while it loads")
     engine.reset_prefix_cache()
-    add("unloaded", 0, 4, 2)
-    step_until("prepare_load", "unloaded")
-    engine.abort_request(["unloaded"])
-    add("settles again", 220, 1, 40)
-    run()
+    abort("unloaded", 0, 4, 2, during="prepare_load")
+    settle("settles again", 220)
     scene("reset while it stores")
-    add("reset", 140, 4, 10)
-    step_until("prepare_store", "reset")
-    engine.abort_request(["reset"])
+    abort("reset", 140, 4, 10, during="prepare_store")
     engine.reset_prefix_cache(reset_connector=True)
-    add("last", 230, 1, 40)
-    run()
+    settle("last", 230)
     print("CALLS", json.dumps(calls))
 
 

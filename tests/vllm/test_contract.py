@@ -103,7 +103,7 @@ def test_a_release_is_known_by_its_first_two_numbers(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.27.1", "1.0.0", "dev", "", "unknown"])
-def test_a_release_that_nobody_tried_starts_and_says_so(version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_untested_release_starts_with_warning(version: str, caplog: pytest.LogCaptureFixture) -> None:
     if not is_newest():
         pytest.skip("the installed release is not the newest, so it lacks what a later one must have")
     with caplog.at_level(logging.WARNING):
@@ -111,7 +111,7 @@ def test_a_release_that_nobody_tried_starts_and_says_so(version: str, caplog: py
     assert f"vLLM {version} was not tested with kvtiers (0.28 to 0.33 were)" in caplog.text
 
 
-def test_a_release_that_nobody_tried_must_have_what_the_newest_has() -> None:
+def test_untested_release_must_have_what_the_newest_has() -> None:
     if is_newest():
         pytest.skip("the installed release is the newest")
     missing = [*contract.changes(None), *(each for ours in OURS for each in contract.changed_methods(ours, None))]
@@ -188,7 +188,7 @@ def test_arguments_in_another_order_are_named(
 
 
 @pytest.mark.parametrize(("place", "name"), USED_NAMES, ids=called)
-def test_what_is_gone_is_named(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_attribute_is_named_in_error(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of a class is one that has all of its attributes but this."""
     module, _, cls = place.partition(":")
     owner = owner_of(place)
@@ -252,7 +252,7 @@ def test_many_changes_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "; and 1 more. Install a release that kvtiers was tested with (0.28 to 0.33)" in refusal()
 
 
-def test_a_door_is_closed_before_it_misses_a_name() -> None:
+def test_import_of_spec_is_refused_if_vllm_lacks_a_name_that_it_imports() -> None:
     script = """
 import vllm.v1.kv_offload.base as base
 base.PrepareStoreResult = base.PrepareStoreOutput
@@ -283,7 +283,7 @@ def test_each_class_that_vllm_calls_is_compared_when_it_is_imported() -> None:
     assert decorated == {ours.__name__ for ours in OURS}
 
 
-def test_list_is_what_the_code_uses() -> None:
+def test_contract_json_matches_source() -> None:
     """If this fails: ``make contract``. Releases before the newest do not have every optional entry."""
     read = {(place, entry) for place, entries in contract_reader.read().items() for entry in entries}
     shipped = {(place, entry) for place, entries in USED.items() for entry in entries}

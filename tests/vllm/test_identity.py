@@ -199,14 +199,14 @@ def test_field_that_counts_is_logged_as_info(caplog: pytest.LogCaptureFixture) -
     ]
 
 
-def test_an_unknown_release_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_release_has_own_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert identity(VllmConfig(), {}) == {}
     monkeypatch.setattr(versions, "release", lambda: (0, 99))
     monkeypatch.setattr(versions, "VERSION", "0.99.0")
     assert identity(VllmConfig(), {}) == {"vllm": "0.99.0"}
 
 
-def test_what_an_operator_vouches_for_does_not_count() -> None:
+def test_option_in_identity_ignore_does_not_count() -> None:
     config = Holder(vllm.config.KernelConfig(moe_backend="triton"))
     environ = {"VLLM_MLA_DISABLE": "1"}
     told = {"VLLM_MLA_DISABLE": "1", "held.moe_backend": "triton"}
@@ -221,7 +221,7 @@ def test_an_option_to_ignore_of_an_object_that_this_engine_lacks_is_accepted() -
 
 
 @pytest.mark.parametrize("name", ["held.moe_backnd", "hold.moe_backend", "moe_backend", "held.moe_backend.more"])
-def test_a_slip_in_an_option_to_ignore_is_named(name: str) -> None:
+def test_misspelled_ignored_option_is_refused(name: str) -> None:
     config = Holder(vllm.config.KernelConfig())
     with pytest.raises(ConfigError, match=rf"^identity\.ignore: {re.escape(name)} is not an option of vLLM"):
         identity(config, {}, ignore=[name])

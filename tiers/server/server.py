@@ -236,7 +236,9 @@ class Server:
                 self._storing.discard(me)
                 break
             else:
-                if any(queues):  # a piece came into a queue after this look there, and its token took another piece
+                # A piece may arrive in a queue that this thread found empty, while another thread used its token for a
+                # piece elsewhere. Without a token, nobody would take it.
+                if any(queues):
                     tokens.put(True)
 
     def _moved(self, part: _Part, pairs: Sequence[Pair]) -> Batch:

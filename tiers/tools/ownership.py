@@ -3,8 +3,8 @@
 A storage is kvtiers' own if it has one of these:
 
 - a namespace whose ``config.json`` names that namespace, as every engine writes it at its start;
-- a name below ``_kvtiers/``, where records stay when the last namespace is removed. Nobody checks the record: commands
-  remove only what is named as a block, a writer's record or a private file;
+- a record below ``_kvtiers/``, which stays when the last namespace is removed. The record's content is not checked.
+  That is safe: commands remove only files with the name of a block, a writer's record or a private file;
 - a block: its name is long enough that nobody else makes it.
 
 A storage without any blob is accepted as well: there is nothing to remove, and a regular job must not fail because an

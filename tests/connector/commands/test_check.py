@@ -326,7 +326,7 @@ def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, mon
     assert "a1a1" not in out
 
 
-def test_check_of_memory_tier_names_one_place_and_no_processes(tmp_path: Path) -> None:
+def test_check_says_where_a_tiers_threads_run(tmp_path: Path) -> None:
     out = ok("check", write_tiers(tmp_path / "c.yaml", "type: memory, name: ram"))
     assert "tiers[0] ram: memory\n" in out
     assert "store threads, in the engine's process (isolation thread)" in out
@@ -461,13 +461,13 @@ def test_check_with_write_moves_bytes_by_each_client(
 
 
 @pytest.mark.parametrize(("method", "writes"), [("PUT", True), ("GET", True), ("GET", False), ("DELETE", True)])
-def test_check_of_bucket_reports_a_right_that_is_missing(bucket: HttpFaultServer, method: str, writes: bool) -> None:
+def test_check_reports_missing_bucket_permission(bucket: HttpFaultServer, method: str, writes: bool) -> None:
     bucket.inject(Fault.ACCESS_DENIED, methods=(method,), path_contains=tier_checks.TRIAL_FOLDER)
     (found,) = problems(s3(bucket), writes=writes)
     assert "these credentials may not do this" in found
 
 
-def test_check_of_bucket_reports_bytes_that_changed(bucket: HttpFaultServer) -> None:
+def test_check_write_reports_corrupted_read_from_bucket(bucket: HttpFaultServer) -> None:
     bucket.inject(Fault.FLIPPED, path_contains=tier_checks.TRIAL_FOLDER)
     (found,) = problems(s3(bucket), writes=True)
     assert found.startswith("tiers[0].reads: ")

@@ -437,7 +437,7 @@ def test_faults_on_the_way() -> None:
         Copier(source, refused).copy(find_blocks(source, [""]))
 
 
-def test_copy_keeps_a_block_of_the_target_that_cannot_be_read() -> None:
+def test_copy_keeps_unreadable_target_block_and_counts_an_error() -> None:
     """A bad sector; it may be a newer version's."""
     source, target = MemoryStore(), MemoryStore()
     put_blocks(source)

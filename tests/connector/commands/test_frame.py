@@ -549,7 +549,7 @@ def test_vllm_config_prints_one_way(tmp_path: Path) -> None:
     assert set(result_of(ok("vllm-config", config, "--json", "--way", "tier"))["ways"]) == {"tier"}
 
 
-def test_copy_without_target_in_a_file_of_one_tier_is_refused(root: Path) -> None:
+def test_copy_within_single_tier_file_requires_target(root: Path) -> None:
     config = write_config(root)
     code, out = run("copy", config)
     assert code == 2
