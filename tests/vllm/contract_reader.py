@@ -542,12 +542,14 @@ def _has_fallback(node: ast.AST) -> bool:
 
 
 def load() -> None:
-    """Import vLLM's connectors, so that subclasses are known."""
+    """Import what may define subclasses, so that they are found whatever else has imported."""
     import vllm.distributed.kv_transfer.kv_connector.v1 as connectors
+    import vllm.v1.kv_offload as offload
 
-    for each in pkgutil.iter_modules(connectors.__path__, f"{connectors.__name__}."):
+    found = pkgutil.iter_modules(connectors.__path__, f"{connectors.__name__}.")
+    for name in (*(each.name for each in found), *modules_of(offload.__name__)):
         try:
-            importlib.import_module(each.name)
+            importlib.import_module(name)
         except Exception:  # a library of one connector is missing
             continue
 
