@@ -66,12 +66,16 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Keys with their slots, in the tier or in a copy. ``load``: the load whose keys they are, from ``first`` on."""
+    """Keys with their slots, in the tier or in a copy. ``load``: the load whose keys they are, from ``first`` on.
+
+    ``is_void``: a copy from KV blocks that may have been overwritten meanwhile.
+    """
 
     keys: Sequence[OffloadKey]
     slots: list[int]
     load: _Load | None = None
     first: int = 0
+    is_void: bool = False
 
 
 class RankTransfers:
@@ -124,8 +128,7 @@ class RankTransfers:
         """Start to copy blocks to slots, and from there to the tier."""
         kept = keys[: min(self._for_stores, len(self._free))]
         if dropped := keys[len(kept) :]:
-            self._lost.update(dropped)
-            self._metrics.inc("kvtiers_stores_dropped_total", self._guard.name, "staging_full", by=len(dropped))
+            self._drop(dropped, "staging_full")
         if not kept:
             self._ended.append(Ended(job_id, 0, 0.0))
             return
@@ -136,6 +139,16 @@ class RankTransfers:
         blocks = part_of(source, self._factor, 0, len(kept))
         if not self._to_slots.transfer_async(copy_id, (blocks, CPULoadStoreSpec(part.slots))):
             self._end_copy(copy_id, succeeded=False)
+
+    def drop_store(self, job_id: int, keys: Sequence[OffloadKey]) -> None:
+        """End a store whose blocks may have been overwritten since the engine queued it."""
+        self._drop(keys, "reset")
+        self._ended.append(Ended(job_id, 0, 0.0))
+
+    def drop_copies(self) -> None:
+        """Hand no block that is still being copied for a store to the tier: its KV may be overwritten by now."""
+        for part, job_id in self._copying.values():
+            part.is_void |= job_id is not None
 
     def load(self, job_id: int, keys: Sequence[OffloadKey], target: GPULoadStoreSpec) -> None:
         """Start to fill blocks from the tier."""
@@ -231,11 +244,11 @@ class RankTransfers:
             return
         assert job_id is not None
         self._ended.append(Ended(job_id, len(part.keys) * self._slot_bytes if succeeded else 0, took_s))
-        if succeeded:
+        if succeeded and not part.is_void:
             self._submit(part)
-        else:
-            self._lost.update(part.keys)
-            self._release(part)
+            return
+        self._drop(part.keys, "reset" if part.is_void else "copy_failed")
+        self._release(part)
 
     def _end_part(self, part: _Part, succeeded: Collection[OffloadKey]) -> None:
         """The tier is done with the slots of a part."""
@@ -259,6 +272,10 @@ class RankTransfers:
                 self._end_copy(copy_id, succeeded=False)
         if count < len(part.keys):  # what follows in the prompt is of no use
             self._give_up(part.load, "the tier does not have all of its blocks")
+
+    def _drop(self, keys: Collection[OffloadKey], reason: str) -> None:
+        self._lost.update(keys)
+        self._metrics.inc("kvtiers_stores_dropped_total", self._guard.name, reason, by=len(keys))
 
     def _give_up(self, load: _Load, why: str) -> None:
         """Ask for nothing more, and copy nothing more. The load ends when its running copies have ended."""

@@ -48,6 +48,7 @@ OWN = frozenset(
         "continue_wait",
         "note",
         "note_asked",
+        "note_resets",
         "options_of",
         "report",
         "take_failed_blocks",

@@ -20,7 +20,10 @@ from functools import lru_cache
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, OffloadingMetricMetadata, RequestOffloadingContext
 from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
@@ -64,11 +67,33 @@ class RankKeys(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not installed wh
         keys: the blocks' keys in the ranks' tiers, in the order of the transfer.
         namespace: the scheduler's, to compare with a rank's.
         req_id: the request.
+        resets: see ``RankStep``.
     """
 
     keys: list[OffloadKey]
     namespace: str
     req_id: str
+    resets: int
+
+
+@implements
+@dataclass
+class RankStep(OffloadingConnectorMetadata):  # type: ignore[misc]  # as above
+    """What the scheduler sends to the ranks in each step.
+
+    vLLM's workers queue stores for a step, and do not empty the queue when the engine resets its cache. By the next
+    step the KV blocks may be overwritten. So a rank ends the stores of earlier resets as lost.
+
+    Attributes:
+        resets: how often the engine has reset its cache.
+    """
+
+    resets: int = 0
+
+
+def step_of(meta: Any, resets: int) -> RankStep:
+    """Add the number of resets to vLLM's own metadata of a step."""
+    return RankStep(**_fields(meta), resets=resets)
 
 
 @implements
@@ -96,8 +121,12 @@ def report_of(meta: Any, stored: Mapping[OffloadKey, int], lost: set[OffloadKey]
     """Add what ranks stored and lost to vLLM's own report. None: neither says anything."""
     if meta is None and not (stored or lost):
         return None
-    theirs = {each.name: getattr(meta, each.name) for each in dataclasses.fields(meta)} if meta is not None else {}
+    theirs = _fields(meta) if meta is not None else {}
     return RankReport(**theirs | {"stored": dict(stored), "lost": lost})
+
+
+def _fields(meta: Any) -> dict[str, Any]:
+    return {each.name: getattr(meta, each.name) for each in dataclasses.fields(meta)}
 
 
 @implements
@@ -212,6 +241,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
 
     Attributes:
         adapters: request id -> revision of its LoRA adapter; None: not known, so nothing is loaded or stored.
+        resets: see ``RankStep``.
     """
 
     def __init__(
@@ -225,6 +255,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         extra_config: Mapping[str, Any],
     ) -> None:
         self.adapters: dict[str, str | None] = {}
+        self.resets = 0
         self._guard = GuardedTier(tier, apart.metrics)
         self._region = region
         self._namespace = str(apart.config.model.revision)
@@ -315,6 +346,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         return self._blocks.awaits_news
 
     def reset_cache(self) -> None:
+        self.resets += 1
         if not self._keeps_storage and not self._is_off:
             translate.warn_of_reset()
             self._is_off = True
@@ -340,7 +372,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         return make_offload_key(name.digest(), get_offload_group_idx(key))
 
     def _keys(self, keys: Collection[OffloadKey | None], req_context: Any) -> RankKeys:
-        return RankKeys([key for key in keys if key is not None], self._namespace, req_context.req_id)
+        named = [key for key in keys if key is not None]
+        return RankKeys(named, self._namespace, req_context.req_id, self.resets)
 
 
 @implements
@@ -369,6 +402,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
     ) -> None:
         self._region = region
         self._namespace = str(apart.config.model.revision)
+        self._resets = 0
         self._stats = StatsExporter(apart.metrics)
         self._fails_requests = fails_requests
         self._failed_blocks: set[int] = set()
@@ -385,7 +419,16 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
             load_deadline_s=load_deadline_s,
         )
 
+    def note_resets(self, resets: int) -> None:
+        """Take a step's ``RankStep.resets``, before its transfers are submitted."""
+        if resets != self._resets:
+            self._resets = resets
+            self._transfers.drop_copies()
+
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        if dst_spec.resets != self._resets:
+            self._transfers.drop_store(job_id, dst_spec.keys)
+            return True
         self._compare(dst_spec)
         self._transfers.store(job_id, dst_spec.keys, gpu_blocks(src_spec))
         return True

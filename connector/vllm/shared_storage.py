@@ -28,7 +28,7 @@ from ..vllm_config import ignored_options, keeps_storage
 from . import weights
 from .connector import KVTiersConnector
 from .contract import implements
-from .ranks import RankManager, RankReport, RankWorker
+from .ranks import RankManager, RankReport, RankStep, RankWorker, step_of
 
 logger = get_logger(__name__)
 
@@ -101,6 +101,11 @@ class SharedStorageConnector(KVTiersConnector):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def build_connector_meta(self, scheduler_output: Any) -> RankStep:
+        """Choose a step's loads and stores. See ``KVTiersConnector``."""
+        meta = super().build_connector_meta(scheduler_output)
+        return step_of(meta, self._rank_manager.resets)
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the ranks report."""
         report = connector_output.kv_connector_worker_meta
@@ -142,6 +147,20 @@ class SharedStorageConnector(KVTiersConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     # -- worker ------------------------------------------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Copy blocks that are about to be overwritten. vLLM calls this first in a step."""
+        self._note_resets(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the step's loads, and the stores of the step before."""
+        self._note_resets(self._connector_metadata)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _note_resets(self, meta: Any) -> None:
+        assert isinstance(meta, RankStep)
+        self._rank_worker.note_resets(vars(meta)["resets"])  # to vLLM, it is metadata of any connector
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the requests whose loads ended, and those of them that failed. vLLM calls this from 0.31 on."""

@@ -490,6 +490,39 @@ def test_storage_is_used_after_a_reset_where_it_is_kept(rigs: Any) -> None:
     assert rig.find("r") == 4 * BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("storage_after_reset", ["off", "keep"])
+def test_store_that_a_reset_overtakes_is_lost_because_its_kv_may_be_overwritten(
+    rigs: Any, tmp_path: Path, storage_after_reset: str
+) -> None:
+    rig = rigs(2, 2, extra={"storage_after_reset": storage_after_reset})
+    rig.matched(request := rig.request("w"))
+    request.num_computed_tokens = 0
+    rig.step({"w": (IDS, len(TOKENS))})  # vLLM's workers have queued the store
+    rig.scheduler.reset_cache()
+    for tensors in rig.kv:
+        for layer in tensors:
+            layer.zero_()  # as by a sleep, or by a request that got these blocks
+    rig.step()
+    rig.settle()
+    assert files_of(tmp_path) == []
+    again = rigs(2, 2)
+    assert again.find("r") == 0
+    again.store(again.asked)
+    assert len(files_of(tmp_path)) == 8
+
+
+def test_prompt_that_is_computed_again_after_a_reset_is_stored_where_storage_is_kept(rigs: Any, tmp_path: Path) -> None:
+    rig = rigs(extra={"storage_after_reset": "keep"})
+    rig.matched(request := rig.request("w"))
+    request.num_computed_tokens = 0
+    rig.step({"w": (IDS, len(TOKENS))})
+    rig.scheduler.reset_cache()
+    rig.step()
+    rig.settle()
+    rig.write("later")
+    assert len(files_of(tmp_path)) == 4
+
+
 def test_load_that_a_reset_overtakes_has_failed(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     rig.write()

@@ -14,6 +14,7 @@ from kvtiers.connector.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    TransferResult,
 )
 from kvtiers.connector.ranks import transfers as module
 from kvtiers.connector.ranks.transfers import Ended, RankTransfers, check_slots, part_of
@@ -210,6 +211,47 @@ def test_stores_beyond_half_of_the_slots_are_dropped_counted_and_reported_as_los
     job = rank.load([block_key(50)], [20])  # the other half is for loads
     rank.tier.end(list(rank.tier.jobs)[-1])
     assert rank.ended(job).failed_blocks == ()
+
+
+def test_stores_whose_blocks_may_be_overwritten_do_not_reach_the_tier_and_are_counted(rank: Rank) -> None:
+    keys = keys_of(3)
+    job = rank.store(keys[:2], [1, 2])
+    rank.transfers.drop_copies()
+    assert rank.ended(job).failed_blocks == ()
+    rank.transfers.drop_store(7, keys[2:])
+    assert rank.ended(7).moved_bytes == 0
+    assert rank.tier.data == {}
+    assert rank.transfers.take_report() == ([], set(keys))
+    assert rank.metrics.total("kvtiers_stores_dropped_total", ("held", "reset")) == 3
+    assert rank.free_slots() == SLOTS
+    rank.ended(rank.store(keys, [1, 2, 3]))
+    wait_for(lambda: rank.transfers.take_ended() or len(rank.tier.data) == 3)
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_store_whose_copy_fails_ends_once_and_its_blocks_are_lost_and_its_slots_free(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, accepted: bool
+) -> None:
+    copies: list[int] = []
+
+    def refuse(copy_id: int, spec: Any) -> bool:
+        copies.append(copy_id)
+        return accepted
+
+    def failed() -> list[TransferResult]:
+        return [TransferResult(copies.pop(), False, 0, 0.0)] if copies and accepted else []
+
+    monkeypatch.setattr(rank.transfers._to_slots, "transfer_async", refuse)
+    monkeypatch.setattr(rank.transfers._to_slots, "get_finished", failed)
+    keys = keys_of(2)
+    job = rank.store(keys, [1, 2])
+    assert [(ended.job_id, ended.moved_bytes) for ended in rank.transfers.take_ended()] == [(job, 0)]
+    assert rank.transfers.take_report() == ([], set(keys))
+    assert rank.transfers.take_ended() == []
+    assert rank.transfers.take_report() == ([], set())
+    assert rank.metrics.total("kvtiers_stores_dropped_total", ("held", "copy_failed")) == 2
+    assert rank.free_slots() == SLOTS
+    assert rank.tier.data == {}
 
 
 def test_load_larger_than_all_slots_goes_in_pieces(rank: Rank) -> None:
