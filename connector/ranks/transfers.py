@@ -8,11 +8,13 @@ read. The tier does its I/O in other processes, and nothing here waits for it.
   the slots. If they find no slot, the rest of their blocks is dropped and counted.
 - A load waits for slots and takes them in pieces. Its blocks are copied to the KV tensors as they arrive.
 - A load ends after ``load_deadline_s`` at the latest. The blocks that were not loaded are reported as failed.
+- A load ends at once if it has no slot, and every slot belongs to a read or store that the tier should have ended.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +70,8 @@ class _Load:
 class _Part:
     """Keys with their slots, in the tier or in a copy. ``load``: the load whose keys they are, from ``first`` on.
 
-    ``is_void``: a copy from KV blocks that may have been overwritten meanwhile.
+    ``is_void``: a copy from KV blocks that may have been overwritten meanwhile. ``hangs_from``: when the tier should
+    have ended it.
     """
 
     keys: Sequence[OffloadKey]
@@ -76,6 +79,7 @@ class _Part:
     load: _Load | None = None
     first: int = 0
     is_void: bool = False
+    hangs_from: float = math.inf
 
 
 class RankTransfers:
@@ -209,9 +213,8 @@ class RankTransfers:
                 self._lost.update(event.keys)
         for load in list(self._loads.values()):
             if not load.given_up and now >= load.began_at + self._load_deadline_s:
-                load.given_up = f"it took longer than load_deadline_s, {self._load_deadline_s:g} s"
-                parts = [part for part in self._in_tier.values() if part.load is load]
-                self._lost.update(key for part in parts for key in part.keys)
+                self._metrics.inc("kvtiers_deadline_expired_total", self._guard.name, "load")
+                self._doubt(load, f"it took longer than load_deadline_s, {self._load_deadline_s:g} s")
         self._advance()
 
     def _advance(self) -> None:
@@ -223,11 +226,15 @@ class RankTransfers:
                 load.next_key += len(keys)
                 load.reads += 1
                 self._submit(_Part(keys, self._take(len(keys)), load, first))
+            if not load.given_up and load.next_key < len(load.keys) and self._hangs():
+                self._metrics.inc("kvtiers_promotion_room_expired_total", by=len(load.keys) - load.next_key)
+                self._doubt(load, "storage hangs, and late reads and stores hold all of cpu_bytes_to_use")
             if not load.copies and (load.given_up or (not load.reads and load.next_key == len(load.keys))):
                 self._end_load(load)
 
     def _submit(self, part: _Part) -> None:
         job_id = next(self._ids)
+        part.hangs_from = self._clock() + self._guard.deadline_s
         self._in_tier[job_id] = part
         job = JobMetadata(job_id, part.keys, np.asarray(part.slots, np.int32))
         (self._guard.submit_store if part.load is None else self._guard.submit_load)(job)
@@ -280,6 +287,19 @@ class RankTransfers:
     def _give_up(self, load: _Load, why: str) -> None:
         """Ask for nothing more, and copy nothing more. The load ends when its running copies have ended."""
         load.given_up = load.given_up or why
+
+    def _doubt(self, load: _Load, why: str) -> None:
+        """Give a load up, and report as lost what was not read: the engine would ask for it again, and wait again."""
+        self._give_up(load, why)
+        for part in self._in_tier.values():
+            if part.load is load:
+                self._lost.update(part.keys)
+        self._lost.update(load.keys[load.next_key :])
+
+    def _hangs(self) -> bool:
+        """Whether no slot will become free until storage answers again."""
+        now = self._clock()
+        return not self._copying and all(now >= part.hangs_from for part in self._in_tier.values())
 
     def _end_load(self, load: _Load) -> None:
         del self._loads[load.job_id]

@@ -57,6 +57,7 @@ from .spec import canonical_kv_caches, gpu_blocks
 logger = get_logger(__name__)
 
 _COPIES_MAX = 1 << 20  # copies in flight; the slots bound them
+FAILED_LOADS_MAX = 3  # of a request, which is then computed: a failed load need not mean that storage lost a block
 
 
 @dataclass
@@ -104,25 +105,28 @@ class RankReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # as above
     Attributes:
         stored: key -> number of ranks that stored it.
         lost: see ``RankBlocks.note``.
+        failed: requests of which a rank did not load all blocks.
     """
 
     stored: dict[OffloadKey, int] = field(default_factory=dict)
     lost: set[OffloadKey] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: Any) -> Any:
         """Add the report of another rank."""
         stored, theirs = dict(self.stored), vars(other)  # to vLLM, it is a report of any connector
         for key, count in theirs["stored"].items():
             stored[key] = stored.get(key, 0) + count
-        return report_of(super().aggregate(other), stored, self.lost | theirs["lost"])
+        lost, failed = self.lost | theirs["lost"], self.failed | theirs["failed"]
+        return report_of(super().aggregate(other), stored=stored, lost=lost, failed=failed)
 
 
-def report_of(meta: Any, stored: Mapping[OffloadKey, int], lost: set[OffloadKey]) -> RankReport | None:
-    """Add what ranks stored and lost to vLLM's own report. None: neither says anything."""
-    if meta is None and not (stored or lost):
+def report_of(meta: Any, **news: Any) -> RankReport | None:
+    """Add the fields of a ``RankReport`` to vLLM's own report. None: neither says anything."""
+    if meta is None and not any(news.values()):
         return None
     theirs = _fields(meta) if meta is not None else {}
-    return RankReport(**theirs | {"stored": dict(stored), "lost": lost})
+    return RankReport(**theirs | news)
 
 
 def _fields(meta: Any) -> dict[str, Any]:
@@ -267,7 +271,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._is_off = False
         self._blocks = RankBlocks(engine.config.parallel.world_size)
         self._pacer = Pacer()
-        self._loads = 0
+        self._loading: dict[str, bool] = {}  # request -> whether a rank has failed to load a block for it
+        self._failed_loads: dict[str, int] = {}  # by request
         self._left_open = False  # a lookup has returned None since ``continue_wait`` last returned False
         self._open: dict[str, int] = {}  # waiting request -> tokens that the GPU had when it was looked up
         self._name = lru_cache(KEYS_MAX)(self._make_name)  # a waiting request's keys are looked up again and again
@@ -275,6 +280,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         if self._is_off or not self._role.loads or translate.excluded_tiers(self._places, req_context):
+            return LookupResult.MISS
+        if self._failed_loads.get(req_context.req_id, 0) >= FAILED_LOADS_MAX:
             return LookupResult.MISS
         named = self._named(key, req_context)
         if named is None or self._blocks.is_absent(named):
@@ -306,11 +313,12 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         return True
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> RankKeys:
-        self._loads += 1
+        self._loading[req_context.req_id] = False
         return self._keys([self._named(key, req_context) for key in keys], req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
-        self._loads = max(0, self._loads - 1)
+        if self._loading.pop(req_context.req_id, False):
+            self._failed_loads[req_context.req_id] = self._failed_loads.get(req_context.req_id, 0) + 1
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput:
         named = {key: self._named(key, req_context) for key in keys} if self._stores_any and not self._is_off else {}
@@ -322,9 +330,12 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
     def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:
         """Do nothing: the blocks are in the ranks' slots now. The ranks report when they are stored."""
 
-    def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey]) -> None:
+    def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey], failed: Collection[str]) -> None:
         """Take what ranks report. See ``RankReport``."""
         self._blocks.note(stored, lost)
+        for req_id in failed:  # ranks may report it in several steps, and it counts once
+            if req_id in self._loading:
+                self._loading[req_id] = True
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
         # Blocks that were loaded are offered, too: a rank may have failed to load them, and they are stored again.
@@ -332,6 +343,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
 
     def on_request_finished(self, req_context: Any) -> None:
         self.adapters.pop(req_context.req_id, None)
+        self._loading.pop(req_context.req_id, None)
+        self._failed_loads.pop(req_context.req_id, None)
         self._open.pop(req_context.req_id, None)
         self._guard.on_request_finished(req_context)
 
@@ -340,7 +353,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         answered = self._guard.take_answered()
         for req_id in list(self._open) if answered is None else answered:
             self._open.pop(req_id, None)
-        self._pacer.step_ended(loading=bool(self._loads) or self._blocks.awaits_news)
+        self._pacer.step_ended(loading=bool(self._loading) or self._blocks.awaits_news)
 
     def has_pending_work(self) -> bool:
         return self._blocks.awaits_news
@@ -350,7 +363,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         if not self._keeps_storage and not self._is_off:
             translate.warn_of_reset()
             self._is_off = True
-        self._loads = 0  # vLLM forgets them
+        self._loading.clear()  # vLLM forgets them
         self._open.clear()
 
     def get_stats(self) -> Any:
@@ -407,6 +420,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         self._fails_requests = fails_requests
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._failed: set[str] = set()  # requests, for the next report
         self._loading: dict[int, str] = {}  # job -> request
         views = [region.create_next_view(each.page_size_bytes * blocks_per_chunk) for each in kv_caches.tensors]
         self._transfers = RankTransfers(
@@ -443,10 +457,12 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         results = []
         for ended in self._transfers.take_ended():
             req_id = self._loading.pop(ended.job_id, "")
-            if ended.failed_blocks and self._fails_requests:
-                self._failed_requests.add(req_id)
-            else:
-                self._failed_blocks.update(ended.failed_blocks)
+            if ended.failed_blocks:
+                self._failed.add(req_id)
+                if self._fails_requests:
+                    self._failed_requests.add(req_id)
+                else:
+                    self._failed_blocks.update(ended.failed_blocks)
             results.append(VllmTransferResult(ended.job_id, True, ended.moved_bytes, ended.took_s))
         return results
 
@@ -461,9 +477,10 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         return failed
 
     def report(self, meta: Any) -> RankReport | None:
-        """Add what this rank stored and lost to vLLM's own report."""
+        """Add what happened on this rank to vLLM's own report."""
         stored, lost = self._transfers.take_report()
-        return report_of(meta, dict.fromkeys(stored, 1), lost)
+        failed, self._failed = self._failed, set()
+        return report_of(meta, stored=dict.fromkeys(stored, 1), lost=lost, failed=failed)
 
     def take_stats(self) -> Any:
         """Return the changes of this rank's metrics."""

@@ -111,7 +111,7 @@ class SharedStorageConnector(KVTiersConnector):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):
             told = vars(report)  # to vLLM, it is a report of any connector
-            self._rank_manager.note(told["stored"], told["lost"])
+            self._rank_manager.note(told["stored"], told["lost"], told["failed"])
         super().update_connector_output(connector_output)
 
     def _ask_adapter(self, request: Any) -> None:

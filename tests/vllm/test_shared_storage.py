@@ -29,13 +29,16 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from kvtiers.connector.ranks.place import LOAD_DEADLINE_S
 from kvtiers.connector.ranks.transfers import RankTransfers
 from kvtiers.connector.vllm import shared_storage as module
 from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.connector import KVTiersConnector
+from kvtiers.connector.vllm.ranks import FAILED_LOADS_MAX
 from kvtiers.connector.vllm.shared_storage import SharedStorageConnector
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.tier.store_tier import StoreTierManager
+from tests.clock import Clock
 from tests.vllm.engines import (
     BLOCK_TOKENS,
     FULL,
@@ -216,9 +219,7 @@ class Rig:
 
     def load(self, request: Request, ids: list[int], tokens: int) -> tuple[set[int], set[str]]:
         """Load a prompt's beginning. Returns the failed blocks and requests."""
-        blocks = [SimpleNamespace(block_id=each, block_hash=None, is_null=False) for each in ids]
-        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
-        self.loaded, self.invalid, self.failed = set(), set(), set()
+        self.begin_load(request, ids, tokens)
 
         def done() -> bool:
             self.step()
@@ -226,6 +227,11 @@ class Rig:
 
         wait_for(done)
         return self.invalid, self.failed
+
+    def begin_load(self, request: Request, ids: list[int], tokens: int) -> None:
+        blocks = [SimpleNamespace(block_id=each, block_hash=None, is_null=False) for each in ids]
+        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
+        self.loaded, self.invalid, self.failed = set(), set(), set()
 
     def equal(self, source: int, target: int) -> bool:
         return all(bool((layer[source] == layer[target]).all()) for tensors in self.kv for layer in tensors)
@@ -333,6 +339,50 @@ def test_hung_host_fails_the_load_within_its_deadline_and_delays_no_step(
     assert failed == {10, 11, 12, 13}
     assert rig.workers[1]._rank_worker._transfers._clock() - began >= 1.0
     assert rig.find("next") == 0  # nobody waits for that host again
+
+
+def test_storage_that_hangs_delays_a_request_by_one_deadline_and_no_request_after_it(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = rigs(2, 2)
+    prompts = {"a": TOKENS, "b": TOKENS[1:], "c": TOKENS[2:]}
+    for req_id, tokens in prompts.items():
+        writer.write(req_id, tokens)
+    rig = rigs(2, 2)
+    transfers = rig.workers[1]._rank_worker._transfers
+    transfers._clock = clock = Clock()
+    transfers._free = transfers._free[:4]
+    monkeypatch.setattr(transfers._guard.tier, "submit_load", lambda job: None)
+    loads = dict.fromkeys(prompts, 0)
+    for req_id, tokens in prompts.items():
+        request = rig.request(req_id, tokens)
+        while rig.matched(request):  # vLLM asks again about a request of which nothing could be loaded
+            loads[req_id] += 1
+            rig.begin_load(request, ids := [10, 11, 12, 13], 4 * BLOCK_TOKENS)
+            rig.step()
+            if transfers._loads:
+                assert req_id == "a", "late reads hold all slots, and this load waits for one"
+                clock.advance(LOAD_DEADLINE_S)
+            wait_for(lambda: rig.step() or rig.loaded)
+            assert rig.invalid == set(ids)
+    assert loads == dict.fromkeys(prompts, 1)
+
+
+def test_request_whose_loads_fail_is_computed_in_the_end(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rigs(2, 2)
+    rig.write()
+    for worker in rig.workers:
+        monkeypatch.setattr(worker._rank_worker._transfers._to_blocks, "transfer_async", lambda *_: False)
+    loads = 0
+    assert rig.find("r") == 4 * BLOCK_TOKENS
+    while rig.matched(rig.asked):  # no block is lost, and vLLM asks again
+        loads += 1
+        assert loads <= FAILED_LOADS_MAX
+        assert rig.read(ids := [10, 11, 12, 13]) == (set(ids), set())
+    assert loads == FAILED_LOADS_MAX
+    rig.step({"r": ([], 0)}, finished={"r"})
+    assert rig.find("other") == 4 * BLOCK_TOKENS
+    assert rig.scheduler._rank_manager._failed_loads == {}
 
 
 # ---- the engine's options --------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from tests.waiting import wait_for
 BLOCKS, PAGE = 24, 64
 SLOTS = 8
 DEADLINE_S = 20.0
+TIER_S = 6.0  # the deadline of the tier below, and a second to report
 
 
 class HeldTier(SecondaryTierManager):
@@ -294,15 +295,54 @@ def test_load_past_its_deadline_fails_and_its_late_bytes_touch_no_block(rank: Ra
     assert rank.free_slots() == SLOTS
 
 
-def test_loads_wait_for_slots_in_their_order_and_no_longer_than_their_deadline(rank: Rank) -> None:
+def test_loads_wait_for_slots_in_their_order(rank: Rank) -> None:
     rank.tier.at_once = False
-    keys = keys_of(SLOTS)
-    first = rank.load(keys, list(range(SLOTS)))
-    second = rank.load(keys_of(1, 100), [20])
-    assert sum(len(job.keys) for job, _ in rank.tier.jobs.values()) == SLOTS
+    keys = keys_of(SLOTS + 2)
+    for key in keys:
+        rank.tier.data[key] = bytes(rank.tier.row_bytes)
+    jobs = [rank.load(keys[:SLOTS], list(range(SLOTS))), *(rank.load([keys[n]], [n]) for n in (SLOTS, SLOTS + 1))]
+    ended: list[Ended] = []
+
+    def copied() -> bool:
+        ended.extend(rank.transfers.take_ended())
+        return not rank.transfers._copying
+
+    while rank.tier.jobs:
+        assert sum(len(job.keys) for job, _ in rank.tier.jobs.values()) <= SLOTS
+        rank.tier.end()
+        wait_for(copied)
+    assert [(each.job_id, each.failed_blocks) for each in ended] == [(job, ()) for job in jobs]
+
+
+def test_load_past_its_deadline_reports_blocks_that_got_no_slot_as_lost(rank: Rank) -> None:
+    rank.transfers._load_deadline_s = TIER_S / 2  # so that no read is late
+    rank.tier.at_once = False
+    jobs = [rank.load(keys_of(SLOTS), list(range(SLOTS))), rank.load(keys_of(1, 100), [20])]
+    rank.clock.now += TIER_S / 2
+    assert [each.job_id for each in rank.transfers.take_ended()] == jobs
+    assert rank.transfers.take_report() == ([], {*keys_of(SLOTS), block_key(100)})  # or the engine would ask again
+
+
+def test_load_without_a_slot_fails_at_once_and_its_blocks_are_lost_while_late_reads_hold_all_slots(rank: Rank) -> None:
+    rank.tier.at_once = False
+    first = rank.load(keys_of(SLOTS), list(range(SLOTS)))
+    rank.clock.now += TIER_S - 1
+    waiting = rank.load(keys_of(2, 100), [20, 21])
+    assert rank.transfers.take_ended() == []
+    rank.clock.now += 1  # the tier should have ended the reads
+    assert rank.ended(waiting).failed_blocks == (20, 21)
+    assert rank.transfers.take_report() == ([], set(keys_of(2, 100)))
     rank.clock.now += DEADLINE_S
-    assert {each.job_id for each in rank.transfers.take_ended()} == {first, second}
-    assert block_key(100) not in rank.transfers.take_report()[1]  # nobody has asked for it
+    assert rank.ended(first).failed_blocks == tuple(range(SLOTS))
+    assert rank.ended(rank.load(keys_of(1, 200), [22])).failed_blocks == (22,)
+    assert rank.metrics.total("kvtiers_promotion_room_expired_total", ()) == 3
+    assert rank.metrics.total("kvtiers_deadline_expired_total", ("held", "load")) == 1
+    while rank.tier.jobs:
+        rank.tier.end()
+    rank.transfers.take_ended()
+    rank.tier.at_once = True
+    rank.tier.data[block_key(300)] = bytes(rank.tier.row_bytes)
+    assert rank.ended(rank.load([block_key(300)], [23])).failed_blocks == ()
 
 
 def test_wait_gives_up_a_load_that_the_tier_still_reads(rank: Rank) -> None:
