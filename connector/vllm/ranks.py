@@ -161,9 +161,11 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # as above
                     "KVTiersConnector",
                     field="decode_context_parallel_size" if name == "dcp_size" else "prefill_context_parallel_size",
                 )
-        if len(config.groups) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        # vLLM may not offload all of them, but takes failed blocks only if there is no other.
+        self._num_groups = len(kv_cache_config.kv_cache_groups)
+        if self._num_groups > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
             raise ConfigError(
-                f"the model has {len(config.groups)} KV cache groups, for which this vLLM takes no failed loads; "
+                f"the model has {self._num_groups} KV cache groups, for which this vLLM takes no failed loads; "
                 "use KVTiersConnector, or a later release",
                 field="kv_connector",
             )
@@ -200,7 +202,7 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # as above
                 canonical_kv_caches(kv_caches),
                 blocks_per_chunk=self.blocks_per_chunk,
                 load_deadline_s=seconds_of(self.extra_config, "load_deadline_s", LOAD_DEADLINE_S),
-                fails_requests=len(self.config.groups) > 1,
+                fails_requests=self._num_groups > 1,
             )
         except BaseException:
             shut_down_tiers([GuardedTier(tier, apart.metrics)], SHUTDOWN_S)

@@ -19,7 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -54,6 +54,19 @@ from tests.waiting import PATIENT, wait_for
 BLOCKS = 16
 TOKENS = list(range(4 * BLOCK_TOKENS + 5))
 IDS = [3, 7, 1, 9]
+
+
+#: A model of which vLLM offloads two groups, or one of two.
+TWO_GROUPS = {
+    "kinds": (FULL, SLIDING),
+    "groups": tuple(dataclasses.replace(each, tokens_per_block=BLOCK_TOKENS) for each in groups(2)),
+}
+ONE_OF_TWO = {"kinds": (FULL, SLIDING)}
+Ids = list[int] | tuple[list[int], ...]  # blocks of a request, of each group if there are several
+
+
+def by_group(ids: Ids) -> tuple[list[int], ...]:
+    return ids if isinstance(ids, tuple) else (ids,)
 
 
 def config_for(sizes: dict[str, Any], vllm_config: Any, _: Any) -> Any:
@@ -112,6 +125,10 @@ class Rig:
         for rank, root in enumerate(roots):
             worker = connector(KVConnectorRole.WORKER, root, rank)
             tensors, canonical = kv_caches(BLOCKS)
+            refs = canonical.group_data_refs * len(
+                changes.get("groups", [None])
+            )  # each group has its own blocks of all
+            canonical = dataclasses.replace(canonical, group_data_refs=refs)
             for tensor in tensors:
                 tensor += rank
             worker.connector_worker._init_worker(canonical)
@@ -135,7 +152,7 @@ class Rig:
         self.asked = self.request(req_id, tokens, **more)
         return self.matched(self.asked)
 
-    def read(self, ids: list[int]) -> tuple[set[int], set[str]]:
+    def read(self, ids: Ids) -> tuple[set[int], set[str]]:
         """Load four blocks for the last request of ``find``."""
         return self.load(self.asked, ids, 4 * BLOCK_TOKENS)
 
@@ -165,14 +182,14 @@ class Rig:
 
     def step(
         self,
-        new: dict[str, tuple[list[int], int]] | None = None,
+        new: dict[str, tuple[Ids, int]] | None = None,
         finished: set[str] | None = None,
         preempted: set[str] | None = None,
     ) -> None:
         """One step of the engine. ``new``: request -> its blocks, and the tokens that are computed."""
         step = SchedulerOutput.make_empty()
         requests: Any = [
-            SimpleNamespace(req_id=req_id, block_ids=(ids,), num_computed_tokens=0)
+            SimpleNamespace(req_id=req_id, block_ids=by_group(ids), num_computed_tokens=0)
             for req_id, (ids, _) in (new or {}).items()
         ]
         step.scheduled_new_reqs = requests
@@ -204,7 +221,7 @@ class Rig:
         self.failed |= set(done.failed_recving or ())
         self.invalid |= done.invalid_block_ids
 
-    def store(self, request: Request, ids: list[int] = IDS) -> None:
+    def store(self, request: Request, ids: Ids = IDS) -> None:
         """Compute a prompt, and step until nothing is on its way."""
         request.num_computed_tokens = 0
         self.step({request.request_id: (ids, len(request.prompt_token_ids or ()))})
@@ -217,7 +234,7 @@ class Rig:
 
         wait_for(idle)
 
-    def load(self, request: Request, ids: list[int], tokens: int) -> tuple[set[int], set[str]]:
+    def load(self, request: Request, ids: Ids, tokens: int) -> tuple[set[int], set[str]]:
         """Load a prompt's beginning. Returns the failed blocks and requests."""
         self.begin_load(request, ids, tokens)
 
@@ -228,9 +245,12 @@ class Rig:
         wait_for(done)
         return self.invalid, self.failed
 
-    def begin_load(self, request: Request, ids: list[int], tokens: int) -> None:
-        blocks = [SimpleNamespace(block_id=each, block_hash=None, is_null=False) for each in ids]
-        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
+    def begin_load(self, request: Request, ids: Ids, tokens: int) -> None:
+        blocks = tuple(
+            [SimpleNamespace(block_id=each, block_hash=None, is_null=not each) for each in group]
+            for group in by_group(ids)
+        )
+        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=blocks), tokens)
         self.loaded, self.invalid, self.failed = set(), set(), set()
 
     def equal(self, source: int, target: int) -> bool:
@@ -302,6 +322,32 @@ def test_block_that_another_host_lost_fails_once_and_is_stored_again_by_the_requ
     assert len(files_of(tmp_path / "host1")) == 4
     assert rig.find("later") == 4 * BLOCK_TOKENS
     assert rig.read([2, 4, 5, 6]) == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("model", "written", "read"),
+    [(TWO_GROUPS, (IDS, [2, 4, 5, 6]), ([10, 11, 12, 13], [0, 0, 0, 15])), (ONE_OF_TWO, IDS, [10, 11, 12, 13])],
+    ids=["both offloaded", "one offloaded"],
+)
+def test_model_of_two_groups_is_told_the_requests_that_failed_and_never_blocks_whose_ids_it_cannot_place(
+    rigs: Any, tmp_path: Path, model: dict[str, Any], written: Ids, read: Ids
+) -> None:
+    rig = rigs(2, 2, **model)
+    rig.matched(request := rig.request("w"))
+    rig.store(request, written)
+    stored = len(files_of(tmp_path / "host1"))
+    rig = rigs(2, 2, **model)
+    assert rig.find("whole") == 4 * BLOCK_TOKENS
+    assert rig.read(read) == (set(), set())
+    for group in zip(by_group(written), by_group(read), strict=True):
+        assert all(rig.equal(source, target) for source, target in zip(*group, strict=True) if target)
+    for path in files_of(tmp_path / "host1"):
+        path.unlink()
+    rig = rigs(2, 2, **model)
+    assert rig.find("r") == 4 * BLOCK_TOKENS
+    assert rig.read(read) == (set(), {"r"})
+    rig.store(rig.asked, written)
+    assert len(files_of(tmp_path / "host1")) == stored
 
 
 def test_block_counts_as_stored_only_when_every_rank_has_it(rigs: Any, tmp_path: Path) -> None:
@@ -746,6 +792,15 @@ def test_schedulers_that_would_not_agree_are_refused(rigs: Any) -> None:
 def test_a_model_whose_tokens_see_later_ones_is_refused(rigs: Any) -> None:
     with pytest.raises(ConfigError, match="not causal"):
         rigs(kinds=(dataclasses.replace(FULL, non_causal=True),))
+
+
+@pytest.mark.parametrize("model", [TWO_GROUPS, ONE_OF_TWO], ids=["both offloaded", "one offloaded"])
+def test_model_of_two_groups_is_refused_where_vllm_takes_no_failed_requests(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")
+    with pytest.raises(ConfigError, match="kv_connector: the model has 2 KV cache groups"):
+        rigs(**model)
 
 
 def test_chunks_of_windows_are_refused(rigs: Any) -> None:
