@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ...tiers.blocks.keys import OffloadKey
 
@@ -13,6 +13,8 @@ KEYS_MAX = 131_072  # of each kind; some 20 MB
 #: How long it is believed that all ranks have a block, or that one lacks it, without asking the scheduler's own tier. A
 #: tier's own answers are valid for as long.
 BELIEVED_S = 60.0
+#: A block's use is noted at most once in this time: each step's uses go to all ranks.
+USED_S = 60.0
 #: How long to wait for news of stores. A tier ends its jobs sooner, but a foreign tier may never end one.
 NEWS_S = 60.0
 
@@ -33,6 +35,8 @@ class RankBlocks:
         self._clock = clock
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when it is believed
         self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # the same
+        self._used: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when another use does not count
+        self._uses: list[OffloadKey] = []
         self._on_the_way: dict[OffloadKey, int] = {}  # -> ranks that have not stored it yet
         self._news_at = clock()
 
@@ -59,6 +63,19 @@ class RankBlocks:
             _note(self._present, key, self._clock() + BELIEVED_S)
         else:
             self._present.pop(key, None)
+
+    def note_uses(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that a request has these blocks, wherever it got them from."""
+        now = self._clock()
+        for key in keys:
+            if key in self._present and self._used.get(key, -math.inf) <= now:
+                _note(self._used, key, now + USED_S)
+                self._uses.append(key)
+
+    def take_uses(self) -> list[OffloadKey]:
+        """Return the stored blocks that were used since the last call."""
+        uses, self._uses = self._uses, []
+        return uses
 
     def to_store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that must be stored, and note that they are on their way."""

@@ -159,6 +159,10 @@ class RankTransfers:
         self._loads[job_id] = _Load(job_id, keys, target, self._clock(), [False] * len(keys))
         self._advance()
 
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Note that blocks are in use, though nothing of them is read."""
+        self._guard.touch(keys)
+
     def take_ended(self) -> list[Ended]:
         """Move everything on, and return the transfers that ended since the last call. Does not wait."""
         self._poll()

@@ -87,14 +87,11 @@ class RankStep(OffloadingConnectorMetadata):  # type: ignore[misc]  # as above
 
     Attributes:
         resets: how often the engine has reset its cache.
+        uses: stored blocks that requests had already, in the GPU's cache. A tier's limits spare what is used.
     """
 
     resets: int = 0
-
-
-def step_of(meta: Any, resets: int) -> RankStep:
-    """Add the number of resets to vLLM's own metadata of a step."""
-    return RankStep(**_fields(meta), resets=resets)
+    uses: list[OffloadKey] = field(default_factory=list)
 
 
 @implements
@@ -247,7 +244,6 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
 
     Attributes:
         adapters: request id -> revision of its LoRA adapter; None: not known, so nothing is loaded or stored.
-        resets: see ``RankStep``.
     """
 
     def __init__(
@@ -261,13 +257,13 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         extra_config: Mapping[str, Any],
     ) -> None:
         self.adapters: dict[str, str | None] = {}
-        self.resets = 0
+        self._resets = 0
         self._guard = GuardedTier(tier, apart.metrics)
         self._region = region
         self._namespace = str(apart.config.model.revision)
         self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
         self._role = translate.role_of(vllm_config)
-        self._stores_any = self._role.stores and not place.read_only
+        self._is_read_only = place.read_only
         self._places = [(base.Medium.STORAGE, translate.locality(place.type))]
         self._keeps_storage = keeps_storage(extra_config)
         self._is_off = False
@@ -323,14 +319,20 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
             self._failed_loads[req_context.req_id] = self._failed_loads.get(req_context.req_id, 0) + 1
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput:
-        named = {key: self._named(key, req_context) for key in keys} if self._stores_any and not self._is_off else {}
-        wanted = set(self._blocks.to_store([name for name in named.values() if name is not None]))
+        named = {} if self._is_off or self._is_read_only else {key: self._named(key, req_context) for key in keys}
+        names = [name for name in named.values() if name is not None]
+        self._blocks.note_uses(names)
+        wanted = set(self._blocks.to_store(names)) if self._role.stores else set()
         chosen = {key: name for key, name in named.items() if name in wanted}
         spec = self._keys(chosen.values(), req_context)
         return VllmPrepareStoreOutput(keys_to_store=list(chosen), store_spec=spec, evicted_keys=[])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:
         """Do nothing: the blocks are in the ranks' slots now. The ranks report when they are stored."""
+
+    def step_of(self, meta: Any) -> RankStep:
+        """Add to vLLM's own metadata of a step. Call this when its stores have been prepared."""
+        return RankStep(**_fields(meta), resets=self._resets, uses=self._blocks.take_uses())
 
     def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey], failed: Collection[str]) -> None:
         """Take what ranks report. See ``RankReport``."""
@@ -361,7 +363,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         return self._blocks.awaits_news
 
     def reset_cache(self) -> None:
-        self.resets += 1
+        self._resets += 1
         if not self._keeps_storage and not self._is_off:
             translate.warn_of_reset()
             self._is_off = True
@@ -388,7 +390,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
 
     def _keys(self, keys: Collection[OffloadKey | None], req_context: Any) -> RankKeys:
         named = [key for key in keys if key is not None]
-        return RankKeys(named, self._namespace, req_context.req_id, self.resets)
+        return RankKeys(named, self._namespace, req_context.req_id, self._resets)
 
 
 @implements
@@ -440,6 +442,10 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         if resets != self._resets:
             self._resets = resets
             self._transfers.drop_copies()
+
+    def note_uses(self, keys: Collection[OffloadKey]) -> None:
+        """Take a step's ``RankStep.uses``."""
+        self._transfers.touch(keys)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         if dst_spec.resets != self._resets:

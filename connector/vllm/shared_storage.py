@@ -28,7 +28,7 @@ from ..vllm_config import ignored_options, keeps_storage
 from . import weights
 from .connector import KVTiersConnector
 from .contract import implements
-from .ranks import RankManager, RankReport, RankStep, RankWorker, step_of
+from .ranks import RankManager, RankReport, RankStep, RankWorker
 
 logger = get_logger(__name__)
 
@@ -103,8 +103,7 @@ class SharedStorageConnector(KVTiersConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> RankStep:
         """Choose a step's loads and stores. See ``KVTiersConnector``."""
-        meta = super().build_connector_meta(scheduler_output)
-        return step_of(meta, self._rank_manager.resets)
+        return self._rank_manager.step_of(super().build_connector_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the ranks report."""
@@ -150,17 +149,15 @@ class SharedStorageConnector(KVTiersConnector):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Copy blocks that are about to be overwritten. vLLM calls this first in a step."""
-        self._note_resets(kv_connector_metadata)
+        self._rank_worker.note_resets(_step(kv_connector_metadata)["resets"])
         super().handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads, and the stores of the step before."""
-        self._note_resets(self._connector_metadata)
+        step = _step(self._connector_metadata)
+        self._rank_worker.note_resets(step["resets"])
+        self._rank_worker.note_uses(step["uses"])
         super().start_load_kv(forward_context, **kwargs)
-
-    def _note_resets(self, meta: Any) -> None:
-        assert isinstance(meta, RankStep)
-        self._rank_worker.note_resets(vars(meta)["resets"])  # to vLLM, it is metadata of any connector
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the requests whose loads ended, and those of them that failed. vLLM calls this from 0.31 on."""
@@ -189,6 +186,11 @@ class SharedStorageConnector(KVTiersConnector):
         if self._adapter_pool is not None:
             self._adapter_pool.shutdown(0.0)
         super().shutdown()
+
+
+def _step(meta: Any) -> Mapping[str, Any]:
+    assert isinstance(meta, RankStep)
+    return vars(meta)  # to vLLM, it is metadata of any connector
 
 
 register()  # when it reads stats, MultiConnector looks classes up by name only

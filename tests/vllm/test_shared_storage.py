@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -501,6 +502,21 @@ def test_no_more_is_loaded_than_a_request_wants(rigs: Any, params: dict[str, Any
     rig = rigs()
     rig.write()
     assert rig.find("r", params=params) == tokens
+
+
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_consumer"])
+def test_prefix_that_is_used_is_made_new_on_storage_though_the_gpu_has_it(
+    rigs: Any, tmp_path: Path, kv_role: str
+) -> None:
+    rigs(2, 2).write()
+    for path in files_of(tmp_path):
+        os.utime(path, (0, 0))
+    rig = rigs(2, 2, kv_role=kv_role, extra={"max_bytes": "1GiB"})
+    assert rig.find("r") == 4 * BLOCK_TOKENS
+    rig.matched(rig.request("hit"), 4 * BLOCK_TOKENS)
+    assert not any(path.stat().st_mtime for path in files_of(tmp_path))
+    rig.step({"hit": (IDS, len(TOKENS))})
+    wait_for(lambda: rig.step() or all(path.stat().st_mtime for path in files_of(tmp_path)))
 
 
 def test_no_more_is_stored_than_a_request_wants(rigs: Any, tmp_path: Path) -> None:

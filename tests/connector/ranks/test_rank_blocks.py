@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtiers.connector.ranks import blocks
-from kvtiers.connector.ranks.blocks import BELIEVED_S, NEWS_S, RankBlocks
+from kvtiers.connector.ranks.blocks import BELIEVED_S, NEWS_S, USED_S, RankBlocks
 from tests.clock import Clock
 from tests.identity import block_key
 
@@ -72,6 +72,18 @@ def test_found_blocks_need_not_be_stored() -> None:
     assert known.to_store([A, B]) == [B]
     known.answered(A, present=False)
     assert known.to_store([A]) == [A]
+
+
+def test_uses_of_stored_blocks_are_told_once_a_minute() -> None:
+    clock = Clock()
+    known = RankBlocks(1, clock)
+    known.answered(A, present=True)
+    told = []
+    for wait_s in (0, USED_S - 1, 1):
+        clock.now += wait_s
+        known.note_uses([A, B])
+        told.append(known.take_uses())
+    assert told == [[A], [], [A]]
 
 
 def test_engine_waits_for_news_of_stores_only_as_long_as_news_come() -> None:
