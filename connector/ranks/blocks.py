@@ -57,6 +57,10 @@ class RankBlocks:
         """Whether all ranks have the block, as far as is known."""
         return self._present.get(key, -math.inf) > self._clock()
 
+    def is_stale(self, key: OffloadKey) -> bool:
+        """Whether all ranks had the block, and it is time to ask again."""
+        return key in self._present and not self.is_present(key)
+
     def answered(self, key: OffloadKey, *, present: bool) -> None:
         """Note the answer of the scheduler's own tier."""
         if present:

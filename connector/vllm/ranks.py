@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
 from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmPrepareStoreOutput
 from vllm.v1.kv_offload.base import TransferResult as VllmTransferResult
 
-from ...tiers.base import SecondaryTierManager
+from ...tiers.base import ReqContext, SecondaryTierManager
 from ...tiers.blocks.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from ...tiers.config.tier_options import BoundedTierConfig
 from ...tiers.errors import ConfigError
@@ -244,6 +244,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
 
     Attributes:
         adapters: request id -> revision of its LoRA adapter; None: not known, so nothing is loaded or stored.
+        loads: whether what lookups find may be loaded. An engine that only stores looks up what it need not store.
     """
 
     def __init__(
@@ -262,7 +263,9 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._region = region
         self._namespace = str(apart.config.model.revision)
         self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
-        self._role = translate.role_of(vllm_config)
+        role = translate.role_of(vllm_config)
+        self.loads = role.loads
+        self._stores = role.stores
         self._is_read_only = place.read_only
         self._places = [(base.Medium.STORAGE, translate.locality(place.type))]
         self._keeps_storage = keeps_storage(extra_config)
@@ -277,7 +280,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._stats = StatsExporter(apart.metrics)
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        if self._is_off or not self._role.loads or translate.excluded_tiers(self._places, req_context):
+        if self._is_off or translate.excluded_tiers(self._places, req_context):
             return LookupResult.MISS
         if self._failed_loads.get(req_context.req_id, 0) >= FAILED_LOADS_MAX:
             return LookupResult.MISS
@@ -322,7 +325,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         named = {} if self._is_off or self._is_read_only else {key: self._named(key, req_context) for key in keys}
         names = [name for name in named.values() if name is not None]
         self._blocks.note_uses(names)
-        wanted = set(self._blocks.to_store(names)) if self._role.stores else set()
+        wanted = set(self._blocks.to_store(names)) if self._stores else set()
         chosen = {key: name for key, name in named.items() if name in wanted}
         spec = self._keys(chosen.values(), req_context)
         return VllmPrepareStoreOutput(keys_to_store=list(chosen), store_spec=spec, evicted_keys=[])
@@ -355,6 +358,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
         self._guard.on_schedule_end()
         answered = self._guard.take_answered()
+        for req_id, keys in (answered or {}).items():
+            self._note_answers(req_id, keys)
         for req_id in list(self._open) if answered is None else answered:
             self._open.pop(req_id, None)
         self._pacer.step_ended(loading=bool(self._loading) or self._blocks.awaits_news)
@@ -376,6 +381,17 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
     def shutdown(self) -> None:
         shut_down_tiers([self._guard], SHUTDOWN_S)
         self._region.cleanup()
+
+    def _note_answers(self, req_id: str, keys: Collection[OffloadKey]) -> None:
+        """Note what the tier says of blocks that it had: a block that it lost is stored again when it is offered.
+
+        vLLM asks for all blocks of a prompt, but reads no answer after the first block that is missing.
+        """
+        for key in keys:
+            if self._blocks.is_stale(key):
+                answer = self._guard.lookup(key, ReqContext(req_id))
+                if answer is not None:
+                    self._blocks.answered(key, present=answer)
 
     def _named(self, key: OffloadKey, req_context: Any) -> OffloadKey | None:
         """Return the key of a block in the ranks' tiers. None: it depends on an adapter that is not known."""

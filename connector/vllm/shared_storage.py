@@ -99,7 +99,8 @@ class SharedStorageConnector(KVTiersConnector):
         self._ask_adapter(request)  # releases without on_new_request start requests here
         if not self._has_adapter(request.request_id):
             return None, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found if self._rank_manager.loads or found[0] is None else (0, False)
 
     def build_connector_meta(self, scheduler_output: Any) -> RankStep:
         """Choose a step's loads and stores. See ``KVTiersConnector``."""

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from kvtiers.connector.ranks.blocks import BELIEVED_S
 from kvtiers.connector.ranks.place import LOAD_DEADLINE_S
 from kvtiers.connector.ranks.transfers import RankTransfers
 from kvtiers.connector.vllm import shared_storage as module
@@ -446,6 +448,32 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(rigs: Any, tmp_path: P
     consumer.matched(other)
     consumer.store(other)
     assert len(files_of(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer"])
+def test_all_blocks_that_storage_lost_are_stored_again_by_the_next_request(
+    rigs: Any, tmp_path: Path, kv_role: str
+) -> None:
+    rig = rigs(2, 2, kv_role=kv_role)
+    rig.write()
+    rig.step({"w": ([], 0)}, finished={"w"})
+    for path in files_of(tmp_path):
+        path.unlink()
+    known = rig.scheduler._rank_manager._blocks
+    known._clock = lambda: time.monotonic() + BELIEVED_S
+    rig.scheduler._rank_manager._guard.tier._lookup.forget(list(known._present))  # the tier's own answers expire, too
+    rig.write("later")
+    assert len(files_of(tmp_path)) == 8
+
+
+def test_producer_copies_nothing_that_another_engine_stored(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rigs(2, 2, kv_role="kv_producer").write()
+    stores: list[int] = []
+    monkeypatch.setattr(RankTransfers, "store", lambda _, job, keys, source: stores.append(len(keys)))
+    other = rigs(2, 2, kv_role="kv_producer")
+    assert other.find("there") == 0
+    other.store(other.asked)
+    assert stores == []
 
 
 def test_read_only_place_is_read_and_a_bad_block_stays(rigs: Any, tmp_path: Path) -> None:
