@@ -2,7 +2,7 @@
 
 Blocks pass through the slots of a small region that belongs to this rank. So storage never touches a KV tensor: a read
 that hangs may end at any later time, and then writes into a slot that nobody else uses until the tier has reported the
-read. The tier does its I/O in other processes, and nothing here waits for it.
+read. The tier does its I/O in other processes, or in threads of its own, and nothing here waits for it.
 
 - A store is copied to slots and has ended for the engine, which may then reuse the blocks. Stores hold at most half of
   the slots. If they find no slot, the rest of their blocks is dropped and counted.
@@ -53,7 +53,7 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load. ``next_key``: index of the first key that was not asked for. ``given_up``: why; "" if it was not."""
+    """A load. ``next_key``: index of the first key without a slot so far. ``given_up``: why; "" if it was not."""
 
     job_id: int
     keys: Sequence[OffloadKey]
@@ -197,7 +197,9 @@ class RankTransfers:
         if not drain(is_idle, within_s * DRAIN_SHARE):
             parts = [part for part in self._in_tier.values() if part.load is None]
             parts += [part for part, job_id in self._copying.values() if job_id is not None]
-            logger.warning("%d blocks were not stored when the engine ended", sum(len(part.keys) for part in parts))
+            count = sum(len(part.keys) for part in parts)
+            self._metrics.inc("kvtiers_stores_dropped_total", self._guard.name, "shutdown", by=count)
+            logger.warning("%d blocks were not stored when the engine ended", count)
         for handler in (self._to_slots, self._to_blocks):
             handler.shutdown()
         shut_down_tiers([self._guard], within_s * (1 - DRAIN_SHARE))
@@ -250,6 +252,7 @@ class RankTransfers:
             if succeeded:
                 part.load.done[part.first : part.first + len(part.keys)] = [True] * len(part.keys)
             else:
+                self._metrics.inc("kvtiers_blocks_total", self._guard.name, "load", "failed", by=len(part.keys))
                 self._give_up(part.load, "a copy to its blocks failed")
             self._release(part)
             return

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from ...tiers.daemon_pool import DaemonPool
@@ -32,7 +33,16 @@ from .ranks import RankManager, RankReport, RankStep, RankWorker
 
 logger = get_logger(__name__)
 
+_ADAPTER_THREADS = 4  # of which an adapter holds at most one, also if its files are on a mount that hangs
 ADAPTER_DEADLINE_S = 5.0  # to read the files of a LoRA adapter; its prompt is then computed, and not stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A read of an adapter's files, and the time until which requests wait for it."""
+
+    revision: Future[str | None]
+    until: float
 
 
 @implements
@@ -55,8 +65,11 @@ class SharedStorageConnector(KVTiersConnector):
                 "kv_load_failure_policy is 'fail': a request that loads a damaged block will fail; write 'recompute'"
             )
         self._adapters = weights.Adapters()
-        self._adapter_pool = DaemonPool(1, "kvtiers-adapters") if self.connector_scheduler is not None else None
-        self._asked: dict[str, tuple[Future[str | None], float]] = {}  # request -> revision of its adapter, until when
+        self._adapter_pool = None
+        if self.connector_scheduler is not None:
+            self._adapter_pool = DaemonPool(_ADAPTER_THREADS, "kvtiers-adapters")
+        self._reads: dict[tuple[int, str], _Read] = {}  # the latest one of each adapter
+        self._asked: dict[str, _Read] = {}  # by request
 
     @classmethod
     def options_of(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,17 +136,24 @@ class SharedStorageConnector(KVTiersConnector):
         if lora is not None and req_id not in self._rank_manager.adapters:
             assert self._adapter_pool is not None
             self._rank_manager.adapters[req_id] = None
-            future = self._adapter_pool.submit(self._adapters.revision, lora)
-            self._asked[req_id] = (future, time.monotonic() + ADAPTER_DEADLINE_S)
+            adapter = lora.lora_int_id, lora.lora_path
+            read = self._reads.get(adapter)
+            if read is None or read.revision.done():
+                revision = self._adapter_pool.submit(self._adapters.revision, lora)
+                read = self._reads[adapter] = _Read(revision, time.monotonic() + ADAPTER_DEADLINE_S)
+            self._asked[req_id] = read
 
     def _has_adapter(self, req_id: str) -> bool:
-        """Whether it is decided what is known of a request's adapter."""
-        future, until = self._asked.get(req_id, (None, 0.0))
-        if future is not None and not future.done() and time.monotonic() < until:
+        """Whether the adapter's files were read, or the time limit passed. Always true of requests without adapter."""
+        read = self._asked.get(req_id)
+        if read is None:
+            return True
+        revision = read.revision
+        if not revision.done() and time.monotonic() < read.until:
             return False
-        self._asked.pop(req_id, None)
-        if future is not None and future.done() and not future.cancelled() and future.exception() is None:
-            self._rank_manager.adapters[req_id] = future.result()
+        del self._asked[req_id]
+        if revision.done() and not revision.cancelled() and revision.exception() is None:
+            self._rank_manager.adapters[req_id] = revision.result()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:

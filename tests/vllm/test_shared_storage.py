@@ -379,14 +379,23 @@ def test_blocks_that_another_hosts_collector_removes_are_forgotten(
 def test_hung_host_fails_the_load_within_its_deadline_and_delays_no_step(
     rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = rigs(2, 2, extra={"load_deadline_s": 1.0})
+    rig = rigs(2, 2)
     rig.write()
     assert rig.find("r") == 4 * BLOCK_TOKENS
-    monkeypatch.setattr(rig.workers[1]._rank_worker._transfers._guard.tier, "submit_load", lambda job: None)
-    began = rig.workers[1]._rank_worker._transfers._clock()
-    failed, _ = rig.read([10, 11, 12, 13])
-    assert failed == {10, 11, 12, 13}
-    assert rig.workers[1]._rank_worker._transfers._clock() - began >= 1.0
+    transfers = rig.workers[1]._rank_worker._transfers
+    transfers._clock = clock = Clock()  # a step that waits for this host would never end
+    monkeypatch.setattr(transfers._guard.tier, "submit_load", lambda job: None)
+    rig.begin_load(rig.asked, [10, 11, 12, 13], 4 * BLOCK_TOKENS)
+    rig.step()
+    clock.advance(LOAD_DEADLINE_S - 0.1)
+    rig.matched(meanwhile := rig.request("meanwhile", TOKENS[1:]))
+    meanwhile.num_computed_tokens = 0
+    rig.step({"meanwhile": (IDS, len(TOKENS))})
+    wait_for(lambda: rig.step() or len(files_of(tmp_path)) == 16)
+    assert not rig.loaded
+    clock.advance(0.1)
+    wait_for(lambda: rig.step() or rig.loaded)
+    assert rig.invalid == {10, 11, 12, 13}
     assert rig.find("next") == 0  # nobody waits for that host again
 
 
@@ -763,6 +772,34 @@ def test_files_of_an_adapter_keep_no_scheduler_waiting(
     assert rig.matched(late) == 0
     rig.store(late)
     assert files_of(tmp_path) == []
+    let_go.set()
+
+
+def test_hung_files_of_an_adapter_delay_its_first_requests_only_and_no_other_adapter(
+    rigs: Any, adapter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(adapter.lora_path, tmp_path / "other")
+    other = SimpleNamespace(lora_name="b", lora_int_id=2, lora_path=str(tmp_path / "other"))
+    rig = rigs()
+    clock, let_go, revision = Clock(), threading.Event(), rig.scheduler._adapters.revision
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+
+    def read(lora: Any) -> str | None:
+        if lora is adapter:
+            let_go.wait(120)
+        return str(revision(lora))
+
+    monkeypatch.setattr(rig.scheduler._adapters, "revision", read)
+    first = rig.request("first", lora_request=adapter)
+    assert rig.scheduler.get_num_new_matched_tokens(first, 0) == (None, False)
+    clock.advance(module.ADAPTER_DEADLINE_S)
+    assert rig.scheduler.get_num_new_matched_tokens(first, 0) == (0, False)
+    for number in range(20):
+        later = rig.request(f"later{number}", lora_request=adapter)
+        assert rig.scheduler.get_num_new_matched_tokens(later, 0) == (0, False)
+    wait_for(lambda: not rig.scheduler._adapter_pool._waiting)  # one read of these files waits for them, not 21
+    stored_with(rig, other)
+    assert rig.find("same", lora_request=other) == 4 * BLOCK_TOKENS
     let_go.set()
 
 

@@ -278,6 +278,18 @@ def test_blocks_before_a_missing_one_are_loaded_and_the_rest_have_failed(rank: R
     assert rank.free_slots() == SLOTS
 
 
+def test_load_whose_copy_fails_ends_and_its_blocks_are_counted_but_not_lost(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(2)
+    rank.tier.data.update(dict.fromkeys(keys, bytes(rank.tier.row_bytes)))
+    monkeypatch.setattr(rank.transfers._to_blocks, "transfer_async", lambda *_: False)
+    assert rank.ended(rank.load(keys, [3, 4])).failed_blocks == (3, 4)
+    assert rank.transfers.take_report() == ([], set())  # storage has them
+    assert rank.metrics.total("kvtiers_blocks_total", ("held", "load", "failed")) == 2
+    assert rank.free_slots() == SLOTS
+
+
 def test_load_past_its_deadline_fails_and_its_late_bytes_touch_no_block(rank: Rank) -> None:
     rank.tier.at_once = False
     key = block_key(1)
@@ -287,6 +299,7 @@ def test_load_past_its_deadline_fails_and_its_late_bytes_touch_no_block(rank: Ra
     before = rank.block(3)
     rank.clock.now += DEADLINE_S
     assert rank.ended(job).failed_blocks == (3,)
+    assert rank.metrics.total("kvtiers_deadline_expired_total", ("held", "load")) == 1
     assert rank.transfers.take_report() == ([], {key})
     assert rank.free_slots() == SLOTS - 1  # the read may still write into the slot
     rank.tier.end()
@@ -396,6 +409,7 @@ def test_shutdown_finishes_stores_and_is_bounded_while_the_tier_hangs(caplog: py
     rank.store(keys_of(2), [1, 2])
     rank.close()
     assert "2 blocks were not stored when the engine ended" in caplog.text
+    assert rank.metrics.total("kvtiers_stores_dropped_total", ("held", "shutdown")) == 2
 
 
 def test_any_order_of_ends_gives_right_bytes_and_returns_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
