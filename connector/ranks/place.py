@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...tiers.config.deployment import load_named, parse_config, parse_tier
-from ...tiers.config.tier_options import BoundedTierConfig, ExternalTierConfig, TierConfig
+from ...tiers.config.tier_options import BoundedTierConfig, ExternalTierConfig, FsspecTierConfig, TierConfig
 from ...tiers.config.values import parse_duration
 from ...tiers.config.variables import escape, expand
 from ...tiers.errors import ConfigError
@@ -89,7 +89,9 @@ def _named(extra_config: Mapping[str, Any], way: str) -> BoundedTierConfig:
 
 
 def chunk_of(extra_config: Mapping[str, Any]) -> int:
-    """Return how many blocks of the engine one stored block has: ``blocks_per_chunk``, else that of ``config_file``.
+    """Return the number of the engine's blocks in one stored block.
+
+    That is ``blocks_per_chunk``, or that of ``config_file``, or 1.
 
     Raises:
         ConfigError: the value is not accepted.
@@ -133,10 +135,12 @@ def shareable(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
     """Return the tier, if the scheduler's process can read what a worker's process stores in it.
 
     Raises:
-        ConfigError: names the tier's type.
+        ConfigError: names the tier's type, or its URL.
     """
     if not isinstance(tier, BoundedTierConfig):
         raise ConfigError(f"{tier.type} is not storage of several processes; fs, nfs, s3, fsspec are", field="type")
+    if isinstance(tier, FsspecTierConfig) and "memory" in (part.partition("://")[0] for part in tier.url.split("::")):
+        raise ConfigError("memory:// is not storage of several processes: each process has its own", field="url")
     return tier
 
 
@@ -173,8 +177,10 @@ def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **setti
         if e.field in _PLACES:
             raise ConfigError(e.message, field="shared_storage_path") from None
         raise
-    assert isinstance(tier, BoundedTierConfig)
-    return tier
+    try:
+        return shareable(tier)
+    except ConfigError as e:
+        raise ConfigError(e.message, field="shared_storage_path") from None
 
 
 def local_folder(url: str) -> str | None:
