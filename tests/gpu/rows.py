@@ -155,8 +155,6 @@ def kv_of(kind: Kind, setting: GpuSetting, name: str) -> Row:
         row.figures[f"{who}_reused_tokens"] = answers[who]["cached_tokens"]
     row.expect(answers["writer"]["cached_tokens"] == 0, "the writer found tokens in an empty folder")
     row.expect(answers["reader"]["cached_tokens"] > 0, "the reader reused nothing, so its tokens prove nothing")
-    if name.startswith("Shared"):  # as vLLM does for this connector: windows are then computed differently
-        engine["disable_hybrid_kv_cache_manager"] = True
     # The second answer comes over the engine's own prefix cache, which rounds as a loaded prefix does.
     accepted = [answer["tokens"] for answer in setting.lab.run(None, [prompt, prompt], **job)["answers"]]
     row.expect(len(set(accepted[0])) > 1, "the model repeats one token, so equal tokens prove nothing")
