@@ -74,16 +74,31 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
         "spec": {**offloading, "kv_connector_extra_config": {"config_file": path}},
         "tier": {**offloading, "kv_connector_extra_config": {"way": "tier", "config_file": path}},
     }
-    shared = _first_place(deployment, path)
-    if shared:
-        ways["shared_storage"] = {
-            "kv_connector": "SharedStorageConnector",
-            "kv_connector_module_path": "kvtiers.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": shared,
-        }
-    return ways
+    shared = _shared_storage(deployment, path)
+    return ways | ({"shared_storage": shared} if shared else {})
+
+
+def shared_storage_instead(extra_config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the ``--kv-transfer-config`` of the way ``shared_storage`` for an engine that was given another way.
+
+    Args:
+        extra_config: options of vLLM's OffloadingConnector, as ``connector_options`` returns them.
+
+    Returns:
+        None if no tier can be a tier of each rank. If the options may hold a secret, a file is named instead.
+
+    Raises:
+        ConfigError: lists the mistakes.
+    """
+    registered = SecondaryTierFactory.tier_types()
+    given = extra_config.get("secondary_tiers") or [extra_config]
+    file = next((each["config_file"] for each in given if "config_file" in each), None)
+    if file is not None:
+        return _shared_storage(load_named(file, registered), os.path.abspath(file))
+    tiers = [each["tier"] for each in given if "tier" in each] or extra_config.get("tiers", [])
+    chunk = {name: extra_config[name] for name in ("blocks_per_chunk",) if name in extra_config}
+    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": tiers, **chunk}, registered)
+    return _shared_storage(deployment, "/path/to/kvtiers.yaml")
 
 
 def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -211,6 +226,17 @@ def why_not_shared(deployment_path: str | os.PathLike[str]) -> str:
         except ConfigError as e:
             reasons.append(f"tiers[{index}].{e}")
     return "; ".join(reasons) or "tiers: the list is empty"
+
+
+def _shared_storage(deployment: DeploymentConfig, path: str) -> dict[str, Any] | None:
+    shared = _first_place(deployment, path)
+    return shared and {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_module_path": "kvtiers.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": shared,
+    }
 
 
 def _first_place(deployment: DeploymentConfig, path: str) -> dict[str, Any] | None:

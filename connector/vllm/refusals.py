@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.platforms import current_platform
 
 from ...tiers.errors import ConfigError
+from ..vllm_config import shared_storage_instead
 
 #: kvtiers' connectors, and vLLM's connectors that load between steps or not at all (source: vLLM 0.28 to 0.33).
 _LOAD_BETWEEN_STEPS = (
@@ -120,19 +121,13 @@ def check_one_scheduler(vllm_config: Any) -> None:
 
 
 def several_hosts(why: str, vllm_config: Any) -> ConfigError:
-    """The error for an engine with workers on several hosts: it has the ``--kv-transfer-config`` to write instead."""
+    """The error for an engine with workers on several hosts, with the ``--kv-transfer-config`` to write instead."""
     options = getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {}
-    file = options.get("config_file", "/path/to/kvtiers.yaml")
-    instead = {
-        "kv_connector": "SharedStorageConnector",
-        "kv_connector_module_path": "kvtiers.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config_file": str(file)},
-    }
+    instead = shared_storage_instead(options)
+    other = f"Give each worker a tier of its own: --kv-transfer-config '{json.dumps(instead)}'. Or run"
     return ConfigError(
-        f"{why}: KV of workers that are not on the scheduler's host cannot be stored this way. Give each worker a tier "
-        f"of its own: --kv-transfer-config '{json.dumps(instead)}'. Or run each engine on one host",
+        f"{why}: KV of workers that are not on the scheduler's host cannot be stored this way. "
+        f"{other if instead else 'Run'} each engine on one host",
         field="tiers",
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,13 +19,15 @@ from kvtiers.connector.vllm.connector import KVTiersConnector
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.shared_storage import SharedStorageConnector
 from kvtiers.connector.vllm.tier import KVTiersTier
+from kvtiers.connector.vllm_config import connector_options
 from kvtiers.tiers.errors import ConfigError
 from tests.vllm.engines import FULL, kv_cache_config, offloading_config
 
 
 def config(**changes: Any) -> Any:
     parallel = {"nnodes_within_dp": 1, "distributed_executor_backend": "mp", "world_size": 2, "placement_group": None}
-    transfer = SimpleNamespace(kv_connector_extra_config={"config_file": "/etc/kv.yaml"})
+    tiers = [{"type": "fs", "root_dir": "/kv"}]
+    transfer = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": "1GiB", "tiers": tiers})
     return SimpleNamespace(parallel_config=SimpleNamespace(**parallel | changes), kv_transfer_config=transfer)
 
 
@@ -45,7 +49,7 @@ def test_engines_on_one_host_are_taken(fine: Any) -> None:
     [
         (
             {"nnodes_within_dp": 2},
-            "tiers: --nnodes puts the workers on 2 hosts.*SharedStorageConnector.*/etc/kv.yaml",
+            "tiers: --nnodes puts the workers on 2 hosts.*SharedStorageConnector.*/kv",
         ),
         ({"distributed_executor_backend": "external_launcher"}, "distributed_executor_backend: external_launcher"),
     ],
@@ -53,6 +57,42 @@ def test_engines_on_one_host_are_taken(fine: Any) -> None:
 def test_engines_on_several_hosts_are_refused(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=f"^{error}"):
         refusals.check_one_host(config(**changes))
+
+
+SECRET = {"type": "fsspec", "url": "sftp://host/kv", "storage_options": {"password": "canary"}}
+FS = {"type": "fs", "root_dir": "/kv"}
+MEMORY = {"type": "memory", "max_bytes": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "instead"),
+    [
+        ([FS], {"tier": FS}),
+        ([MEMORY, SECRET], {"config_file": "{file}", "index": 1}),
+        ([SECRET], {"config_file": "{file}"}),
+        ([MEMORY], None),
+    ],
+)
+@pytest.mark.parametrize("way", ["spec", "tier", "inline"])
+def test_options_in_the_error_of_several_hosts_are_accepted_and_hold_no_secret(
+    tmp_path: Path, way: str, tiers: list[dict[str, Any]], instead: dict[str, Any] | None
+) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text(json.dumps({"region": {"size": "1GiB"}, "tiers": tiers}))
+    engine = config(nnodes_within_dp=2)
+    given = {"cpu_bytes_to_use": "1GiB", "tiers": tiers} if way == "inline" else {"way": way, "config_file": str(file)}
+    engine.kv_transfer_config.kv_connector_extra_config = connector_options(given)
+    with pytest.raises(ConfigError, match="on 2 hosts") as raised:
+        refusals.check_one_host(engine)
+    text = str(raised.value)
+    assert "canary" not in text
+    assert ("SharedStorageConnector" in text) == (instead is not None)
+    if instead is not None:
+        extra = json.loads(text.split("'")[-2])["kv_connector_extra_config"]
+        path = "/path/to/kvtiers.yaml" if way == "inline" else str(file)
+        assert extra == {name: path if value == "{file}" else value for name, value in instead.items()}
+        if path == str(file):
+            SharedStorageConnector.options_of(extra)
 
 
 @pytest.mark.parametrize(

@@ -894,6 +894,7 @@ def test_chunks_of_windows_are_refused(rigs: Any) -> None:
     [
         ({"max_byte": "1GiB"}, "max_byte"),
         ({"tier": {"type": "memory"}}, "tier.type"),
+        ({"tier": {"type": "fsspec", "url": "simplecache::memory://kv"}}, "tier.url"),
         ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": 4096}, "cpu_bytes_to_use"),
         ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
