@@ -15,8 +15,6 @@ KEYS_MAX = 131_072  # of each kind; some 20 MB
 BELIEVED_S = 60.0
 #: A block's use is noted at most once in this time: each step's uses go to all ranks.
 USED_S = 60.0
-#: How long to wait for news of stores. A tier ends its jobs sooner, but a foreign tier may never end one.
-NEWS_S = 60.0
 
 
 class RankBlocks:
@@ -27,23 +25,25 @@ class RankBlocks:
 
     Args:
         ranks: number of ranks.
+        news_s: time in which a rank reports a store, unless its storage hangs. An idle engine waits no longer for news.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, news_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._all = (1 << ranks) - 1
+        self._news_s = news_s
         self._clock = clock
-        self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when it is believed
-        self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # the same
+        self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when its tier is asked again
+        self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when it is offered again
         self._used: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when another use does not count
         self._uses: list[OffloadKey] = []
-        self._on_the_way: dict[OffloadKey, int] = {}  # -> ranks that have not stored it yet
+        self._on_the_way: dict[OffloadKey, int] = {}  # -> ranks that have not stored it yet, as bits
         self._news_at = clock()
 
     @property
     def awaits_news(self) -> bool:
         """Whether ranks may still report the end of a store."""
-        return bool(self._on_the_way) and self._clock() < self._news_at + NEWS_S
+        return bool(self._on_the_way) and self._clock() < self._news_at + self._news_s
 
     def is_absent(self, key: OffloadKey) -> bool:
         """Whether the block cannot be loaded now, whatever the scheduler's own tier says."""
@@ -89,14 +89,15 @@ class RankBlocks:
                 self._present.move_to_end(key)
         if wanted:
             self._news_at = self._clock()
-        self._on_the_way.update(dict.fromkeys(wanted, self._ranks))
+        self._on_the_way.update(dict.fromkeys(wanted, self._all))
         return wanted
 
     def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey]) -> None:
         """Note what ranks report.
 
         Args:
-            stored: key -> number of ranks that have stored it since their last report.
+            stored: key -> ranks that have stored it since their last report, as bits. They may report a store late,
+                when the block is on its way once more; the rank has the block nevertheless.
             lost: keys that a rank could not load or store, or that were removed there.
         """
         self._news_at = self._clock()
@@ -104,12 +105,12 @@ class RankBlocks:
             self._on_the_way.pop(key, None)
             self._present.pop(key, None)
             _note(self._doubted, key, self._clock() + BELIEVED_S)
-        for key, count in stored.items():
+        for key, ranks in stored.items():
             left = self._on_the_way.get(key)
             if left is None:  # another rank could not store it
                 continue
-            if left > count:
-                self._on_the_way[key] = left - count
+            if left & ~ranks:
+                self._on_the_way[key] = left & ~ranks
                 continue
             del self._on_the_way[key]
             self._doubted.pop(key, None)

@@ -100,7 +100,7 @@ class RankReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # as above
     """What ranks tell the scheduler, with what vLLM's connector tells it.
 
     Attributes:
-        stored: key -> number of ranks that stored it.
+        stored: key -> ranks that stored it, as bits.
         lost: see ``RankBlocks.note``.
         failed: requests of which a rank did not load all blocks.
     """
@@ -112,8 +112,8 @@ class RankReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # as above
     def aggregate(self, other: Any) -> Any:
         """Add the report of another rank."""
         stored, theirs = dict(self.stored), vars(other)  # to vLLM, it is a report of any connector
-        for key, count in theirs["stored"].items():
-            stored[key] = stored.get(key, 0) + count
+        for key, ranks in theirs["stored"].items():
+            stored[key] = stored.get(key, 0) | ranks
         lost, failed = self.lost | theirs["lost"], self.failed | theirs["failed"]
         return report_of(super().aggregate(other), stored=stored, lost=lost, failed=failed)
 
@@ -270,7 +270,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._places = [(base.Medium.STORAGE, translate.locality(place.type))]
         self._keeps_storage = keeps_storage(extra_config)
         self._is_off = False
-        self._blocks = RankBlocks(engine.config.parallel.world_size)
+        self._blocks = RankBlocks(engine.config.parallel.world_size, self._guard.deadline_s)
         self._pacer = Pacer()
         self._loading: dict[str, bool] = {}  # request -> whether a rank has failed to load a block for it
         self._failed_loads: dict[str, int] = {}  # by request
@@ -315,7 +315,9 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> RankKeys:
         self._loading[req_context.req_id] = False
-        return self._keys([self._named(key, req_context) for key in keys], req_context)
+        named = [name for key in keys if (name := self._named(key, req_context)) is not None]
+        assert len(named) == len(keys), "a block that cannot be named was found"
+        return self._keys(named, req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
         if self._loading.pop(req_context.req_id, False):
@@ -326,8 +328,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         names = [name for name in named.values() if name is not None]
         self._blocks.note_uses(names)
         wanted = set(self._blocks.to_store(names)) if self._stores else set()
-        chosen = {key: name for key, name in named.items() if name in wanted}
-        spec = self._keys(chosen.values(), req_context)
+        chosen = {key: name for key, name in named.items() if name is not None and name in wanted}
+        spec = self._keys(list(chosen.values()), req_context)
         return VllmPrepareStoreOutput(keys_to_store=list(chosen), store_spec=spec, evicted_keys=[])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:
@@ -404,9 +406,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         name.update(get_offload_block_hash(key))
         return make_offload_key(name.digest(), get_offload_group_idx(key))
 
-    def _keys(self, keys: Collection[OffloadKey | None], req_context: Any) -> RankKeys:
-        named = [key for key in keys if key is not None]
-        return RankKeys(named, self._namespace, req_context.req_id, self._resets)
+    def _keys(self, keys: list[OffloadKey], req_context: Any) -> RankKeys:
+        return RankKeys(keys, self._namespace, req_context.req_id, self._resets)
 
 
 @implements
@@ -435,6 +436,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
     ) -> None:
         self._region = region
         self._namespace = str(apart.config.model.revision)
+        self._rank_bit = 1 << apart.config.parallel.rank
         self._resets = 0
         self._stats = StatsExporter(apart.metrics)
         self._fails_requests = fails_requests
@@ -504,7 +506,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         """Add what happened on this rank to vLLM's own report."""
         stored, lost = self._transfers.take_report()
         failed, self._failed = self._failed, set()
-        return report_of(meta, stored=dict.fromkeys(stored, 1), lost=lost, failed=failed)
+        return report_of(meta, stored=dict.fromkeys(stored, self._rank_bit), lost=lost, failed=failed)
 
     def take_stats(self) -> Any:
         """Return the changes of this rank's metrics."""

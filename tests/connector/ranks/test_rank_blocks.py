@@ -5,28 +5,29 @@ from __future__ import annotations
 import pytest
 
 from kvtiers.connector.ranks import blocks
-from kvtiers.connector.ranks.blocks import BELIEVED_S, NEWS_S, USED_S, RankBlocks
+from kvtiers.connector.ranks.blocks import BELIEVED_S, USED_S, RankBlocks
 from tests.clock import Clock
 from tests.identity import block_key
 
+NEWS_S = 11.0
 A, B, C = map(block_key, range(3))
 
 
 def test_block_is_stored_when_all_ranks_have_reported_it() -> None:
-    known = RankBlocks(2)
+    known = RankBlocks(2, NEWS_S)
     assert known.to_store([A, B]) == [A, B]
-    known.note({A: 1, B: 2}, ())
+    known.note({A: 0b01, B: 0b11}, ())
     assert known.is_absent(A)
     assert not known.is_absent(B)
     assert known.to_store([A, B, C]) == [C]
-    known.note({A: 1}, ())
+    known.note({A: 0b10}, ())
     assert not known.is_absent(A)
     assert known.to_store([A, B]) == []
 
 
 def test_it_is_believed_for_a_minute_that_all_ranks_have_a_block() -> None:
     clock = Clock()
-    known = RankBlocks(1, clock)
+    known = RankBlocks(1, NEWS_S, clock)
     assert not known.is_present(A)
     known.answered(A, present=True)
     known.to_store([B])
@@ -40,25 +41,37 @@ def test_it_is_believed_for_a_minute_that_all_ranks_have_a_block() -> None:
 
 def test_block_that_one_rank_could_not_store_is_absent_and_offered_again() -> None:
     clock = Clock()
-    known = RankBlocks(2, clock)
+    known = RankBlocks(2, NEWS_S, clock)
     known.to_store([A])
-    known.note({A: 1}, [A])
-    known.note({A: 1}, ())
+    known.note({A: 0b01}, [A])
+    known.note({A: 0b01}, ())
     assert known.is_absent(A)
     assert known.to_store([A]) == [A]
-    known.note({A: 2}, ())
+    known.note({A: 0b11}, ())
     assert not known.is_absent(A)
+
+
+def test_late_report_of_an_earlier_store_does_not_count_for_another_rank() -> None:
+    known = RankBlocks(2, NEWS_S)
+    known.to_store([A])
+    known.note({}, [A])  # the second rank dropped it
+    known.to_store([A])
+    known.note({A: 0b01}, ())  # the first rank's first store
+    known.note({A: 0b01}, ())  # and its second one
+    assert known.is_absent(A)
+    known.note({A: 0b10}, ())
+    assert known.is_present(A)
 
 
 def test_block_that_one_rank_could_not_load_is_absent_until_stored_again_or_a_minute_later() -> None:
     clock = Clock()
-    known = RankBlocks(2, clock)
+    known = RankBlocks(2, NEWS_S, clock)
     known.answered(A, present=True)
     known.answered(B, present=True)
     known.note({}, [A, B])
     assert known.is_absent(A)
     assert known.to_store([A, B]) == [A, B]
-    known.note({A: 2}, [B])
+    known.note({A: 0b11}, [B])
     assert not known.is_absent(A)
     clock.now += BELIEVED_S - 1
     assert known.is_absent(B)
@@ -67,7 +80,7 @@ def test_block_that_one_rank_could_not_load_is_absent_until_stored_again_or_a_mi
 
 
 def test_found_blocks_need_not_be_stored() -> None:
-    known = RankBlocks(1)
+    known = RankBlocks(1, NEWS_S)
     known.answered(A, present=True)
     assert known.to_store([A, B]) == [B]
     known.answered(A, present=False)
@@ -76,7 +89,7 @@ def test_found_blocks_need_not_be_stored() -> None:
 
 def test_uses_of_stored_blocks_are_told_once_a_minute() -> None:
     clock = Clock()
-    known = RankBlocks(1, clock)
+    known = RankBlocks(1, NEWS_S, clock)
     known.answered(A, present=True)
     told = []
     for wait_s in (0, USED_S - 1, 1):
@@ -88,7 +101,7 @@ def test_uses_of_stored_blocks_are_told_once_a_minute() -> None:
 
 def test_engine_waits_for_news_of_stores_only_as_long_as_news_come() -> None:
     clock = Clock()
-    known = RankBlocks(1, clock)
+    known = RankBlocks(1, NEWS_S, clock)
     assert not known.awaits_news
     known.to_store([A, B])
     awaited = []
@@ -102,7 +115,7 @@ def test_engine_waits_for_news_of_stores_only_as_long_as_news_come() -> None:
 
 def test_known_blocks_are_bounded_and_the_least_recently_offered_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "KEYS_MAX", 2)
-    known = RankBlocks(1)
+    known = RankBlocks(1, NEWS_S)
     known.answered(A, present=True)
     known.answered(B, present=True)
     assert known.to_store([A]) == []
