@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ...tiers.blocks.keys import OffloadKey
 
 KEYS_MAX = 131_072  # of each kind; some 20 MB
-#: How long it is believed that all ranks have a block, or that one lacks it, without asking the scheduler's own tier. A
-#: tier's own answers are valid for as long.
+#: After this time, the scheduler's tier is asked again whether a block that all ranks had is there, and a block that a
+#: rank lacked may be loaded again. A tier's own answers are valid for as long.
 BELIEVED_S = 60.0
 #: A block's use is noted at most once in this time: each step's uses go to all ranks.
 USED_S = 60.0
 
 
 class RankBlocks:
-    """Which blocks all ranks have, which are on their way, and which a rank lacks. Scheduler thread only.
+    """Which blocks all ranks have, which are being stored, and which a rank lacks. Scheduler thread only.
 
     A block counts as stored when all ranks have stored it. An entry may be wrong: storage may have lost the block. A
     rank then cannot load its part and reports that, so the block is doubted, and stored again when it is offered.
@@ -33,8 +33,8 @@ class RankBlocks:
         self._all = (1 << ranks) - 1
         self._news_s = news_s
         self._clock = clock
-        self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when its tier is asked again
-        self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when it is offered again
+        self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when the tier is asked again
+        self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when it may be loaded again
         self._used: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when another use does not count
         self._uses: list[OffloadKey] = []
         self._on_the_way: dict[OffloadKey, int] = {}  # -> ranks that have not stored it yet, as bits

@@ -3,7 +3,8 @@
 SharedStorageConnector uses this spec. vLLM's scheduler decides which blocks to load and to store, as for KVTiersSpec.
 But there is no region that all processes see. So the ranks of an engine may be on several hosts:
 
-- The scheduler asks its own tier, which has what rank 0 stores, and only for presence. It sends keys to the ranks.
+- The scheduler has a tier, too, on the storage of rank 0. It asks this tier only which blocks are there, and sends keys
+  to the ranks.
 - Each rank moves its own part of a block (``connector.ranks.transfers``), and reports what it stored and what it lost.
 
 The workers' configs differ from the scheduler's: they have ranks, and loading a model changes them. So the digest of
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -66,13 +68,11 @@ class RankKeys(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not installed wh
 
     Attributes:
         keys: the blocks' keys in the ranks' tiers, in the order of the transfer.
-        namespace: the scheduler's, to compare with a rank's.
         req_id: the request.
         resets: see ``RankStep``.
     """
 
     keys: list[OffloadKey]
-    namespace: str
     req_id: str
     resets: int
 
@@ -103,19 +103,26 @@ class RankReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # as above
         stored: key -> ranks that stored it, as bits.
         lost: see ``RankBlocks.note``.
         failed: requests of which a rank did not load all blocks.
+        revisions: of the ranks' models -> number of ranks; once, in a rank's first report.
     """
 
     stored: dict[OffloadKey, int] = field(default_factory=dict)
     lost: set[OffloadKey] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    revisions: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: Any) -> Any:
         """Add the report of another rank."""
         stored, theirs = dict(self.stored), vars(other)  # to vLLM, it is a report of any connector
         for key, ranks in theirs["stored"].items():
             stored[key] = stored.get(key, 0) | ranks
-        lost, failed = self.lost | theirs["lost"], self.failed | theirs["failed"]
-        return report_of(super().aggregate(other), stored=stored, lost=lost, failed=failed)
+        return report_of(
+            super().aggregate(other),
+            stored=stored,
+            lost=self.lost | theirs["lost"],
+            failed=self.failed | theirs["failed"],
+            revisions=self.revisions + theirs["revisions"],
+        )
 
 
 def report_of(meta: Any, **news: Any) -> RankReport | None:
@@ -181,7 +188,7 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # as above
     def get_manager(self) -> RankManager:
         engine = self._engine(in_worker=False)
         apart = self._apart(engine)
-        # The ranks write, remove and enforce limits.
+        # Read-only, because this tier only looks up. The ranks' tiers write, remove, and enforce the limits.
         region, tier = self._open({**dict(self._tier), "read_only": True}, 1, apart)
         return RankManager(tier, region, engine, apart, self._tier, self._handed.vllm_config, self.extra_config)
 
@@ -261,7 +268,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._resets = 0
         self._guard = GuardedTier(tier, apart.metrics)
         self._region = region
-        self._namespace = str(apart.config.model.revision)
+        self._revision = str(apart.config.model.revision)
+        self._unknown = engine.config.parallel.world_size  # ranks that have not reported their model's revision
         self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
         role = translate.role_of(vllm_config)
         self.loads = role.loads
@@ -323,8 +331,10 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         if self._loading.pop(req_context.req_id, False):
             self._failed_loads[req_context.req_id] = self._failed_loads.get(req_context.req_id, 0) + 1
 
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput:
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
         named = {} if self._is_off or self._is_read_only else {key: self._named(key, req_context) for key in keys}
+        if self._unknown and named:
+            return None  # vLLM offers them again in its next step
         names = [name for name in named.values() if name is not None]
         self._blocks.note_uses(names)
         wanted = set(self._blocks.to_store(names)) if self._stores else set()
@@ -339,10 +349,14 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         """Add to vLLM's own metadata of a step. Call this when its stores have been prepared."""
         return RankStep(**_fields(meta), resets=self._resets, uses=self._blocks.take_uses())
 
-    def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey], failed: Collection[str]) -> None:
-        """Take what ranks report. See ``RankReport``."""
-        self._blocks.note(stored, lost)
-        for req_id in failed:  # ranks may report it in several steps, and it counts once
+    def note(self, report: Mapping[str, Any]) -> None:
+        """Take what ranks report: the fields of a ``RankReport``."""
+        self._blocks.note(report["stored"], report["lost"])
+        for revision, ranks in report["revisions"].items():
+            self._unknown -= ranks
+            if revision != self._revision:
+                self._refuse_rank(revision)
+        for req_id in report["failed"]:  # ranks may report it in several steps, and it counts once
             if req_id in self._loading:
                 self._loading[req_id] = True
 
@@ -384,6 +398,19 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         shut_down_tiers([self._guard], SHUTDOWN_S)
         self._region.cleanup()
 
+    def _refuse_rank(self, revision: str) -> None:
+        """Use storage no more. The KV of every rank depends on the weights of all, and would be stored as the model's.
+
+        The engine goes on, as it would without storage.
+        """
+        self._is_off = True
+        logger.error(
+            "a worker's weights or settings (%s) are not those that the scheduler sees (%s), so this engine neither "
+            "loads nor stores KV; give all hosts the same files",
+            revision,
+            self._revision,
+        )
+
     def _note_answers(self, req_id: str, keys: Collection[OffloadKey]) -> None:
         """Note what the tier says of blocks that it had: a block that it lost is stored again when it is offered.
 
@@ -407,7 +434,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         return make_offload_key(name.digest(), get_offload_group_idx(key))
 
     def _keys(self, keys: list[OffloadKey], req_context: Any) -> RankKeys:
-        return RankKeys(keys, self._namespace, req_context.req_id, self._resets)
+        return RankKeys(keys, req_context.req_id, self._resets)
 
 
 @implements
@@ -435,7 +462,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         fails_requests: bool,
     ) -> None:
         self._region = region
-        self._namespace = str(apart.config.model.revision)
+        self._revisions = Counter([str(apart.config.model.revision)])  # for the first report
         self._rank_bit = 1 << apart.config.parallel.rank
         self._resets = 0
         self._stats = StatsExporter(apart.metrics)
@@ -469,12 +496,10 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         if dst_spec.resets != self._resets:
             self._transfers.drop_store(job_id, dst_spec.keys)
             return True
-        self._compare(dst_spec)
         self._transfers.store(job_id, dst_spec.keys, gpu_blocks(src_spec))
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
-        self._compare(src_spec)
         self._loading[job_id] = src_spec.req_id
         self._transfers.load(job_id, src_spec.keys, gpu_blocks(dst_spec))
         return True
@@ -506,7 +531,9 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         """Add what happened on this rank to vLLM's own report."""
         stored, lost = self._transfers.take_report()
         failed, self._failed = self._failed, set()
-        return report_of(meta, stored=dict.fromkeys(stored, self._rank_bit), lost=lost, failed=failed)
+        revisions, self._revisions = self._revisions, Counter()
+        ranks = dict.fromkeys(stored, self._rank_bit)
+        return report_of(meta, stored=ranks, lost=lost, failed=failed, revisions=revisions)
 
     def take_stats(self) -> Any:
         """Return the changes of this rank's metrics."""
@@ -519,17 +546,6 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         """Store what waits, for a bounded time, and end everything."""
         self._transfers.shutdown(SHUTDOWN_S)
         self._region.cleanup()
-
-    def _compare(self, keys: RankKeys) -> None:
-        """Warn if this rank's blocks are in another namespace than the scheduler sees."""
-        if keys.namespace != self._namespace:
-            logger.warning(
-                "this worker's weights or settings (%s) are not those that the scheduler sees (%s), so lookups find "
-                "nothing; give all hosts the same files",
-                self._namespace,
-                keys.namespace,
-            )
-            self._namespace = keys.namespace  # so that this is logged once
 
 
 def _own(extra_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,8 +123,7 @@ class SharedStorageConnector(KVTiersConnector):
         """Take what the ranks report."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):
-            told = vars(report)  # to vLLM, it is a report of any connector
-            self._rank_manager.note(told["stored"], told["lost"], told["failed"])
+            self._rank_manager.note(vars(report))  # to vLLM, it is a report of any connector
         super().update_connector_output(connector_output)
 
     def _ask_adapter(self, request: Any) -> None:

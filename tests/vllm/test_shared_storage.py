@@ -829,15 +829,36 @@ def test_other_options_or_weights_find_nothing(rigs: Any, monkeypatch: pytest.Mo
     assert rigs().find("r") == 0
 
 
-def test_worker_with_other_weights_than_the_scheduler_sees_says_so(
-    rigs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_prompt_that_was_computed_before_the_ranks_reported_their_weights_is_stored_by_the_next_step(
+    rigs: Any, tmp_path: Path
 ) -> None:
-    revisions = iter(["one", "two"])
+    rig = rigs(2, 2)
+    request = rig.request("w")
+    request.num_computed_tokens = 0
+    rig.step({"w": (IDS, len(TOKENS))})
+    rig.settle()
+    assert files_of(tmp_path) == []
+    request.num_computed_tokens = len(TOKENS)
+    rig.step({"w": ([], 1)})
+    rig.settle()
+    assert len(files_of(tmp_path)) == 8
+
+
+def test_engine_of_which_a_worker_has_other_weights_says_so_and_neither_loads_nor_stores(
+    rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    revisions = iter(["one", "one", "one", "one", "two", "one"])  # of each process: two ranks and a scheduler
     monkeypatch.setattr(translate, "kv_revision", lambda _: next(revisions))
-    rig = rigs()
-    for req_id, tokens in (("a", TOKENS), ("b", TOKENS[1:])):
-        rig.matched(request := rig.request(req_id, tokens))
-        rig.store(request)
+    rigs(2, 2).write()
+    before = files_of(tmp_path)
+    rig = rigs(2, 2)
+    other = rig.request("other", TOKENS[1:])
+    other.num_computed_tokens = 0
+    rig.step({"other": (IDS, len(TOKENS))})  # before the scheduler has heard of any rank
+    rig.settle()
+    rig.write("later", TOKENS[2:])
+    assert rig.find("r") == 0
+    assert files_of(tmp_path) == before
     assert caplog.text.count("are not those that the scheduler sees") == 1
 
 
