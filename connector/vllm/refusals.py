@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
@@ -95,14 +96,15 @@ def check_one_host(vllm_config: Any) -> None:
         ConfigError: the workers are on several hosts, or not where the scheduler is.
     """
     parallel = vllm_config.parallel_config
+    options = getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {}
     count = getattr(parallel, "nnodes_within_dp", 1)  # exists in 0.32 and 0.33; older releases may lack it
     if count > 1:
-        raise several_hosts(f"--nnodes puts the workers on {count} hosts", vllm_config)
+        raise several_hosts(f"--nnodes puts the workers on {count} hosts", options)
     check_one_scheduler(vllm_config)
     if parallel.distributed_executor_backend == "ray" and parallel.placement_group is not None:
         nodes = _ray_nodes(parallel.placement_group)
         if len(nodes) > 1:
-            raise several_hosts(f"Ray has put scheduler and workers on {len(nodes)} nodes", vllm_config)
+            raise several_hosts(f"Ray has put scheduler and workers on {len(nodes)} nodes", options)
 
 
 def check_one_scheduler(vllm_config: Any) -> None:
@@ -120,9 +122,12 @@ def check_one_scheduler(vllm_config: Any) -> None:
         )
 
 
-def several_hosts(why: str, vllm_config: Any) -> ConfigError:
-    """The error for an engine with workers on several hosts, with the ``--kv-transfer-config`` to write instead."""
-    options = getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {}
+def several_hosts(why: str, options: Mapping[str, Any]) -> ConfigError:
+    """The error for an engine with workers on several hosts, with the ``--kv-transfer-config`` to write instead.
+
+    Args:
+        options: of vLLM's OffloadingConnector.
+    """
     instead = shared_storage_instead(options)
     other = f"Give each worker a tier of its own: --kv-transfer-config '{json.dumps(instead)}'. Or run"
     return ConfigError(

@@ -85,7 +85,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             absent = spec.region.absent_workers()  # vLLM creates the scheduler after the workers
             if absent and self.deployment.tiers:
                 raise refusals.several_hosts(
-                    f"workers {absent} have not mapped the scheduler's region", self._handed.vllm_config
+                    f"workers {absent} have not mapped the scheduler's region", self.config.extra_config
                 )
             return KVTiersManager(
                 spec,
