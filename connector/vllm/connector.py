@@ -29,6 +29,7 @@ from .contract import implements
 from .handed import handing_over
 from .logs import log_as_vllm
 from .metrics import shared_types
+from .open_lookups import OpenLookups
 from .spec import KVTiersSpec
 
 
@@ -51,7 +52,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         with handing_over(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
         manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
-        self._manager: Any = manager if hasattr(manager, "continue_wait") else None  # KVTiersManager, or RankManager
+        self._open_lookups: OpenLookups | None = getattr(manager, "open_lookups", None)  # vLLM's own managers have none
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. vLLM calls this after it has created all connectors of the process."""
@@ -115,12 +116,12 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         """
         translate.warn_of_unread(request)
         translate.hold_back_stream(request)  # releases without on_new_request start requests here
-        if self._manager is None:
+        if self._open_lookups is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._manager.continue_wait(request.request_id, num_computed_tokens):
+        if self._open_lookups.continue_wait(request.request_id, num_computed_tokens):
             return None, False
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._manager.note_asked(request.request_id, num_computed_tokens, is_open=answer[0] is None)
+        self._open_lookups.note_asked(request.request_id, num_computed_tokens, is_open=answer[0] is None)
         return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -45,9 +45,7 @@ SINCE: Mapping[str, tuple[int, int]] = {
 #: Public methods that only kvtiers calls, in classes that inherit from vLLM's.
 OWN = frozenset(
     {
-        "continue_wait",
         "note",
-        "note_asked",
         "note_resets",
         "note_uses",
         "options_of",

@@ -54,11 +54,11 @@ from . import kv_groups, refusals, translate, weights
 from .contract import implements
 from .handed import handed_over
 from .metrics import StatsExporter, definitions
-from .spec import canonical_kv_caches, gpu_blocks
+from .open_lookups import OpenLookups
+from .spec import JOBS_MAX, canonical_kv_caches, gpu_blocks
 
 logger = get_logger(__name__)
 
-_COPIES_MAX = 1 << 20  # copies in flight; the slots bound them
 FAILED_LOADS_MAX = 3  # of a request, which is then computed: a failed load need not mean that storage lost a block
 
 
@@ -282,8 +282,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._pacer = Pacer()
         self._loading: dict[str, bool] = {}  # request -> whether a rank has failed to load a block for it
         self._failed_loads: dict[str, int] = {}  # by request
-        self._left_open = False  # a lookup has returned None since ``continue_wait`` last returned False
-        self._open: dict[str, int] = {}  # waiting request -> tokens that the GPU had when it was looked up
+        self.open_lookups = OpenLookups(self._pacer)
         self._name = lru_cache(KEYS_MAX)(self._make_name)  # a waiting request's keys are looked up again and again
         self._stats = StatsExporter(apart.metrics)
 
@@ -299,27 +298,10 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
             self._guard.note_answer(named, req_context, hit=True)
             return LookupResult.HIT
         answer = self._guard.lookup(named, req_context)
-        self._pacer.asked(answer)
-        if answer is None:
-            self._left_open = True
-        else:
+        self.open_lookups.asked(answer)
+        if answer is not None:
             self._blocks.answered(named, present=answer)
         return translate.lookup_result(answer)
-
-    def note_asked(self, req_id: str, num_computed_tokens: int, *, is_open: bool) -> None:
-        """Remember the outcome of the lookups that vLLM just made for a request. See ``KVTiersManager``."""
-        if is_open and self._left_open:
-            self._open[req_id] = num_computed_tokens
-        else:
-            self._open.pop(req_id, None)
-
-    def continue_wait(self, req_id: str, num_computed_tokens: int) -> bool:
-        """Whether the tier has answered nothing since vLLM's last lookups for a request. See ``KVTiersManager``."""
-        if self._open.get(req_id) != num_computed_tokens:
-            self._left_open = False
-            return False
-        self._pacer.asked(None)
-        return True
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> RankKeys:
         self._loading[req_context.req_id] = False
@@ -368,7 +350,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self.adapters.pop(req_context.req_id, None)
         self._loading.pop(req_context.req_id, None)
         self._failed_loads.pop(req_context.req_id, None)
-        self._open.pop(req_context.req_id, None)
+        self.open_lookups.forget(req_context.req_id)
         self._guard.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
@@ -376,8 +358,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         answered = self._guard.take_answered()
         for req_id, keys in (answered or {}).items():
             self._note_answers(req_id, keys)
-        for req_id in list(self._open) if answered is None else answered:
-            self._open.pop(req_id, None)
+        for req_id in list(self.open_lookups) if answered is None else answered:
+            self.open_lookups.forget(req_id)
         self._pacer.step_ended(loading=bool(self._loading) or self._blocks.awaits_news)
 
     def has_pending_work(self) -> bool:
@@ -389,7 +371,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
             translate.warn_of_reset()
             self._is_off = True
         self._loading.clear()  # vLLM forgets them
-        self._open.clear()
+        self.open_lookups.clear()
 
     def get_stats(self) -> Any:
         return self._stats.take()
@@ -475,7 +457,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         self._transfers = RankTransfers(
             tier,
             apart.metrics,
-            create_handlers(kv_caches, views, blocks_per_chunk, jobs_max=_COPIES_MAX),
+            create_handlers(kv_caches, views, blocks_per_chunk, jobs_max=JOBS_MAX),
             slots=region.geometry.num_blocks,
             slot_bytes=region.geometry.row_stride,
             blocks_per_chunk=blocks_per_chunk,

@@ -40,11 +40,12 @@ from . import kv_groups, refusals, translate
 from .contract import implements
 from .handed import handed_over
 from .metrics import StatsExporter, definitions, tiering_definitions
+from .open_lookups import OpenLookups
 
 logger = get_logger(__name__)
 
 #: vLLM asserts that a transfer is accepted, so the handlers must never reach their limit. vLLM's blocks bound the jobs.
-_JOBS_MAX = 1 << 20
+JOBS_MAX = 1 << 20
 
 #: Engine steps that may be in flight at once, in addition to one per pipeline stage.
 _STEPS_IN_FLIGHT = 3
@@ -177,8 +178,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._blocks: OffloadingManager = self.core  # only the region after storage was turned off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
-        self._left_open = False  # a lookup has returned None since ``continue_wait`` last returned False
-        self._open: dict[str, int] = {}  # waiting request -> tokens that the GPU had when it was looked up
+        self.open_lookups = OpenLookups(self._pacer, self.core.continue_wait)
         self._from_tiers: dict[OffloadKey, int] = {}  # keys of the latest prepare_load -> tier they were read from
         self._stats = StatsExporter(self.core.metrics, tiering_names=True)
         self._stores: set[OffloadKey] = set()
@@ -189,32 +189,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         answer = (self._blocks if self._role.loads else self.core.slots).lookup(key, req_context)
-        self._pacer.asked(answer)
-        self._left_open |= answer is None
+        self.open_lookups.asked(answer)
         return translate.lookup_result(answer, is_coming=answer is None and self.core.is_coming(key, req_context))
-
-    def note_asked(self, req_id: str, num_computed_tokens: int, *, is_open: bool) -> None:
-        """Remember the outcome of the lookups that vLLM just made for a request.
-
-        Args:
-            num_computed_tokens: tokens of the request that the GPU already had.
-            is_open: vLLM does not know the result yet and will ask again.
-        """
-        if is_open and self._left_open:
-            self._open[req_id] = num_computed_tokens
-        else:
-            self._open.pop(req_id, None)
-
-    def continue_wait(self, req_id: str, num_computed_tokens: int) -> bool:
-        """Continue a request's wait for a step without lookups: they would have no answer again. O(1).
-
-        If it returns False, let vLLM look the keys up and then call ``note_asked``.
-        """
-        if self._open.get(req_id) != num_computed_tokens or not self.core.continue_wait(req_id):
-            self._left_open = False
-            return False
-        self._pacer.asked(None)
-        return True
 
     def get_load_source(self, key: OffloadKey, req_context: Any) -> Any:  # noqa: ARG002
         """Return where a block of the latest ``prepare_load`` came from. vLLM calls this from 0.32 on."""
@@ -261,7 +237,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._open.pop(req_context.req_id, None)
+        self.open_lookups.forget(req_context.req_id)
         self.core.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
@@ -354,7 +330,7 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
         self._region = region
         self._store: OffloadingHandler | None
         self._load: OffloadingHandler | None
-        self._store, self._load = create_handlers(canonical, views, blocks_per_chunk, jobs_max=_JOBS_MAX, **options)
+        self._store, self._load = create_handlers(canonical, views, blocks_per_chunk, jobs_max=JOBS_MAX, **options)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         spec = (gpu_blocks(src_spec), CPULoadStoreSpec(dst_spec.block_ids))

@@ -295,7 +295,7 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
     monkeypatch.setattr(LocalStore, "size", size_when_told)
     monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
     connector = object.__new__(KVTiersConnector)
-    connector._manager = manager
+    connector._open_lookups = manager.open_lookups
 
     def ask(num_computed_tokens: int) -> int | None:
         asked = SimpleNamespace(request_id="waits")
@@ -311,7 +311,7 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
     assert wait_for(lambda: ask(4)) == 24
     assert len(rounds) <= 2 + 2 * len(some), "it was looked up more often than something changed"
     manager.on_request_finished(context)
-    assert not manager.continue_wait("waits", 4)
+    assert not manager.open_lookups.continue_wait("waits", 4)
 
 
 def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(
@@ -329,7 +329,7 @@ def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(
 
     monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
     connector = object.__new__(KVTiersConnector)
-    connector._manager = engine.manager
+    connector._open_lookups = engine.manager.open_lookups
     for _ in range(3):
         assert connector.get_num_new_matched_tokens(SimpleNamespace(request_id="own"), 0) == (None, False)
     assert rounds == [[LookupResult.HIT] * 2] * 3
