@@ -132,15 +132,16 @@ class SharedStorageConnector(KVTiersConnector):
         vLLM's block hashes have an adapter's name. Its content is part of the key, because it may be trained again.
         """
         lora, req_id = getattr(request, "lora_request", None), request.request_id
-        if lora is not None and req_id not in self._rank_manager.adapters:
-            assert self._adapter_pool is not None
-            self._rank_manager.adapters[req_id] = None
-            adapter = lora.lora_int_id, lora.lora_path
-            read = self._reads.get(adapter)
-            if read is None or read.revision.done():
-                revision = self._adapter_pool.submit(self._adapters.revision, lora)
-                read = self._reads[adapter] = _Read(revision, time.monotonic() + ADAPTER_DEADLINE_S)
-            self._asked[req_id] = read
+        if lora is None or req_id in self._rank_manager.adapters:
+            return
+        assert self._adapter_pool is not None
+        self._rank_manager.adapters[req_id] = None
+        adapter = lora.lora_int_id, lora.lora_path
+        read = self._reads.get(adapter)
+        if read is None or read.revision.done():
+            revision = self._adapter_pool.submit(self._adapters.revision, lora)
+            read = self._reads[adapter] = _Read(revision, time.monotonic() + ADAPTER_DEADLINE_S)
+        self._asked[req_id] = read
 
     def _has_adapter(self, req_id: str) -> bool:
         """Whether the adapter's files were read, or the time limit passed. Always true of requests without adapter."""
