@@ -25,12 +25,12 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from . import errors
-from .blocks.batches import Batch, Pair
+from .blocks.batches import BATCH_FIELDS, Batch, Pair
 from .blocks.file_mapper import FileMapper
 from .blocks.keys import OffloadKey
 from .blocks.seal import Seal
@@ -44,7 +44,6 @@ FOUND: Final[tuple[bool | None, ...]] = (False, True, None)
 
 _HEAD: Final = struct.Struct(f"!II{TAG_BYTES}s")
 _COUNT: Final = struct.Struct("=I")
-_FIELDS: Final = tuple(each.name for each in fields(Batch))
 _KEY_FIELDS: Final = frozenset({"succeeded", "found", "gone", "unreadable", "bad", "suspects"})
 _COUNTERS: Final = frozenset({"outcomes", "errors", "verify_failures"})
 
@@ -95,8 +94,9 @@ def _as_plain(value: Any) -> object:
         raise TypeError(f"{type(value).__name__} is not JSON serializable") from None
 
 
-# Created once: json.dumps with these options would create an encoder for each call.
+# Created once: json.dumps with these options would create an encoder for each call, and json.loads guesses an encoding.
 _to_json = json.JSONEncoder(separators=(",", ":"), default=_as_plain).encode
+_from_json = json.JSONDecoder().decode
 
 
 def pack_frame(tag: bytes, content: Sequence[object], raw: bytes = b"") -> bytes:
@@ -141,7 +141,7 @@ class FrameReader:
                 if buffer[end : end + TAG_BYTES] != tag:
                     raise StrayBytesError("other bytes arrived in the middle of a frame")
                 try:
-                    content = json.loads(buffer[start + _HEAD.size : raw_at])
+                    content = _from_json(buffer[start + _HEAD.size : raw_at].decode())
                 except (ValueError, RecursionError) as e:
                     raise StrayBytesError(f"a frame is not JSON: {e}") from e
                 start = end + TAG_BYTES
@@ -176,7 +176,7 @@ def unpack_pairs(data: bytes) -> list[Pair]:
 
 def encode_batch(batch: Batch, keys: Sequence[OffloadKey]) -> dict[str, Any]:
     """Encode the fields that are not empty, keys as places in ``keys``. No "succeeded": all blocks succeeded."""
-    answer = {name: value for name in _FIELDS if (value := getattr(batch, name))}
+    answer = {name: value for name in BATCH_FIELDS if (value := getattr(batch, name))}
     if len(batch.succeeded) == len(keys):
         answer.pop("succeeded", None)
     else:

@@ -66,6 +66,9 @@ class Batch:
 
     def add(self, other: Batch) -> None:
         """Add the results of another batch to this one."""
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            setattr(self, each.name, theirs or mine if isinstance(mine, str) else mine + theirs)
+        for name in BATCH_FIELDS:
+            if theirs := getattr(other, name):  # most are empty
+                setattr(self, name, theirs if isinstance(theirs, str) else getattr(self, name) + theirs)
+
+
+BATCH_FIELDS = tuple(each.name for each in fields(Batch))

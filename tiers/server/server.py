@@ -52,7 +52,7 @@ class _Part:
     deadline: float
     left: int
     lock: threading.Lock = field(default_factory=threading.Lock)
-    batch: Batch = field(default_factory=Batch)
+    batch: Batch | None = None
 
 
 _Piece = tuple[_Part, Sequence[Pair]]
@@ -279,13 +279,15 @@ class Server:
     def _end_piece(self, part: _Part, batch: Batch) -> None:
         end_if_forked(self._pid)
         with part.lock:
-            part.batch.add(batch)
+            if part.batch is not None:
+                batch.add(part.batch)
+            part.batch = batch
             part.left -= 1
             ends = not part.left
         if ends:
             if self._to_replace:
                 self._to_replace.difference_update(part.keys)
-            self._send_batch(part.number, part.batch, part.keys)
+            self._send_batch(part.number, batch, part.keys)
         elif time.monotonic() - self._sent_at > ALIVE_EVERY_S:
             self._send("alive")
 
