@@ -206,9 +206,6 @@ def _show(result: Collected | Skipped) -> None:
     say(f"{place}: {counted(result.blobs, 'blob')}, {human_bytes(result.bytes)}, listed in {took}")
     for reason, count in result.removed_blobs.items():
         say(f"  {verb} by {reason}: {counted(count, 'block')}, {human_bytes(result.removed_bytes[reason])}")
-    if result.ttl_waits_s:
-        wait = human_age(result.ttl_waits_s)
-        say(f"  nothing is removed by ttl for another {wait}: the storage's clock was stepped, so ages are not known")
     if result.leftovers:
         say(f"  {verb}, left by dead writers or in quarantine: {counted(result.leftovers, 'file')}")
     if result.kept_by_error:

@@ -27,18 +27,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 
 from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
-from ..store import KeepsFiles, Store, SupportsTouch
-from .clock import ClockReading, boot_id, held_s, since_boot
+from ..store import KeepsFiles, Store
 from .policy import CapacityPolicy, Lag, Marks
 from .records import RecordKeys
 from .room import Room
 from .usage import USAGE, Usage, publish_usage, read_usage
-from .walker import PAGE_KEYS, CollectReport, Walker, Wanted, is_block
-from .written import Writer, WrittenBytes
+from .walker import CollectReport, Walker, Wanted
+from .written import Writer, WrittenBytes, since_boot
 
 logger = get_logger(__name__)
 
@@ -70,7 +68,7 @@ class Collector:
             has ended takes its place at once if it has the same name.
         clock: Unix seconds.
         monotonic: seconds.
-        since_boot: see ``tiers.capacity.clock``.
+        since_boot: see ``tiers.capacity.written``.
 
     Attributes:
         full: why writers must stop; "": they need not.
@@ -94,7 +92,6 @@ class Collector:
         self._keys = keys
         self._clock = clock
         self._monotonic = monotonic
-        self._since_boot = since_boot
         self._owner = owner or secrets.token_hex(8)
         self._writer = Writer(store, poll_s=policy.poll_s, writer_s=policy.writer_s, keys=keys, clock=since_boot)
         self._written = WrittenBytes(store, writer_s=policy.writer_s, keys=keys, clock=monotonic)
@@ -112,7 +109,6 @@ class Collector:
         self._looks_at = now  # when to look next whether a listing is due
         self._heard = ("", 0), now  # another collector's name and last beat, and since when it is the last
         self._seen_listing: tuple[int, float] | None = None  # number of the last complete listing, and since when
-        self._told_stepped_at: float | None = None
         self._told_foreign = False
         self._offset_s: float | None = None  # the storage's clock minus ``monotonic``
         self._take_up(Usage())
@@ -173,8 +169,7 @@ class Collector:
     ) -> CollectReport | None:
         """List everything, and remove what exceeds the limits. None: another collector works, or died not long ago.
 
-        A dry run writes nothing, so it cannot ask for the storage's time. It derives the time from the last reading if
-        that was made on this machine since its boot, and otherwise uses this host's clock.
+        A dry run writes nothing, so it cannot ask for the storage's time, and uses this host's clock.
 
         Args:
             on_progress: called with the number of blobs passed.
@@ -187,22 +182,20 @@ class Collector:
         if dry_run:
             self._take_up(read_usage(self._store, keys=self._keys) or Usage())
             self._offset_s = self._clock() - began
-            if (last := self._reading) is not None and last.boot == boot_id() != "":
-                self._offset_s = last.storage + self._since_boot() - last.since_boot - began
         elif self._begin(read_usage(self._store, keys=self._keys) or Usage()):
             self._put += self._written.read(without=self._writer.name)
         else:
             return None
         try:
             for _ in range(1 if self._now() is not None else 2):  # the first one finds the newest blob
-                self._run_pass(report, Wanted(self._ttl_s(report)), on_progress)
+                self._run_pass(report, Wanted(self._ttl_s()), on_progress)
             freed, removed = report.removed_bytes["ttl"] if dry_run else 0, 1
             if self._excess_bytes(freed=freed)[0] > 0:
                 self._sweep(report, is_short=True)
             while removed and (excess := self._excess_bytes(freed=freed)[0]) > 0:
                 share = excess / max(1, self._removable_bytes())
                 part = CollectReport(dry_run=dry_run)
-                self._run_pass(part, Wanted(self._ttl_s(report), excess, share), on_progress)
+                self._run_pass(part, Wanted(self._ttl_s(), excess, share), on_progress)
                 removed = part.removed_bytes["capacity"]
                 report.removed_blobs["capacity"] += part.removed_blobs["capacity"]
                 report.removed_bytes["capacity"] += removed
@@ -291,7 +284,6 @@ class Collector:
     def _take_up(self, usage: Usage) -> None:
         """Go on from what the last collector knew."""
         self._beat, self._listed, self._listed_at, self._blobs = usage.beat, usage.listed, usage.listed_at, usage.blobs
-        self._reading = usage.clock
         self._base = usage.bytes if usage.listed else 0
         self._put = self._put_at_pass = max(0, self._writer.put_bytes - usage.put.get(self._writer.name, 0))
         self._put_at_base = 0
@@ -367,7 +359,7 @@ class Collector:
             return
         if self._walker.current is None:
             self._begin_pass(report, is_short=excess > 0)
-        wanted = Wanted(self._ttl_s(report), excess if is_fast else 0, share)
+        wanted = Wanted(self._ttl_s(), excess if is_fast else 0, share)
         keys_max = float("inf") if is_fast else max(1, int(KEYS_PER_S * self._policy.poll_s))
         until = now + STEP_S
         is_end = self._walker.step(wanted, report, now=self._now(), keys_max=keys_max, until=until)
@@ -478,9 +470,7 @@ class Collector:
         self._beat += 1
         now = self._published_at = self._monotonic()
         put = self._written.seen | ({self._writer.name: self._writer.put_bytes} if self._writer.put_bytes else {})
-        usage = Usage(
-            holder, self._beat, self._listed, self._listed_at, self._used(), self._blobs, put, self.full, self._reading
-        )
+        usage = Usage(holder, self._beat, self._listed, self._listed_at, self._used(), self._blobs, put, self.full)
         is_published = True
         try:
             publish_usage(self._store, usage, keys=self._keys)
@@ -502,49 +492,10 @@ class Collector:
         now = None
         if is_published:
             now = next((info.mtime for info in self._store.keys(USAGE) if info.key == USAGE), None)
-        elif self._policy.ttl_s is not None:
-            now = self._time_of_a_touch()
         if now == 0.0:
             raise StoreConfigError(NO_TIMES)
         self._offset_s = None if now is None else now - self._monotonic()
-        if now is not None and self._policy.ttl_s is not None:
-            ttl_s = self._policy.ttl_s
-            gap_s_max = max(ttl_s, 2 * self._policy.every_s)
-            reading = ClockReading(now, boot_id(), self._since_boot())
-            self._reading = reading.after(self._reading, host=self._clock(), ttl_s=ttl_s, gap_s_max=gap_s_max)
-            self._tell_step(self._reading, held_s(self._reading, ttl_s))
 
-    def _time_of_a_touch(self) -> float | None:
-        """The storage's clock where there is no space for a record: from a block, which then counts as just used."""
-        if not isinstance(self._store, SupportsTouch):
-            return None
-        blocks = (info for info in self._store.keys() if is_block(info.key))  # noqa: SIM118 - not a dict
-        newest = max(islice(blocks, PAGE_KEYS), key=lambda info: info.mtime, default=None)
-        if newest is None:
-            return None
-        key = newest.key
-        try:
-            self._store.touch(key)
-        except StoreError as e:
-            logger.debug("the storage's time is not known: %s", e)
-            return None
-        return next((info.mtime for info in self._store.keys(key) if info.key == key), None)
-
-    def _ttl_s(self, report: CollectReport) -> float:
-        """The age at which blocks are removed now: infinite while ages are unknown."""
-        ttl_s, now = self._policy.ttl_s, self._now()
-        if ttl_s is None or now is None:
-            return float("inf")
-        if self._reading is not None and not report.dry_run:
-            report.ttl_waits_s = held_s(replace(self._reading, storage=now), ttl_s)
-        return float("inf") if report.ttl_waits_s else ttl_s
-
-    def _tell_step(self, reading: ClockReading, waits_s: float) -> None:
-        """Warn once about each step of the storage's clock."""
-        if waits_s and reading.stepped_at != self._told_stepped_at:
-            logger.warning(
-                "the storage's clock was stepped, differs from this host's, or was not read for longer than ttl. The "
-                "ages of blocks are unknown, so ttl = %.0f s removes no block for the next %.0f s. Check the clocks of "
-                "the storage and of this host (NTP)", self._policy.ttl_s, waits_s,
-            )  # fmt: skip
-        self._told_stepped_at = reading.stepped_at
+    def _ttl_s(self) -> float:
+        """The age at which blocks are removed now: infinite while the storage's time is unknown."""
+        return float("inf") if self._policy.ttl_s is None or self._offset_s is None else self._policy.ttl_s

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 
 from ..plain_logs import get_logger
 from ..store import Store
-from .clock import ClockReading
 from .records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
 
 logger = get_logger(__name__)
@@ -30,7 +29,6 @@ class Usage:
         blobs: number of blobs in the last complete listing.
         put: writer -> how much of what it put is included in ``bytes``; see ``written``.
         full: why writers must stop; "": they need not.
-        clock: the storage's clock at the last reading; None: there was none.
     """
 
     holder: str = ""
@@ -41,7 +39,6 @@ class Usage:
     blobs: int = 0
     put: Mapping[str, int] = field(default_factory=dict)
     full: str = ""
-    clock: ClockReading | None = None
 
 
 def read_usage(store: Store, *, keys: RecordKeys | None = None) -> Usage | None:
@@ -58,9 +55,9 @@ def read_usage(store: Store, *, keys: RecordKeys | None = None) -> Usage | None:
     match record:
         case {
             "holder": str(holder), "beat": beat, "listed": listed, "listed_at": int(at) | float(at), "bytes": size,
-            "blobs": blobs, "put": dict(put), "full": str(full), "clock": clock,
+            "blobs": blobs, "put": dict(put), "full": str(full),
         } if abs(at) < AT_S_MAX and all(map(is_count, (beat, listed, size, blobs, *put.values()))):  # fmt: skip
-            return Usage(holder, beat, listed, at, size, blobs, put, full, ClockReading.from_json(clock))
+            return Usage(holder, beat, listed, at, size, blobs, put, full)
     return None
 
 

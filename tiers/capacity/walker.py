@@ -44,7 +44,6 @@ class CollectReport:
         own_bytes: bytes of the store's own files, quarantine included.
         leftovers: files of dead writers and quarantined blobs that were removed since the store was opened; with
             ``dry_run``, that a run would remove.
-        ttl_waits_s: seconds during which ttl removes nothing, because the storage's clock was stepped.
     """
 
     dry_run: bool = False
@@ -55,7 +54,6 @@ class CollectReport:
     kept_by_error: int = 0
     own_bytes: int = 0
     leftovers: int = 0
-    ttl_waits_s: float = 0.0
     seconds: float = 0.0
 
 

@@ -20,7 +20,6 @@ from ..daemon_pool import DaemonPool
 from ..errors import StoreFullError
 from ..plain_logs import get_logger
 from ..store import KeyInfo, Store
-from .clock import since_boot
 from .records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
 from .usage import Usage, is_count, read_usage
 
@@ -31,6 +30,11 @@ WRITER_NAME = re.compile(r"[0-9a-f]{16}")
 SILENT_SHARE = 0.5  # of writer_s, after which a writer takes a new name
 SURE_S = 2.0  # a record is read until it is unchanged for so long: its time may be a whole second
 READERS_MAX = 32  # concurrent reads of records, if each read waits for a network
+
+
+def since_boot() -> float:
+    """Seconds since this machine started, including its sleep. Nobody can set this clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Writer:
