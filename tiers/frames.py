@@ -8,8 +8,8 @@ A frame is two lengths (big-endian u32), the connection's tag, a JSON list, raw 
              ["look", number]                      raw: pairs; the slots mean nothing
              ["open", number]                      creates the store, and opens the namespace
              ["cut", reason]                       drops blocks that have not begun; "" lets them begin again
-    server   ["moved", number, batch, warnings, said]
-             ["looked", number, warnings, said]   raw: a byte per key, see ``FOUND``
+    server   ["moved", number, batch, said]          said: texts for the log
+             ["looked", number, said]   raw: a byte per key, see ``FOUND``
              ["opened", number, capabilities, error]
              ["alive"]                             it serves; blocks are moving
 

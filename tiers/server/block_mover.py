@@ -36,8 +36,6 @@ logger = get_logger(__name__)
 #: Blocks of this size or more are checksummed piece by piece while they move. Speed relative to plain preadv on one
 #: core and ext4, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
-SAY_EVERY_S = 60.0
-WARNINGS_MAX = 64  # different warnings that are logged once each; a trailer may name any key
 LENT_LOOK_S = 0.01  # between looks at slots that a store still uses
 _SINGLE_BLOCK_ERRORS = (StoreUnavailableError, StorePermissionError)  # errors that may concern only one block
 
@@ -55,8 +53,7 @@ class BlockMover:
         name_prefix: prefix of the blocks' names in the store; see ``tiers.blocks.file_mapper.block_name``.
         rows: the region.
         clock: seconds, monotonic; deadlines are by this clock.
-        warn: called with messages that an operator should read.
-        say: called with errors that only an operator can fix; by default ``warn``, at most once a minute.
+        say: called with errors that only an operator can fix, each time; whoever logs them limits how often.
 
     Attributes:
         must_replace: whether a store overwrites a block even if it looks good, because its last load failed.
@@ -70,22 +67,18 @@ class BlockMover:
         seal: Seal,
         rows: Rows,
         clock: Callable[[], float],
-        warn: Callable[[str], None] = logger.warning,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None],
     ) -> None:
         self.name = name
         self.store = store
         self.must_replace: Callable[[OffloadKey], bool] = lambda _: False
-        self._warned: set[str] = set()
         self._bad_in_a_row = 0  # since the last good block; threads that race may lose a count
-        self._say_at = float("-inf")  # when the next warning is allowed; threads that race may warn twice
         # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
         is_large = rows.row_bytes >= PIECEWISE_BYTES_MIN
         self._pieces = store if is_large and isinstance(store, SupportsPieces) else None
         self._name_prefix = name_prefix
-        self._warn = warn
-        self._say = self._say_sometimes if say is None else say
+        self._say = say
         self._seal = seal
         self._rows = rows
         self._clock = clock
@@ -280,20 +273,15 @@ class BlockMover:
             self._note_suspect(key, failure, batch)
         if reason is SealReason.UNKNOWN_KEY:
             self._warn_of_key(failure)
-        else:  # a bad block stays, and every request for it finds it, so ``say`` limits how often it is logged
+        else:
             self._say(f"tier {self.name}: {name} is not the block it should be ({failure})")
         return False
 
     def _warn_of_key(self, failure: Exception) -> None:
-        self._warn_once(
+        self._say(
             f"tier {self.name}: stored blocks are misses, and no store replaces them ({failure}). If keys were "
             "rotated, add the old key after the new one; if other engines have a newer key file, use it here, too"
         )
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned and len(self._warned) < WARNINGS_MAX:
-            self._warned.add(text)
-            self._warn(text)
 
     def probe_reads(
         self, keys: Sequence[OffloadKey], sample: Callable[[], Iterable[OffloadKey]], deadline: float
@@ -331,11 +319,6 @@ class BlockMover:
         logger.debug("tier %s: %s failed: %s", self.name, what, error)
         if isinstance(error, StorePermissionError | StoreConfigError):
             self._say(f"tier {self.name}: {what} failed: {error}")
-
-    def _say_sometimes(self, text: str) -> None:
-        if self._clock() >= self._say_at:
-            self._say_at = self._clock() + SAY_EVERY_S
-            self._warn(text)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Whether each key has a blob of a block's size; None where the lookup failed."""

@@ -96,7 +96,6 @@ class Server:
         self._mover: BlockMover | None = None
         self._cut = ""
         self._to_replace: set[OffloadKey] = set()
-        self._warnings: list[str] = []
         self._said: list[str] = []
         self._loads: deque[_Piece] = deque()
         self._stores: deque[_Piece] = deque()
@@ -305,7 +304,7 @@ class Server:
                     self._say(f"lookup of {len(keys)} keys failed: {type(e).__name__}: {e}")
                 found = [None] * len(keys)
             answers = bytes(map(FOUND.index, found))
-            self._send("looked", number, *self._take_texts(), raw=answers)
+            self._send("looked", number, self._take_said(), raw=answers)
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
@@ -324,9 +323,7 @@ class Server:
         except BaseException as e:  # such as SystemExit: a library that gives up must not end this process
             raise StoreUnavailableError(f"the store raised {type(e).__name__}: {e}") from e
         work = self._work
-        mover = BlockMover(
-            work.tier, store, work.mapper.name_prefix, work.seal, self._rows, self._clock, self._warn, self._say
-        )
+        mover = BlockMover(work.tier, store, work.mapper.name_prefix, work.seal, self._rows, self._clock, self._say)
         mover.must_replace = self._to_replace.__contains__
         return mover
 
@@ -368,20 +365,16 @@ class Server:
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    def _warn(self, text: str) -> None:
-        self._warnings.append(text)
-
     def _say(self, text: str) -> None:
         self._said.append(text)
 
     def _send_batch(self, number: int, batch: Batch, keys: Sequence[OffloadKey]) -> None:
-        self._send("moved", number, encode_batch(batch, keys), *self._take_texts())
+        self._send("moved", number, encode_batch(batch, keys), self._take_said())
 
-    def _take_texts(self) -> tuple[list[str], list[str]]:
-        warnings, self._warnings[:] = self._warnings[:], []
+    def _take_said(self) -> list[str]:
         # One text is enough: the next answer says it again, and the engine's half logs only few of them.
         said, self._said[:] = self._said[:1], []
-        return warnings, said
+        return said
 
     def _send(self, *content: object, raw: bytes = b"") -> None:
         frame = pack_frame(self._tag, content, raw)

@@ -119,7 +119,7 @@ class Channel(Connections[_Server]):
         row_bytes: bytes of a block.
         jobs_max, cost_max: a store beyond these limits is refused; cost is in bytes.
         deadline_s: no block of a job begins to move later than this after the job was submitted.
-        tell: called with ``(is_warning, text)`` for what servers say.
+        tell: called with the texts that servers say.
         clock: seconds, monotonic; the servers' clock, too.
     """
 
@@ -132,7 +132,7 @@ class Channel(Connections[_Server]):
         jobs_max: int,
         cost_max: int,
         deadline_s: float,
-        tell: Callable[[bool, str], None] = lambda is_warning, text: None,  # noqa: ARG005
+        tell: Callable[[str], None] = lambda text: None,  # noqa: ARG005
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         servers = [_Server(start=partial(backend.start, seats), seats=seats) for seats in backend.seats]
@@ -332,15 +332,15 @@ class Channel(Connections[_Server]):
         if request is None or kind != expected:
             raise ValueError("it answered what it was not asked")
         if request.job is not None:
-            _, encoded, warnings, said = arguments
+            _, encoded, said = arguments
             batch = decode_batch(encoded, request.keys)
-            self._tell_all(warnings, said)
+            self._tell_all(said)
             self._end_part(request.job, batch)
         elif request.look:
             if len(raw) != request.look:
                 raise ValueError(f"it sent {len(raw)} answers to {request.look} keys")
-            _, warnings, said = arguments
-            self._tell_all(warnings, said)
+            _, said = arguments
+            self._tell_all(said)
             self._looked.append((number, [FOUND[answer] for answer in raw]))
         else:
             _, capabilities, error = arguments
@@ -350,10 +350,9 @@ class Channel(Connections[_Server]):
         del child.owed[number]
         self._add_work(child, request, -1)
 
-    def _tell_all(self, warnings: Iterable[object], said: Iterable[object]) -> None:
-        for is_warning, texts in ((True, warnings), (False, said)):
-            for text in texts:
-                self._tell(is_warning, str(text))
+    def _tell_all(self, said: Iterable[object]) -> None:
+        for text in said:
+            self._tell(str(text))
 
     def _end_part(self, job: _Job, batch: Batch) -> None:
         job.batches.append(batch)

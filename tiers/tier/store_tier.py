@@ -44,7 +44,6 @@ DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 DOUBTFUL_ASKED_MAX = 256  # removed blocks of which the storage is asked at once; each is asked in every step
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
 PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
-WARNINGS_MAX = 64  # different warnings of servers that are logged once each; a trailer may name any key
 SAY_EVERY_S = 60.0
 #: Assumed of a store that could not be created yet.
 UNKNOWN = Capabilities(exclusive_create=False, shared=True, latency_bound=True)
@@ -136,7 +135,6 @@ class StoreTierManager(SecondaryTierManager):
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         self._clock = clock
-        self._warned: set[str] = set()
         self._say_at = float("-inf")  # when the next text of a server may be logged
         seal = options.make_seal(mapper.fingerprint, mapper.rank)
         backend = make_backend(Work(self.name, mapper, seal, options.read_only), self._rows)
@@ -212,17 +210,11 @@ class StoreTierManager(SecondaryTierManager):
         self._collector = collector
         self._counts.collects()
 
-    def _log(self, is_warning: bool, text: str) -> None:
-        """Log what a server says: a warning once, an error that only an operator can fix at most once a minute."""
-        if is_warning:
-            if text in self._warned or len(self._warned) >= WARNINGS_MAX:
-                return
-            self._warned.add(text)
-        else:
-            if self._clock() < self._say_at:
-                return
+    def _log(self, text: str) -> None:
+        """Log what a server says, which only an operator can fix, at most once a minute."""
+        if self._clock() >= self._say_at:
             self._say_at = self._clock() + SAY_EVERY_S
-        logger.warning("%s", text)
+            logger.warning("%s", text)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 

@@ -121,12 +121,12 @@ class FakeServer(FakeChild):
         kind, keys = self.asked.pop(number)
         if kind == "look":
             raw = bytes([1] * len(keys) if found is None else found)
-            return pack_frame(self.tag, ["looked", number, [], []], raw)
+            return pack_frame(self.tag, ["looked", number, []], raw)
         if kind == "open":
             capabilities = {"exclusive_create": True, "shared": True, "latency_bound": False}
             return pack_frame(self.tag, ["opened", number, None if error else capabilities, error])
         batch = batch or Batch(succeeded=list(keys), outcomes={"moved": len(keys)})  # type: ignore[arg-type]
-        return pack_frame(self.tag, ["moved", number, encode_batch(batch, keys), [], []])
+        return pack_frame(self.tag, ["moved", number, encode_batch(batch, keys), []])
 
     def answer_all(self) -> None:
         """Read, and answer everything with success."""

@@ -44,7 +44,7 @@ class Bench:
     ) -> None:
         self.clock = Clock()
         self.backend = FakeBackend(seats, send_bytes)
-        self.said: list[tuple[bool, str]] = []
+        self.said: list[str] = []
         self.channel = Channel(
             self.backend,
             tier=TIER,
@@ -52,7 +52,7 @@ class Bench:
             jobs_max=JOBS_MAX,
             cost_max=COST_MAX,
             deadline_s=DEADLINE_S,
-            tell=lambda is_warning, text: self.said.append((is_warning, text)),
+            tell=self.said.append,
             clock=self.clock,
         )
         self.settle()
@@ -211,10 +211,10 @@ def test_log_messages_of_servers_are_passed_on(single: Bench) -> None:
     bench.channel.look(KEYS)
     server.read()
     moved, looked = server.asked
-    server.send(pack_frame(server.tag, ["moved", moved, {}, ["a warning"], ["an error"]]))
-    server.send(pack_frame(server.tag, ["looked", looked, ["another"], []], bytes([0, 1, 2, 0, 0, 0, 0, 0])))
+    server.send(pack_frame(server.tag, ["moved", moved, {}, ["an error"]]))
+    server.send(pack_frame(server.tag, ["looked", looked, ["another"]], bytes([0, 1, 2, 0, 0, 0, 0, 0])))
     assert set(bench.finished()) == {1}
-    assert bench.said == [(True, "a warning"), (False, "an error"), (True, "another")]
+    assert bench.said == ["an error", "another"]
     assert bench.channel.take_looked() == [(looked, [False, True, None, *[False] * 5])]
 
 
@@ -261,19 +261,19 @@ def test_frames_wait_while_the_socket_is_full(make: Callable[..., Bench]) -> Non
 BAD: dict[str, Callable[[FakeServer, int], bytes]] = {
     "garbage": lambda server, number: os.urandom(64),
     "line": lambda server, number: b"WARNING: a library prints this line, which is long enough\n",
-    "wrong tag": lambda server, number: pack_frame(os.urandom(16), ["moved", number, {}, [], []]),
-    "in a frame": lambda server, number: pack_frame(server.tag, ["moved", number, {}, [], []])[:-5] + b"\n" * 99,
-    "unknown number": lambda server, number: pack_frame(server.tag, ["moved", 10**6, {}, [], []]),
+    "wrong tag": lambda server, number: pack_frame(os.urandom(16), ["moved", number, {}, []]),
+    "in a frame": lambda server, number: pack_frame(server.tag, ["moved", number, {}, []])[:-5] + b"\n" * 99,
+    "unknown number": lambda server, number: pack_frame(server.tag, ["moved", 10**6, {}, []]),
     "no number": lambda server, number: pack_frame(server.tag, ["moved"]),
-    "list for number": lambda server, number: pack_frame(server.tag, ["moved", [number], {}, [], []]),
+    "list for number": lambda server, number: pack_frame(server.tag, ["moved", [number], {}, []]),
     "other kind": lambda server, number: pack_frame(server.tag, ["opened", number, None, None]),
     "no kind": lambda server, number: pack_frame(server.tag, []),
     "null": lambda server, number: pack_frame(server.tag, None),  # type: ignore[arg-type]
-    "no batch": lambda server, number: pack_frame(server.tag, ["moved", number, None, [], []]),
-    "too many blocks": lambda server, number: pack_frame(server.tag, ["moved", number, {"succeeded": [10**6]}, [], []]),
-    "no texts": lambda server, number: pack_frame(server.tag, ["moved", number, {}, None, None]),
+    "no batch": lambda server, number: pack_frame(server.tag, ["moved", number, None, []]),
+    "too many blocks": lambda server, number: pack_frame(server.tag, ["moved", number, {"succeeded": [10**6]}, []]),
+    "no texts": lambda server, number: pack_frame(server.tag, ["moved", number, {}, None]),
     "too short": lambda server, number: pack_frame(server.tag, ["moved", number, {}]),
-    "twice": lambda server, number: 2 * pack_frame(server.tag, ["moved", number, {}, [], []]),
+    "twice": lambda server, number: 2 * pack_frame(server.tag, ["moved", number, {}, []]),
 }
 
 
@@ -303,7 +303,7 @@ def test_wrong_answers_to_a_lookup_are_failed_lookups(bench: Bench, raw: bytes) 
     number = bench.channel.look(KEYS)
     server = bench.made[0]
     server.read()
-    server.send(pack_frame(server.tag, ["looked", number, [], []], raw))
+    server.send(pack_frame(server.tag, ["looked", number, []], raw))
     assert bench.channel.take_looked() == [(number, [None] * 8)]
     assert server.kills == 1
     bench.settle()
@@ -316,7 +316,7 @@ ODD_ANSWERS = [
     ["opened", 1, None, ["annotations", "text", "", ""]],
     ["opened", 1, None, "text"],
     ["opened", 1, 5, None],
-    ["looked", 1, [], []],
+    ["looked", 1, []],
 ]
 
 

@@ -375,7 +375,7 @@ def test_block_with_any_flipped_trailer_bit_is_healed(make_seal: Callable[[bytes
     payload = np.random.default_rng(7).integers(-128, 128, (1, PAGE_BYTES), np.int8)
     seal = make_seal(bytes(32), 0)
     store = MemoryStore()
-    mover = BlockMover("test", store, "test_r0", seal, Rows(payload.data), time.monotonic)
+    mover = BlockMover("test", store, "test_r0", seal, Rows(payload.data), time.monotonic, print)
     name = block_name("test_r0", KEYS[0])
     pairs = [(KEYS[0], 0)]
     assert mover.store_batch(pairs).outcomes == {"moved": 1}
