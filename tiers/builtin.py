@@ -119,24 +119,6 @@ class BuiltInTier(StoreTierManager):
         )
 
 
-class FileSystemTierManager(BuiltInTier):
-    """The ``fs`` tier, for code that names its class. ``options``: see ``tiers.config.tier_options.FsTierConfig``."""
-
-    def __init__(
-        self,
-        offloading_spec: Any,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        root_dir: str,
-        n_read_threads: int | None = None,
-        n_write_threads: int | None = None,
-        **options: Any,
-    ) -> None:
-        threads = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads}
-        options |= {name: count for name, count in threads.items() if count is not None}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, type="fs", root_dir=root_dir, **options)
-
-
 def make_seal(config: TierConfig) -> Callable[..., Seal]:
     """Return a function that creates the seals of a built-in tier; it takes the arguments of ``Seal``.
 

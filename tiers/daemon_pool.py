@@ -19,9 +19,8 @@ class DaemonPool:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._changed = threading.Condition()  # guards the three fields below
+        self._changed = threading.Condition()  # guards the two fields below
         self._waiting: dict[Future[Any], Callable[[], Any]] = {}  # in order of submission
-        self._began: dict[Future[Any], float] = {}  # running calls, and when each one began
         self._ended = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
@@ -40,12 +39,6 @@ class DaemonPool:
             self._changed.notify()
         future.add_done_callback(self._forget)
         return future
-
-    def hangs(self, for_s: float) -> bool:
-        """Whether every thread has been busy with one call for at least ``for_s``."""
-        with self._changed:
-            all_run = len(self._began) == len(self._threads)
-            return all_run and time.monotonic() - max(self._began.values()) >= for_s
 
     def shutdown(self, within_s: float) -> None:
         """Cancel calls that have not begun and end the threads. Threads that hang in a call are left behind."""
@@ -67,7 +60,6 @@ class DaemonPool:
                     return
                 future, call = next(iter(self._waiting.items()))
                 del self._waiting[future]
-                self._began[future] = time.monotonic()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
@@ -78,4 +70,3 @@ class DaemonPool:
     def _forget(self, future: Future[Any]) -> None:
         with self._changed:
             self._waiting.pop(future, None)
-            self._began.pop(future, None)

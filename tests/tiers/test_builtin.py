@@ -18,7 +18,7 @@ import pytest
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
-from kvtiers.tiers.builtin import BuiltInTier, FileSystemTierManager
+from kvtiers.tiers.builtin import BuiltInTier
 from kvtiers.tiers.config.deployment import parse_tier
 from kvtiers.tiers.config.open_store import store_recipe
 from kvtiers.tiers.config.tier_options import S3TierConfig
@@ -139,15 +139,6 @@ def test_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], kind: 
     tier = BuiltInTier(FakeSpec(), region.data, kind, isolation=isolation, job_deadline_s=60.0, **place)
     try:
         assert bool(tier._channel.pids) == (isolation == "process")
-        store_and_load(tier, region)
-    finally:
-        tier.shutdown()
-
-
-def test_files_have_a_class_of_their_own(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
-    tier = FileSystemTierManager(FakeSpec(), region.data, "disk", str(tmp_path), 2, 3, min_free=0, isolation="thread")
-    try:
-        assert (tier.name, tier._channel._backend.seats[0].stores_first) == ("disk", 3)
         store_and_load(tier, region)
     finally:
         tier.shutdown()

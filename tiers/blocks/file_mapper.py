@@ -123,28 +123,20 @@ class FileMapper:
         cls,
         root_dir: str,
         offloading_spec: Any,
-        gpu_blocks_per_file: int = 1,
         parallel_agnostic: bool = False,
         extra_fields: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Create a mapper from an engine's spec, in the current form (with ``spec.config``) or the older form.
+        """Create a mapper from an engine's spec.
 
         Args:
-            gpu_blocks_per_file: 1, the default, means the spec's own number of blocks per chunk.
             parallel_agnostic: takes effect only if the spec says that its bytes do not depend on the parallel layout.
-                The older form cannot say so; the caller is trusted then.
         """
-        if getattr(offloading_spec, "config", None) is not None:
-            fields = _fields_of_config(offloading_spec)
-            config = offloading_spec.config
-            agnostic = getattr(getattr(config, "parallel", None), "is_parallelism_agnostic", False) or getattr(
-                config, "replicated_layout", False
-            )
-            parallel_agnostic = bool(parallel_agnostic and agnostic)
-        else:
-            fields = _fields_of_older_spec(offloading_spec)
-        if gpu_blocks_per_file != 1:
-            fields["gpu_blocks_per_file"] = gpu_blocks_per_file
+        config = offloading_spec.config
+        agnostic = getattr(getattr(config, "parallel", None), "is_parallelism_agnostic", False) or getattr(
+            config, "replicated_layout", False
+        )
+        parallel_agnostic = bool(parallel_agnostic and agnostic)
+        fields = _fields_of(offloading_spec)
         return cls(root_dir, **fields, parallel_agnostic=parallel_agnostic, extra_fields=extra_fields)
 
     def to_json(self) -> dict[str, Any]:
@@ -278,7 +270,7 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
     }
 
 
-def _fields_of_config(spec: Any) -> dict[str, Any]:
+def _fields_of(spec: Any) -> dict[str, Any]:
     config = spec.config
     parallel = getattr(config, "parallel", None)
     chunk = getattr(spec, "blocks_per_chunk", None) or getattr(config.cache, "blocks_per_chunk", 1)
@@ -292,26 +284,6 @@ def _fields_of_config(spec: Any) -> dict[str, Any]:
         "kv_cache_groups": [
             {"block_size": group.tokens_per_block, "layer_names": list(group.layer_names)}
             for group in getattr(config, "groups", ())
-        ],
-    }
-
-
-def _fields_of_older_spec(spec: Any) -> dict[str, Any]:
-    config = spec.vllm_config
-    parallel = getattr(config, "parallel_config", None)
-    groups = getattr(getattr(spec, "kv_cache_config", None), "kv_cache_groups", ())
-    return {
-        "model_name": config.model_config.model,
-        "hash_block_size": config.cache_config.block_size,
-        "gpu_blocks_per_file": getattr(spec, "block_size_factor", 1),
-        "tp_size": getattr(parallel, "tensor_parallel_size", 1),
-        "pp_size": getattr(parallel, "pipeline_parallel_size", 1),
-        "pcp_size": getattr(parallel, "prefill_context_parallel_size", 1),
-        "dcp_size": getattr(parallel, "decode_context_parallel_size", 1),
-        "rank": getattr(parallel, "rank", 0),
-        "dtype": str(config.cache_config.cache_dtype).removeprefix("torch."),
-        "kv_cache_groups": [
-            {"block_size": group.kv_cache_spec.block_size, "layer_names": list(group.layer_names)} for group in groups
         ],
     }
 
