@@ -153,8 +153,8 @@ class CollectorLink(Connections[Child]):
         """Take up to ``count_max`` blocks that this engine's collector removed, the oldest removals first.
 
         Returns:
-            The blocks that are gone, and the blocks in doubt. This engine stored the latter at about the time of their
-            removal, so only the storage can tell whether they exist.
+            The blocks that are gone, and those in doubt: this engine stored them at about the time of their removal, so
+            they probably exist.
         """
         removed: list[OffloadKey] = []
         doubtful: list[OffloadKey] = []

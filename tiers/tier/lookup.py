@@ -152,7 +152,6 @@ class AsyncLookup:
         # slots of removed entries: 15 to 63 ms a step with a full cache.
         self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._doubted_until = float("-inf")  # a positive answer that expires before this is older than the last doubt()
-        self._said_absent: dict[OffloadKey, bool] = {}  # keys of ``lookup_surely``
         # key -> who asks, and the epoch in which it did: a probe that began in an earlier one may not reflect what
         # ``mark``, ``forget`` and ``_expire`` have changed since, so its answer is ignored.
         self._asked: dict[OffloadKey, tuple[_Asker, int]] = {}
@@ -177,16 +176,6 @@ class AsyncLookup:
             if self._clock() < until and not (present and until < self._doubted_until):
                 return present
         return self._ask(key, req_id, answer)
-
-    def lookup_surely(self, key: OffloadKey) -> bool | None:
-        """Like ``lookup``, but False only if the storage said so: a lookup that fails or is late is made again."""
-        self._said_absent.setdefault(key, False)
-        present = self.lookup(key)
-        if present is False and not self._said_absent[key]:
-            return None
-        if present is not None:
-            del self._said_absent[key]
-        return present
 
     def flush(self) -> None:
         """Send this step's questions, and give up questions that have waited too long."""
@@ -231,7 +220,6 @@ class AsyncLookup:
         self._end_asking(keys)
         for key in keys:
             self._answers.pop(key, None)
-            self._said_absent.pop(key, None)
 
     def doubt(self) -> None:
         """Invalidate all positive answers received so far: the storage may have stopped answering."""
@@ -387,8 +375,6 @@ class AsyncLookup:
                 counts.failed.append(key)
             else:
                 counts.misses += 1
-                if key in self._said_absent:
-                    self._said_absent[key] = True
         counts.hits += len(present)
         now = self._clock()
         self._record(present, True, now + max(options.present_ttl_s, options.deadline_s))

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from ..base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
@@ -41,7 +40,6 @@ logger = get_logger(__name__)
 REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step, so that they do not delay the step
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
-DOUBTFUL_ASKED_MAX = 256  # removed blocks of which the storage is asked at once; each is asked in every step
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
 PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
 SAY_EVERY_S = 60.0
@@ -163,7 +161,6 @@ class StoreTierManager(SecondaryTierManager):
             self._circuit.trip(f"it starts without its storage: {self.missing}")
         self._health = TierHealth(self._circuit)
         self._in_flight: dict[int, _InFlight] = {}
-        self._doubtful: dict[OffloadKey, None] = {}  # an ordered set: told as removed, but perhaps stored since
         self._published_during_loads = KeysSinceJobStart()
         self._gone_during_stores = KeysSinceJobStart()
         self._to_book: deque[FinishedJob] = deque()
@@ -268,19 +265,10 @@ class StoreTierManager(SecondaryTierManager):
 
     def _poll_collector(self, collector: CollectorLink) -> None:
         reports = collector.take_reports()
-        removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX - len(self._doubtful))
-        if doubtful:
-            self._lookup.forget(doubtful)
-            self._doubtful |= dict.fromkeys(doubtful)
-        if self._doubtful and self._circuit.closed:  # asked in every step until the storage answers
-            for key in list(islice(self._doubtful, DOUBTFUL_ASKED_MAX)):
-                is_present = self._lookup.lookup_surely(key)
-                if is_present is not None:
-                    del self._doubtful[key]
-                if is_present is False:
-                    removed.append(key)
+        removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
+        if removed or doubtful:
+            self._lookup.forget((*removed, *doubtful))
         if removed:
-            self._lookup.forget(removed)
             self._gone_during_stores.name(set(removed))
             self._events.add(removed, removed=True)
         self._counts.collector_works(collector.works)

@@ -273,7 +273,7 @@ def test_block_stored_again_is_not_reported_as_removed(
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_removal_reported_after_a_store_is_checked_in_the_storage(
+def test_removal_reported_after_a_store_is_not_told_and_looked_up_again(
     is_there: bool, make_tier: Callable[..., StoreTierManager]
 ) -> None:
     """A collector reports a batch of removals when the batch ends. Meanwhile a block may be stored again."""
@@ -281,45 +281,18 @@ def test_removal_reported_after_a_store_is_checked_in_the_storage(
     began_at = time.monotonic()
     assert store_all(tier) == ROWS
     if not is_there:
-        for key in KEYS:
-            tier.store.delete(tier.mapper.relative_name(key))
+        tier.store.delete(tier.mapper.relative_name(KEYS[0]))
     tell_removed(tier, began_at)
+    tier.on_schedule_end()
+    assert [(event.removed, set(event.keys)) for event in tier.take_events()] == [(False, set(KEYS))]
 
-    def is_judged() -> bool:
+    def looked_up() -> list[bool]:
         tier.on_schedule_end()
-        return not tier._doubtful
+        tier.take_answered()
+        found = tier.lookup(KEYS[0])
+        return [] if found is None else [found]
 
-    wait_for(is_judged)
-    told = [(event.removed, set(event.keys)) for event in tier.take_events()]
-    assert told[0] == (False, set(KEYS))
-    assert all(removed for removed, _ in told[1:])
-    assert sorted(key for _, keys in told[1:] for key in keys) == ([] if is_there else sorted(KEYS))
-
-
-def test_removals_in_doubt_are_bounded_in_each_step(
-    monkeypatch: pytest.MonkeyPatch, make_tier: Callable[..., StoreTierManager]
-) -> None:
-    """While the storage is slow, a step must not ask for all blocks that were removed in the meantime."""
-    monkeypatch.setattr("kvtiers.tiers.tier.store_tier.REMOVED_KEYS_PER_STEP_MAX", 3)
-    monkeypatch.setattr("kvtiers.tiers.tier.store_tier.DOUBTFUL_ASKED_MAX", 2)
-    tier = make_tier(min_free=0, ttl="1h")
-    began_at = time.monotonic()
-    assert store_all(tier) == ROWS
-    tell_removed(tier, began_at)
-    asked: list[OffloadKey] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(tier._lookup, "lookup_surely", asked.append)  # None: there is no answer yet
-        for _ in range(5):
-            tier.on_schedule_end()
-    assert asked == list(KEYS[:2]) * 5
-    assert list(tier._doubtful) == list(KEYS[:3])
-
-    def are_judged() -> bool:
-        tier.on_schedule_end()
-        assert tier._collector is not None
-        return not (tier._doubtful or tier._collector._removed)
-
-    wait_for(are_judged)
+    assert wait_for(looked_up) == [is_there]
 
 
 def test_used_bytes_metric_is_exported_once_it_is_known() -> None:

@@ -231,32 +231,6 @@ def test_forget_discards_answers_under_way(make: Make, clock: Clock) -> None:
     assert bench.answers(KEYS[:1]) == [False]
 
 
-@pytest.mark.parametrize("present", [True, False])
-def test_lookup_surely_asks_again_after_an_error_and_a_timeout(make: Make, clock: Clock, present: bool) -> None:
-    bench = make(KEYS if present else [], absent_ttl_s=1, deadline_s=1)
-    key = KEYS[0]
-
-    def ask_surely() -> bool | None:
-        found = bench.lookup.lookup_surely(key)
-        bench.lookup.flush()
-        return found
-
-    bench.storage.fails = True
-    assert ask_surely() is None
-    assert bench.answers([key]) == [False]  # an error is a miss for requests
-    assert ask_surely() is None
-    bench.storage.fails = False
-    bench.storage.held = None
-    clock.now += 2
-    assert ask_surely() is None
-    clock.now += 1.5
-    assert ask_surely() is None
-    assert bench.lookup.lookup(key) is False  # so is a timeout
-    bench.storage.held = ()
-    clock.now += 2
-    assert [ask_surely() for _ in range(3)][-1] is present
-
-
 def test_cache_is_bounded_and_forgets_the_oldest_answers(make: Make) -> None:
     bench = make([], keys_max=10)
     bench.lookup.mark(KEYS, present=True)
