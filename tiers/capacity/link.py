@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 TOUCH_EVERY_S: Final = 600.0
 TOUCHED_KEYS_MAX: Final = 262_144  # remembered, so that their uses are not recorded again too soon
-UNNOTED_KEYS_MAX: Final = 262_144  # not recorded yet; further uses are dropped, to be recorded at the next use
+UNSENT_KEYS_MAX: Final = 262_144  # further uses are dropped, to be recorded at the next use
 WAITING_KEYS_MAX: Final = 65_536  # the same limit while the process has not been needed yet; the oldest are dropped
 USES_A_POLL: Final = 512  # sent at once, which takes 0.2 ms
 REMOVED_KEYS_MAX: Final = 65_536  # removals waiting for ``take_removed``; older ones are dropped
@@ -47,9 +47,6 @@ class CollectorLink(Connections[Child]):
 
     The scheduler's thread calls ``poll`` in each step, and all other methods. Other threads may call ``note_put`` and
     ``note_full``.
-
-    A use is kept until the process says that it is recorded. After a restart, the new process gets all these uses
-    again.
 
     Args:
         name: the tier's name, for logs and thread names.
@@ -88,8 +85,6 @@ class CollectorLink(Connections[Child]):
         self._touched_since = -math.inf
         self._waiting: OrderedDict[OffloadKey, None] = OrderedDict()  # uses before the process is needed
         self._unsent: deque[OffloadKey] = deque()  # uses, in their order
-        self._sent: deque[OffloadKey] = deque()  # uses that the process has not recorded yet
-        self._overdue = 0  # so many uses at the front of ``_unsent`` must reach a new process before it hears of puts
         self._puts: deque[int] = deque()  # bytes that the process was not told yet
         self._was_refused = False
         self._removed: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> since when it may have been removed
@@ -122,7 +117,7 @@ class CollectorLink(Connections[Child]):
             self._touched_before, self._touched, self._touched_since = self._touched, set(), now
         late, early = self._touched, self._touched_before
         due = [key for key in keys if key not in late and key not in early]
-        del due[max(0, UNNOTED_KEYS_MAX - len(self._unsent) - len(self._sent)) :]
+        del due[max(0, UNSENT_KEYS_MAX - len(self._unsent)) :]
         late.update(due)
         self._unsent.extend(due)
 
@@ -203,15 +198,12 @@ class CollectorLink(Connections[Child]):
         self._hang_up([self._child], CLOSE_S)
 
     def _tell(self) -> None:
-        """Send uses, then puts: a process that hears of a full disk removes what it does not know to be used."""
+        """Send uses and puts. A process that hears of a full disk removes what it does not know to be used."""
         keys = [self._unsent.popleft() for _ in range(min(USES_A_POLL, len(self._unsent)))]
-        self._sent.extend(keys)
-        self._overdue = max(0, self._overdue - len(keys))
-        put, was_refused = None, False
-        if not self._overdue:
-            put = self._puts.popleft() if self._puts else None
-            if self._was_refused:
-                self._was_refused, was_refused = False, True  # in this order: another thread may set it meanwhile
+        put = self._puts.popleft() if self._puts else None
+        was_refused = False
+        if self._was_refused and not self._unsent:
+            self._was_refused, was_refused = False, True  # in this order: another thread may set it meanwhile
         if keys or put is not None or was_refused:
             self._write(self._child, [put, was_refused], pack_pairs([(key, 0) for key in keys]))
 
@@ -220,18 +212,13 @@ class CollectorLink(Connections[Child]):
 
     def _begun(self, child: Child) -> None:  # noqa: ARG002
         self._silent_s = 0.0
-        self._unsent.extendleft(reversed(self._sent))
-        self._sent.clear()
-        self._overdue = len(self._unsent)
         if (uncounted := self._put_bytes - self._counted_bytes) > 0:
             self._puts = deque([uncounted])
 
     def _hear(self, child: Child, content: Any, raw: bytes) -> None:  # noqa: ARG002
-        noted, counted, since, full, report, error = content
+        counted, since, full, report, error = content
         self._silent_s = 0.0
         self._counted_bytes += counted
-        for _ in range(min(noted, len(self._sent))):
-            self._sent.popleft()
         for key, _ in unpack_pairs(raw):
             self._removed[key] = since
             if len(self._removed) > REMOVED_KEYS_MAX:

@@ -1,4 +1,4 @@
-"""The collector's process: a separate interpreter at lowest priority, so that a listing never holds the engine's GIL.
+"""The collector's process: a separate interpreter at low priority, so that a listing never holds the engine's GIL.
 
 It is a child of the engine (``tiers.child_process``), and talks to it by frames (``tiers.frames``). The engine sends
 ``[put, was_refused]``, with the keys of blocks that were used:
@@ -6,9 +6,9 @@ It is a child of the engine (``tiers.child_process``), and talks to it by frames
 - ``put``: bytes that the engine has put since the last frame; null: none
 - ``was_refused``: the storage refused a block because it is full
 
-The process sends ``[noted, since, full, report, error]``, with the keys of removed blocks. Null: nothing new.
+The process sends ``[counted, since, full, report, error]``, with the keys of removed blocks. Null: nothing new.
 
-- ``noted``: so many uses are recorded, in the order in which they came
+- ``counted``: so many of the bytes that the engine put are counted, since the last frame
 - ``since``: monotonic seconds; the blocks were removed since then
 - ``full``: why the engine must stop to put, after a poll that went well; "": it need not
 - ``report``: ``{"report": {…}, "used": bytes, "runs": polls}``, after polls in which it worked; "used" is null until it
@@ -54,7 +54,7 @@ from .walker import CollectReport
 logger = get_logger(__name__)
 
 NICENESS: Final = 10  # as the tier's processes: with less time than them it would not keep up with what they put
-FAILED_USES_MAX: Final = 8  # failures in a row that mean that the storage is down, rather than single blocks
+USES_MAX: Final = 262_144  # not recorded yet; older ones are dropped
 NOTE_S_MAX: Final = 2.0  # time limit to record uses in one go; the collector publishes its record in between
 ERROR_PAUSE_S_MAX: Final = 60.0
 ALIVE_EVERY_S: Final = 5.0
@@ -71,10 +71,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the collector gives up
     mapper = FileMapper.from_json(config["mapper"])
     news = News(sock, tag, mapper)
-    inbox: SimpleQueue[tuple[Any, bytes]] = SimpleQueue()
-    uses: deque[str] = deque()  # names of used blocks; bounded by the engine
-    listener = threading.Thread(target=_listen, args=(sock, tag, parent, inbox), name="kvtiers-listen", daemon=True)
-    listener.start()
+    inbox: SimpleQueue[tuple[int | None, bool]] = SimpleQueue()
+    uses: deque[OffloadKey] = deque(maxlen=USES_MAX)
+    listening = (sock, tag, parent, inbox, uses)
+    threading.Thread(target=_listen, args=listening, name="kvtiers-listen", daemon=True).start()
     policy = CapacityPolicy(**config["policy"])
     record_keys = RecordKeys.from_json(config["record_keys"]) if config["record_keys"] else None
     store: Store | None = None
@@ -91,14 +91,13 @@ def main() -> None:
                         store, policy, on_removed=news.add_removed, keys=record_keys, owner=config["owner"]
                     )
                 while not inbox.empty():
-                    (put, was_refused), keys = inbox.get()
-                    uses.extend(mapper.relative_name(key) for key, _ in unpack_pairs(keys))
+                    put, was_refused = inbox.get()
                     if put is not None:
                         collector.note_put(put)
                         put_bytes += put
                     if was_refused:
                         collector.note_refused()
-                news.add_noted(_note_uses(store, uses, NOTE_S_MAX))
+                _note_uses(store, mapper, uses, NOTE_S_MAX)
                 news.poll_began_at = time.monotonic()
                 report = collector.poll()
                 used = report.bytes if report and collector.knows_bytes else None
@@ -136,17 +135,13 @@ class News:
         self._out = b""  # the rest of a frame
         self._told_at = -math.inf
         self._told_full: str | None = None
-        self._noted = self._counted = 0
+        self._counted = 0
         self._removed: deque[OffloadKey] = deque(maxlen=REMOVED_KEYS_MAX)
         self._since = 0.0
         self._full: str | None = None
         self._report: dict[str, Any] | None = None
         self._error: dict[str, Any] | None = None
         self.poll_began_at = 0.0
-
-    def add_noted(self, count: int) -> None:
-        """Add uses that are recorded."""
-        self._noted += count
 
     def add_removed(self, names: Iterable[str]) -> None:
         """Add removed blobs, if they are the engine's own blocks, and send: a poll may take long."""
@@ -190,60 +185,39 @@ class News:
             pass  # the socket is full, or the engine has ended, which the listening thread notices
 
     def _is_due(self) -> bool:
-        is_new = self._noted or self._counted or self._removed or self._report or self._error
-        is_new = is_new or self._full != self._told_full
+        is_new = self._counted or self._removed or self._report or self._error or self._full != self._told_full
         return bool(is_new) or time.monotonic() - self._told_at >= ALIVE_EVERY_S
 
     def _frame(self) -> bytes:
-        content = self._noted, self._counted, self._since, self._full, self._report, self._error
+        content = self._counted, self._since, self._full, self._report, self._error
         self._told_at, self._told_full = time.monotonic(), self._full
-        self._noted, self._counted, self._report, self._error = 0, 0, None, None
+        self._counted, self._report, self._error = 0, None, None
         count = min(REMOVED_KEYS_A_FRAME, len(self._removed))
         return pack_frame(self._tag, content, pack_pairs([(self._removed.popleft(), 0) for _ in range(count)]))
 
 
-def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
-    """Record queued uses for at most ``limit_s``, because uses may come faster than a network takes them.
-
-    If the storage does not answer, the uses stay in the queue. If single blocks fail, their uses are dropped.
-
-    Returns:
-        How many uses were taken from the front of the queue for good.
-    """
-    if not isinstance(store, SupportsTouch):
-        done = len(touches)
-        touches.clear()
-        return done
+def _note_uses(store: Store, mapper: FileMapper, uses: deque[OffloadKey], limit_s: float) -> None:
+    """Record queued uses for at most ``limit_s``, because uses may come faster than a network takes them."""
     until = time.monotonic() + limit_s
-    done = 0
-    failed: list[str] = []
-    for _ in range(len(touches)):
-        if time.monotonic() > until:
-            break
-        name = touches.popleft()
+    while uses and time.monotonic() < until:
+        name = mapper.relative_name(uses.popleft())
         try:
-            store.touch(name)
-            done += 1
+            if isinstance(store, SupportsTouch):
+                store.touch(name)
         except StoreError as e:
             logger.debug("a use is not noted: %s", e)
-            if e.retryable:
-                failed.append(name)
-            else:
-                done += 1
-            if not done and len(failed) == FAILED_USES_MAX:
-                break
-    if done:
-        return done + len(failed)
-    touches.extendleft(reversed(failed))
-    return 0
 
 
-def _listen(sock: socket.socket, tag: bytes, parent: int, inbox: SimpleQueue[tuple[Any, bytes]]) -> None:
+def _listen(
+    sock: socket.socket, tag: bytes, parent: int, inbox: SimpleQueue[tuple[int | None, bool]], uses: deque[OffloadKey]
+) -> None:
     """Take what the engine sends until it hangs up or ends. Then end this process, whatever that is doing."""
     with suppress(EOFError, OSError):
         for frames in receive(sock, tag, [parent]):
-            for frame in frames:
-                inbox.put(frame)
+            for content, raw in frames:
+                uses.extend(key for key, _ in unpack_pairs(raw))
+                if content != [None, False]:
+                    inbox.put(content)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(EXIT_S)
     os._exit(0)  # the main thread hangs in a call

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from itertools import count
@@ -24,10 +23,8 @@ from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.process import _note_uses
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.capacity.usage import read_usage
-from kvtiers.tiers.errors import StoreUnavailableError
 from kvtiers.tiers.frames import pack_pairs
 from kvtiers.tiers.metrics import Metrics
 from kvtiers.tiers.recipe import StoreRecipe
@@ -59,15 +56,10 @@ def polled(link: CollectorLink) -> CollectorLink:
     return link
 
 
-def wait_until_noted(link: CollectorLink) -> None:
-    """Until all uses are recorded."""
-    wait_for(lambda: not (polled(link)._unsent or link._sent))
-
-
 def tell_removed(tier: StoreTierManager, since: float) -> None:
     """As if the collector had told that it removed all blocks."""
     assert tier._collector is not None
-    content = [0, 0, since, None, None, None]
+    content = [0, since, None, None, None]
     tier._collector._hear(tier._collector._child, content, pack_pairs([(key, 0) for key in KEYS]))
 
 
@@ -144,34 +136,7 @@ def test_uses_are_recorded_and_keep_blocks(root: Path, link: CollectorLink) -> N
     store.put(MAPPER.relative_name(KEYS[0]), as_parts(b"1"))
     make_old(root, 900)
     link.touch([KEYS[0], KEYS[1]])  # one of them is not there
-    wait_until_noted(link)
-    assert time.time() - path.stat().st_mtime < 100
-
-
-class Untouchable(MemoryStore):
-    """Recording a use of some blocks fails."""
-
-    def __init__(self, bad: set[str]) -> None:
-        super().__init__()
-        self.bad = bad
-        self.touched: list[str] = []
-
-    def touch(self, key: str) -> None:
-        if key in self.bad:
-            raise StoreUnavailableError("Input/output error (EIO)", key=key)
-        self.touched.append(key)
-
-
-def test_uses_stay_queued_while_the_storage_is_down_but_not_for_one_failing_block() -> None:
-    names = [f"b{n}" for n in range(20)]
-    store = Untouchable(set(names))
-    touches = deque(names)
-    assert _note_uses(store, touches, 60.0) == 0
-    assert list(touches) == names
-    store.bad = {"b0", "b7"}
-    assert _note_uses(store, touches, 60.0) == 20
-    assert not touches
-    assert store.touched == [name for name in names if name not in store.bad]
+    wait_for(lambda: polled(link) and time.time() - path.stat().st_mtime < 100)
 
 
 def test_close_leaves_no_process_and_lets_another_collector_work(

@@ -62,11 +62,9 @@ class Bench:
         self.clock.advance(seconds)
         settle(self.links[0])
 
-    def say(
-        self, noted: int = 0, counted: int = 0, since: float = 0.0, removed: list[OffloadKey] | None = None, **news: Any
-    ) -> None:
+    def say(self, counted: int = 0, since: float = 0.0, removed: list[OffloadKey] | None = None, **news: Any) -> None:
         """Have the process send a frame."""
-        content = [noted, counted, since, *(news.get(name) for name in ("full", "report", "error"))]
+        content = [counted, since, *(news.get(name) for name in ("full", "report", "error"))]
         child = self.made[-1]
         child.send(pack_frame(child.tag, content, pack_pairs([(key, 0) for key in removed or ()])))
         self.wait(CHECK_S)
@@ -110,21 +108,16 @@ def test_uses_of_a_block_are_sent_once_in_a_while(bench: Bench, link: CollectorL
     assert bench.used() == [KEYS[0], KEYS[3]]
 
 
-def test_unrecorded_uses_are_sent_to_the_next_process_before_it_hears_of_puts(
-    bench: Bench, link: CollectorLink
-) -> None:
+def test_new_process_hears_of_a_full_disk_after_all_uses(bench: Bench, link: CollectorLink) -> None:
     bench.limit("USES_A_POLL", 2)
-    link.touch(KEYS[:5])
-    assert bench.used() == KEYS[:5]
-    bench.say(noted=1)
     bench.made[-1].die()
-    link.touch(KEYS[5:6])
+    bench.wait(0.0)
+    link.touch(KEYS[:5])
     link.note_put(5)
     link.note_put(7)
     link.note_full()
-    bench.wait(0.0)
     bench.wait(PAUSE_S[1])
-    assert bench.heard() == [(KEYS[1:3], None, False), (KEYS[3:5], None, False), (KEYS[5:6], 12, True)]
+    assert bench.heard() == [(KEYS[:2], 12, False), (KEYS[2:4], None, False), (KEYS[4:5], None, True)]
     assert [message["runs"] for message in link.take_reports() if "error" in message] == [1]
 
 
@@ -136,13 +129,11 @@ def test_puts_are_not_held_up_by_new_uses(bench: Bench, link: CollectorLink) -> 
 
 
 def test_uses_beyond_the_limit_are_sent_when_there_is_room_again(bench: Bench, link: CollectorLink) -> None:
-    bench.limit("UNNOTED_KEYS_MAX", 2)
+    bench.limit("UNSENT_KEYS_MAX", 2)
     link.touch(KEYS[:4])
     assert bench.used() == KEYS[:2]
     link.touch(KEYS[2:4])
-    bench.say(noted=1)
-    link.touch(KEYS[2:4])
-    assert bench.used() == KEYS[2:3]
+    assert bench.used() == KEYS[2:4]
 
 
 def test_uses_before_the_process_is_needed_are_bounded_and_the_latest_sent(bench: Bench) -> None:
@@ -259,7 +250,7 @@ def test_silent_process_is_killed_and_the_next_one_has_twice_the_time(
     assert len({config["owner"] for config in bench.configs}) == 1
 
 
-@pytest.mark.parametrize("content", [None, 5, [0], [0, 0, 0, None, None, 5], ["a", 0, 0, None, None, None]], ids=str)
+@pytest.mark.parametrize("content", [None, 5, [0], [0, 0, None, None, 5], ["a", 0, None, None, None]], ids=str)
 def test_process_that_sends_nonsense_is_replaced(bench: Bench, link: CollectorLink, content: Any) -> None:
     child = bench.made[-1]
     child.send(pack_frame(child.tag, content, pack_pairs([])))
@@ -324,7 +315,6 @@ def test_news_that_the_engine_does_not_read_are_merged_and_bounded(
     keys = [block_key(n) for n in range(5000)]
     for number in range(1000):
         engine.news.poll_began_at = float(number)
-        engine.news.add_noted(1)
         engine.news.add_removed([MAPPER.relative_name(key) for key in keys[5 * number : 5 * number + 5]])
         engine.news.add_error(f"the {number}th")
         engine.news.add_poll(removal(2), number, "", 3)
@@ -332,21 +322,20 @@ def test_news_that_the_engine_does_not_read_are_merged_and_bounded(
         engine.news.send()
     frames = engine.read()
     assert len(frames) < 200
-    assert sum(content[0] for content, _ in frames) == 1000
-    assert sum(content[1] for content, _ in frames) == 3000
+    assert sum(content[0] for content, _ in frames) == 3000
     assert [key for _, removed in frames for key in removed] == keys
-    assert all(content[2] <= keys.index(removed[0]) / 5 for content, removed in frames if removed)
-    reports = [content[4] for content, _ in frames if content[4]]
+    assert all(content[1] <= keys.index(removed[0]) / 5 for content, removed in frames if removed)
+    reports = [content[3] for content, _ in frames if content[3]]
     assert sum(report["runs"] for report in reports) == 1000
     assert sum(report["report"]["removed_blobs"]["ttl"] for report in reports) == 2000
     assert sum(report["report"]["removed_bytes"]["ttl"] for report in reports) == 20_000
-    errors = [content[5] for content, _ in frames if content[5]]
+    errors = [content[4] for content, _ in frames if content[4]]
     assert sum(error["runs"] for error in errors) == 1000
-    assert (reports[-1]["used"], errors[-1]["error"], frames[-1][0][3]) == (999, "the 999th", "full")
+    assert (reports[-1]["used"], errors[-1]["error"], frames[-1][0][2]) == (999, "the 999th", "full")
 
 
 def test_process_without_news_says_that_it_lives(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine.read() == [([0, 0, 0.0, None, None, None], [])]
+    assert engine.read() == [([0, 0.0, None, None, None], [])]
     assert engine.read() == []
     monkeypatch.setattr(process, "ALIVE_EVERY_S", 0.0)
     monkeypatch.setattr(time, "sleep", lambda _: None)
