@@ -15,7 +15,6 @@ from .blocks.rows import Rows
 from .blocks.seal import TRAILER_BYTES, Seal
 from .capacity.link import CollectorLink
 from .capacity.policy import CapacityPolicy
-from .capacity.records import RecordKeys
 from .config.deployment import parse_tier
 from .config.open_store import store_recipe, tool_recipe
 from .config.tier_options import (
@@ -272,16 +271,6 @@ def _check_reserve(name: str, config: FsTierConfig) -> None:
         )
 
 
-def record_keys(config: TierConfig) -> RecordKeys | None:
-    """The keys that authenticate a root's capacity records; None if the tier has no keys.
-
-    Raises:
-        ConfigError: the keys cannot be read.
-    """
-    keys = _keys(config)
-    return None if keys is None else RecordKeys.of(keys)
-
-
 def key_ids(config: TierConfig) -> frozenset[str] | None:
     """The ids of a tier's keys, as commands show them. None if this user cannot read the keys.
 
@@ -303,7 +292,6 @@ def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapp
         mapper,
         # A function creates its store in the collector's process, which ignores uses that the store cannot record.
         notes_uses=not isinstance(make_store, type) or issubclass(make_store, SupportsTouch),
-        keys=record_keys(config),
     )
 
 

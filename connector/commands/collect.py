@@ -10,17 +10,14 @@ from typing import Annotated
 
 import typer
 
-from ...tiers.builtin import record_keys
 from ...tiers.capacity.collector import Collector
 from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.capacity.walker import CollectReport
 from ...tiers.config.deployment import parse_tier
 from ...tiers.config.tier_options import S3TierConfig, TierConfig
 from ...tiers.errors import ConfigError
-from ...tiers.store import Store
 from ...tiers.tools.block_reader import read_identity
 from ...tiers.tools.namespaces import blocks_of, namespace_names
-from ...tiers.tools.neighbors import namespaces_in
 from ...tiers.tools.ownership import check_is_ours
 from ..sizes import human_bytes
 from .options import AsJson, Config, DryRun, TierName
@@ -125,19 +122,7 @@ def _with_bounds(config: str, places: list[Place], given: dict[str, str | None])
         option, _, mistake = str(e).partition(": ")
         raise ConfigError(mistake, field=f"--{option.replace('_', '-')}") from None
     assert isinstance(limited, TierConfig)
-    with place.open() as store:
-        _refuse_protected(store, place)
     return [Place(place.name, limited, place.where)]
-
-
-def _refuse_protected(store: Store, place: Place) -> None:
-    """A collector without the keys of ``encrypt`` would leave records that no engine accepts."""
-    for namespace in namespaces_in(store)[0]:
-        if namespace.fields.get("protection"):
-            raise ConfigError(
-                f"{namespace.name} has protected blocks; give the YAML file of a tier with their keys",
-                field=place.where,
-            )
 
 
 def _collect(place: Place, *, dry_run: bool) -> Collected | Skipped:
@@ -157,8 +142,7 @@ def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> C
     with place.open() as store:  # not opened to write, because a store then removes the files of dead writers
         check_is_ours(store)
     with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="blobs") as ticker:
-        keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
-        return _run(Collector(store, policy, keys=keys), dry_run, policy.lease_s, ticker.count)
+        return _run(Collector(store, policy), dry_run, policy.lease_s, ticker.count)
 
 
 def _run(

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from ...tiers.builtin import record_keys
 from ...tiers.capacity.walker import listed_bytes
 from ...tiers.capacity.written import Writer, used_bytes
 from ...tiers.config.open_store import open_store, open_tool_store
@@ -208,7 +207,7 @@ def _room(config: TierConfig, store: Store, *, dry_run: bool) -> int | None:
     """
     rooms = []
     if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
-        used = used_bytes(store, keys=record_keys(config))
+        used = used_bytes(store)
         rooms.append(config.max_bytes - (listed_bytes(store) if used is None else used))
     if dry_run and isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsSpace):
         space = store.space()  # a store that may write looks at it itself
@@ -225,7 +224,7 @@ class _Progress:
         self._noted_bytes = 0
         self._writer: Writer | None = None
         if policy is not None and policy.max_bytes is not None:
-            self._writer = Writer(store, poll_s=policy.poll_s, keys=record_keys(target.config))
+            self._writer = Writer(store, poll_s=policy.poll_s)
 
     def show(self, report: CopyReport) -> None:
         text = f"{counted(report.copied)}, {human_bytes(report.copied_bytes)} copied"

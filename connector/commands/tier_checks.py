@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ...tiers.builtin import check_needs_no_sharing, make_seal, record_keys
+from ...tiers.builtin import check_needs_no_sharing, make_seal
 from ...tiers.capacity.usage import read_usage
 from ...tiers.config.open_store import open_store, open_tool_store, tool_recipe
 from ...tiers.config.tier_options import (
@@ -227,7 +227,7 @@ def _removable_bytes(tier: FsTierConfig | NfsTierConfig) -> int:
         return 0
     try:
         with closing(open_tool_store(tier, read_only=True)) as store:
-            usage = read_usage(store, keys=record_keys(tier))
+            usage = read_usage(store)
     except (KVTiersError, OSError):  # there is no root yet
         return 0
     return 0 if usage is None else usage.bytes

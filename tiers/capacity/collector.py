@@ -32,7 +32,6 @@ from ..errors import StoreConfigError, StoreError, StoreFullError
 from ..plain_logs import get_logger
 from ..store import KeepsFiles, Store
 from .policy import CapacityPolicy, Lag, Marks
-from .records import RecordKeys
 from .room import Room
 from .usage import USAGE, Usage, publish_usage, read_usage
 from .walker import CollectReport, Walker, Wanted
@@ -63,7 +62,6 @@ class Collector:
         store: the root, without a reserve of free space, because a full root must accept the collector's records.
         policy: the limits.
         on_removed: called with the names of removed blocks, batch by batch.
-        keys: keys to authenticate records with.
         owner: this collector's name in its record; None: a random one. A collector that is started in place of one that
             has ended takes its place at once if it has the same name.
         clock: Unix seconds.
@@ -81,7 +79,6 @@ class Collector:
         policy: CapacityPolicy,
         *,
         on_removed: Callable[[list[str]], None] = lambda _: None,
-        keys: RecordKeys | None = None,
         owner: str | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -89,12 +86,11 @@ class Collector:
     ) -> None:
         self._store = store
         self._policy = policy
-        self._keys = keys
         self._clock = clock
         self._monotonic = monotonic
         self._owner = owner or secrets.token_hex(8)
-        self._writer = Writer(store, poll_s=policy.poll_s, writer_s=policy.writer_s, keys=keys, clock=since_boot)
-        self._written = WrittenBytes(store, writer_s=policy.writer_s, keys=keys, clock=monotonic)
+        self._writer = Writer(store, poll_s=policy.poll_s, writer_s=policy.writer_s, clock=since_boot)
+        self._written = WrittenBytes(store, writer_s=policy.writer_s, clock=monotonic)
         self._idle_s = max(IDLE_S, 4 * policy.poll_s)
         self._walker = Walker(store, grace_s=policy.grace_s, on_removed=on_removed, monotonic=monotonic)
         self._room = Room(store, policy, monotonic)
@@ -180,9 +176,9 @@ class Collector:
         began = self._monotonic()
         report = CollectReport(dry_run=dry_run)
         if dry_run:
-            self._take_up(read_usage(self._store, keys=self._keys) or Usage())
+            self._take_up(read_usage(self._store) or Usage())
             self._offset_s = self._clock() - began
-        elif self._begin(read_usage(self._store, keys=self._keys) or Usage()):
+        elif self._begin(read_usage(self._store) or Usage()):
             self._put += self._written.read(without=self._writer.name)
         else:
             return None
@@ -473,7 +469,7 @@ class Collector:
         usage = Usage(holder, self._beat, self._listed, self._listed_at, self._used(), self._blobs, put, self.full)
         is_published = True
         try:
-            publish_usage(self._store, usage, keys=self._keys)
+            publish_usage(self._store, usage)
         except StoreFullError as e:
             is_published = False
             logger.debug("no room for the collector's record: %s", e)

@@ -20,7 +20,6 @@ from ..frames import pack_pairs, unpack_pairs
 from ..plain_logs import get_logger
 from ..recipe import StoreRecipe
 from .policy import CapacityPolicy, Lag
-from .records import RecordKeys
 
 logger = get_logger(__name__)
 
@@ -54,7 +53,6 @@ class CollectorLink(Connections[Child]):
         policy: the limits.
         mapper: names the tier's own blocks; only their removals are reported.
         notes_uses: whether the store can record uses.
-        keys: keys to authenticate records with.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class CollectorLink(Connections[Child]):
         mapper: FileMapper,
         *,
         notes_uses: bool = True,
-        keys: RecordKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._child = Child(start=self._start, start_at=None if policy.waits else -math.inf)
@@ -74,7 +71,6 @@ class CollectorLink(Connections[Child]):
             "policy": asdict(policy),
             "mapper": mapper.to_json(),
             "owner": secrets.token_hex(8),  # the same for the next process, which then need not wait
-            "record_keys": None if keys is None else keys.to_json(),
         }
         json.dumps(self._config)  # fails here, not in a thread
         # A use must be recorded well before the block's ttl ends, and is after two of these periods at the latest.

@@ -48,7 +48,6 @@ from ..recipe import make_store
 from ..store import Store, SupportsTouch
 from .collector import Collector
 from .policy import CapacityPolicy
-from .records import RecordKeys
 from .walker import CollectReport
 
 logger = get_logger(__name__)
@@ -76,7 +75,6 @@ def main() -> None:
     listening = (sock, tag, parent, inbox, uses)
     threading.Thread(target=_listen, args=listening, name="kvtiers-listen", daemon=True).start()
     policy = CapacityPolicy(**config["policy"])
-    record_keys = RecordKeys.from_json(config["record_keys"]) if config["record_keys"] else None
     store: Store | None = None
     collector: Collector | None = None
     error_pause_s = 0.0
@@ -87,9 +85,7 @@ def main() -> None:
             try:
                 if store is None or collector is None:
                     store = make_store(config)
-                    collector = Collector(
-                        store, policy, on_removed=news.add_removed, keys=record_keys, owner=config["owner"]
-                    )
+                    collector = Collector(store, policy, on_removed=news.add_removed, owner=config["owner"])
                 while not inbox.empty():
                     put, was_refused = inbox.get()
                     if put is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..plain_logs import get_logger
 from ..store import Store
-from .records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
+from .records import OWN_PREFIX, UNREADABLE, get_record, put_record
 
 logger = get_logger(__name__)
 
@@ -41,14 +41,14 @@ class Usage:
     full: str = ""
 
 
-def read_usage(store: Store, *, keys: RecordKeys | None = None) -> Usage | None:
+def read_usage(store: Store) -> Usage | None:
     """The collector's last record; None if there is none, or it is invalid or cannot be read.
 
     Raises:
         StoreError: the storage does not answer.
     """
     try:
-        record = get_record(store, USAGE, keys=keys)
+        record = get_record(store, USAGE)
     except UNREADABLE as e:
         logger.warning("the collector's record cannot be read: %s", e)
         return None
@@ -61,13 +61,13 @@ def read_usage(store: Store, *, keys: RecordKeys | None = None) -> Usage | None:
     return None
 
 
-def publish_usage(store: Store, usage: Usage, *, keys: RecordKeys | None = None) -> None:
+def publish_usage(store: Store, usage: Usage) -> None:
     """Replace the collector's record.
 
     Raises:
         StoreError: as ``Store.put``.
     """
-    put_record(store, USAGE, asdict(usage), keys=keys)
+    put_record(store, USAGE, asdict(usage))
 
 
 def is_count(count: object) -> bool:

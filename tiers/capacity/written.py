@@ -20,7 +20,7 @@ from ..daemon_pool import DaemonPool
 from ..errors import StoreFullError
 from ..plain_logs import get_logger
 from ..store import KeyInfo, Store
-from .records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
+from .records import OWN_PREFIX, UNREADABLE, get_record, put_record
 from .usage import Usage, is_count, read_usage
 
 logger = get_logger(__name__)
@@ -45,7 +45,6 @@ class Writer:
     Args:
         store: the root, without a limit.
         poll_s, writer_s: see ``CapacityPolicy``.
-        keys: keys to authenticate records with.
         clock: monotonic seconds, including the machine's sleep.
 
     Attributes:
@@ -59,13 +58,11 @@ class Writer:
         *,
         poll_s: float,
         writer_s: float = 900.0,
-        keys: RecordKeys | None = None,
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self._store = store
         self._poll_s = poll_s
         self._silent_s_max = SILENT_SHARE * writer_s
-        self._keys = keys
         self._clock = clock
         self._lock = threading.Lock()
         self._polled_at = float("-inf")
@@ -118,14 +115,14 @@ class Writer:
             self._store.delete(WRITERS_PREFIX + before)
         if is_changed:
             try:
-                put_record(self._store, WRITERS_PREFIX + name, {"put": put_bytes}, keys=self._keys)
+                put_record(self._store, WRITERS_PREFIX + name, {"put": put_bytes})
             except StoreFullError as e:
                 logger.debug("no room for a writer's record: %s", e)  # the next listing finds what it put
             else:
                 with self._lock:
                     if name == self.name:
                         self._published_bytes, self._published_at = put_bytes, now
-        self.usage = read_usage(self._store, keys=self._keys)
+        self.usage = read_usage(self._store)
 
 
 class WrittenBytes:
@@ -134,7 +131,6 @@ class WrittenBytes:
     Args:
         store: the root.
         writer_s: see ``CapacityPolicy``.
-        keys: keys that records must be authenticated with.
         clock: monotonic seconds.
 
     Attributes:
@@ -146,12 +142,10 @@ class WrittenBytes:
         store: Store,
         *,
         writer_s: float = 900.0,
-        keys: RecordKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._writer_s = writer_s
-        self._keys = keys
         self._clock = clock
         self._found: dict[str, tuple[KeyInfo, float, float]] = {}  # name -> as listed, since when, and last read
         self.seen: dict[str, int] = {}
@@ -209,7 +203,7 @@ class WrittenBytes:
     def _count(self, name: str) -> int | None:
         """A writer's count; None: its record is gone, invalid or unreadable. The next listing finds what it put."""
         try:
-            record = get_record(self._store, WRITERS_PREFIX + name, keys=self._keys)
+            record = get_record(self._store, WRITERS_PREFIX + name)
         except UNREADABLE as e:
             logger.warning("the record of the writer %s cannot be read: %s", name, e)
             return None
@@ -223,15 +217,15 @@ class WrittenBytes:
         return None
 
 
-def used_bytes(store: Store, *, keys: RecordKeys | None = None) -> int | None:
+def used_bytes(store: Store) -> int | None:
     """Bytes stored, by the records; None: no collector has listed the root yet.
 
     Raises:
         StoreError: the records cannot be read.
     """
-    usage = read_usage(store, keys=keys)
+    usage = read_usage(store)
     if usage is None or not usage.listed:
         return None
-    written = WrittenBytes(store, keys=keys)
+    written = WrittenBytes(store)
     written.begin(usage.put)
     return usage.bytes + written.read()

@@ -437,13 +437,6 @@ def test_gc_of_a_folder_needs_a_limit(root: Path) -> None:
     assert (code, "sets its own limits; change ttl there" in out) == (2, True)
 
 
-def test_gc_of_a_folder_with_protected_blocks_needs_the_keys(root: Path) -> None:
-    (path,) = root.glob("*/config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"protection": "aes-gcm"}))
-    code, out = run("gc", str(root), "--ttl", "1h")
-    assert (code, "give the YAML file of a tier with their keys" in out) == (2, True)
-
-
 # ---- ls, du and progress ---------------------------------------------------------------------------------------------
 
 

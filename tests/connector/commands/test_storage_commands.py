@@ -396,10 +396,13 @@ def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, com
 
 
 def test_bad_input_of_a_tier_has_the_exit_code_of_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NOT_SET", raising=False)
-    config = write_config(tmp_path, "ttl: 1h", "encrypt: aes-gcm", "keys_env: NOT_SET")
-    code, out = run("gc", config)
-    assert (code, "NOT_SET is not set" in out) == (2, True)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "strict_store.py").write_text(
+        "from kvtiers.tiers.errors import ConfigError\n"
+        "def make_store(options): raise ConfigError('write 3', field='options.shelves')\n"
+    )
+    code, out = run("gc", write_tiers(tmp_path / "c.yaml", "type: store, module_path: strict_store, ttl: 1h"))
+    assert (code, "options.shelves: write 3" in out) == (2, True)
 
 
 def test_url_that_lacks_its_colon_is_refused_without_its_login(tmp_path: Path) -> None:

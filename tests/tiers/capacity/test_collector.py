@@ -18,7 +18,7 @@ import pytest
 from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.capacity.collector import IDLE_S, Collector
 from kvtiers.tiers.capacity.policy import CapacityPolicy
-from kvtiers.tiers.capacity.records import OWN_PREFIX, RecordKeys
+from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.capacity.usage import USAGE, Usage, publish_usage, read_usage
 from kvtiers.tiers.capacity.walker import CollectReport, is_block
 from kvtiers.tiers.capacity.written import Writer, used_bytes
@@ -736,26 +736,6 @@ def test_collector_that_fails_tries_again_without_a_put() -> None:
             collector.poll()
     faulty.plan = []
     assert world.poll(collector)
-
-
-KEYS = RecordKeys({1: bytes(32)})
-
-
-def test_records_without_a_valid_tag_are_ignored() -> None:
-    world = World(max_bytes=100 * SIZE)
-    publish_usage(world.store, Usage(holder="theirs", beat=1, listed=1, full="said they"))
-    forger = world.writer()
-    forger.note_put(1 << 50)
-    forger.poll()
-    collector = world.collector(keys=KEYS)
-    for _ in range(50):
-        world.put(collector)
-    world.poll(collector, polls=3)
-    assert not collector.full
-    assert world.block_bytes() == 50 * SIZE
-    usage = read_usage(world.store, keys=KEYS)
-    assert usage is not None
-    assert usage.bytes < 60 * SIZE
 
 
 # -- object storage ----------------------------------------------------------------------------------------------------

@@ -8,12 +8,10 @@ import logging
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import xxhash
 import yaml
@@ -26,12 +24,10 @@ from kvtiers.connector.vllm_config import vllm_config
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.blocks import protected_seal
 from kvtiers.tiers.blocks.file_mapper import fingerprint_of, namespace_of
-from kvtiers.tiers.blocks.keyring import key_id, parse_keys, show_key_id
+from kvtiers.tiers.blocks.keyring import key_id, show_key_id
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
 from kvtiers.tiers.builtin import BuiltInTier
-from kvtiers.tiers.capacity.records import RecordKeys, put_record
-from kvtiers.tiers.capacity.usage import USAGE, Usage, read_usage
 from kvtiers.tiers.config.deployment import parse_config, parse_tier
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.server import block_mover
@@ -411,45 +407,3 @@ def test_processes_of_a_tier_do_not_get_keys_of_another_tier(bench: Bench, monke
     assert len(started) > 1  # a worker and the collector
     for pid in started:
         assert OLD.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def test_collectors_record_without_the_key_is_replaced(tmp_path: Path) -> None:
-    """Somebody with write access but without keys must not make a full root look empty."""
-    bench = Bench(tmp_path)
-    tier = bench.tier(OLD, **ENCRYPTED, max_bytes="1MiB")
-    try:
-        bench.fill()
-        wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
-        store, keys = LocalStore(bench.root), RecordKeys.of(parse_keys(OLD, "keys"))
-        link: Any = tier._collector
-        collector = psutil.Process(*wait_for(lambda: link.poll() or link.pids))
-        collector.suspend()  # or it might replace the record before this test has looked
-        wait_for(lambda: collector.status() == psutil.STATUS_STOPPED)
-        put_record(store, USAGE, asdict(Usage(holder="theirs", full="say they")))
-        assert read_usage(store, keys=keys) is None
-        collector.resume()
-        wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
-        wait_for(lambda: read_usage(store, keys=keys) is not None)
-    finally:
-        tier.shutdown()
-
-
-def test_gc_needs_the_keys_and_a_dry_run_does_not(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    LocalStore(tmp_path / "kv")
-    tier = {
-        "type": "fs",
-        "root_dir": str(tmp_path / "kv"),
-        "ttl": "1d",
-        "keys_file": str(tmp_path / "keys"),
-        **ENCRYPTED,
-    }
-    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
-    assert CliRunner().invoke(app, ["gc", str(config), "--dry-run"]).exit_code == 0
-    result = CliRunner().invoke(app, ["gc", str(config)])
-    assert result.exit_code == 2
-    assert "keys_file" in result.output
-    (tmp_path / "keys").write_text(OLD)
-    (tmp_path / "keys").chmod(0o600)
-    assert CliRunner().invoke(app, ["gc", str(config)]).exit_code == 0
-    assert read_usage(LocalStore(tmp_path / "kv"), keys=RecordKeys.of(parse_keys(OLD, "keys"))) is not None
