@@ -11,7 +11,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..tracing import TraceJob
 from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
 from .counts import TierCounts
-from .events import KeysSinceJobStart, UnreadEvents
+from .events import UnreadEvents
 from .health import REST_S, TierHealth
 from .lookup import AsyncLookup, LookupCounts, LookupOptions
 
@@ -161,8 +160,6 @@ class StoreTierManager(SecondaryTierManager):
             self._circuit.trip(f"it starts without its storage: {self.missing}")
         self._health = TierHealth(self._circuit)
         self._in_flight: dict[int, _InFlight] = {}
-        self._published_during_loads = KeysSinceJobStart()
-        self._gone_during_stores = KeysSinceJobStart()
         self._to_book: deque[FinishedJob] = deque()
         self._booking: Iterator[int] | None = None  # a job of which only a part is booked yet
         self._results: list[JobResult] = []
@@ -268,9 +265,7 @@ class StoreTierManager(SecondaryTierManager):
         removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
         if removed or doubtful:
             self._lookup.forget((*removed, *doubtful))
-        if removed:
-            self._gone_during_stores.name(set(removed))
-            self._events.add(removed, removed=True)
+        self._events.add(removed, removed=True)
         self._counts.collector_works(collector.works)
         for message in reports:
             self._counts.collected(message)
@@ -400,7 +395,6 @@ class StoreTierManager(SecondaryTierManager):
             self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
-        (self._published_during_loads if is_load else self._gone_during_stores).begin(job.job_id)
 
     def _book_ended(self, keys_max: float) -> None:
         """Book ended jobs: count them, note their keys, report them. Stop after about ``keys_max`` keys."""
@@ -427,8 +421,6 @@ class StoreTierManager(SecondaryTierManager):
         except Exception:  # whatever a task returned, its job must be reported
             logger.exception("tier %s: job %d cannot be booked; it counts as failed", self.name, finished.job_id)
             self._results.append(JobResult(finished.job_id, success=False))
-            with suppress(KeyError):  # it may have ended there; else keys would be kept for it for ever
-                (self._published_during_loads if job.is_load else self._gone_during_stores).end(finished.job_id, ())
 
     def _book_outcomes(self, finished: FinishedJob, job: _InFlight) -> Iterator[int]:
         op = _op(job.is_load)
@@ -438,22 +430,19 @@ class StoreTierManager(SecondaryTierManager):
         self._health.moved(batches, op)
         succeeded = [key for batch in batches for key in batch.succeeded]
         found = [key for batch in batches for key in batch.found]
-        # If this store found a block already stored, but a load has since found the block gone, it is not stored.
-        if not job.is_load and (overtaken := self._gone_during_stores.end(finished.job_id, found)):
-            succeeded = [key for key in succeeded if key not in overtaken]
         ok = len(succeeded) == finished.blocks
         if job.is_load:
             # A key given twice has failed if either of its slots was not filled.
             if not ok and len(set(job.keys)) < len(job.keys):
                 missing = Counter(job.keys) - Counter(succeeded)
                 succeeded = [key for key in succeeded if key not in missing]
-            yield from self._note_loaded(finished.job_id, job.keys, () if ok else succeeded, batches, ok=ok)
+            yield from self._note_loaded(job.keys, () if ok else succeeded, batches, ok=ok)
         else:
             if self._collector is not None:
                 blocks = sum(batch.outcomes["moved"] + batch.perhaps_stored for batch in batches)
                 if blocks:
                     self._collector.note_put(blocks * (self._rows.row_bytes + TRAILER_BYTES))
-            yield from self._note_stored(succeeded, found)
+            yield from self._note_stored(succeeded)
         used = succeeded if job.is_load else found  # finding the block already stored counts as a use of it
         if used:
             self.touch(used)
@@ -473,7 +462,6 @@ class StoreTierManager(SecondaryTierManager):
 
     def _note_loaded(
         self,
-        job_id: int,
         keys: Sequence[OffloadKey],
         succeeded: Sequence[OffloadKey],
         batches: Sequence[Batch],
@@ -491,22 +479,16 @@ class StoreTierManager(SecondaryTierManager):
         for batch in batches:
             self._lookup.mark((*batch.unreadable, *batch.bad), present=False, rest_s=REST_S)
         # Report "removed" only for blocks that are gone, not for every failed load: storage that is down for a second
-        # still has its blocks, and nothing would announce them again. Skip blocks published by a store since the load
-        # began: listeners go by the last event. A block that a store only found there was there before it was gone.
-        published = self._published_during_loads.end(job_id, gone)
-        removed = [key for key in dict.fromkeys(gone) if key not in published]
-        self._gone_during_stores.name(set(removed))
-        self._events.add(removed, removed=True)
+        # still has its blocks, and nothing would announce them again.
+        self._events.add(dict.fromkeys(gone), removed=True)
         yield len(gone)
 
-    def _note_stored(self, stored: Sequence[OffloadKey], found: Sequence[OffloadKey]) -> Iterator[int]:
-        """Note which blocks are present after a store. ``found`` are the ones that were present before it."""
-        were_there = set(found)
+    def _note_stored(self, stored: Sequence[OffloadKey]) -> Iterator[int]:
+        """Note which blocks are present after a store."""
         for part in _parts(stored):
             self._lookup.mark(part, present=True)
             if self._collector is not None:
                 self._collector.note_stored(part)  # otherwise an older removal could be reported after "stored"
-            self._published_during_loads.name(set(part) - were_there)
             self._events.add(part, removed=False)
             yield len(part)
 

@@ -1,11 +1,11 @@
-"""UnreadEvents is bounded by its number of keys. KeysSinceJobStart keeps keys as long as the oldest job runs."""
+"""UnreadEvents is bounded by its number of keys."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvtiers.tiers.base import OffloadingEvent
-from kvtiers.tiers.tier.events import KeysSinceJobStart, UnreadEvents
+from kvtiers.tiers.tier.events import UnreadEvents
 from tests.identity import block_key
 
 KEYS = [block_key(number) for number in range(100)]
@@ -31,18 +31,3 @@ def test_last_event_is_kept_however_large_it_is() -> None:
     events.add(KEYS, removed=True)
     events.add([], removed=True)
     assert events.take() == (OffloadingEvent(tuple(KEYS), "CPU", removed=True),)
-
-
-def test_keys_named_since_a_job_began_are_kept_until_it_ends() -> None:
-    meanwhile = KeysSinceJobStart()
-    meanwhile.name({KEYS[0]})
-    meanwhile.begin(1)
-    meanwhile.name({KEYS[1]})
-    meanwhile.begin(2)
-    meanwhile.name({KEYS[2]})
-    assert meanwhile.end(2, KEYS[:4]) == {KEYS[2]}
-    meanwhile.begin(3)
-    assert meanwhile.end(1, [*KEYS[:4], KEYS[1]]) == {KEYS[1], KEYS[2]}
-    assert meanwhile.end(3, KEYS[:4]) == set()
-    meanwhile.name({KEYS[0]})
-    assert not meanwhile._named

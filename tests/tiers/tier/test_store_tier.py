@@ -523,80 +523,6 @@ def test_failed_load_emits_removed_events_only_for_missing_blocks(bench: Bench) 
     assert sorted(bench.told(tier)) == sorted((key, True) for key in KEYS[:3])
 
 
-@ONE_BENCH
-@pytest.mark.parametrize("loads_again", [False, True])
-def test_block_stored_during_its_load_is_not_reported_as_removed(bench: Bench, loads_again: bool) -> None:
-    """A load found nothing and hangs at another block. Meanwhile its request computes and stores the missing block."""
-    hanging = HangsAtOneKey()
-    tier = bench.tier(store=hanging)
-    bench.fill(1)
-    bench.store(tier, KEYS[1:2])
-    list(tier.take_events())
-    hanging.key = tier.mapper.relative_name(KEYS[1])
-    hanging.gate.clear()
-    tier.submit_load(bench.job(KEYS[:3], [10, 11, 12]))
-    wait_for(lambda: hanging.entered)
-    tier.submit_store(bench.job(KEYS[:1]))
-    results = [bench.first_result(tier)]
-    assert results[0].success
-    if loads_again:
-        tier.submit_load(bench.job(KEYS[:1], [20]))
-    hanging.gate.set()
-    tier.drain_jobs()
-    results.extend(tier.get_finished())
-    assert [result.successful_keys for result in results if not result.success] == [(KEYS[1],)]
-    assert bench.told(tier) == [(KEYS[0], False), (KEYS[2], True)]
-    hanging.inner.delete(tier.mapper.relative_name(KEYS[0]))
-    assert not bench.load(tier, KEYS[:1]).success
-    assert bench.told(tier) == [(KEYS[0], True)]
-
-
-@ONE_BENCH
-def test_block_found_by_a_store_during_its_failing_load_is_reported_as_removed(bench: Bench) -> None:
-    """The store may have looked before the load moved the bad block aside. After the load, the block is gone."""
-    hanging = HangsAtOneKey()
-    tier = bench.tier(store=hanging)
-    bench.fill(1)
-    bench.store(tier, KEYS[:2])
-    spoil_payload(hanging, tier.mapper.relative_name(KEYS[1]))
-    list(tier.take_events())
-    hanging.key = tier.mapper.relative_name(KEYS[0])
-    hanging.gate.clear()
-    tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
-    wait_for(lambda: hanging.entered)
-    tier.submit_store(store := bench.job(KEYS[1:2]))
-    first = bench.first_result(tier)
-    assert (first.job_id, first.success) == (store.job_id, True)
-    hanging.gate.set()
-    assert bench.result(tier, load).successful_keys == (KEYS[0],)
-    assert bench.told(tier) == [(KEYS[1], False), (KEYS[1], True)]
-
-
-@ONE_BENCH
-def test_block_that_a_load_found_bad_during_its_store_is_not_reported_as_stored(bench: Bench) -> None:
-    """It counts as absent, so the engine offers it again."""
-    hanging = HangsAtOneKey()
-    tier = bench.tier(store=hanging)
-    bench.fill(1)
-    bench.store(tier, KEYS[:2])
-    spoil_payload(hanging, tier.mapper.relative_name(KEYS[0]))
-    list(tier.take_events())
-    hanging.stored_key = tier.mapper.relative_name(KEYS[2])
-    hanging.gate.clear()
-    tier.submit_store(store := bench.job(KEYS[:3]))  # finds the first two
-    wait_for(lambda: hanging.entered)
-    tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
-    first = bench.first_result(tier)
-    assert (first.job_id, first.successful_keys) == (load.job_id, (KEYS[1],))
-    hanging.gate.set()
-    stored = bench.result(tier, store)
-    assert (stored.success, stored.successful_keys) == (False, (KEYS[1], KEYS[2]))
-    assert bench.told(tier) == [(KEYS[0], True), (KEYS[1], False), (KEYS[2], False)]
-    assert not bench.present(tier, KEYS[0])
-    assert bench.store(tier, KEYS[:1]).success
-    assert bench.present(tier, KEYS[0])
-
-
 def test_stored_blocks_are_found_without_a_lookup(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
@@ -857,16 +783,6 @@ class GatedStore(Store):
     def close(self) -> None:
         self.closed = True
         self.inner.close()
-
-
-class HangsAtOneKey(GatedStore):
-    """A store whose gate pauses loads of ``key`` and stores of ``stored_key``."""
-
-    key = stored_key = ""
-
-    def _pass(self, call: str, key: str) -> None:
-        if (call, key) in (("get", self.key), ("put", self.stored_key)):
-            super()._pass(call, key)
 
 
 class BareStore(GatedStore):
@@ -1649,7 +1565,6 @@ def test_job_that_cannot_be_booked_is_reported_as_failed(
     assert caplog.text.count("cannot be booked") == 2
     assert bench.load(tier, KEYS[:2]).success
     assert bench.store(tier, KEYS[2:4]).success
-    assert not tier._published_during_loads._named  # it is named for jobs that run
 
 
 @ONE_BENCH
