@@ -1,14 +1,14 @@
-"""Where each tier keeps its blocks; finds two tiers in the same location, or one inside another."""
+"""Where each tier keeps its blocks; finds two tiers in the same location, or one inside another.
+
+It finds mistakes of a copied section. Two ways to spell one server, and two protocols of one server, are not compared.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any
-from urllib.parse import urlsplit
 
 from ..stores.files.mounts import follow_links
 from ..stores.fsspec_driver import LOCAL
@@ -21,10 +21,6 @@ from .tier_options import (
     S3TierConfig,
     StoreTierConfig,
 )
-
-_AWS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
-#: Options of fsspec drivers that name a server or an account.
-_SERVERS = ("account_host", "account_name", "connection_string", "endpoint", "endpoint_url", "host", "hostname", "port")
 
 RESOLVE_S_MAX = 2.0  # time limit for resolving a root's symbolic links: on a hung mount the call does not return
 
@@ -65,64 +61,21 @@ def place_of(tier: AnyTierConfig) -> TierPlace | None:
         )
     if isinstance(tier, S3TierConfig):
         endpoint, _ = without_bucket(tier.endpoint_url or _endpoint_of_environment(), tier.bucket)
-        storage = ("s3", _server(endpoint))
         path = "/".join(filter(None, (tier.bucket, tier.prefix.strip("/"))))
-        return TierPlace("prefix" if tier.prefix else "bucket", storage, frozenset((path,)))
+        return TierPlace("prefix" if tier.prefix else "bucket", ("s3", endpoint), frozenset((path,)))
     if isinstance(tier, FsspecTierConfig):
         protocol, _, path = tier.url.rpartition("::")[2].partition("://")
         if protocol in LOCAL:
             # The driver follows links, also of the root.
             return TierPlace("url", "files", frozenset((_spelled(path), _resolved(path, whole=True))))
-        return TierPlace("url", *_remote_place(protocol, path, tier.storage_options))
+        return TierPlace("url", (protocol, tier.storage_options), frozenset((path.strip("/"),)))
     if isinstance(tier, StoreTierConfig):  # its options are opaque: equal options count as the same location
         return TierPlace("options", ("store", tier.module_path, tier.options), frozenset(("",)))
     return None
 
 
-def _remote_place(protocol: str, path: str, options: Mapping[str, Any]) -> tuple[object, frozenset[str]]:
-    """The storage of a URL, and its path there.
-
-    Two URLs whose protocols have one driver (s3, s3a; gs, gcs; abfs, az) name the same storage, unless an option or the
-    URL names another server or account. Other options, such as credentials, do not change what is stored there.
-    """
-    driver = _driver_of(protocol)
-    authority, _, folder = path.rstrip("/").partition("/")
-    before, at, host = authority.rpartition("@")  # a login, but for abfs: container@account.host
-    if driver == _driver_of("s3"):
-        inner = options.get("client_kwargs")
-        inner = inner.get("endpoint_url") if isinstance(inner, Mapping) else None
-        storage: object = ("s3", _server(options.get("endpoint_url") or inner or _endpoint_of_environment()))
-    elif driver == _driver_of("abfs") and at:
-        storage, host = (driver, (("account_name", host.partition(".")[0]),)), before
-    else:
-        storage = (driver, tuple((name, str(options[name])) for name in _SERVERS if options.get(name)))
-    return storage, frozenset((f"{host}/{folder}".strip("/"),))
-
-
-def _driver_of(protocol: str) -> str:
-    """The name of a protocol's driver; the protocol itself if fsspec does not know it. Imports no driver."""
-    try:
-        from fsspec.registry import known_implementations
-    except ImportError:
-        return protocol
-    return str(known_implementations.get(protocol, {}).get("class", protocol))
-
-
 def _endpoint_of_environment() -> str:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-
-
-def _server(endpoint_url: object) -> str:
-    """Host and port of an S3 endpoint, with one spelling for each server; "" for AWS, where bucket names are global."""
-    text = str(endpoint_url or "")
-    try:
-        parts = urlsplit(text)
-        host, port = (parts.hostname or text).rstrip("."), parts.port
-    except ValueError:
-        return text
-    if not host or host.endswith(_AWS):
-        return ""
-    return f"{'127.0.0.1' if host in ('localhost', '::1') else host}:{'' if port in (80, 443, None) else port}"
 
 
 def shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:

@@ -236,9 +236,9 @@ def test_root_that_is_a_link_is_the_place_it_leads_to(tmp_path: Path) -> None:
 
 def test_endpoint_of_the_environment_is_the_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio:9000")
-    for other in (S3 | {"endpoint_url": "https://minio:9000"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO):
-        with pytest.raises(ConfigError, match=r"tiers\[1\].*: is the place of tiers\[0\].bucket, too"):
-            parse_config({"region": REGION, "tiers": [S3, other]})
+    other = S3 | {"endpoint_url": "https://minio:9000"}
+    with pytest.raises(ConfigError, match=r"tiers\[1\].*: is the place of tiers\[0\].bucket, too"):
+        parse_config({"region": REGION, "tiers": [S3, other]})
 
 
 def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,6 @@ def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pyte
 
 FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
 AT_MINIO = {"storage_options": {"client_kwargs": {"endpoint_url": "http://MINIO:9000"}}}
-ACCOUNT = {"storage_options": {"account_name": "acct", "account_key": "k"}}
 
 
 @pytest.mark.parametrize(
@@ -271,31 +270,6 @@ ACCOUNT = {"storage_options": {"account_name": "acct", "account_key": "k"}}
         ([FSSPEC | {"url": "file:///kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
-        ([FSSPEC, FSSPEC | {"url": "gcs://b/kv"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
-        ([FSSPEC, FSSPEC | {"storage_options": {"token": "t"}}], ["tiers[1].url: is the place of tiers[0].url, too"]),
-        ([S3 | {"prefix": "a"}, FSSPEC | {"url": "s3://bucket/a/"}], ["tiers[1].url: is the place of tiers[0].prefix"]),
-        ([FSSPEC | {"url": "s3a://bucket/a"}, S3], ["tiers[0].url: is inside tiers[1].bucket"]),
-        ([FSSPEC | {"url": "s3://kv/a"}, FSSPEC | {"url": "s3a://kv"}], ["tiers[0].url: is inside tiers[1].url"]),
-        (
-            [S3 | {"endpoint_url": "https://minio:9000/"}, FSSPEC | {"url": "s3://bucket"} | AT_MINIO],
-            ["tiers[1].url: is the place of tiers[0].bucket, too"],
-        ),
-        (
-            [S3, S3 | {"endpoint_url": "https://s3.eu-central-1.amazonaws.com"}],
-            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
-        ),
-        (
-            [S3 | {"endpoint_url": "http://127.0.0.1:80"}, S3 | {"endpoint_url": "http://localhost"}],
-            ["tiers[1].bucket: is the place of tiers[0].bucket, too"],
-        ),
-        (
-            [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct.dfs.core.windows.net/kv/x"}],
-            ["tiers[1].url: is inside tiers[0].url"],
-        ),
-        (
-            [FSSPEC | {"url": "sftp://me@host/kv"}, FSSPEC | {"url": "ssh://you:pw@host/kv"}],
-            ["tiers[1].url: is the place of tiers[0].url, too"],
-        ),
         (
             [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
             ["tiers[1].type: 'nope' is not", "tiers[2].root_dir: is inside tiers[0].root_dir"],
@@ -322,7 +296,6 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
             FSSPEC | {"url": "gs://bucket"},
             FSSPEC | {"url": "s3://other"},
         ],
-        [FSSPEC | {"url": "abfs://c/kv"} | ACCOUNT, FSSPEC | {"url": "az://c@acct2.dfs.core.windows.net/kv"}],
         [FSSPEC | {"url": "sftp://a/kv"}, FSSPEC | {"url": "sftp://b/kv"}],
         [FSSPEC | {"url": "hf://datasets/o/a@main/kv"}, FSSPEC | {"url": "hf://datasets/o/b@main/kv"}],
         [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::s3://kv"}, FSSPEC],
