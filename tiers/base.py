@@ -148,6 +148,10 @@ class SecondaryTierManager(ABC):
     def on_schedule_end(self) -> None:  # noqa: B027 - optional hook
         """Note that a scheduler step has ended; a tier that batches lookups sends them now."""
 
+    def descriptors(self) -> Collection[int]:
+        """Descriptors that become readable when there may be something to take. Empty: the tier has to be polled."""
+        return ()
+
     def drain_jobs(self) -> None:  # noqa: B027 - optional hook
         """Wait until every submitted job has ended. ``get_finished`` still reports their results. May block."""
 

@@ -150,6 +150,10 @@ class Connections(ABC, Generic[C]):
         self._check_at = -math.inf
         self.poll()
 
+    def descriptors(self) -> list[int]:
+        """Of the sockets that ``poll`` reads."""
+        return list(self._by_fd)
+
     def _write(self, child: C, content: Sequence[object], raw: bytes = b"") -> None:
         if child.handle is not None and not child.ending and os.getpid() == self._pid:
             child.out += pack_frame(child.handle.tag, content, raw)

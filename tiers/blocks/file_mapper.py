@@ -281,6 +281,7 @@ def _fields_of(spec: Any) -> dict[str, Any]:
         **{name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "pcp_size", "dcp_size")},
         "rank": getattr(parallel, "rank", 0),
         "dtype": str(config.model.dtype).removeprefix("torch."),
+        **({"inference_engine": engine} if (engine := getattr(config, "inference_engine", None)) else {}),
         "kv_cache_groups": [
             {"block_size": group.tokens_per_block, "layer_names": list(group.layer_names)}
             for group in getattr(config, "groups", ())

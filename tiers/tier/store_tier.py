@@ -331,6 +331,9 @@ class StoreTierManager(SecondaryTierManager):
             self._collector.poll()  # perhaps there is no further step, and it must hear what was put
         return results
 
+    def descriptors(self) -> Collection[int]:
+        return self._channel.descriptors()
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()
 
