@@ -1,0 +1,169 @@
+"""Door: a tier for an engine that calls and waits, with the memory through which its blocks pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...tiers.blocking import BlockingTier, Pieces, open_tier
+from ...tiers.blocks.keys import OffloadKey
+from ...tiers.config.deployment import parse_config
+from ...tiers.errors import ConfigError
+from ...tiers.metrics import Metrics
+from ...tiers.plain_logs import get_logger
+from ...tiers.tier.circuit import CircuitState
+from ..base import OffloadingConfig
+from ..model_files import files_digest, hub_commit, value_digest
+from ..ranks.place import SETTINGS, rank_tier
+from ..region.region_header import row_stride
+from ..region.shared_region import SharedOffloadRegion
+
+if TYPE_CHECKING:
+    from ...tiers.exporter import MetricsServer
+
+logger = get_logger(__name__)
+
+STAGING = "256MiB"
+_TIER = ("shared_storage_path", "storage_options", "tier", "config_file", "index", *SETTINGS)
+#: Options of a door.
+OPTIONS = (*_TIER, "staging", "identity", "metrics_port")
+SAY_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig(OffloadingConfig):
+    """The identity of an engine without an OffloadingSpec.
+
+    Attributes:
+        inference_engine: defines the layout of the bytes.
+        engine: further options that count, for people who compare two namespaces.
+    """
+
+    inference_engine: str = ""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    config: EngineConfig
+    metrics: Metrics
+
+
+def weights_digest(model: str, revision: str | None, download_dir: str | None = None) -> str | None:
+    """Identify a model's weights: by its files, or by the commit in the local hub cache. None: neither is here.
+
+    Args:
+        model: a folder or a hub id.
+        revision: as given to the engine.
+    """
+    return files_digest(model) or hub_commit(model, revision, download_dir) or revision
+
+
+def counted_revision(weights: str, options: Mapping[str, Any]) -> str:
+    """Weights and options in the form that goes into the namespace."""
+    return f"{weights}+engine:{value_digest(dict(options))}" if options else weights
+
+
+def check_options(options: Mapping[str, Any], others: Collection[str]) -> None:
+    """Refuse an unknown option.
+
+    Args:
+        others: further options that are accepted.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name in sorted(options.keys() - {*OPTIONS, *others}):
+        raise ConfigError(f"is not an option of kvtiers; accepted are {', '.join(OPTIONS)}", field=name)
+
+
+class Door:
+    """A tier, and the memory through which its blocks pass. Any thread may call it.
+
+    A call never raises: what kvtiers cannot do is a miss, and is logged at most once a minute.
+
+    Args:
+        options: the operator's, with names from ``OPTIONS``.
+        block_bytes: size of every block.
+
+    Raises:
+        ConfigError: names the option that is wrong.
+        StoreError: the storage failed with a permanent error.
+    """
+
+    def __init__(self, config: EngineConfig, options: Mapping[str, Any], block_bytes: int) -> None:
+        tier = rank_tier(tier_options(options))
+        row_bytes = row_stride(block_bytes, 1)
+        rows = staging_bytes(options) // row_bytes
+        if rows < 2:
+            text = f"{options.get('staging', STAGING)} does not hold two blocks of {row_bytes} bytes"
+            raise ConfigError(text, field="staging")
+        self.metrics = Metrics()
+        self._say_at = float("-inf")
+        self._server: MetricsServer | None = None
+        self._region = SharedOffloadRegion.anonymous(rows, row_bytes)
+        try:
+            named = {**dict(tier), "name": f"{tier.name or tier.type}_r{config.parallel.rank}"}
+            view = self._region.create_kv_memoryview()
+            self.tier: BlockingTier = open_tier(named, _Spec(config, self.metrics), view, block_bytes=block_bytes)
+        except BaseException:
+            self._region.cleanup()
+            raise
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the tier is in use, not cut off."""
+        return getattr(self.tier.tier, "circuit_state", CircuitState.CLOSED) is CircuitState.CLOSED
+
+    def serve_metrics(self, port: int) -> None:
+        """Serve this tier's metrics at ``http://127.0.0.1:PORT/metrics``."""
+        from ...tiers.exporter import MetricsServer
+
+        self._server = MetricsServer([self.metrics], port=port)
+
+    def exists(self, keys: Sequence[OffloadKey], *, prefix_only: bool = False) -> list[bool]:
+        """See ``BlockingTier.exists_many``."""
+        return self._try(lambda: self.tier.exists_many(keys, prefix_only=prefix_only), len(keys))
+
+    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[Pieces]) -> list[bool]:
+        """See ``BlockingTier.load_many``."""
+        return self._try(lambda: self.tier.load_many(keys, blocks), len(keys))
+
+    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[Pieces]) -> list[bool]:
+        """See ``BlockingTier.store_many``. Where stores are refused because the tier is read-only, all are False."""
+        return self._try(lambda: self.tier.store_many(keys, blocks), len(keys))
+
+    def close(self) -> None:
+        """Close the tier. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        self.tier.close()
+        self._region.cleanup()
+
+    def _try(self, call: Callable[[], list[bool]], count: int) -> list[bool]:
+        try:
+            return call()
+        except Exception:  # the engine's edge: whatever is wrong here, the engine computes
+            if time.monotonic() >= self._say_at:
+                self._say_at = time.monotonic() + SAY_EVERY_S
+                logger.exception("tier %s: a call failed; it counts as a miss", self.tier.tier.name)
+            return [False] * count
+
+
+def tier_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that name the tier."""
+    return {name: options[name] for name in _TIER if name in options}
+
+
+def staging_bytes(options: Mapping[str, Any]) -> int:
+    """Return ``staging`` in bytes.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    try:
+        return parse_config({"region": {"size": options.get("staging", STAGING)}}).region.size
+    except ConfigError as e:
+        raise ConfigError(e.message, field="staging") from None
