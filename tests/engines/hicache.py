@@ -95,6 +95,12 @@ class Controller(HiCacheController):  # type: ignore[misc]  # SGLang is not inst
         self._page_backup_or_log(operation)
         return int(operation.completed_tokens)
 
+    def fetch(self, hashes: list[str], indices: torch.Tensor) -> int:
+        """Load pages. Returns how many were loaded."""
+        operation = PrefetchOperation("request", [], None)
+        operation.hash_value, operation.host_indices = hashes, indices
+        return int(self._page_transfer(operation))
+
     def prefetch(self, key: Any, indices: torch.Tensor) -> tuple[list[str], int]:
         """Look a prompt's pages up and load what is there. Returns the pages, and how many were loaded."""
         operation = PrefetchOperation("request", key, None)

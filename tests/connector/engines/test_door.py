@@ -1,0 +1,61 @@
+"""What the doors for SGLang and LMCache share, without either engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtiers.connector.engines.door import check_options, counted_revision, staging_bytes, tier_options, weights_digest
+from kvtiers.connector.engines.release import Release
+from kvtiers.connector.ranks.place import rank_tier
+from kvtiers.tiers.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("sglang", ("backend_name", "module_path", "class_name", "interface_v1")), ("lmcache", ("revision",))],
+)
+def test_shipped_options_are_accepted_and_shown_in_the_docs(name: str, theirs: tuple[str, ...]) -> None:
+    text = (ROOT / "configs" / f"{name}.json").read_text()
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    assert re.search(r"```json\n(.*?)```", page, re.DOTALL)[1] == text  # type: ignore[index]
+    options = json.loads(text)
+    assert options["module_path"] == f"kvtiers.{name}"
+    assert options["class_name"] in (ROOT / "kvtiers" / f"{name}.py").read_text()
+    options = options.get("adapter_params", options)
+    check_options(options, theirs)
+    assert rank_tier(tier_options(options)).type == "fs"
+    assert staging_bytes(options) == 256 << 20
+
+
+def test_misspelled_option_and_wrong_size_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="stagin: is not an option of kvtiers; accepted are"):
+        check_options({"stagin": 1}, ())
+    with pytest.raises(ConfigError, match="staging: "):
+        staging_bytes({"staging": "much"})
+
+
+def test_weights_are_known_by_content_or_revision_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    one = weights_digest(str(tmp_path), None)
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert one != weights_digest(str(tmp_path), None)
+    assert weights_digest("org/not-here", None) is None
+    assert weights_digest("org/not-here", "v1") == "v1"
+    assert counted_revision("v1", {}) == "v1"
+    assert counted_revision("v1", {"a": 1}) != counted_revision("v1", {"a": 2})
+
+
+def test_release_that_differs_is_refused_with_what_differs() -> None:
+    used = {"json": ["loads(_)", "dumps(_, sort=)", "gone"], "json:JSONDecoder": ["decode(_)"], "no_such": ["x"]}
+    with pytest.raises(ConfigError) as caught:
+        Release("pytest", ("1",), used).check()
+    assert "json.gone is gone" in str(caught.value)
+    assert "no_such cannot be imported" in str(caught.value)
+    assert "decode" not in str(caught.value)
+    Release("pytest", ("1",), {"json": ["loads(_)"]}).check()
