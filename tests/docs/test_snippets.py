@@ -36,6 +36,7 @@ CONNECTORS = {"KVTiersConnector", "SharedStorageConnector"}
 NOT_RUN = {
     "cat": "prints a file of configs/, which tests/connector/engines reads",
     "lmcache": "starts a server; tests/engines makes its adapter",
+    "sglang": "starts a server; tests/engines makes its storage",
     "cd": "built into the shell",
     "chmod": "of a file that the line before made",
     "curl": "needs a running engine; make e2e asks it",
