@@ -4,7 +4,8 @@
 
 Bytes pass through rows that belong to the tier, with one copy on the way. So storage never touches the engine's memory:
 a read that hangs may end at any later time, and then writes into a row that nobody uses until the tier has reported the
-read (L3). Without the copy, the engine's memory would have to stay out of use for as long, which no engine offers.
+read (L3). Without the copy, the engine's memory would have to stay out of use for as long, which no engine offers. And
+a store that is given up would later seal what the engine has written there since.
 
 A call that waits reads the tier's sockets. If several wait, one of them reads for all. There is no thread.
 """
@@ -340,11 +341,11 @@ class BlockingTier:
             if self._is_listening:
                 self._news.wait(min(left_s, LISTEN_S))
                 continue
-            self._is_listening = True
             listener = select.poll()
             descriptors = self.tier.descriptors()
             for fd in descriptors:
                 listener.register(fd, select.POLLIN)
+            self._is_listening = True
             self._news.release()
             try:
                 listener.poll(1000 * min(left_s, LISTEN_S if descriptors else POLL_S))

@@ -15,7 +15,7 @@ from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ...tiers.tier.circuit import CircuitState
 from ..base import OffloadingConfig
-from ..model_files import files_digest, hub_commit, value_digest
+from ..identity.model_files import files_digest, hub_commit, value_digest
 from ..ranks.place import SETTINGS, rank_tier
 from ..region.region_header import row_stride
 from ..region.shared_region import SharedOffloadRegion
@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 
 STAGING = "256MiB"
 _TIER = ("shared_storage_path", "storage_options", "tier", "config_file", "index", *SETTINGS)
-#: Options of a door.
-OPTIONS = (*_TIER, "staging", "identity", "metrics_port")
+#: Options of every door.
+OPTIONS = (*_TIER, "staging")
 SAY_EVERY_S = 60.0
 
 
@@ -66,17 +66,18 @@ def counted_revision(weights: str, options: Mapping[str, Any]) -> str:
     return f"{weights}+engine:{value_digest(dict(options))}" if options else weights
 
 
-def check_options(options: Mapping[str, Any], others: Collection[str]) -> None:
+def check_options(options: Mapping[str, Any], own: Collection[str], engines: Collection[str] = ()) -> None:
     """Refuse an unknown option.
 
     Args:
-        others: further options that are accepted.
+        own: options of kvtiers for one engine only.
+        engines: options that the engine reads.
 
     Raises:
         ConfigError: names the option.
     """
-    for name in sorted(options.keys() - {*OPTIONS, *others}):
-        raise ConfigError(f"is not an option of kvtiers; accepted are {', '.join(OPTIONS)}", field=name)
+    for name in sorted(options.keys() - {*OPTIONS, *own, *engines}):
+        raise ConfigError(f"is not an option of kvtiers; accepted are {', '.join((*OPTIONS, *own))}", field=name)
 
 
 class Door:

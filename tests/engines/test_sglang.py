@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
+import urllib.request
 from array import array
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +27,7 @@ from kvtiers.connector.engines.release import Release
 from kvtiers.connector.engines.sglang import storage as door
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
+from kvtiers.tiers.testing.servers import free_ports
 from tests.engines.damage import damaged
 from tests.engines.hicache import PAGE, Controller, config_of, host_pool, open_storage, set_arguments
 
@@ -73,6 +76,16 @@ def test_lookup_counts_leading_pages_only(tmp_path: Path) -> None:
         assert [storage.exists(names[4]), storage.exists(names[5])] == [True, False]
         got = storage.batch_get_v1([names[0], names[6], names[1]], torch.arange(3 * PAGE))
         assert got == [True, False, True]
+
+
+def test_metrics_are_served_on_a_port_of_each_rank(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    changed: dict[str, Any] = {"options": {"metrics_port": port - 1}, "tp_size": 2, "tp_rank": 1}
+    with closing(open_storage(config_of(tmp_path / "kv", **changed), host_pool(4))) as storage:
+        assert storage.batch_set_v1(hashes(2), torch.arange(2 * PAGE)) == [True, True]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            text = response.read().decode()
+        assert re.search(r'kvtiers_blocks_total\{[^}]*op="store"[^}]*\} 2.0', text)
 
 
 def test_tenants_share_no_pages(tmp_path: Path) -> None:
@@ -285,6 +298,7 @@ def test_killed_processes_of_the_tier_lose_no_pages(tmp_path: Path) -> None:
         ({"teir": {}}, {}, "teir: is not an option of kvtiers; accepted are"),
         ({"tier": {"type": "memory"}}, {}, "type: memory is not storage of several processes"),
         ({"staging": "1KiB"}, {}, "staging: "),
+        ({"metrics_port": "9100"}, {}, "metrics_port: '9100' is not accepted; write 1 to 65535"),
         ({}, {"should_split_heads": True}, "tp_lcm_size: splits pages by heads"),
         ({"identity": {"ignore": ["no_such"]}}, {}, "identity.ignore: no_such is not an option of SGLang"),
     ],

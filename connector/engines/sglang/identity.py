@@ -14,7 +14,7 @@ import msgspec
 from sglang.srt.arg_groups.overrides import resolution_result
 
 from ....tiers.errors import ConfigError
-from ...model_files import files_digest, value_digest
+from ...identity.model_files import files_digest, value_digest
 
 #: Why options cannot change the meaning of a page -> patterns of their names.
 UNCOUNTED: Mapping[str, str] = {
@@ -38,7 +38,7 @@ UNCOUNTED: Mapping[str, str] = {
     "when something is computed, not what": (
         "mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size "
         "max_prefill_tokens prefill_max_requests prefill_decode_.* .*prefill_delayer.* .*schedul.* .*priorit.* "
-        "retraction_policy num_continuous_decode_steps enable_mixed_chunk "
+        "retraction_policy max_mamba_cache_size mamba_full_memory_ratio num_continuous_decode_steps enable_mixed_chunk "
         "min_free_slots_delay disable_overlap_schedule .*cuda_graph.* .*cudagraph.* .*two_batch.* .*single_batch.* "
         "tbo_.* .*memory_saver offload_.* cpu_offload_gb watchdog_timeout soft_watchdog_timeout sleep_on_idle use_ray "
         "custom_sigquit_handler numa_node base_gpu_id gpu_id_step random_seed .*_timeout load_balance_method nnodes "

@@ -76,7 +76,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         RELEASE.check(KVTiersHiCacheStorage)
         self._config = storage_config
         self._options = dict(storage_config.extra_config or {})
-        check_options(self._options, _SGLANGS)
+        check_options(self._options, ("identity", "metrics_port"), _SGLANGS)
         if not self._options.get("interface_v1"):
             raise ConfigError("is missing; write 1: SGLang then hands over pages in place", field="interface_v1")
         if storage_config.should_split_heads:
@@ -92,6 +92,9 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             StoreError: the storage failed with a permanent error.
         """
         super().register_mem_pool_host(mem_pool_host)
+        port = self._options.get("metrics_port")
+        if port is not None and not (type(port) is int and 0 < port < 65536):
+            raise ConfigError(f"{port!r} is not accepted; write 1 to 65535", field="metrics_port")
         kind = type(mem_pool_host).__name__
         if kind not in POOLS:
             raise ConfigError(f"pages of {kind} are not supported; {' and '.join(POOLS)} are", field="host memory")
@@ -99,7 +102,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._parts = len(parts)
         config = self._identity(mem_pool_host, parts)
         self._door = Door(config, self._options, sum(parts))
-        if port := self._options.get("metrics_port"):
+        if port is not None:
             self._door.serve_metrics(port + config.parallel.rank)
 
     def _identity(self, pool: Any, parts: Sequence[int]) -> EngineConfig:
