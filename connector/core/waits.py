@@ -193,7 +193,7 @@ class Wait:
         for key in list(keys):
             del self.hits[key]
         if not self.hits:
-            self.hit_tiers, self.capped_since, self.starved_since = 0, None, None
+            self.hit_tiers, self.capped_since, self.starved_since, self.starved_key = 0, None, None, None
         self.has_news = True
 
     # -- blocks ------------------------------------------------------------------------------------------------------
