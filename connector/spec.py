@@ -26,6 +26,7 @@ from .core.guard import GuardedTier, shut_down_tiers
 from .core.manager import BlockManager
 from .core.options import LOOKUP_TOTAL_S, ManagerOptions
 from .core.slots import Slots
+from .core.trace_file import TraceFile
 from .region.region_header import row_stride
 from .region.shared_region import SharedOffloadRegion
 from .sizes import human_bytes
@@ -98,6 +99,7 @@ class DeploymentSpec(OffloadingSpec):
         self._manager: BlockManager | None = None
         self._handlers: list[OffloadingHandler] = []
         self._metrics_server: MetricsServer | None = None
+        self._trace: TraceFile | None = None
 
     def get_manager(self) -> BlockManager:
         """Return the scheduler's side, with its tiers running. Repeated calls return the same manager.
@@ -109,6 +111,9 @@ class DeploymentSpec(OffloadingSpec):
         if self._manager is None:
             self._manager = self._make_manager()
             self._metrics_server = self._serve_metrics()
+            if self.deployment.trace_requests is not None:
+                self._trace = TraceFile(self.deployment.trace_requests)
+                self._manager.slots.record.write = self._trace.write
         return self._manager
 
     def get_handlers(
@@ -137,6 +142,9 @@ class DeploymentSpec(OffloadingSpec):
         if self._metrics_server is not None:
             self._metrics_server.close()
             self._metrics_server = None
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
         self.region.cleanup()
 
     def _serve_metrics(self) -> MetricsServer | None:

@@ -128,6 +128,8 @@ def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str
     ignored = ignored_options(options)
     file = options.get("config_file")
     several = len(deployment.tiers) > 1
+    if deployment.trace_requests is not None:
+        logger.warning("trace_requests: way tier writes no lines, because vLLM's own manager finds the blocks")
     return {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": deployment.region.size,

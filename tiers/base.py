@@ -98,12 +98,16 @@ class SecondaryTierManager(ABC):
         takes_stores: False: the tier is read-only, and the engine side submits no stores to it.
         shutdown_s: time limit of ``shutdown``, most of which is spent on jobs that were accepted. The engine side may
             lower it. None: no limit; the engine side drains the tier before it calls ``shutdown``.
+        nearest: if this engine is the first of its namespace, the other namespace of its model that differs in the
+            fewest fields, as texts: ``namespace``, ``begun`` and ``differs``. None: there is no such namespace, or the
+            search has not ended.
     """
 
     name: str = ""
     job_deadline_s: float | None = None
     takes_stores: bool = True
     shutdown_s: float | None = None
+    nearest: dict[str, str] | None = None
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         if options:
@@ -157,6 +161,22 @@ class SecondaryTierManager(ABC):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Events since the previous call."""
+        return ()
+
+    def explain_miss(self, key: OffloadKey, req_context: ReqContext) -> str:  # noqa: ARG002
+        """Return why ``lookup`` has just said absent, such as ``lookup:circuit_open``. "": the tier lacks the block.
+
+        The engine side calls this once for a request that misses. The tier may ask its storage for more about the key,
+        and tell it with ``take_reasons``.
+        """
+        return ""
+
+    def take_reasons(self) -> Iterable[tuple[str, Collection[OffloadKey]]]:
+        """What happened to blocks since the previous call, as pairs of a reason and keys.
+
+        ``store:…`` and ``load:…`` with why that failed; ``removed:…``; ``other_namespace``. The engine side
+        explains later misses of the keys with it.
+        """
         return ()
 
     def shutdown(self) -> None:  # noqa: B027 - optional hook

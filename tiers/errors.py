@@ -124,6 +124,10 @@ class SealReason(StrEnum):
     AUTHENTICATION = "authentication"
 
 
+#: Another reader may be able to use such a blob.
+FOREIGN_REASONS = (SealReason.VERSION, SealReason.UNSUPPORTED, SealReason.UNKNOWN_KEY)
+
+
 class SealError(KVTiersError):
     """A blob is not the requested block.
 
@@ -136,7 +140,7 @@ class SealError(KVTiersError):
 
     def __init__(self, reason: SealReason, message: str) -> None:
         self.reason = reason
-        self.foreign = reason in (SealReason.VERSION, SealReason.UNSUPPORTED, SealReason.UNKNOWN_KEY)
+        self.foreign = reason in FOREIGN_REASONS
         super().__init__(f"{reason}: {message}")
 
 

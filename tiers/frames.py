@@ -5,13 +5,14 @@ A frame is two lengths (big-endian u32), the connection's tag, a JSON list, raw 
     engine   ["load", number, deadline]            raw: pairs
              ["store", number, deadline, [places of blocks to overwrite]]   raw: pairs
              ["probe", number, deadline]           raw: pairs; reads blocks until one is good, into no slot
-             ["look", number]                      raw: pairs; the slots mean nothing
+             ["look", number, name prefix]         raw: pairs; the slots mean nothing. The prefix: of another namespace
              ["open", number]                      creates the store, and opens the namespace
              ["cut", reason]                       drops blocks that have not begun; "" lets them begin again
     server   ["moved", number, batch, said]          said: texts for the log
              ["looked", number, said]   raw: a byte per key, see ``FOUND``
              ["opened", number, capabilities, error]
              ["alive"]                             it serves; blocks are moving
+             ["nearest", namespace]                see ``SecondaryTierManager.nearest``
 
 The tag is random, and known to the two ends only. So bytes that a library writes into the socket cannot pass for an
 answer, nor for a part of one. Frames hold no bytes of blocks, which are in the region.

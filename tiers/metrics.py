@@ -94,6 +94,9 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_quarantined_blobs_total": _counter(
         "Bad blobs that a store had to move aside, because it could not replace them.", "tier"
     ),
+    "kvtiers_requests_total": _counter(
+        "Requests that ended, by why no more of their prefix was loaded (kvtiers explain).", "reason"
+    ),
     "kvtiers_schedule_end_seconds": MetricDef(
         MetricKind.HISTOGRAM, "Time spent at the end of each engine step on the scheduler's thread.", (), _STEP_SECONDS
     ),
@@ -101,6 +104,9 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_storage_max_bytes": _gauge("Limit of the bytes in the tier's root (max_bytes), if set.", "tier"),
     "kvtiers_storage_used_bytes": _gauge("Bytes in the tier's root, by its collector's count.", "tier"),
     "kvtiers_store_errors_total": _counter("Errors raised by a store, by class.", "tier", "op", "error"),
+    "kvtiers_stored_since_load_bytes": _gauge(
+        "Bytes stored to the tier since it was last loaded from, or since the start. Updated once a minute.", "tier"
+    ),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
     "kvtiers_verify_failures_total": _counter("Blobs that were not the requested block, by reason.", "tier", "reason"),
 }

@@ -11,9 +11,10 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from ...tiers.config.values import show_size
 from ...tiers.errors import ConfigError, KVTiersError, printable
 from ...tiers.registry import SecondaryTierFactory
 from ..sizes import human_bytes
+from .break_even import compare_speeds
 from .description import describe_deployment
 from .findings import Finding, no_answer, of_error
 from .host_checks import host_findings
@@ -109,7 +111,8 @@ def check(
             min=1e-3,
             max=1e12,
             rich_help_panel=_PANEL,
-            help="Your prefill speed in tokens/s; may be repeated. Default: 1000, 5000 and 20000.",
+            help="Your prefill speed in tokens/s; may be repeated. Default: 1000, 5000 and 20000. With --write, check "
+            "compares it with the speed of each storage.",
         ),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the YAML, for editors.")] = False,
@@ -139,11 +142,11 @@ def check(
                 raise
             refused = [of_error(e).at("--model")]
     if write:
-        session().if_interrupted = lambda: f"a blob of 4 KiB may be left below {TRIAL_FOLDER} in a tier; run it again"
+        session().if_interrupted = lambda: f"a few blobs may be left below {TRIAL_FOLDER} in a tier; run it again"
     if deployment is None:
         checked = Checked(model=sizing)
     else:
-        checked = examine(deployment, writes=write, sizing=sizing, refused=refused)
+        checked = examine(deployment, writes=write, sizing=sizing, speeds=prefill or (), refused=refused)
     failed = any(finding.level == "problem" for finding in checked.findings)
     if as_json:
         answer(checked, ok=not failed)
@@ -200,17 +203,27 @@ def examine(
     *,
     writes: bool = False,
     sizing: Sizing | None = None,
+    speeds: Sequence[float] = (),
     refused: Sequence[Finding] = (),
 ) -> Checked:
     """Examine a valid configuration on this machine.
 
     Args:
-        writes: also create root folders, and write and delete small blobs.
+        writes: also create root folders, and write and delete blobs.
+        sizing: of the model of ``--model``; with ``writes``, the speed of each storage is compared with its prefill.
+        speeds: of its prefill, in tokens per second, if they are known.
         refused: why the model of ``--model`` has no sizing.
     """
     found = [*refused, *host_findings(deployment)]
     # In parallel: a bucket that does not answer takes seconds to fail, and a hanging mount never does.
-    tiers = [_Examination(f"tiers[{index}] {tier.type}", tier, writes) for index, tier in enumerate(deployment.tiers)]
+    tiers = [
+        _Examination(
+            f"tiers[{index}] {tier.type}",
+            partial(examine_tier, tier, writes=writes, sizing=sizing, speeds=speeds),
+            tier,
+        )
+        for index, tier in enumerate(deployment.tiers)
+    ]
     deadline = time.monotonic() + TIERS_S_MAX
     for tier in tiers:
         found += tier.findings(deadline)
@@ -233,12 +246,15 @@ class _Examination:
         sizes: the models with blocks in the storage, and the size of one block of each.
     """
 
-    def __init__(self, where: str, tier: TierConfig | ExternalTierConfig, writes: bool) -> None:
+    def __init__(
+        self, where: str, examine: Callable[[dict[str, int]], Iterator[Finding]], tier: TierConfig | ExternalTierConfig
+    ) -> None:
         self._where = where
+        self._examine = examine
         self._tier = tier
         self._found: list[Finding] = []
         self.sizes: dict[str, int] = {}
-        self._thread = threading.Thread(target=self._work, args=(writes,), name=f"kvtiers-check-{where}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"kvtiers-check-{where}", daemon=True)
         self._thread.start()
 
     def findings(self, deadline: float) -> list[Finding]:
@@ -248,10 +264,10 @@ class _Examination:
         late = [no_answer(self._tier, TIERS_S_MAX)] if is_late else []
         return [finding.at(self._where) for finding in (*self._found, *late)]
 
-    def _work(self, writes: bool) -> None:
+    def _work(self) -> None:
         tier = self._tier
         try:
-            for finding in examine_tier(tier, self.sizes, writes=writes):
+            for finding in self._examine(self.sizes):
                 self._found.append(finding)
         except (KVTiersError, OSError) as e:
             self._found.append(of_error(e, tier if isinstance(tier, TierConfig) else None))
@@ -265,12 +281,19 @@ class _Examination:
             self._found.append(Finding("problem", "storage", text, fix))
 
 
-def examine_tier(tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *, writes: bool) -> Iterator[Finding]:
+def examine_tier(
+    tier: TierConfig | ExternalTierConfig,
+    sizes: dict[str, int],
+    *,
+    writes: bool,
+    sizing: Sizing | None = None,
+    speeds: Sequence[float] = (),
+) -> Iterator[Finding]:
     """Examine a tier's options, its storage, and the blocks there.
 
     Args:
         sizes: filled with the models with blocks in the storage, and the size of one block of each.
-        writes: also create the root folder, and write and delete small blobs.
+        writes, sizing, speeds: see ``examine``.
     """
     is_usable = True
     for finding in tier_findings(tier):
@@ -291,6 +314,8 @@ def examine_tier(tier: TierConfig | ExternalTierConfig, sizes: dict[str, int], *
         return
     with closing(open_tool_store(tier, read_only=not writes)) as store:  # without min_free, which was judged above
         yield from examine_storage(tier, store, sizes, writes=writes)
+        if writes and sizing is not None:
+            yield from compare_speeds(tier, store, sizing, speeds)
     if root is not None and writes:
         with suppress(OSError):
             os.rmdir(os.path.join(root, TRIAL_FOLDER))

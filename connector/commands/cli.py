@@ -35,6 +35,7 @@ COMMANDS = {
     "gc": (f"{_HERE}.collect:gc", "Remove blocks past their ttl and above max_bytes."),
     "rm": (f"{_HERE}.remove:rm", "Remove namespaces, or all namespaces of a model."),
     "copy": (f"{_HERE}.copy:copy", "Copy blocks from one tier to another."),
+    "explain": (f"{_HERE}.explain:explain", "Say why requests were not loaded, or not further."),
     "bench": (f"{_HERE}.bench:bench", "Measure the speed of each hop of a deployment on this machine."),
     "demo": (f"{_HERE}.deployment:demo", "Answer a long prompt in two processes; the second loads its KV cache."),
 }  # fmt: skip

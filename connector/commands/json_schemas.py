@@ -12,6 +12,7 @@ from .check import Checked
 from .collect import Collected, Skipped
 from .copy import Copied
 from .deployment import Ways
+from .explain import Explained
 from .output import Document, Tiers
 from .remove import Removed
 from .show import Found
@@ -29,6 +30,7 @@ DOCUMENTS: dict[str, Any] = {
     "gc": Document[Tiers[Collected | Skipped]],
     "rm": Document[Tiers[Removed]],
     "copy": Document[Copied],
+    "explain": Document[Explained],
     "bench": Document[Speeds],
 }
 

@@ -33,8 +33,8 @@ REQUESTS_MAX: Final = 65_536  # requests remembered to count each lookup once; t
 
 #: Methods and attributes of a tier that may fail: labels of ``kvtiers_contained_errors_total``.
 _Guarded = Literal[
-    "drain_jobs", "get_finished", "lookup", "on_request_finished", "on_schedule_end", "shutdown", "shutdown_s",
-    "submit_load", "submit_store", "take_answered", "take_events", "touch",
+    "drain_jobs", "explain_miss", "get_finished", "lookup", "on_request_finished", "on_schedule_end", "shutdown",
+    "shutdown_s", "submit_load", "submit_store", "take_answered", "take_events", "take_reasons", "touch",
 ]  # fmt: skip
 
 
@@ -269,6 +269,25 @@ class GuardedTier:
                 else:
                     self.contain(where, f"{_shown(item)} is not of type {kind.__name__}")
         return collected
+
+    def explain_miss(self, key: OffloadKey, req_context: ReqContext) -> str:
+        """See ``SecondaryTierManager``. "" if the tier raises."""
+        with _Contained(self, "explain_miss"):
+            return str(self.tier.explain_miss(key, req_context))
+        return ""
+
+    def take_reasons(self) -> list[tuple[str, list[OffloadKey]]]:
+        """See ``SecondaryTierManager``. Reasons from the first one that is malformed are left out."""
+        reasons: list[tuple[str, list[OffloadKey]]] = []
+        with _Contained(self, "take_reasons"):
+            for reason, keys in self.tier.take_reasons():
+                if not set(map(type, keys := list(keys))) <= {bytes}:
+                    raise TypeError(f"keys of the reason {_shown(reason)} must be bytes")
+                if reasons and reasons[-1][0] == reason:
+                    reasons[-1][1].extend(keys)
+                else:
+                    reasons.append((str(reason), keys))
+        return reasons
 
     def limit_shutdown(self, within_s: float) -> bool:
         """Limit the tier's ``shutdown_s`` to ``SHUTDOWN_SHARE`` of ``within_s``.

@@ -194,7 +194,7 @@ class Loads:
             if wait.capped_since is None or share.room or not wait.hit_tiers >> share.index & 1:
                 continue
             is_stuck = now - wait.capped_since >= share.deadline_s or not share.is_awaited
-            if is_stuck and self._miss_hits(wait, 1 << share.index):
+            if is_stuck and self._miss_hits(wait, 1 << share.index, "region:tier_share"):
                 self._slots.log_once(
                     f"loads {share.index}",
                     f"tier {share.name}: loads that it has not reported fill its whole share of the region: "
@@ -218,6 +218,7 @@ class Loads:
 
     def _end_starving(self, wait: Wait) -> None:
         """Treat the request's hits as misses, because the region had no room for them in time."""
+        reason = "region:no_room"
         needed = len(wait.hits.keys() | wait.held.keys()) + wait.loading
         if needed > self._slots.num_blocks:
             self._slots.log_once(
@@ -225,10 +226,15 @@ class Loads:
                 f"region holds {self._slots.num_blocks} blocks, request {wait.req_id!r} needs {needed}: "
                 "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
             )
-        self._miss_hits(wait, EVERY_TIER)
+            reason = "region:too_small"
+        self._miss_hits(wait, EVERY_TIER, reason, needed=needed, has=self._slots.num_blocks)
 
-    def _miss_hits(self, wait: Wait, tiers: int) -> int:
+    def _miss_hits(self, wait: Wait, tiers: int, reason: str, **facts: int) -> int:
         """Treat the request's hits in the tiers of a bit mask as misses. Other tiers may have the keys."""
+        for share in self.shares:
+            if tiers >> share.index & 1:
+                keys = [key for key, tier in wait.hits.items() if tier == share.index]
+                self._slots.record.note(wait.req_id, reason, keys, share.name, **facts)
         count = wait.miss_hits(tiers)
         self._slots.metrics.inc("kvtiers_promotion_room_expired_total", by=count)
         return count
@@ -250,8 +256,11 @@ class Loads:
         failed = [block for block in job.blocks if block.key not in succeeded]
         if not job.is_over:
             self._note_failed(job, failed)
+            self._slots.record.blocks("load:error", [block.key for block in failed], self.shares[job.tier].name)
         self._slots.end_promotion(failed, success=False)
         ready = self._slots.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
+        if job.wait is not None:
+            self._slots.record.promoted(job.wait.req_id, self.shares[job.tier].name, len(ready))
         self._end_wait(job, ready)
         return ready
 
@@ -263,6 +272,8 @@ class Loads:
                 # Not counted as a contained error: the storage hangs, which is not the tier's fault.
                 message = f"tier {share.name}: loads over {share.deadline_s:g} s are given up"
                 self._slots.log_once(f"late {share.index}", message)
+                keys = [block.key for block in job.blocks]
+                self._slots.record.blocks("load:late", keys, share.name, deadline_s=share.deadline_s)
                 self._give_up(job)
 
     def _give_up(self, job: Job) -> None:

@@ -59,6 +59,7 @@ class BlockManager(OffloadingManager):
         self._tiers = tuple(GuardedTier(tier, slots.metrics, clock) for tier in tiers)
         self._tier_lookups = [(index, 1 << index, tier.lookup) for index, tier in enumerate(self._tiers)]
         self._clock = clock
+        slots.record.is_alone = not tiers
         self._jobs = Jobs(self._tiers)
         self._loads = Loads(slots, self._tiers, self._jobs, options, clock)
         self._waits = Waits(slots, self._tiers, options, clock)
@@ -99,6 +100,7 @@ class BlockManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.slots.prepare_load(keys, req_context)
+        self.slots.record.loads(req_context.req_id, keys)
         self._waits.stop(req_context.req_id)  # its wait is over: it loads all the blocks that it wants
         return spec
 
@@ -125,6 +127,7 @@ class BlockManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._waits.end(req_context.req_id)
+        self.slots.record.end(req_context.req_id)
         for tier in self._tiers:
             tier.on_request_finished(req_context)
 
@@ -143,6 +146,8 @@ class BlockManager(OffloadingManager):
         self._waits.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
+            self.slots.record.take(tier.name, tier.take_reasons(), tier.tier.nearest)
+        self.slots.record.look_at_use(tier.name for tier in self._tiers)
         slots = self.slots.counts()
         if slots != self._slots_told:
             self._slots_told = slots
@@ -198,11 +203,12 @@ class BlockManager(OffloadingManager):
                 wait.note_found(block)
             return True
         if not self._tiers:
-            return False if block is None else None
+            return self._miss(key, req_context) if block is None else None
         if wait is None:
             wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context))
             if wait is None:  # a block that another request loads is worth asking again
-                return None if block is not None and block.state is not BlockState.QUARANTINED else False
+                is_coming = block is not None and block.state is not BlockState.QUARANTINED
+                return None if is_coming else self._miss(key, req_context, "lookup:refused")
         # Not ``wait.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
         if block is None or (
             block.state is BlockState.LOADING and self._loads.has_failed(wait, key, block.tier)  # ask other tiers
@@ -233,9 +239,26 @@ class BlockManager(OffloadingManager):
         if owing:
             self._count_expired(key, wait, owing)
         if hit is None:
+            if self.slots.record.is_new_miss(wait.req_id, key):
+                self._miss(key, wait.context, *self._why_missed(key, wait, owing))
             return False
         wait.hit(key, hit)
         return None
+
+    def _miss(self, key: OffloadKey, req_context: ReqContext, reason: str = "", tier: str = "") -> bool:
+        """Record that a key is absent for a request. Returns False."""
+        self.slots.record.missed(req_context.req_id, key, reason, tier)
+        return False
+
+    def _why_missed(self, key: OffloadKey, wait: Wait, owing: int) -> tuple[str, str]:
+        """Return why the key counts as absent, and the tier that did not answer. "": no tier has the key."""
+        for index, tier in enumerate(self._tiers):
+            if owing >> index & 1:
+                return "lookup:total", tier.name
+            if not self._loads.is_excluded(wait, key, index) and (reason := tier.explain_miss(key, wait.context)):
+                return reason, tier.name
+        every_tier = (1 << len(self._tiers)) - 1
+        return "lookup:request" if wait.excluded_tiers & every_tier == every_tier else "", ""
 
     def _count_expired(self, key: OffloadKey, wait: Wait, tiers: int) -> None:
         """Count that the request has given up waiting for these tiers' answers."""

@@ -30,6 +30,7 @@ from ...tiers.plain_logs import get_logger
 from ...tiers.tier.events import UnreadEvents
 from ..base import CPULoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from .eviction import EvictionPolicy, LRUPolicy
+from .record import Record
 
 logger = get_logger(__name__)
 
@@ -103,6 +104,9 @@ class Slots(OffloadingManager):
     Args:
         num_blocks: slots, 1 or more.
         policy: eviction policy; LRU by default.
+
+    Attributes:
+        record: of blocks and requests, also for the classes that serve the region's requests and tiers.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Slots(OffloadingManager):
             raise ConfigError(f"{num_blocks} is not accepted; write 1 or more", field="num_blocks")
         self.num_blocks = num_blocks
         self.metrics = Metrics() if metrics is None else metrics
+        self.record = Record(self.metrics)
         self._policy = LRUPolicy() if policy is None else policy  # an empty policy is falsy
         self._blocks: dict[OffloadKey, Block] = {}  # never replaced, because ``find`` is bound to it
         #: Returns the key's block in any state. Not a method, for speed: called for each key of each waiting request.
@@ -185,11 +190,14 @@ class Slots(OffloadingManager):
                 f"region holds {self.num_blocks} blocks, request {req_context.req_id!r} needs {len(wanted)}: nothing "
                 f"of it can be stored beyond its first {self.num_blocks} blocks; make region.size larger",
             )
+            self.record.blocks("store:too_small", wanted[self.num_blocks :])
             wanted = wanted[: self.num_blocks]
         new = [key for key in wanted if key not in self._blocks]
         evicted = self._make_room(len(new), protected=set(wanted))
         if evicted is None:
+            self.record.blocks("store:no_room", new)
             return None
+        self.record.computed(req_context.req_id, len(new))
         blocks = self._fill(new, BlockState.STORING)
         return PrepareStoreOutput(tuple(new), CPULoadStoreSpec([block.slot for block in blocks]), tuple(evicted))
 
@@ -206,7 +214,9 @@ class Slots(OffloadingManager):
         too, but keep their keys until ``complete_load`` names them; until then those keys are neither found nor stored.
         """
         removed = [block for block in self._blocks.values() if block.state is not BlockState.STORING]
-        self._events.add([block.key for block in removed if block.state is BlockState.READY], removed=True)
+        ready = [block.key for block in removed if block.state is BlockState.READY]
+        self._events.add(ready, removed=True)
+        self.record.left_region("region:reset", ready)
         for block in removed:
             if not block.loads:
                 del self._blocks[block.key]
@@ -234,6 +244,8 @@ class Slots(OffloadingManager):
                 self._ignore("complete_store", key)
             else:
                 ended.append(block)
+        if not success:
+            self.record.blocks("store:copy_failed", [block.key for block in ended])
         return self._end_filling(sorted(ended, key=_when_prepared), success)
 
     @property
@@ -295,6 +307,8 @@ class Slots(OffloadingManager):
         for key in evicted:
             self._release(self._blocks.pop(key))
         self._events.add(evicted, removed=True)
+        if self.record.is_alone:
+            self.record.left_region("region:evicted", evicted)
         return evicted
 
     def _fill(self, keys: Iterable[OffloadKey], state: BlockState) -> list[Block]:

@@ -57,6 +57,8 @@ class Stores:
         So loaded blocks that find a tier's backlog full wait unsent, up to as many as the region has slots.
         """
         are_loaded = num_tiers < len(self._tiers)
+        if self._tiers and not self._takers and not are_loaded:
+            self._slots.record.blocks("store:read_only", [block.key for block in blocks])
         for index in self._takers if blocks else ():
             if index < num_tiers:
                 self._offer(index, blocks, may_wait=are_loaded)
@@ -78,7 +80,12 @@ class Stores:
     def end(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
         """End a job: unpin its blocks and note the refused ones."""
         self._backlog[job.tier] -= len(job.blocks)
-        self._note_refused(job.tier, [block for block in job.blocks if block.key not in succeeded])
+        refused = [block for block in job.blocks if block.key not in succeeded]
+        self._note_refused(job.tier, refused)
+        name = self._tiers[job.tier].name
+        self._slots.record.ended(name, "stored", succeeded)
+        if refused:
+            self._slots.record.ended(name, "store:error", [block.key for block in refused])
         for block in reversed(job.blocks):  # so that a prefix's first blocks are evicted last
             self._slots.unpin(block)
 
@@ -137,6 +144,7 @@ class Stores:
     def _drop(self, index: int, blocks: Collection[Block]) -> None:
         """Count blocks that the tier does not get, and offer them again later."""
         name = self._tiers[index].name
+        self._slots.record.blocks("store:backlog", [block.key for block in blocks], name)
         self._slots.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=len(blocks))
         self._slots.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=len(blocks))
         self._note_refused(index, blocks)

@@ -30,7 +30,7 @@ from .handed import handing_over
 from .logs import log_as_vllm
 from .metrics import shared_types
 from .open_lookups import OpenLookups
-from .spec import KVTiersSpec
+from .spec import KVTiersManager, KVTiersSpec
 
 
 @implements
@@ -46,6 +46,8 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         ConfigError: names the option in ``kv_connector_extra_config`` that is wrong or does not fit the engine.
     """
 
+    _explained: KVTiersManager | None = None  # the manager, if it explains requests
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         log_as_vllm()
         vllm_config = self._with_spec(vllm_config)
@@ -53,6 +55,8 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             super().__init__(vllm_config, role, kv_cache_config)
         manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
         self._open_lookups: OpenLookups | None = getattr(manager, "open_lookups", None)  # vLLM's own managers have none
+        if isinstance(manager, KVTiersManager):
+            self._explained = manager
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. vLLM calls this after it has created all connectors of the process."""
@@ -122,6 +126,13 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             return None, False
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._open_lookups.note_asked(request.request_id, num_computed_tokens, is_open=answer[0] is None)
+        if self._explained is not None and answer[0] is not None:
+            self._explained.note_prompt(
+                request.request_id,
+                tokens=request.num_tokens,
+                engine_tokens=num_computed_tokens,
+                loaded_tokens=answer[0],
+            )
         return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

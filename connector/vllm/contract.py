@@ -43,6 +43,7 @@ SINCE: Mapping[str, tuple[int, int]] = {
 OWN = frozenset(
     {
         "note",
+        "note_prompt",
         "note_resets",
         "note_uses",
         "options_of",

@@ -176,6 +176,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self.core = spec.get_manager()
         self.core.excluded_tiers = partial(translate.excluded_tiers, places)
         self._blocks: OffloadingManager = self.core  # only the region after storage was turned off
+        self._record = self.core.slots.record
+        self._record.expects_loads = role.loads
+        self._block_tokens = spec.config.cache.tokens_per_hash * spec.blocks_per_chunk
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
         self.open_lookups = OpenLookups(self._pacer, self.core.continue_wait)
@@ -191,6 +194,22 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         answer = (self._blocks if self._role.loads else self.core.slots).lookup(key, req_context)
         self.open_lookups.asked(answer)
         return translate.lookup_result(answer, is_coming=answer is None and self.core.is_coming(key, req_context))
+
+    def note_prompt(self, req_id: str, *, tokens: int, engine_tokens: int, loaded_tokens: int) -> None:
+        """Note the outcome of a request's lookups, for ``kvtiers explain``; for the fields see ``RequestRecord``."""
+        self._record.prompt(
+            req_id,
+            tokens=tokens,
+            engine_tokens=engine_tokens,
+            loaded_tokens=loaded_tokens,
+            block_tokens=self._block_tokens,
+        )
+        if tokens - engine_tokens - loaded_tokens <= self._block_tokens:
+            return
+        if not self._role.loads:
+            self._record.ignores_tiers(req_id, "lookup:role")
+        elif self._blocks is not self.core:
+            self._record.ignores_tiers(req_id, "lookup:storage_off")
 
     def get_load_source(self, key: OffloadKey, req_context: Any) -> Any:  # noqa: ARG002
         """Return where a block of the latest ``prepare_load`` came from. vLLM calls this from 0.32 on."""
@@ -228,6 +247,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:  # noqa: ARG002
         self._stores.difference_update(keys)
+        if success and not self._role.stores:
+            self._record.blocks("store:role", keys)
         (self._blocks if self._role.stores else self.core.slots).complete_store(keys, success)
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002

@@ -155,6 +155,18 @@ ROWS: dict[str, list[Panel]] = {
             "Bps",
             [(_rate("kvtiers_bytes_total", "instance, tier, op"), "{{instance}} {{tier}} {{op}}")],
         ),
+        _events(
+            "Requests, by why no more was loaded",
+            "found: every block that was asked for was found. kvtiers explain says what the other reasons mean.",
+            ("kvtiers_requests_total", "reason", "{{instance}} {{reason}}"),
+            selector=ENGINE,
+        ),
+        Panel(
+            "Stored since the last load",
+            "Bytes stored to the tier since it was last loaded from. If this only rises, nothing is found there.",
+            "bytes",
+            [(f"max by (instance, tier) (kvtiers_stored_since_load_bytes{{{TIER}}})", "{{instance}} {{tier}}")],
+        ),
         *(
             Panel(
                 title,

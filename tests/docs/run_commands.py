@@ -29,6 +29,12 @@ from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import SeaweedServer, seaweed_server
 from tests.connector.commands.model_configs import LLAMA_8B
+from tests.connector.core.test_record import (
+    all_is_found,
+    another_engine_stored_it_with_another_layout,
+    block_outlives_its_ttl,
+    storage_is_full,
+)
 from tests.identity import FakeSpec, block_key
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
@@ -49,12 +55,13 @@ compare with. The [README](../README.md#two-commands) describes `demo`.
 
 - `CONFIG` is the deployment's YAML file, or only the storage: a folder (a tier of type `fs`, on an NFS mount `nfs`),
   `s3://bucket/prefix` (type `s3`) or another URL (type `fsspec`). Without the argument, `$KVTIERS_CONFIG` is used.
-  `check` and `vllm-config` need a YAML file, and `demo` has an option `--config` instead.
+  `check` and `vllm-config` need a YAML file, `demo` has an option `--config` instead, and `explain` takes the file of
+  `trace_requests`, or the address of an engine's metrics.
 - A folder or URL has no limits, keys or options. `gc` therefore needs `--max-bytes` or `--ttl`. `verify --repair`,
   `rm` and `copy` work as with a file; `copy` leaves 1 GiB of the disk free. For blocks that `encrypt` protects, give
   the YAML file.
-- `ls`, `du`, `show`, `vllm-config`, `check`, `verify`, and `gc`, `rm` and `copy` with `--dry-run` change nothing. (They
-  open a tier of type `store`, and its module may create its folder then.)
+- `ls`, `du`, `show`, `explain`, `vllm-config`, `check`, `verify`, and `gc`, `rm` and `copy` with `--dry-run` change
+  nothing. (They open a tier of type `store`, and its module may create its folder then.)
   `check --write` and `bench` write blobs of their own and remove them; `gc`, `rm` and `verify --repair` remove blocks;
   `copy` writes blocks to the target.
 - If you type an old command (`doctor`, `migrate`, `serve-metrics`, `size`, `warm`), kvtiers prints its replacement and
@@ -259,6 +266,13 @@ def main() -> None:
         (WORK / "config.json").write_text(json.dumps(LLAMA_8B))
         page.add("", "## A model's size", "", "`config.json` is that of Llama 3.1 8B.")
         page.run("check --model config.json --tp 2 --prefill 5000")
+        page.add("", "## Why requests were not loaded", "", "`requests.jsonl` is what `trace_requests` names.")
+        lines = [cause(WORK / cause.__name__) for cause in (all_is_found, another_engine_stored_it_with_another_layout)]
+        lines += [cause(WORK / cause.__name__) for cause in (storage_is_full, block_outlives_its_ttl)]
+        records = [json.loads(line) | {"request": f"request-{number}"} for number, line in enumerate(lines, 1)]
+        (WORK / "requests.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        page.run("explain requests.jsonl", "explain requests.jsonl --request request-2 --json")
+        page.run("explain http://127.0.0.1:9/metrics", exits=1)
         page.add("", "## Without a YAML file")
         bucket = f"s3://{BUCKET}/two"
         near = str(WORK / "near")

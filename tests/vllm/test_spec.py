@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -61,6 +62,7 @@ class Engine:
             "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0, **PATIENT}],
             **extra,
         }
+        config = {name: value for name, value in config.items() if value is not None}
         self.tensors, canonical = kv_caches(32)
         specs = [OffloadingSpecFactory.create_spec(offloading_config(config, engine_id=engine_id)) for _ in range(2)]
         worker, manager = specs[0].get_worker(canonical), specs[1].get_manager()
@@ -312,6 +314,59 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
     assert len(rounds) <= 2 + 2 * len(some), "it was looked up more often than something changed"
     manager.on_request_finished(context)
     assert not manager.open_lookups.continue_wait("waits", 4)
+
+
+def test_requests_of_vllm_are_explained_in_tokens(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def with_role(kv_role: str) -> KVTiersManager:
+        path = tmp_path / f"{kv_role}.yaml"
+        tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, **PATIENT}
+        content = {"region": {"size": 8 * BLOCK_BYTES}, "tiers": [tier], "trace_requests": str(tmp_path / kv_role)}
+        path.write_text(json.dumps(content))
+        options = {"config_file": str(path), "cpu_bytes_to_use": None, "tiers": None}
+        with handing_over(VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=kv_role)), kv_cache_config(FULL)):
+            manager = engines(**options).manager
+        assert isinstance(manager, KVTiersManager)
+        return manager
+
+    def ask(manager: KVTiersManager, req_id: str, num_tokens: int, num_computed: int, some: list[OffloadKey]) -> None:
+        def look_up_as_vllm(*_: object) -> tuple[int | None, bool]:
+            found = [manager.lookup(key, request(req_id)) for key in some]
+            if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
+                return None, False
+            return found.count(LookupResult.HIT) * tokens, True
+
+        monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
+        connector = object.__new__(KVTiersConnector)
+        connector._open_lookups, connector._explained = manager.open_lookups, manager
+        asked = SimpleNamespace(request_id=req_id, num_tokens=num_tokens)
+
+        def is_known() -> bool:
+            tokens: int | None = connector.get_num_new_matched_tokens(asked, num_computed)[0]
+            manager.on_schedule_end(STEP)
+            return tokens is not None
+
+        wait_for(is_known)
+        manager.on_request_finished(request(req_id))
+
+    manager = with_role("kv_both")
+    tokens = manager._block_tokens
+    engines().store(keys(3)[1:], [1, 2])
+    ask(manager, "misses", 6 * tokens, tokens, keys(4)[1:])
+    ask(manager, "short", tokens // 2, 0, [])
+    ask(manager, "own", 2 * tokens, tokens, [])
+    manager.reset_cache()
+    ask(manager, "reset", 6 * tokens, tokens, keys(2)[1:])
+    manager.shutdown()
+    lines = [json.loads(line) for line in (tmp_path / "kv_both").read_text().splitlines()]
+    assert [line["reason"] for line in lines] == ["not_stored", "too_short", "engine", "lookup:storage_off"]
+    shown = {name: lines[0][name] for name in ("tokens", "engine_tokens", "loaded_tokens", "block_tokens")}
+    assert shown == {"tokens": 6 * tokens, "engine_tokens": tokens, "loaded_tokens": 2 * tokens, "block_tokens": tokens}
+    manager = with_role("kv_producer")
+    ask(manager, "produces", 6 * tokens, tokens, keys(4)[1:])
+    manager.shutdown()
+    assert json.loads((tmp_path / "kv_producer").read_text())["reason"] == "lookup:role"
 
 
 def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(

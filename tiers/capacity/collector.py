@@ -61,7 +61,7 @@ class Collector:
     Args:
         store: the root, without a reserve of free space, because a full root must accept the collector's records.
         policy: the limits.
-        on_removed: called with the names of removed blocks, batch by batch.
+        on_removed: called with the names of removed blocks and the reason, batch by batch.
         owner: this collector's name in its record; None: a random one. A collector that is started in place of one that
             has ended takes its place at once if it has the same name.
         clock: Unix seconds.
@@ -78,7 +78,7 @@ class Collector:
         store: Store,
         policy: CapacityPolicy,
         *,
-        on_removed: Callable[[list[str]], None] = lambda _: None,
+        on_removed: Callable[[list[str], str], None] = lambda names, reason: None,  # noqa: ARG005
         owner: str | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,

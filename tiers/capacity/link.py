@@ -19,7 +19,7 @@ from ..connections import Child, Connections
 from ..frames import pack_pairs, unpack_pairs
 from ..plain_logs import get_logger
 from ..recipe import StoreRecipe
-from .policy import CapacityPolicy, Lag
+from .policy import REMOVAL_REASONS, CapacityPolicy, Lag
 
 logger = get_logger(__name__)
 
@@ -30,6 +30,7 @@ WAITING_KEYS_MAX: Final = 65_536  # the same limit while the process has not bee
 USES_A_POLL: Final = 512  # sent at once, which takes 0.2 ms
 REMOVED_KEYS_MAX: Final = 65_536  # removals waiting for ``take_removed``; older ones are dropped
 STORED_KEYS_MAX: Final = 65_536  # latest stores, which show that a reported removal may be older than the block
+REASONS_MAX: Final = 256  # frames with removals waiting for ``take_reasons``; older ones are dropped
 REPORTS_MAX: Final = 64  # waiting for ``take_reports``; older ones are dropped
 LISTEN_S: Final = 1.0
 # A process that is silent for this long is killed. On far storage the limit is SILENT_POLLS polls, if that is longer.
@@ -84,6 +85,7 @@ class CollectorLink(Connections[Child]):
         self._puts: deque[int] = deque()  # bytes that the process was not told yet
         self._was_refused = False
         self._removed: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> since when it may have been removed
+        self._reasons: deque[tuple[str, list[OffloadKey]]] = deque(maxlen=REASONS_MAX)
         self._stored: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when this engine noted its last store
         self._stored_all_since = -math.inf  # ``_stored`` has all stores noted after this
         self._full = ""
@@ -154,6 +156,12 @@ class CollectorLink(Connections[Child]):
             (doubtful if self._stored.get(key, self._stored_all_since) > since else removed).append(key)
         return removed, doubtful
 
+    def take_reasons(self) -> list[tuple[str, list[OffloadKey]]]:
+        """Why blocks were removed, since the last call: pairs of a reason of ``REMOVAL_REASONS`` and keys."""
+        reasons = list(self._reasons)
+        self._reasons.clear()
+        return reasons
+
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
         """Record that the blocks are stored now, so that an earlier removal that is reported later is not believed."""
         now = self._clock()
@@ -215,10 +223,14 @@ class CollectorLink(Connections[Child]):
         counted, since, full, report, error = content
         self._silent_s = 0.0
         self._counted_bytes += counted
-        for key, _ in unpack_pairs(raw):
+        removed = unpack_pairs(raw)
+        for key, _ in removed:
             self._removed[key] = since
             if len(self._removed) > REMOVED_KEYS_MAX:
                 self._removed.popitem(last=False)
+        for place, reason in enumerate(REMOVAL_REASONS if removed else ()):
+            if keys := [key for key, its_place in removed if its_place == place]:
+                self._reasons.append((reason, keys))
         if error is not None:
             logger.warning("tier %s: its collector: %s", self._name, error["error"])
             self._report_error(error)

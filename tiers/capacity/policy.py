@@ -9,6 +9,7 @@ from typing import NamedTuple
 HEAD_ROOM_SHARE = (0.01, 0.25)  # of max_bytes: the least and the most that is kept free for what is being written
 #: Polls until a put has an effect: its writer publishes it, the collector reads the record, the writers read "full".
 POLLS_TO_STOP = 3
+REMOVAL_REASONS = ("ttl", "capacity")
 FREE_MARGIN_SHARE = 0.05  # of min_free: free space beyond it up to which the collector removes
 LAG_S = 2.0  # twice the time between two records of a collector
 START_LAG_S = 10.0  # until a collector has counted anything: a busy machine takes seconds to start its process

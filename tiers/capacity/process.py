@@ -6,7 +6,8 @@ It is a child of the engine (``tiers.child_process``), and talks to it by frames
 - ``put``: bytes that the engine has put since the last frame; null: none
 - ``was_refused``: the storage refused a block because it is full
 
-The process sends ``[counted, since, full, report, error]``, with the keys of removed blocks. Null: nothing new.
+The process sends ``[counted, since, full, report, error]``, with the keys of removed blocks, each with the place of its
+reason in ``REMOVAL_REASONS``. Null: nothing new.
 
 - ``counted``: so many of the bytes that the engine put are counted, since the last frame
 - ``since``: monotonic seconds; the blocks were removed since then
@@ -47,7 +48,7 @@ from ..processes import end_if_forked, limit_memory
 from ..recipe import make_store
 from ..store import Store, SupportsTouch
 from .collector import Collector
-from .policy import CapacityPolicy
+from .policy import REMOVAL_REASONS, CapacityPolicy
 from .walker import CollectReport
 
 logger = get_logger(__name__)
@@ -132,18 +133,19 @@ class News:
         self._told_at = -math.inf
         self._told_full: str | None = None
         self._counted = 0
-        self._removed: deque[OffloadKey] = deque(maxlen=REMOVED_KEYS_MAX)
+        self._removed: deque[tuple[OffloadKey, int]] = deque(maxlen=REMOVED_KEYS_MAX)
         self._since = 0.0
         self._full: str | None = None
         self._report: dict[str, Any] | None = None
         self._error: dict[str, Any] | None = None
         self.poll_began_at = 0.0
 
-    def add_removed(self, names: Iterable[str]) -> None:
+    def add_removed(self, names: Iterable[str], reason: str) -> None:
         """Add removed blobs, if they are the engine's own blocks, and send: a poll may take long."""
         if not self._removed:
             self._since = self.poll_began_at
-        self._removed.extend(key for key in map(self._mapper.key_of, names) if key is not None)
+        place = REMOVAL_REASONS.index(reason)
+        self._removed.extend((key, place) for key in map(self._mapper.key_of, names) if key is not None)
         self.send()
 
     def add_poll(self, report: CollectReport | None, used: int | None, full: str, counted: int) -> None:
@@ -189,7 +191,7 @@ class News:
         self._told_at, self._told_full = time.monotonic(), self._full
         self._counted, self._report, self._error = 0, None, None
         count = min(REMOVED_KEYS_A_FRAME, len(self._removed))
-        return pack_frame(self._tag, content, pack_pairs([(self._removed.popleft(), 0) for _ in range(count)]))
+        return pack_frame(self._tag, content, pack_pairs([self._removed.popleft() for _ in range(count)]))
 
 
 def _note_uses(store: Store, mapper: FileMapper, uses: deque[OffloadKey], limit_s: float) -> None:

@@ -168,7 +168,7 @@ class Walker:
     Args:
         store: the root.
         grace_s: younger blocks stay.
-        on_removed: called with the names of removed blocks, batch by batch.
+        on_removed: called with the names of removed blocks and the reason, batch by batch.
         monotonic: seconds.
 
     Attributes:
@@ -182,7 +182,7 @@ class Walker:
         store: Store,
         *,
         grace_s: float = 0.0,
-        on_removed: Callable[[list[str]], None] = lambda _: None,
+        on_removed: Callable[[list[str], str], None] = lambda names, reason: None,  # noqa: ARG005
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -327,7 +327,7 @@ class Walker:
         report.removed_bytes[reason] += gone_bytes
         report.kept_by_error += len(infos) - len(gone)
         if not report.dry_run:
-            self._on_removed([info.key for info in gone])
+            self._on_removed([info.key for info in gone], reason)
 
 
 def is_block(key: str) -> bool:

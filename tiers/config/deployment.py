@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from .mistakes import Mistakes, did_you_mean, explain, join, kind_of, show
 from .places import shared_places
 from .tier_options import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, TierConfig
-from .values import DurationIn, Size, SizeIn, matching
+from .values import AbsolutePath, DurationIn, Size, SizeIn, matching
 from .variables import AS_WRITTEN, expand
 from .yaml_file import read_yaml
 
@@ -122,6 +122,12 @@ class DeploymentConfig(Model):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where the engine serves metrics.")
     identity: IdentityConfig = Field(
         default_factory=IdentityConfig, description="vLLM options to ignore when the namespace is chosen."
+    )
+    trace_requests: AbsolutePath | None = Field(
+        None,
+        description="File that gets a line of JSON for each request that ends: how many blocks were found and loaded, "
+        "and why no more (kvtiers explain FILE). At 64 MiB it is renamed to FILE.1. Each engine needs its own "
+        "file. Way spec only. null: no file.",
     )
 
 

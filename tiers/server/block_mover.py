@@ -320,15 +320,19 @@ class BlockMover:
         if isinstance(error, StorePermissionError | StoreConfigError):
             self._say(f"tier {self.name}: {what} failed: {error}")
 
-    def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Whether each key has a blob of a block's size; None where the lookup failed."""
+    def probe(self, keys: Sequence[OffloadKey], name_prefix: str = "") -> list[bool | None]:
+        """Whether each key has a blob of a block's size; None where the lookup failed.
+
+        Args:
+            name_prefix: of another namespace, whose blocks may have another size.
+        """
         expected = self._rows.row_bytes + TRAILER_BYTES
-        names = [block_name(self._name_prefix, key) for key in keys]
+        names = [block_name(name_prefix or self._name_prefix, key) for key in keys]
         found: list[bool | None] = []
         for size in self.store.size_many(names):
             if isinstance(size, StoreError):
                 self._note("lookup", size)
-            found.append(None if isinstance(size, Exception) else size == expected)
+            found.append(None if isinstance(size, Exception) else size == expected or bool(name_prefix and size))
         return found
 
 

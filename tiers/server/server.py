@@ -103,7 +103,7 @@ class Server:
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._load_tokens: SimpleQueue[bool] = SimpleQueue()
         self._storing: set[int] = set()  # threads that take or move stores
-        self._turns: SimpleQueue[tuple[int, list[OffloadKey]] | None] = SimpleQueue()
+        self._turns: SimpleQueue[tuple[int, list[OffloadKey], str] | None] = SimpleQueue()
         loads, stores = self._loads, self._stores
         seated: list[tuple[Callable[..., None], tuple[Any, ...], int]] = [
             (self._answer_lookups, (), seats.lookups),
@@ -168,8 +168,8 @@ class Server:
     def _take(self, content: Any, raw: bytes) -> None:
         kind, *arguments = content
         if kind == "look":
-            (number,) = arguments
-            self._turns.put((number, [key for key, _ in unpack_pairs(raw)]))
+            number, *name_prefix = arguments
+            self._turns.put((number, [key for key, _ in unpack_pairs(raw)], "".join(name_prefix)))
         elif kind == "cut":
             (self._cut,) = arguments
             self._drop_late()
@@ -292,9 +292,9 @@ class Server:
 
     def _answer_lookups(self) -> None:
         while (turn := self._turns.get()) is not None:
-            number, keys = turn
+            number, keys, name_prefix = turn
             try:
-                found = self._get_mover().probe(keys)
+                found = self._get_mover().probe(keys, name_prefix)
                 if len(found) != len(keys):
                     raise ValueError(f"{len(found)} answers to {len(keys)} keys")
             except BaseException as e:  # noqa: BLE001 - a thread's edge: a failed lookup is a miss
@@ -337,7 +337,7 @@ class Server:
                 store.prepare()  # a check has a short time limit
                 store.check()
             if open_namespace(store, self._work.mapper, read_only=self._work.read_only):
-                tell_nearest(store, self._work.mapper, self._work.tier)
+                tell_nearest(store, self._work.mapper, self._work.tier, lambda found: self._send("nearest", found))
         except BaseException as e:
             error = encode_error(e)
             if not isinstance(e, KVTiersError):

@@ -153,6 +153,8 @@ class Channel(Connections[_Server]):
         self._late_s = 0.0
         self.has_heard = False
         """Whether any server has ever said anything."""
+        self.nearest: dict[str, str] | None = None
+        """See ``SecondaryTierManager.nearest``."""
         try:
             for server in servers:
                 self._adopt(server, server.start())
@@ -212,8 +214,12 @@ class Channel(Connections[_Server]):
         raw = pack_pairs([(key, 0) for key in keys])
         self._send(server, _Request(now, job, list(keys)), ["probe", None, now + self._deadline_s], raw)
 
-    def look(self, keys: Sequence[OffloadKey]) -> int:
-        """Ask whether keys are stored. Returns the lookup's number; see ``take_looked``."""
+    def look(self, keys: Sequence[OffloadKey], name_prefix: str = "") -> int:
+        """Ask whether keys are stored. Returns the lookup's number; see ``take_looked``.
+
+        Args:
+            name_prefix: of another namespace, in which blocks may have any size; "": the tier's own.
+        """
         now = self._clock()
         servers = self._trusted(now)
         if not servers:
@@ -221,7 +227,8 @@ class Channel(Connections[_Server]):
             self._looked.append((self._next, [None] * len(keys)))
             return self._next
         server = min(servers, key=lambda each: each.looks)
-        return self._send(server, _Request(now, look=len(keys)), ["look", None], pack_pairs([(key, 0) for key in keys]))
+        content: list[object] = ["look", None, name_prefix] if name_prefix else ["look", None]
+        return self._send(server, _Request(now, look=len(keys)), content, pack_pairs([(key, 0) for key in keys]))
 
     def open(self) -> None:
         """Have the storage checked and the namespace opened; see ``take_opened``."""
@@ -325,6 +332,9 @@ class Channel(Connections[_Server]):
         self.has_heard = True
         kind, *arguments = content
         if kind == "alive":
+            return
+        if kind == "nearest":
+            (self.nearest,) = map(dict, arguments)
             return
         number = arguments[0]
         request = child.owed.get(number)

@@ -34,14 +34,15 @@ NEAR_TURN_KEYS = 32  # mostly answered one after the other: on a slow disk a tur
 FAR_TURN_KEYS = 64  # answered all at once
 NEAR_ASKED_MAX = 256  # under way at once: on a slow disk the last of them must not be late either
 OVER_S = 600.0  # a request that was given up is forgotten when it has been idle for so long
+ELSEWHERE_MAX = 8  # keys under way that are looked for in another namespace
 TOTAL_S = 15.0  # a request's wait while the storage keeps answering; computing a long prompt takes as long
 
 
 class Asks(Protocol):
     """Asks the storage: ``tiers.tier.channel.Channel``."""
 
-    def look(self, keys: Sequence[OffloadKey]) -> int:
-        """Begin a probe, and return its number."""
+    def look(self, keys: Sequence[OffloadKey], name_prefix: str = "") -> int:
+        """Begin a probe, and return its number. ``name_prefix``: of another namespace."""
 
     def take_looked(self) -> list[tuple[int, Sequence[bool | None]]]:
         """Probes that have ended: number, and answers parallel to the keys (None: that lookup failed)."""
@@ -148,9 +149,9 @@ class AsyncLookup:
         self._asks = asks
         self._options = options
         self._clock = clock
-        # key -> (present, valid until). An OrderedDict, because a plain dict finds its first entry by scanning the
-        # slots of removed entries: 15 to 63 ms a step with a full cache.
-        self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
+        # key -> (present, valid until, why it is absent if the storage did not say so). An OrderedDict, because a plain
+        # dict finds its first entry by scanning the slots of removed entries: 15 to 63 ms a step with a full cache.
+        self._answers: OrderedDict[OffloadKey, tuple[bool, float, str]] = OrderedDict()
         self._doubted_until = float("-inf")  # a positive answer that expires before this is older than the last doubt()
         # key -> who asks, and the epoch in which it did: a probe that began in an earlier one may not reflect what
         # ``mark``, ``forget`` and ``_expire`` have changed since, so its answer is ignored.
@@ -167,15 +168,36 @@ class AsyncLookup:
         self._turns: deque[_Asker] = deque()
         self._under_way: dict[int, _Turn] = {}
         self._counts = LookupCounts()
+        self._elsewhere: dict[int, OffloadKey] = {}  # number of a probe -> key that it looks for in another place
+        self._found_elsewhere: list[OffloadKey] = []
 
     def lookup(self, key: OffloadKey, req_id: str = "") -> bool | None:
         """Whether the key is present; None: not known yet. ``req_id`` is "" for lookups outside of a request."""
         answer = self._answers.get(key)
         if answer is not None:
-            present, until = answer
+            present, until, _ = answer
             if self._clock() < until and not (present and until < self._doubted_until):
                 return present
         return self._ask(key, req_id, answer)
+
+    def why_absent(self, key: OffloadKey, req_id: str) -> str:
+        """Why the last ``lookup`` of the key said absent: deadline, error or total. "": it is not stored."""
+        answer, asker = self._answers.get(key), self._askers.get(req_id)
+        if answer is None or self._clock() >= answer[1]:
+            return "total" if asker is not None and asker.is_over else ""
+        return answer[2]
+
+    def look_elsewhere(self, key: OffloadKey, name_prefix: str) -> None:
+        """Ask whether another namespace has the block; see ``take_found_elsewhere``. Few of these are under way."""
+        if len(self._elsewhere) < ELSEWHERE_MAX:
+            self._elsewhere[self._asks.look([key], name_prefix)] = key
+
+    def take_found_elsewhere(self) -> list[OffloadKey]:
+        """Keys that ``look_elsewhere`` has found since the last call."""
+        if self._elsewhere:
+            self.take_replies()
+        found, self._found_elsewhere = self._found_elsewhere, []
+        return found
 
     def flush(self) -> None:
         """Send this step's questions, and give up questions that have waited too long."""
@@ -232,7 +254,7 @@ class AsyncLookup:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
-    def _ask(self, key: OffloadKey, req_id: str, old: tuple[bool, float] | None) -> bool | None:
+    def _ask(self, key: OffloadKey, req_id: str, old: tuple[bool, float, str] | None) -> bool | None:
         """Ask for a key without a valid answer. ``old`` is the expired answer."""
         asker = self._askers.get(req_id)
         if asker is None:
@@ -316,7 +338,7 @@ class AsyncLookup:
         self._epoch += 1
         self._counts.expired += len(keys)
         self._end_asking(keys)
-        self._record(keys, False, now + self._options.absent_ttl_s)
+        self._record(keys, False, now + self._options.absent_ttl_s, "deadline")
 
     def _end_waits(self, over: Set[_Asker]) -> None:
         """End the waits of requests after ``total_s``: for these requests, all keys still unknown are absent."""
@@ -331,9 +353,9 @@ class AsyncLookup:
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
-    def _record(self, keys: Iterable[OffloadKey], present: bool, until: float) -> None:
+    def _record(self, keys: Iterable[OffloadKey], present: bool, until: float, why: str = "") -> None:
         answers = self._answers
-        answer = (present, until)
+        answer = (present, until, why)
         for key in keys:
             if key in answers:
                 answers.move_to_end(key)  # the oldest are evicted first
@@ -355,11 +377,15 @@ class AsyncLookup:
         for number, answers in looked:
             if (turn := self._under_way.pop(number, None)) is not None:
                 self._take_reply(turn, answers)
+            elif (key := self._elsewhere.pop(number, None)) is not None and answers[0]:
+                self._found_elsewhere.append(key)
         self._send()
 
     def _take_reply(self, turn: _Turn, answers: Sequence[bool | None]) -> None:
         options, counts = self._options, self._counts
-        present, absent = [], []
+        present: list[OffloadKey] = []
+        absent: list[OffloadKey] = []
+        failed: list[OffloadKey] = []
         dropping: set[_Asker] = set()
         for key, found in zip(turn.keys, answers, strict=True):
             if not self._is_answered_by(turn, key):
@@ -369,16 +395,17 @@ class AsyncLookup:
             if found:
                 present.append(key)
                 continue
-            absent.append(key)
+            (failed if found is None else absent).append(key)
             dropping.add(first)
-            if found is None:
-                counts.failed.append(key)
-            else:
+            if found is not None:
                 counts.misses += 1
         counts.hits += len(present)
+        counts.failed += failed
         now = self._clock()
         self._record(present, True, now + max(options.present_ttl_s, options.deadline_s))
-        self._record(absent, False, now + max(options.absent_ttl_s, options.deadline_s))
+        absent_until = now + max(options.absent_ttl_s, options.deadline_s)
+        self._record(absent, False, absent_until)
+        self._record(failed, False, absent_until, "error")
         for asker in dropping:
             self._drop_queue(asker)
 

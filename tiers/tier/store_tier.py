@@ -21,7 +21,7 @@ from ..blocks.keys import OffloadKey, make_offload_key
 from ..blocks.rows import Rows
 from ..blocks.seal import TRAILER_BYTES, Seal
 from ..capacity.link import CollectorLink
-from ..errors import QueueFullError, StoreTimeoutError, StoreUnavailableError
+from ..errors import FOREIGN_REASONS, QueueFullError, StoreTimeoutError, StoreUnavailableError
 from ..frames import Work
 from ..metrics import Metrics
 from ..plain_logs import get_logger
@@ -41,6 +41,7 @@ DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
 PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
+REASONS_MAX = 256  # waiting for ``take_reasons``; of an engine side that does not take them, the oldest are dropped
 SAY_EVERY_S = 60.0
 #: Assumed of a store that could not be created yet.
 UNKNOWN = Capabilities(exclusive_create=False, shared=True, latency_bound=True)
@@ -164,6 +165,8 @@ class StoreTierManager(SecondaryTierManager):
         self._booking: Iterator[int] | None = None  # a job of which only a part is booked yet
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
+        self._reasons: deque[tuple[str, Sequence[OffloadKey]]] = deque(maxlen=REASONS_MAX)
+        self._refusals: list[tuple[str, Sequence[OffloadKey]]] = []  # of jobs in ``_results``
         self.full = ""  # why the storage last refused a block because it was full
         self._closed = False
         self._was_closed = True  # whether the circuit was closed at the last take_answered
@@ -220,6 +223,21 @@ class StoreTierManager(SecondaryTierManager):
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         return self._lookup.lookup(key, "" if req_context is None else req_context.req_id)
 
+    def explain_miss(self, key: OffloadKey, req_context: ReqContext) -> str:
+        if not self._circuit.closed:
+            return "lookup:circuit_open"
+        why = self._lookup.why_absent(key, req_context.req_id)
+        if not why and self.nearest is not None:
+            self._lookup.look_elsewhere(key, f"{self.nearest['namespace']}_r{self.mapper.rank}")
+        return why and f"lookup:{why}"
+
+    def take_reasons(self) -> Iterable[tuple[str, Collection[OffloadKey]]]:
+        if found := self._lookup.take_found_elsewhere():
+            self._reasons.append(("other_namespace", found))
+        reasons = list(self._reasons)
+        self._reasons.clear()
+        return reasons
+
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
         answered = self._lookup.take_answered()
         was_closed, self._was_closed = self._was_closed, self._circuit.closed
@@ -230,6 +248,7 @@ class StoreTierManager(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         self._channel.poll()
+        self.nearest = self._channel.nearest
         is_late = self._note_silence()
         if not is_late and self._circuit.take_probe():
             if self._health.doubts_reads:
@@ -262,6 +281,7 @@ class StoreTierManager(SecondaryTierManager):
 
     def _poll_collector(self, collector: CollectorLink) -> None:
         reports = collector.take_reports()
+        self._reasons.extend((f"removed:{reason}", keys) for reason, keys in collector.take_reasons())
         removed, doubtful = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
         if removed or doubtful:
             self._lookup.forget((*removed, *doubtful))
@@ -327,6 +347,8 @@ class StoreTierManager(SecondaryTierManager):
         self._channel.poll()
         self._book_ended(math.inf if self._closed else BOOKED_KEYS_PER_CALL)
         results, self._results = self._results, []
+        self._reasons.extend(self._refusals)  # together with the results: the engine side goes by the last reason
+        self._refusals.clear()
         if results and self._collector is not None:
             self._collector.poll()  # perhaps there is no further step, and it must hear what was put
         return results
@@ -395,6 +417,7 @@ class StoreTierManager(SecondaryTierManager):
         if refused:
             self._counts.refused(_op(is_load), refused, len(keys), self.full)
             self._results.append(JobResult(job.job_id, success=not keys))
+            self._refusals.append((f"{_op(is_load)}:{refused}", keys))
             self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
@@ -453,6 +476,7 @@ class StoreTierManager(SecondaryTierManager):
             self.full = full
             if self._collector is not None:
                 self._collector.note_full()
+        self._note_reasons(op, job.keys, succeeded, batches)
         bytes_moved = sum(batch.bytes_moved for batch in batches)
         outcome = "ok" if ok else "partial" if succeeded else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
@@ -462,6 +486,27 @@ class StoreTierManager(SecondaryTierManager):
             in_order = tuple(key for key in job.keys if key in done)
         self._results.append(JobResult(finished.job_id, ok, in_order, finished.duration_s, bytes_moved))
         self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
+
+    def _note_reasons(
+        self, op: Kind, keys: Sequence[OffloadKey], succeeded: Sequence[OffloadKey], batches: Sequence[Batch]
+    ) -> None:
+        """Note why blocks were not moved. Of errors that do not name their blocks, the job's most frequent counts."""
+        if len(succeeded) == len(keys):
+            return
+        failed = set(keys).difference(succeeded)
+        for batch in batches:
+            foreign = next((reason for reason in batch.verify_failures if reason in FOREIGN_REASONS), None)
+            absent = set(batch.gone).difference(batch.bad)
+            failed -= {*batch.gone, *batch.bad}
+            for reason, some in (
+                ("load:corrupt", batch.bad),
+                (f"load:{foreign}" if foreign else "removed:elsewhere", absent),
+            ):
+                if some:
+                    self._reasons.append((reason, list(some)))
+        if failed:
+            errors = sum((batch.errors for batch in batches), Counter[str]()) or Counter({"error": 1})
+            self._reasons.append((f"{op}:{max(errors, key=errors.__getitem__)}", list(failed)))
 
     def _note_loaded(
         self,

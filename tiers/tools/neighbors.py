@@ -95,15 +95,22 @@ def shown_values(namespaces: Iterable[Namespace], field: str) -> list[str]:
     return sorted({_shown(namespace, field) for namespace in namespaces})
 
 
-def tell_nearest(store: Store, mapper: FileMapper, tier: str) -> None:
+def tell_nearest(
+    store: Store, mapper: FileMapper, tier: str, tell: Callable[[dict[str, str]], None] = lambda _: None
+) -> None:
     """Start a thread that logs which namespace of the same model is nearest to an engine's new one. Returns at once.
 
     Nothing is logged if there is no other namespace, or if the storage hangs or fails.
+
+    Args:
+        tell: called on that thread with the namespace, as ``SecondaryTierManager.nearest`` is.
     """
-    threading.Thread(target=_tell, args=(store, mapper, tier), name=f"kvtiers-{tier}-nearest", daemon=True).start()
+    threading.Thread(
+        target=_tell, args=(store, mapper, tier, tell), name=f"kvtiers-{tier}-nearest", daemon=True
+    ).start()
 
 
-def _tell(store: Store, mapper: FileMapper, tier: str) -> None:
+def _tell(store: Store, mapper: FileMapper, tier: str, tell: Callable[[dict[str, str]], None]) -> None:
     fields = mapper.get_run_config()
     own = Namespace.of(namespace_of(fields), fields)
     try:
@@ -119,19 +126,20 @@ def _tell(store: Store, mapper: FileMapper, tier: str) -> None:
     shown = "; ".join(
         f"{name} is {_shown(own, name)} here, {_shown(other, name)} there" for name in names[:SHOWN_FIELDS_MAX]
     )
+    shown += "; …" if len(names) > SHOWN_FIELDS_MAX else ""
+    tell({"namespace": other.name, "begun": begun, "differs": shown})
     logger.info(
-        "tier %s: cold start: %s from %s%s: %s%s",
+        "tier %s: cold start: %s from %s%s: %s",
         tier,
         f"only {names[0]} differs" if len(names) == 1 else f"{len(names)} fields differ",
         f"the namespace {other.name}" if len(names) == 1 else f"the nearest namespace of this model, {other.name}",
-        begun,
+        begun and f", begun {begun}",
         shown,
-        "; …" if len(names) > SHOWN_FIELDS_MAX else "",
     )
 
 
 def _nearest(store: Store, own: Namespace) -> tuple[Namespace, str] | None:
-    """The namespace that differs in the fewest fields, and when it was begun, as text for the log line."""
+    """The namespace that differs in the fewest fields, and when it was begun, as text."""
     ends_at = time.monotonic() + SEARCH_S_MAX
     found, _ = namespaces_in(store, own.name[:-DIGEST_HEX_DIGITS], lambda: time.monotonic() < ends_at)
     others = [each for each in found if each.model == own.model and each.fields != own.fields]
@@ -140,7 +148,7 @@ def _nearest(store: Store, own: Namespace) -> tuple[Namespace, str] | None:
     nearest = min(others, key=lambda other: len(differing_fields((own, other))))
     name = f"{nearest.name}/{CONFIG_FILE_NAME}"
     mtime = next((info.mtime for info in store.keys(name) if info.key == name), 0.0)
-    return nearest, time.strftime(", begun %Y-%m-%d %H:%M", time.localtime(mtime)) if mtime else ""
+    return nearest, time.strftime("%Y-%m-%d %H:%M", time.localtime(mtime)) if mtime else ""
 
 
 def _shown(namespace: Namespace, field: str) -> str:

@@ -143,7 +143,7 @@ def test_schema_for_editors() -> None:
     code, out = run("check", "--schema")
     assert code == 0
     assert json.loads(out)["properties"].keys() == {
-        *("region", "blocks_per_chunk", "tiers", "handler", "metrics", "identity")
+        *("region", "blocks_per_chunk", "tiers", "handler", "metrics", "identity", "trace_requests")
     }
 
 

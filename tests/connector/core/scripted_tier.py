@@ -154,6 +154,14 @@ class ScriptedTier(SecondaryTierManager):
         events, self.events = self.events, []
         return events
 
+    def explain_miss(self, key: OffloadKey, req_context: ReqContext) -> str:
+        self._enter("explain_miss")
+        return ""
+
+    def take_reasons(self) -> Iterable[tuple[str, Collection[OffloadKey]]]:
+        self._enter("take_reasons")
+        return ()
+
     def shutdown(self) -> None:
         if self.reports_at_shutdown:
             for job_id, job in list(self.jobs.items()):

@@ -865,6 +865,18 @@ def test_hit_is_loaded_when_room_comes_in_time() -> None:
     assert engine.lookup_until_known(KEYS[10:12]) == [True] * 2
 
 
+def test_key_that_was_a_hit_without_room_before_is_a_miss_after_promotion_wait_s_again() -> None:
+    engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0.5)
+    engine.tier.put(KEYS[10])
+    assert engine.manager.prepare_store(KEYS[:2], ReqContext("fills the region")) is not None
+    assert engine.lookup(KEYS[10:11]) == [None]
+    engine.manager.prepare_load([], REQ)  # ends the wait
+    assert engine.lookup(KEYS[10:11]) == [None]
+    engine.clock.advance(0.6)
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[10:11]) == [False]
+
+
 def test_hit_without_room_is_a_miss_at_once_if_promotion_wait_s_is_0() -> None:
     engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0, store_backlog_share=1)
     engine.store(*KEYS[:2])
@@ -1407,7 +1419,15 @@ def test_hung_job_of_a_large_load_keeps_only_its_own_slots() -> None:
 # ---- tiers that misbehave (S3, S4)
 
 METHODS = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
-METHODS += ["on_request_finished", "take_answered", "take_events", "drain_jobs", "shutdown"]
+METHODS += [
+    "on_request_finished",
+    "take_answered",
+    "take_events",
+    "explain_miss",
+    "take_reasons",
+    "drain_jobs",
+    "shutdown",
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -1604,7 +1624,7 @@ def test_any_exception_of_a_tier_is_contained(method: str, error: BaseException)
     setattr(engine.tier, method, fail)
     engine.store(KEYS[0])
     engine.lookup(KEYS[9:10])
-    engine.lookup(KEYS[9:10])
+    engine.lookup(KEYS[9:11])
     engine.manager.touch(KEYS[:1])
     assert list(engine.manager.take_events()) is not None
     engine.manager.on_request_finished(REQ)

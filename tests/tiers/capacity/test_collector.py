@@ -304,7 +304,7 @@ def test_second_collector_finishes_after_the_first_is_killed(store: LocalStore) 
         "from kvtiers.tiers.capacity.collector import Collector\n"
         "from kvtiers.tiers.capacity.policy import CapacityPolicy\n"
         "from kvtiers.tiers.stores.files.local import LocalStore\n"
-        "die = lambda names: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "Collector(LocalStore(sys.argv[1]), CapacityPolicy(ttl_s=10), on_removed=die).run()\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, store.root_dir], cwd=ROOT)

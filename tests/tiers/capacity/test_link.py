@@ -315,7 +315,7 @@ def test_news_that_the_engine_does_not_read_are_merged_and_bounded(
     keys = [block_key(n) for n in range(5000)]
     for number in range(1000):
         engine.news.poll_began_at = float(number)
-        engine.news.add_removed([MAPPER.relative_name(key) for key in keys[5 * number : 5 * number + 5]])
+        engine.news.add_removed([MAPPER.relative_name(key) for key in keys[5 * number : 5 * number + 5]], "ttl")
         engine.news.add_error(f"the {number}th")
         engine.news.add_poll(removal(2), number, "", 3)
         engine.news.add_poll(None, None, "full", 0)
@@ -339,5 +339,7 @@ def test_process_without_news_says_that_it_lives(engine: Engine, monkeypatch: py
     assert engine.read() == []
     monkeypatch.setattr(process, "ALIVE_EVERY_S", 0.0)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    engine.news.add_removed(["theirs", MAPPER.relative_name(KEYS[0]).replace("_r0/", "_r1/")])  # not of this engine
+    engine.news.add_removed(
+        ["theirs", MAPPER.relative_name(KEYS[0]).replace("_r0/", "_r1/")], "ttl"
+    )  # not of this engine
     assert engine.sock.recv(1 << 16)

@@ -125,7 +125,7 @@ def test_walk_removes_only_blocks_and_no_more_than_is_wanted(
     now = 1e9
     store = AgedStore([KeyInfo(key, size, now - age_s) for key, (size, age_s) in blobs.items()])
     told: list[str] = []
-    walker = Walker(store, grace_s=1.0, monotonic=lambda: 0.0, on_removed=told.extend)
+    walker = Walker(store, grace_s=1.0, monotonic=lambda: 0.0, on_removed=lambda names, _: told.extend(names))
     before = dict(store.infos)
     for _ in range(3):
         report = CollectReport()

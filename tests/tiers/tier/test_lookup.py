@@ -32,7 +32,7 @@ class Storage:
         self._per_second = per_second
         self._under_way: dict[int, list[bool | None]] = {}
 
-    def look(self, keys: Sequence[OffloadKey]) -> int:
+    def look(self, keys: Sequence[OffloadKey], name_prefix: str = "") -> int:
         self.asked.append(list(keys))
         self._under_way[len(self.asked) - 1] = [None if self.fails else key in self.present for key in keys]
         return len(self.asked) - 1

@@ -1,0 +1,208 @@
+"""``kvtiers explain``: says of each request how much of its prompt was loaded, and why no more."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from ...tiers.errors import ConfigError, StoreError, public_url
+from ..core.reasons import RequestRecord, meaning, sentence, why
+from ..sizes import human_bytes
+from .options import AsJson
+from .output import answer, complain, counted, note, say
+from .session import ExitCode
+
+ANSWER_S_MAX = 10.0
+ANSWER_BYTES_MAX = 64 << 20
+_SAMPLE = re.compile(r"(?:vllm:)?(kvtiers_\w+)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedRequest:
+    """A request.
+
+    Attributes:
+        record: its line in the file.
+        sentence: the same in words.
+    """
+
+    record: RequestRecord
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonCount:
+    """How many requests were given no more blocks for a reason.
+
+    Attributes:
+        reason: its code.
+        text: what it means; of a file, for the latest of these requests.
+        advice: what to do; "": nothing.
+    """
+
+    reason: str
+    requests: int
+    text: str
+    advice: str
+
+
+@dataclass(slots=True)
+class Explained:
+    """What ``explain`` found out.
+
+    Attributes:
+        requests: the latest ones; none from an address.
+        reasons: of all requests, the most frequent first.
+        stored_since_load: tier -> bytes stored since it was last loaded from. From an address only.
+    """
+
+    requests: list[ExplainedRequest] = field(default_factory=list)
+    reasons: list[ReasonCount] = field(default_factory=list)
+    stored_since_load: dict[str, float] = field(default_factory=dict)
+
+
+def explain(
+    source: Annotated[
+        str,
+        typer.Argument(
+            show_default=False,
+            help="The file of trace_requests. Or the address of an engine's metrics, such as "
+            "http://localhost:8000/metrics, which has only counts.",
+        ),
+    ],
+    request: Annotated[
+        str | None, typer.Option("--request", help="Only the request of this id. Needs a file.", show_default=False)
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, max=100_000, help="Show so many requests, the latest ones.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Say of each request how much of its prompt was loaded, and why no more; and count the reasons.
+
+    Exits with 1 if there is no request, or if the address does not answer.
+    """
+    is_address = source.startswith(("http://", "https://"))
+    if is_address and request is not None:
+        raise typer.BadParameter("--request needs a file of trace_requests: the metrics have only counts")
+    explained = _explain_metrics(source) if is_address else _explain_file(source, request, last)
+    if not explained.reasons:
+        what = public_url(source) if is_address else source
+        complain(f"{what} has no {'request' if request is None else f'request {request!r}'} that has ended")
+    if as_json:
+        answer(explained, ok=bool(explained.reasons))
+    else:
+        _show(explained)
+        if is_address:
+            note(
+                "These are counts since the engine's start. To see each request, which block it lacked and since when, "
+                "set trace_requests in the deployment's file."
+            )
+    if not explained.reasons:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _explain_file(path: str, request: str | None, last: int) -> Explained:
+    shown: deque[RequestRecord] = deque(maxlen=last)
+    counts: Counter[str] = Counter()
+    latest: dict[str, RequestRecord] = {}
+    adapter, bad = TypeAdapter(RequestRecord), 0
+    for line in _lines(path):
+        try:
+            record = adapter.validate_json(line)
+        except ValidationError:  # a line that was cut by a full disk, or another program's
+            bad += 1
+            continue
+        if request in (None, record.request):
+            shown.append(record)
+            counts[record.reason] += 1
+            latest[record.reason] = record
+    if bad:
+        note(f"{counted(bad, 'line')} of {path} could not be read and {'was' if bad == 1 else 'were'} skipped")
+    return Explained(
+        [ExplainedRequest(record, sentence(record)) for record in shown],
+        [
+            ReasonCount(reason, count, why(reason, latest[reason].tier, latest[reason].facts), meaning(reason).advice)
+            for reason, count in counts.most_common()
+        ],
+    )
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    """The lines of a file, after those of the file that was full before it."""
+    for each in (f"{path}.1", path):
+        if each == path or os.path.exists(each):
+            try:
+                with open(each, "rb") as file:
+                    yield from file
+            except OSError as e:
+                raise ConfigError(
+                    f"cannot be read: {e.strerror}; give the file that trace_requests names", field=each
+                ) from e
+
+
+def _explain_metrics(address: str) -> Explained:
+    counts: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
+    is_ours = False
+    for name, labels, value in _samples(_get(address)):
+        is_ours = True
+        if name == "kvtiers_requests_total":
+            counts[labels.get("reason", "")] += int(value)
+        elif name == "kvtiers_stored_since_load_bytes":
+            stored[labels.get("tier", "")] += int(value)
+    if not is_ours:
+        raise StoreError(f"{public_url(address)} has no metrics of kvtiers; give the address of an engine that uses it")
+    reasons = [
+        ReasonCount(reason, count, why(reason), meaning(reason).advice)
+        for reason, count in counts.most_common()
+        if count
+    ]
+    return Explained([], reasons, dict(stored))
+
+
+def _get(address: str) -> str:
+    try:
+        with urllib.request.urlopen(address, timeout=ANSWER_S_MAX) as response:
+            return str(response.read(ANSWER_BYTES_MAX).decode(errors="replace"))
+    except (OSError, ValueError) as e:
+        why_not = e.reason if isinstance(e, urllib.error.URLError) else e
+        raise StoreError(f"{public_url(address)} does not answer: {why_not}") from e
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """kvtiers' samples in Prometheus' text format: name, labels and value."""
+    for line in text.splitlines():
+        if (found := _SAMPLE.match(line)) is not None:
+            try:
+                value = float(found[3])
+            except ValueError:
+                continue
+            if value == value:  # vLLM's endpoint shows NaN for a gauge that is gone
+                yield found[1], dict(_LABEL.findall(found[2] or "")), value
+
+
+def _show(explained: Explained) -> None:
+    for one in explained.requests:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.record.time))
+        say(f"{at} {one.record.request}: {one.sentence}")
+    total = sum(reason.requests for reason in explained.reasons)
+    if total:
+        if explained.requests:
+            say("")
+        say(f"Of {counted(total, 'request')}:")
+    for reason in explained.reasons:
+        say(f"{reason.requests:>9,} {reason.requests / total:>4.0%}  {reason.reason}: {reason.text}")
+        if reason.advice:
+            say(f"                what to do: {reason.advice}")
+    for tier, size in explained.stored_since_load.items():
+        say(f"tier {tier}: {human_bytes(size)} stored since it was last loaded from")
