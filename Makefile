@@ -12,8 +12,8 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
 	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
-	bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound bench-writers docs reference site soak e2e e2e-env e2e-older \
-	e2e-reduced test-vllm contract engines-env test-engines bench-engines clean
+	bench-break-even bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound bench-writers docs reference \
+	site soak e2e e2e-env e2e-older e2e-reduced test-vllm contract engines-env test-engines bench-engines clean
 
 setup: $(VENV)/.stamp
 
@@ -89,6 +89,11 @@ lint: setup
 check: lint site test
 
 bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound
+
+# Takes `make e2e-env`, about ten minutes, and a machine that does nothing else.
+bench-break-even: setup
+	$(E2E_ENV)/bin/python -m tests.benchmarks.bench_break_even --json build/bench-break-even.json \
+		$(if $(wildcard $(E2E_ENV)/lib/python*/site-packages/matplotlib),--png build/bench-break-even.png)
 
 # Takes nginx and its echo module.
 bench-far: setup

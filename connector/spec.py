@@ -50,6 +50,7 @@ class DeploymentSpec(OffloadingSpec):
             ``blocks_per_chunk``.
         rank: rank of this worker; None: this is a scheduler in a process of its own.
         in_process: True: this process is both the scheduler and the only worker.
+        blocks_per_token, step_tokens_max: see ``ManagerOptions``.
 
     Attributes:
         metrics: metrics of the region and of all tiers.
@@ -68,6 +69,8 @@ class DeploymentSpec(OffloadingSpec):
         *,
         rank: int | None = 0,
         in_process: bool = True,
+        blocks_per_token: float = 0.0,
+        step_tokens_max: int = 8192,
     ) -> None:
         super().__init__(config)
         if deployment.blocks_per_chunk != config.cache.blocks_per_chunk:
@@ -82,6 +85,7 @@ class DeploymentSpec(OffloadingSpec):
         if cpu_page_size < 1:
             raise ConfigError(f"{cpu_page_size} is not accepted; write 1 or more bytes", field="cpu_page_size")
         self.deployment = deployment
+        self._blocks_per_token, self._step_tokens_max = blocks_per_token, step_tokens_max
         self.metrics = Metrics()
         region = deployment.region
         row_bytes = row_stride(cpu_page_size, workers)
@@ -177,6 +181,8 @@ class DeploymentSpec(OffloadingSpec):
                 promotion_wait_s=region.promotion_wait_s,
                 # A larger limit in a tier's config says that a hit in that tier is worth the wait.
                 lookup_total_s=max([LOOKUP_TOTAL_S, *(tier.lookup_deadline_s for tier in own)]),
+                blocks_per_token=self._blocks_per_token,
+                step_tokens_max=self._step_tokens_max,
             )
             return BlockManager(slots, tiers, options)
         except BaseException:

@@ -96,6 +96,8 @@ class SecondaryTierManager(ABC):
             its slots stay out of use too. The tier may not know such a job and never report it, so the engine side
             considers it ended soon after the limit.
         takes_stores: False: the tier is read-only, and the engine side submits no stores to it.
+        load: "always" or "never": the engine side loads all or none of the blocks that the tier has. "auto": where that
+            is expected to take less time than computing them.
         shutdown_s: time limit of ``shutdown``, most of which is spent on jobs that were accepted. The engine side may
             lower it. None: no limit; the engine side drains the tier before it calls ``shutdown``.
         nearest: if this engine is the first of its namespace, the other namespace of its model that differs in the
@@ -106,6 +108,7 @@ class SecondaryTierManager(ABC):
     name: str = ""
     job_deadline_s: float | None = None
     takes_stores: bool = True
+    load: str = "auto"
     shutdown_s: float | None = None
     nearest: dict[str, str] | None = None
 

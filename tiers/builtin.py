@@ -301,6 +301,7 @@ def _tier_options(config: TierConfig) -> TierOptions:
         trace_job=make_job_tracer(config.name or config.type),
         make_seal=make_seal(config),
         read_only=isinstance(config, BoundedTierConfig) and config.read_only,
+        load=config.load,
         job_deadline_s=config.job_deadline_s,
         lookup=LookupOptions(
             deadline_s=config.lookup_deadline_s,

@@ -83,6 +83,12 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_job_seconds": MetricDef(MetricKind.HISTOGRAM, "Job duration from submission.", ("tier", "op"), _SECONDS),
     "kvtiers_jobs_in_flight": _gauge("Jobs submitted and not yet reported.", "tier"),
     "kvtiers_jobs_total": _counter("Jobs by outcome: ok, partial, failed.", "tier", "op", "outcome"),
+    "kvtiers_load_decisions_total": _counter(
+        "Requests by why their hits in the tier were loaded (always, faster, trial, unknown) or not (behind, never, "
+        "slower).",
+        "tier",
+        "reason",
+    ),
     "kvtiers_lookup_probes_total": _counter(
         "Lookups sent to storage (cache misses), by result: hit, miss, error, deadline.", "tier", "result"
     ),

@@ -104,13 +104,28 @@ class GuardedTier:
             )
         return float(own) + REPORT_S
 
-    def check_deadline(self) -> None:
-        """Read ``deadline_s`` now, so that a wrong one ends the start and not the first job.
+    @cached_property
+    def load(self) -> str:
+        """Whether to load what the tier has: "auto", "always" or "never".
 
         Raises:
-            ConfigError: see ``deadline_s``.
+            ConfigError: the tier's ``load`` is something else.
         """
-        _ = self.deadline_s
+        own: object = self.tier.load  # a foreign tier may state anything
+        if own not in ("auto", "always", "never"):
+            raise ConfigError(
+                f"load: {own!r} is not accepted; a tier states 'auto', 'always' or 'never'",
+                field=f"tier {type(self.tier).__name__}",
+            )
+        return str(own)
+
+    def check_values(self) -> None:
+        """Read ``deadline_s`` and ``load`` now, so that a wrong one ends the start and not the first job.
+
+        Raises:
+            ConfigError: see there.
+        """
+        _ = self.deadline_s, self.load
 
     # -- lookups -----------------------------------------------------------------------------------------------------
 

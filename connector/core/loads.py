@@ -6,23 +6,26 @@ import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from ...tiers.base import JobMetadata, ReqContext
 from ...tiers.blocks.keys import OffloadKey
 from ...tiers.plain_logs import get_logger
+from .decisions import LOADED, Decisions, Declined, Expected, Plan, Progress
 from .guard import GuardedTier
 from .options import ManagerOptions
 from .slots import Block, Slots
-from .waits import EVERY_TIER, Wait
+from .waits import EVERY_TIER, Lookup, Wait
 
 logger = get_logger(__name__)
 
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
 _FAILED_MAX = 65_536  # failed blocks that are remembered, for requests that came before; the oldest are forgotten
 _JOBS_PER_SHARE = 4  # so that a tier that ends one job has others to work on until that one is replaced
+_TOGETHER = 0.1  # a load that ended later by this part of the time counts as ended with another
 _RELEASE_SHARE = 0.1  # part of promotion_wait_s that the first starving request waits before others lose their holds
 
 
@@ -31,14 +34,20 @@ class Job:
     """A submitted job. A store pins its blocks; a load has the wait that it was begun for.
 
     Attributes:
+        begun_at: time of a load's submission.
         late_at: time at which a load is given up.
+        moved: blocks that the tier had loaded before a load's submission, since its start.
+        took_s: seconds that the tier took for a load, by its own report; 0 if it does not tell.
         is_over: the load was reported or given up.
     """
 
     tier: int
     blocks: list[Block]
     wait: Wait | None = None
+    begun_at: float = 0.0
     late_at: float = 0.0
+    moved: int = 0
+    took_s: float = 0.0
     is_over: bool = False
 
 
@@ -72,7 +81,9 @@ class Jobs:
     def take_ended(self, index: int) -> Iterator[tuple[Job, frozenset[OffloadKey]]]:
         """The jobs of a tier that ended, and the keys of each that succeeded."""
         for result in self._tiers[index].take_ended():
-            yield self._jobs.pop(result.job_id), frozenset(result.successful_keys)
+            job = self._jobs.pop(result.job_id)
+            job.took_s = result.transfer_time
+            yield job, frozenset(result.successful_keys)
 
     def drain(self, take: Callable[[], None]) -> None:
         """Wait until the tiers have finished their jobs. Bounded by the tiers' own deadlines.
@@ -103,6 +114,8 @@ class TierShare:
 
     Attributes:
         room: number of blocks that may be loaded now.
+        progress: of its loads.
+        awaited: number of blocks in loads that were neither reported nor given up.
         job_blocks_max: limit of the blocks in one job. A larger load is split into several jobs, so that the jobs that
             the tier has not begun by their deadline are reported on time, whatever becomes of the other jobs.
     """
@@ -112,6 +125,8 @@ class TierShare:
         self.name = name
         self.deadline_s = deadline_s
         self.room = blocks_max
+        self.progress = Progress()
+        self.awaited = 0
         self.job_blocks_max = max(JOB_BLOCKS_MIN, blocks_max // _JOBS_PER_SHARE)
         self._jobs: deque[Job] = deque()  # in the order of their deadlines
 
@@ -120,18 +135,26 @@ class TierShare:
         """Whether there are loads that were not given up."""
         return bool(self._jobs)
 
-    def begin(self, blocks: list[Block], wait: Wait, now: float) -> list[Job]:
-        """Make jobs that load these blocks. The caller has checked ``room``."""
+    def begin(self, blocks: list[Block], wait: Wait, now: float, job_blocks_max: float) -> list[Job]:
+        """Make jobs of at most so many blocks that load these blocks. The caller has checked ``room``."""
         for block in blocks:
             block.tier = self.index
-        size = self.job_blocks_max
+        size = int(min(self.job_blocks_max, job_blocks_max))
+        # A piece of a large load is preceded by a block alone: samples of two sizes tell latency from bandwidth.
+        starts = [0, *range(int(size < self.job_blocks_max), len(blocks), size)]
         jobs = [
-            Job(self.index, blocks[start : start + size], wait, late_at=now + self.deadline_s)
-            for start in range(0, len(blocks), size)
+            Job(self.index, blocks[start:end], wait, now, now + self.deadline_s, self.progress.moved)
+            for start, end in pairwise([*dict.fromkeys(starts), len(blocks)])
         ]
         self._jobs.extend(jobs)
         self.room -= len(blocks)
+        self.progress.unreported += len(blocks)
+        self.awaited += len(blocks)
         return jobs
+
+    def jobs_of(self, wait: Wait) -> list[Job]:
+        """The request's loads that were neither reported nor given up."""
+        return [job for job in self._jobs if job.wait is wait and not job.is_over]
 
     def take_late(self, now: float) -> list[Job]:
         """Return the loads to give up now, and forget loads that ended."""
@@ -158,6 +181,7 @@ class Loads:
         slots: Slots,
         tiers: Sequence[GuardedTier],
         jobs: Jobs,
+        decisions: Decisions,
         options: ManagerOptions,
         clock: Callable[[], float],
     ) -> None:
@@ -169,7 +193,12 @@ class Loads:
         self.num_failed = 0
         self._slots = slots
         self._jobs = jobs
+        self._decisions = decisions
         self._clock = clock
+        self._step_s = 0.0  # time from one step's end to the next, lately
+        self._step_ended_at: float | None = None  # of the latest step, if there was something to serve
+        self._ended: list[tuple[Job, float]] = []  # since the last step, and the seconds that each one took
+        self._queued: dict[OffloadKey, int] | None = None  # hits that wait for slots -> tier; None: see ``_queue``
         self._room_wait_s = options.promotion_wait_s
         # (key, tier) -> number of the last load in which it failed; the oldest first
         self._failed: OrderedDict[tuple[OffloadKey, int], int] = OrderedDict()
@@ -180,16 +209,155 @@ class Loads:
         """Whether there are loads that were not given up."""
         return any(share.is_awaited for share in self.shares)
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether loads ended since the last ``begin_step``."""
+        return bool(self._ended)
+
+    def begin_step(self, now: float) -> None:
+        """Learn from the loads that ended, and give up late ones. Call it before ``serve``."""
+        self._learn()
+        self._queued = None
+        if self._step_ended_at is not None:
+            self._step_s += (now - self._step_ended_at - self._step_s) / 4
+        self._step_ended_at = now
+        self.give_up_late(now)
+
+    def _learn(self) -> None:
+        """Take the times of the loads that ended since the last step.
+
+        A long step hides when they ended, so the tier's own report counts. Loads that shared the tier's bandwidth and
+        ended at about the same time count together.
+        """
+        for job, took_s in self._ended:
+            share = self.shares[job.tier]
+            until = job.begun_at + took_s * (1 + _TOGETHER)
+            later = sum(
+                len(other.blocks)
+                for other, other_s in self._ended
+                if other.tier == job.tier and other.begun_at + other_s > until
+            )
+            self._decisions.ways[job.tier].learn(share.progress.moved - later - job.moved, took_s)
+        self._ended.clear()
+
+    def rest(self) -> None:
+        """Note that in this step there is nothing to serve."""
+        self._step_ended_at = None
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def judge_unasked(self, wait: Wait, lookups: Sequence[Lookup]) -> None:
+        """Choose the tiers that a new request does not ask, and the order of the others. See ``decisions``.
+
+        Args:
+            lookups: of the tiers.
+        """
+        decisions, prompt, tried = self._decisions, wait.prompt, 0
+        known = len(wait.found)
+        blocks = decisions.blocks_of(prompt) if prompt is not None else 0
+        for share in self.shares:
+            index, total = share.index, share.progress.unreported + blocks - known
+            expected = decisions.expect(index, total, wait.req_id, prompt, known, blocks) if blocks > known else None
+            reason = decisions.judge(index, expected, decisions.ways[index].lookup_s)
+            if reason == "trial":
+                tried |= 1 << index
+            elif reason not in LOADED:
+                self._decline(wait, index, reason, blocks - known, expected)
+        if prompt is not None and len(self.shares) > 1:
+            order = decisions.order([share.progress.unreported + blocks - known for share in self.shares])
+            lookups = [lookups[index] for index in order]
+        wait.choose_tiers(lookups, tried)
+
+    def _judge(self, wait: Wait, now: float) -> None:
+        """Decide about the hits of tiers that were not decided about. While answers are owed, only for loading them."""
+        if wait.is_judged():
+            return
+        parts: dict[int, list[int]] = {}  # tier -> number of its first hit, and of hits
+        for number, tier in enumerate(wait.hits.values()):
+            parts.setdefault(tier, [number, 0])[1] += 1
+        queued = self._queue(wait) | wait.hits
+        known = len(wait.found) + len(wait.held) + len(wait.coming)
+        end = known + len(wait.hits)
+        for index, (first, count) in sorted(parts.items(), key=lambda part: -part[1][0]):
+            if index in wait.plans:
+                continue
+            share = self.shares[index]
+            total = share.progress.unreported + sum(1 for tier in queued.values() if tier == index)
+            # Without this part, the hits after it are useless, too.
+            expected = self._decisions.expect(index, total, wait.req_id, wait.prompt, known + first, end)
+            tried = wait.tried >> index & 1
+            reason = "trial" if tried else self._decisions.judge(index, expected, may_try=not wait.owed)
+            if reason in LOADED:
+                is_bounded = reason != "always"
+                plan = (
+                    Plan(expected, now, count, total, share.progress.moved)
+                    if expected is not None and is_bounded
+                    else None
+                )
+                wait.plan(index, plan)
+                self._decisions.count(share.name, reason)
+            elif not wait.owed:
+                self._decline(wait, index, reason, count, expected)
+                end = known + first
+        if wait.plans:
+            queued.update(wait.hits)
+            self._queued = queued
+
+    def _queue(self, wait: Wait) -> dict[OffloadKey, int]:
+        """The hits of all requests that wait for slots to load them, each once."""
+        if self._queued is None:
+            self._queued = {}
+            for other in wait.served:
+                if other.plans and other is not wait:
+                    self._queued.update(other.hits)
+        return self._queued
+
+    def _end_behind(self, wait: Wait, now: float) -> None:
+        """End the request's loads from tiers that are slower than computing the rest. What has arrived is used."""
+        for index, plan in list(wait.plans.items()):
+            if plan is None:
+                continue
+            share, way = self.shares[index], self._decisions.ways[index]
+            left = min(plan.blocks, len(wait.hits) + len(wait.coming))
+            is_behind = left > 0 and self._decisions.is_behind(index, wait.req_id, plan, left, share.progress, now)
+            if left and not is_behind:
+                continue
+            wait.end_plan(index)
+            if is_behind:
+                for job in share.jobs_of(wait):
+                    self._give_up(job)
+                spent_s = now - plan.began_at
+                way.learn_late(plan.total, share.progress.moved - plan.moved, spent_s)
+                self._decline(wait, index, "behind", left, replace(plan.expected, load_s=spent_s))
+
+    def _decline(self, wait: Wait, index: int, reason: str, blocks: int, expected: Expected | None) -> None:
+        load_s = compute_s = 0.0
+        if expected is not None:
+            load_s, compute_s = expected.load_s, expected.gain_s + expected.queue_s
+        wait.decline(index, reason, Declined(blocks, load_s, compute_s))
+        if wait.prompt is not None and not wait.plans and not wait.owed:
+            self._decisions.steps.queue(wait.req_id, wait.prompt.computed)
+        self._decisions.count(self.shares[index].name, reason)
+
     # -- slots for hits ----------------------------------------------------------------------------------------------
 
     def serve(self, wait: Wait, now: float) -> None:
         """Load the request's hits that get slots. Other hits wait on; they count as misses if they waited too long."""
+        if wait.plans:
+            self._end_behind(wait, now)
+        if wait.hits:
+            self._judge(wait, now)
         if not wait.hits:
             return
-        for index, blocks in wait.take_slots([share.room for share in self.shares], now).items():
-            self._begin(wait, index, blocks, now)
+        windows = {
+            index: self._decisions.window(index, plan, self.shares[index].progress.moved, self._step_s)
+            for index, plan in wait.plans.items()
+        }
+        rooms = [self._room(share, windows.get(share.index, 0), len(wait.hits)) for share in self.shares]
+        for index, blocks in wait.take_slots(rooms, now).items():
+            self._begin(wait, index, blocks, now, max(1.0, windows[index] / 2))
         if wait.starved_since is not None and now - wait.starved_since >= self._room_wait_s:
-            self._end_starving(wait)
+            self._end_starving(wait, now)
         for share in self.shares:
             if wait.capped_since is None or share.room or not wait.hit_tiers >> share.index & 1:
                 continue
@@ -216,8 +384,14 @@ class Loads:
         while len(starving) > 1 and self._slots.room < wanted:
             starving.pop().let_go()
 
-    def _end_starving(self, wait: Wait) -> None:
-        """Treat the request's hits as misses, because the region had no room for them in time."""
+    def _end_starving(self, wait: Wait, now: float) -> None:
+        """Treat the request's hits as misses, because the region had no room for them in time.
+
+        Not while the engine computes other requests: the request would wait for these, too.
+        """
+        since = wait.starved_since
+        if since is not None and now - since < self._room_wait_s + self._decisions.steps.queued_s(wait.req_id):
+            return
         reason = "region:no_room"
         needed = len(wait.hits.keys() | wait.held.keys()) + wait.loading
         if needed > self._slots.num_blocks:
@@ -241,8 +415,14 @@ class Loads:
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, wait: Wait, index: int, blocks: list[Block], now: float) -> None:
-        for job in self.shares[index].begin(blocks, wait, now):
+    @staticmethod
+    def _room(share: TierShare, window: float, wanted: int) -> int:
+        """Number of blocks that a request may load from the tier now: at least half a window, unless it wants fewer."""
+        free = window - share.awaited
+        return int(min(share.room, free)) if free >= min(wanted, window / 2) else 0
+
+    def _begin(self, wait: Wait, index: int, blocks: list[Block], now: float, job_blocks_max: float) -> None:
+        for job in self.shares[index].begin(blocks, wait, now, job_blocks_max):
             for block in job.blocks:
                 wait.await_block(block)
                 if self.has_failed(wait, block.key, index):
@@ -252,7 +432,14 @@ class Loads:
 
     def end(self, job: Job, succeeded: Collection[OffloadKey]) -> list[Block]:
         """End a load that its tier reported, or that raised and is past its deadline. Returns the ready blocks."""
-        self.shares[job.tier].room += len(job.blocks)
+        share = self.shares[job.tier]
+        share.room += len(job.blocks)
+        share.progress.unreported -= len(job.blocks)
+        share.progress.moved += len(job.blocks)
+        share.progress.moved_at = self._clock()
+        if len(succeeded) == len(job.blocks):
+            seen_s = self._clock() - job.begun_at
+            self._ended.append((job, job.took_s if 0 < job.took_s < seen_s else seen_s))
         failed = [block for block in job.blocks if block.key not in succeeded]
         if not job.is_over:
             self._note_failed(job, failed)
@@ -286,13 +473,14 @@ class Loads:
         assert job.wait is not None
         if not job.is_over:
             job.is_over = True
+            self.shares[job.tier].awaited -= len(job.blocks)
             job.wait.load_ended(len(job.blocks), ready, self._clock())
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def is_excluded(self, wait: Wait, key: OffloadKey, tier: int) -> bool:
         """Whether the request must not load the key from the tier."""
-        excluded = wait.excluded_tiers | wait.excluded.get(key, 0)
+        excluded = wait.excluded_tiers | wait.declined_tiers | wait.excluded.get(key, 0)
         return bool(excluded >> tier & 1) or self.has_failed(wait, key, tier)
 
     def has_failed(self, wait: Wait, key: OffloadKey, tier: int) -> bool:

@@ -20,6 +20,7 @@ from ...tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
 from ...tiers.blocks.keys import OffloadKey
 from ...tiers.plain_logs import get_logger
 from ..base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from .decisions import Decisions, Prompt
 from .guard import GuardedTier, shut_down_tiers
 from .loads import Jobs, Loads
 from .options import ManagerOptions
@@ -61,9 +62,11 @@ class BlockManager(OffloadingManager):
         self._clock = clock
         slots.record.is_alone = not tiers
         self._jobs = Jobs(self._tiers)
-        self._loads = Loads(slots, self._tiers, self._jobs, options, clock)
-        self._waits = Waits(slots, self._tiers, options, clock)
+        self.decisions = Decisions(self._tiers, options, slots.metrics)
+        self._loads = Loads(slots, self._tiers, self._jobs, self.decisions, options, clock)
+        self._waits = Waits(slots, self._tiers, self.decisions.ways, options, clock)
         self._stores = Stores(slots, self._tiers, options.store_backlog_share, self._jobs, clock)
+        self._prompt_of, self._prompt = "", Prompt(0, 0)  # of the request that is looked up next
         self._slots_told: SlotCounts | None = None
         self._closed = False
 
@@ -80,6 +83,14 @@ class BlockManager(OffloadingManager):
                 is_known = key in wait.owed or key in wait.hits
                 return None if is_known else self._lookup_tiers(key, wait)
         return self._lookup_region(key, req_context)
+
+    def note_request(self, req_id: str, num_tokens: int, num_computed_tokens: int) -> None:
+        """Note how long the prompt is whose keys are looked up next. ``num_computed_tokens`` of it need no load.
+
+        Without this call, and without the calls of ``decisions.steps``, every hit is loaded.
+        """
+        self._prompt_of, self._prompt = req_id, Prompt(num_tokens, num_computed_tokens)
+        self.decisions.steps.expect(req_id, num_tokens)
 
     def continue_wait(self, req_id: str) -> bool:
         """Continue a request's wait for a step without looking up its keys: ``lookup`` would answer as last time.
@@ -128,6 +139,7 @@ class BlockManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._waits.end(req_context.req_id)
         self.slots.record.end(req_context.req_id)
+        self.decisions.steps.forget(req_context.req_id)
         for tier in self._tiers:
             tier.on_request_finished(req_context)
 
@@ -136,13 +148,15 @@ class BlockManager(OffloadingManager):
         began = self._clock()
         self._take_results()
         served = self._waits.served
-        if served or self._loads.are_awaited:
+        if served or self._loads.are_awaited or self._loads.have_ended:
             now = self._clock()
-            self._loads.give_up_late(now)
+            self._loads.begin_step(now)
             self._loads.release_latest_holds(served, now)
             for wait in list(served):
                 self._loads.serve(wait, now)
                 wait.end_step(now)
+        else:
+            self._loads.rest()
         self._waits.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
@@ -205,14 +219,17 @@ class BlockManager(OffloadingManager):
         if not self._tiers:
             return self._miss(key, req_context) if block is None else None
         if wait is None:
-            wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context))
+            prompt = self._prompt if self._prompt_of == req_context.req_id else None
+            wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context), prompt)
             if wait is None:  # a block that another request loads is worth asking again
                 is_coming = block is not None and block.state is not BlockState.QUARANTINED
                 return None if is_coming else self._miss(key, req_context, "lookup:refused")
+            self._loads.judge_unasked(wait, self._tier_lookups)
         # Not ``wait.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
         if block is None or (
-            block.state is BlockState.LOADING and self._loads.has_failed(wait, key, block.tier)  # ask other tiers
-        ):
+            block.state is BlockState.LOADING
+            and (wait.declined_tiers >> block.tier & 1 or self._loads.has_failed(wait, key, block.tier))
+        ):  # ask other tiers
             return None if key in wait.hits else self._lookup_tiers(key, wait)
         if block.state is not BlockState.QUARANTINED:
             wait.await_block(block)
@@ -222,8 +239,10 @@ class BlockManager(OffloadingManager):
     def _lookup_tiers(self, key: OffloadKey, wait: Wait) -> bool | None:
         hit: int | None = None
         owing = 0  # bit mask
-        may_be_excluded = wait.excluded_tiers or wait.excluded or self._loads.num_failed != wait.came_after
-        for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
+        may_be_excluded = (
+            wait.excluded_tiers | wait.declined_tiers or wait.excluded or self._loads.num_failed != wait.came_after
+        )
+        for index, bit, ask in wait.lookups:  # enumerate would take a sixth of the time of this call
             if may_be_excluded and self._loads.is_excluded(wait, key, index):
                 continue
             answer = ask(key, wait.context)

@@ -33,6 +33,8 @@ class ManagerOptions:
         requests_max: how many requests are remembered. A further request replaces one that had no lookups for 5 s; if
             there is none, the further request is a miss.
         shutdown_s: time limit of ``shutdown``. vLLM kills its engine after 5 s.
+        blocks_per_token: stored blocks of a token of a long prompt. 0: hits always count as the whole prompt.
+        step_tokens_max: tokens that the engine computes in one step.
     """
 
     promotion_wait_s: float = 0.5
@@ -43,6 +45,8 @@ class ManagerOptions:
     promotion_hold_s: float = 2.0
     requests_max: int = 8192
     shutdown_s: float = 4.8
+    blocks_per_token: float = 0.0
+    step_tokens_max: int = 8192
 
     def __post_init__(self) -> None:
         for name in (

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 
 from ...tiers.base import ReqContext
 from ...tiers.blocks.keys import OffloadKey
+from .decisions import Declined, Plan, Prompt
 from .guard import GuardedTier
 from .options import ManagerOptions
 from .slots import Block, BlockState, Slots
+from .worth import Way
 
 EVERY_TIER = -1  # as a bit mask
+Lookup = tuple[int, int, Callable[[OffloadKey, ReqContext], bool | None]]  # index of a tier, its bit, its ``lookup``
 _GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups: an engine whose batch is full looks nothing up
 _ASKED_LATELY_S = 5.0  # a request without lookups for this long may be forgotten
 
@@ -43,15 +46,24 @@ class Wait:
     served: dict[Wait, None]  # shared by all requests; in the order in which they began to wait
     came_after: int  # number of the last load that had failed when it came
     excluded_tiers: int  # bit mask of the tiers that it must not load from
+    prompt: Prompt | None = None  # None: the engine does not tell
     req_id: str = field(init=False)
     # Lookups
     step: int = -1  # number of the step of its latest lookup
     asked_at: float = 0.0  # time of its latest lookup
     has_news: bool = False  # an answer may have changed since its latest lookup
     excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers it must not be loaded from
+    # Decisions; see ``decisions``
+    lookups: Sequence[Lookup] = ()  # of the tiers, in the order in which they are asked
+    tried: int = 0  # bit mask of the tiers that are tried although they are expected to be too slow
+    plans: dict[int, Plan | None] = field(default_factory=dict)  # tier to load from -> what is expected, if anything
+    declined_tiers: int = 0  # bit mask
+    declined: dict[str, Declined] = field(default_factory=dict)  # reason -> what was declined last
+    judged: tuple[int, int, int] = 0, 0, 0  # tiers, hits and owed keys when it was last decided
     # Answers that tiers owe
     owed: set[OffloadKey] = field(default_factory=set)
     owing: int = 0  # bit mask of the tiers that owe answers, while any is owed; may include too many
+    owed_since: float = 0.0  # time of the first lookup that was owed, while any is
     left_open: bool = False  # tiers owed answers after its latest lookups
     waited_s: float = 0.0  # seconds that answers have been owed for
     gave_up: bool = False  # it no longer waits for answers
@@ -110,6 +122,7 @@ class Wait:
         self.owing = self.owing | tiers if self.owed else tiers
         if not self.owed:
             self.left_open = True
+            self.owed_since = self.asked_at
             self.stay()
         self.owed.add(key)
 
@@ -196,6 +209,35 @@ class Wait:
             self.hit_tiers, self.capped_since, self.starved_since, self.starved_key = 0, None, None, None
         self.has_news = True
 
+    def choose_tiers(self, lookups: Sequence[Lookup], tried: int) -> None:
+        """Ask these tiers, in this order, and load from the ``tried`` ones whatever is expected of them."""
+        self.lookups, self.tried = lookups, tried
+
+    def is_judged(self) -> bool:
+        """Whether nothing is to be decided: since the last call, no other hits are known, or all are planned."""
+        undecided = self.hit_tiers & ~sum(1 << tier for tier in self.plans)
+        before, self.judged = self.judged, (undecided, len(self.hits), len(self.owed))
+        return not undecided or self.judged == before
+
+    def plan(self, tier: int, plan: Plan | None) -> None:
+        """Load hits from the tier."""
+        self.plans[tier] = plan
+
+    def end_plan(self, tier: int) -> None:
+        """Expect nothing more of a tier that has loaded all hits, or does not in time; other hits are loaded."""
+        self.plans[tier] = None
+
+    def decline(self, tier: int, reason: str, declined: Declined) -> None:
+        """Load no more from the tier: its hits, and its blocks that are being filled, count as absent."""
+        self.declined[reason] = declined
+        self.declined_tiers |= 1 << tier
+        self.plans.pop(tier, None)
+        self._drop_hits([key for key, at in self.hits.items() if at == tier])
+        for key in list(self.coming):
+            block = self.slots.find(key)
+            if block is not None and block.state is BlockState.LOADING and block.tier == tier:
+                self.filling_ended(key)
+
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def await_block(self, block: Block) -> None:
@@ -251,6 +293,7 @@ class Wait:
         self.waited_s = 0.0
         self.found = []
         self.coming.clear()
+        self.plans, self.declined_tiers, self.judged = {}, 0, (0, 0, 0)
         self.let_go()
 
 
@@ -266,10 +309,16 @@ class Waits:
     """
 
     def __init__(
-        self, slots: Slots, tiers: Sequence[GuardedTier], options: ManagerOptions, clock: Callable[[], float]
+        self,
+        slots: Slots,
+        tiers: Sequence[GuardedTier],
+        ways: Sequence[Way],
+        options: ManagerOptions,
+        clock: Callable[[], float],
     ) -> None:
         self._slots = slots
         self._tiers = tiers
+        self._ways = ways
         self._options = options
         self._clock = clock
         self.by_id: OrderedDict[str, Wait] = OrderedDict()
@@ -300,7 +349,9 @@ class Waits:
             self._found = req_id, []
         self._found[1].append(block)
 
-    def add(self, context: ReqContext, came_after: int, excluded_tiers: int) -> Wait | None:
+    def add(
+        self, context: ReqContext, came_after: int, excluded_tiers: int, prompt: Prompt | None = None
+    ) -> Wait | None:
         """Remember a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
 
         A new request must not replace one that still waits. The replaced request would be new at its next lookup and
@@ -317,7 +368,7 @@ class Waits:
                 )
                 return None
             self.end(oldest.req_id)
-        wait = Wait(context, self._slots, self._options, self.served, came_after, excluded_tiers)
+        wait = Wait(context, self._slots, self._options, self.served, came_after, excluded_tiers, prompt)
         self.by_id[context.req_id] = wait
         self.begin_round(wait)
         if self._found[0] == context.req_id:
@@ -344,6 +395,8 @@ class Waits:
             for req_id, keys in answered.items():
                 if (asked := self.by_id.get(req_id)) is not None:
                     asked.take_answers(keys)
+                    if keys and not asked.owed:
+                        self._ways[index].learn_lookup(self._clock() - asked.owed_since)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

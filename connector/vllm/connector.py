@@ -17,7 +17,8 @@ If kvtiers is installed, vLLM finds the connector by its plug-in entry point. If
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -46,7 +47,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         ConfigError: names the option in ``kv_connector_extra_config`` that is wrong or does not fit the engine.
     """
 
-    _explained: KVTiersManager | None = None  # the manager, if it explains requests
+    _own: KVTiersManager | None = None  # the manager of way ``spec``, in the scheduler's process
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         log_as_vllm()
@@ -56,7 +57,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
         self._open_lookups: OpenLookups | None = getattr(manager, "open_lookups", None)  # vLLM's own managers have none
         if isinstance(manager, KVTiersManager):
-            self._explained = manager
+            self._own = manager
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. vLLM calls this after it has created all connectors of the process."""
@@ -124,10 +125,12 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._open_lookups.continue_wait(request.request_id, num_computed_tokens):
             return None, False
+        if self._own is not None:
+            self._own.core.note_request(request.request_id, request.num_tokens, num_computed_tokens)
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._open_lookups.note_asked(request.request_id, num_computed_tokens, is_open=answer[0] is None)
-        if self._explained is not None and answer[0] is not None:
-            self._explained.note_prompt(
+        if self._own is not None and answer[0] is not None:
+            self._own.note_prompt(
                 request.request_id,
                 tokens=request.num_tokens,
                 engine_tokens=num_computed_tokens,
@@ -142,7 +145,17 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             ConfigError: another connector loads within this step.
         """
         refusals.check_step(scheduler_output)
+        if self._own is not None:
+            steps = self._own.core.decisions.steps
+            scheduled = () if steps.are_decodes else translate.scheduled(scheduler_output)
+            steps.began(scheduled, time.monotonic())
         return super().build_connector_meta(scheduler_output)
+
+    def take_events(self) -> Iterable[Any]:
+        """Return events. vLLM calls this once per step, when the step's output has arrived."""
+        if self._own is not None:
+            self._own.core.decisions.steps.ended(time.monotonic())
+        return super().take_events()  # type: ignore[no-any-return]
 
 
 register()  # when it reads stats, MultiConnector looks classes up by name only, even if a module path was given

@@ -93,6 +93,22 @@ def has_states(layers: Iterable[Any]) -> bool:
     return any(isinstance(layer, MambaSpec) for layer in layers)
 
 
+def blocks_per_token(config: Any, kv_cache_config: Any, blocks_per_chunk: int) -> float:
+    """Return the number of stored blocks that a token of a long prompt adds: those of the groups with full attention.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+        kv_cache_config: vLLM's KVCacheConfig.
+    """
+    blocks = 0.0
+    for index, group in enumerate(config.groups):
+        spec = kv_cache_config.kv_cache_groups[getattr(group, "group_id", index)].kv_cache_spec
+        layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
+        if all(isinstance(layer, FullAttentionSpec) for layer in layers):
+            blocks += 1 / (group.tokens_per_block * blocks_per_chunk)
+    return blocks
+
+
 def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
     """The error for ``blocks_per_chunk`` above 1 with a model for which ``has_window`` is true."""
     return ConfigError(

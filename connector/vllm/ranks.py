@@ -272,7 +272,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._unknown = engine.config.parallel.world_size  # ranks that have not reported their model's revision
         self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
         role = translate.role_of(vllm_config)
-        self.loads = role.loads
+        self.loads = role.loads and place.load != "never"
         self._stores = role.stores
         self._is_read_only = place.read_only
         self._places = [(base.Medium.STORAGE, translate.locality(place.type))]

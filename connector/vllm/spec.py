@@ -136,6 +136,10 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
                 self._cell_bytes,
                 rank=rank,
                 in_process=False,
+                blocks_per_token=kv_groups.blocks_per_token(
+                    self.config, self._handed.kv_cache_config, self.blocks_per_chunk
+                ),
+                step_tokens_max=self._handed.vllm_config.scheduler_config.max_num_batched_tokens,
             )
         except RegionError as e:
             if self.config.parallel.pp_size > 1:

@@ -100,7 +100,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._ending_s = SHUTDOWN_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
         self._guard = GuardedTier(self.tier, spec.metrics)
         try:
-            self._guard.check_deadline()
+            self._guard.check_values()
         except BaseException:
             shut_down_tiers([self._guard], self._ending_s)  # vLLM never gets this tier, so nobody else shuts it down
             raise
@@ -118,7 +118,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return definitions()
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        if not self._role.loads:
+        if not self._role.loads or self._guard.load == "never":
             return LookupResult.MISS
         answer = self._guard.lookup(key, req_context)
         self._pacer.asked(answer)

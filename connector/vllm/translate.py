@@ -337,6 +337,16 @@ def prompt_order(keys: Sequence[bytes], req_context: ReqContext) -> list[int]:
     return sorted(range(len(positions)), key=positions.__getitem__)
 
 
+def scheduled(output: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield the requests of a step (vLLM's SchedulerOutput): id, tokens that it computes, tokens computed before."""
+    counts = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, counts[new.req_id], new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield req_id, counts[req_id], computed
+
+
 def job_result(result: JobResult) -> VllmJobResult:
     """Convert a kvtiers result. For vLLM, ``successful_keys`` of None means that ``success`` holds for all keys."""
     return VllmJobResult(

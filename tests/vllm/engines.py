@@ -141,5 +141,6 @@ class VllmConfig(SimpleNamespace):
             "model_config": SimpleNamespace(model="org/model", hf_config=SimpleNamespace(_commit_hash="c0ffee")),
             "kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector", kv_role="kv_both"),
             "parallel_config": SimpleNamespace(distributed_executor_backend="uni", world_size=1),
+            "scheduler_config": SimpleNamespace(max_num_batched_tokens=8192),
         }
         super().__init__(**fields | changes)

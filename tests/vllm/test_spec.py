@@ -33,6 +33,7 @@ from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.tier.store_tier import DRAIN_SHARE, StoreTierManager
+from tests.clock import Clock
 from tests.vllm.engines import (
     BLOCK_BYTES,
     FULL,
@@ -339,7 +340,7 @@ def test_requests_of_vllm_are_explained_in_tokens(
 
         monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
         connector = object.__new__(KVTiersConnector)
-        connector._open_lookups, connector._explained = manager.open_lookups, manager
+        connector._open_lookups, connector._own = manager.open_lookups, manager
         asked = SimpleNamespace(request_id=req_id, num_tokens=num_tokens)
 
         def is_known() -> bool:
@@ -367,6 +368,48 @@ def test_requests_of_vllm_are_explained_in_tokens(
     ask(manager, "produces", 6 * tokens, tokens, keys(4)[1:])
     manager.shutdown()
     assert json.loads((tmp_path / "kv_producer").read_text())["reason"] == "lookup:role"
+
+
+def test_connector_learns_prefill_from_the_time_between_a_steps_schedule_and_its_output(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = engines().manager
+    steps = manager.core.decisions.steps
+    connector = object.__new__(KVTiersConnector)
+    connector._own, connector._open_lookups = manager, manager.open_lookups
+    clock = Clock(0.0)
+    monkeypatch.setattr("kvtiers.connector.vllm.connector.time.monotonic", clock)
+    monkeypatch.setattr(OffloadingConnector, "build_connector_meta", lambda *_: None)
+    monkeypatch.setattr(OffloadingConnector, "take_events", lambda _: ())
+    monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", lambda *_: (0, False))
+
+    def step(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]], took_s: float) -> None:
+        """Run a step. Request -> tokens that it computes, and tokens computed before."""
+        connector.build_connector_meta(
+            SimpleNamespace(
+                num_scheduled_tokens={req_id: count for req_id, (count, _) in {**new, **cached}.items()},
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=req, num_computed_tokens=at) for req, (_, at) in new.items()
+                ],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=list(cached), num_computed_tokens=[at for _, at in cached.values()]
+                ),
+                has_sync_kv_loads=False,
+            )
+        )
+        clock.advance(took_s)
+        connector.take_events()
+
+    for number in range(4):
+        name = f"r{number}"
+        connector.get_num_new_matched_tokens(SimpleNamespace(request_id=name, num_tokens=300), 0)
+        step({name: (200, 0)}, {"generates": (1, 900)}, 0.4)
+        assert steps.queued_s("") == pytest.approx(0.2, rel=0.05)
+        step({}, {name: (100, 200), "generates": (1, 901)}, 0.2)
+        step({}, {name: (1, 300), "generates": (1, 902)}, 9.0)
+        clock.advance(60.0)
+    assert steps.queued_s("") == 0
+    assert steps.prefill.seconds(300, 0) == pytest.approx(0.6, rel=0.05)
 
 
 def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(

@@ -65,6 +65,7 @@ def _reject_key(value: object) -> object:
 
 
 Isolation = Literal["auto", "thread", "process"]
+Load = Literal["auto", "always", "never"]
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
 
@@ -131,6 +132,11 @@ class TierConfig(Model):
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that do stores first.")
     children: Annotated[int, Field(ge=1, le=64)] = Field(
         2, description="Processes that do the tier's I/O. More than two help only on a machine of many cores."
+    )
+    load: Load = Field(
+        "auto",
+        description="auto: load blocks only while that is expected to take less time than computing them. always: load "
+        "every block that is found. never: store only.",
     )
     lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
     job_deadline_s: Seconds = Field(

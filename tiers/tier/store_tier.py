@@ -62,6 +62,7 @@ class TierOptions:
         shutdown_s: time limit of shutdown. Accepted jobs get most of it to finish; then the rest are cancelled.
         lookup: limits of presence lookups.
         trace_job: called on the scheduler's thread with each job that ended.
+        load: see ``SecondaryTierManager``.
         read_only: do not write to the store or remove from it: store jobs are refused, and bad blocks stay.
     """
 
@@ -75,6 +76,7 @@ class TierOptions:
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
     trace_job: TraceJob | None = None
+    load: str = "auto"
     read_only: bool = False
 
 
@@ -128,6 +130,7 @@ class StoreTierManager(SecondaryTierManager):
         self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
+        self.load = options.load
         self.mapper = mapper
         self._collector: CollectorLink | None = None
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()

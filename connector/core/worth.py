@@ -1,0 +1,283 @@
+"""What loading and computing cost: learned from the tiers' loads and the engine's steps. No clock, no engine, no torch.
+
+A request waits for a load until ``Way.seconds``. Meanwhile it could compute the same tokens in ``Prefill.seconds``.
+Both are a few coefficients, fitted to what was seen lately:
+
+- a step of the engine: a + b * tokens + c * tokens * context
+- a load: latency + seconds per block * blocks, with the blocks that the tier has to load before
+
+Relative errors count, so a short step counts as much as a long one. A sample that is much too slow, such as a pause, is
+cut off.
+
+All of it is optimistic: what was seldom tried is expected to take less time than the samples say, down to half of it.
+So each of the two is tried until it is known well enough to be rejected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+#: Shares of a term's weight that count against it. They decide what the samples leave open: if all have one size, the
+#: term that is proportional to the size explains them.
+_RIDGE = 1e-6
+_RIDGE_OF_OTHERS = 3e-3
+SLOWER_MAX = 4.0
+_MISFIT_MAX = 1.25  # so much of a job's error counts against the coefficients of a link
+_MEMORY_STEPS = 32  # full steps of the engine after which a step counts for a third
+_MEMORY_JOBS = 16  # loads of a tier, likewise
+_DOUBT_MAX = 0.5
+_STEPS_MAX = 64  # steps that have not ended; an engine has a few
+
+
+class Fit:
+    """Seconds as a sum of terms with coefficients of 0 or more, by least squares of relative errors.
+
+    Args:
+        num_terms: numbers in a sample. The second one is its size.
+    """
+
+    def __init__(self, num_terms: int) -> None:
+        self._products = [[0.0] * num_terms for _ in range(num_terms)]
+        self._sums = [0.0] * num_terms
+        self._solved: list[float] | None = None
+
+    def add(self, terms: Sequence[float], seconds: float, keep: float) -> None:
+        """Add a sample. Earlier samples keep this share of their weight.
+
+        The error counts relative to what was expected, and a sample counts as ``SLOWER_MAX`` times as much at most.
+        """
+        if seconds <= 0:
+            return
+        scale_s = self.seconds(terms) or seconds
+        shares = [term / scale_s for term in terms]
+        ratio = min(seconds / scale_s, SLOWER_MAX)
+        for row, (products, share) in enumerate(zip(self._products, shares, strict=True)):
+            self._sums[row] = self._sums[row] * keep + share * ratio
+            for column, other in enumerate(shares):
+                products[column] = products[column] * keep + share * other
+        self._solved = None
+
+    def seconds(self, terms: Sequence[float]) -> float:
+        """Seconds expected for these terms; 0 without samples."""
+        if self._solved is None:
+            self._solved = self._solve()
+        return sum(map(math.prod, zip(self._solved, terms, strict=True)))
+
+    def _solve(self) -> list[float]:
+        """The coefficients. A term whose coefficient would be negative explains nothing and is left out."""
+        used = [row for row, products in enumerate(self._products) if products[row] > 0]
+        while used:
+            solved = self._solve_for(used)
+            worst = min(range(len(used)), key=lambda at: solved[at])
+            if solved[worst] >= 0:
+                found = dict(zip(used, solved, strict=True))
+                return [found.get(row, 0.0) for row in range(len(self._sums))]
+            del used[worst]
+        return [0.0] * len(self._sums)
+
+    def _solve_for(self, used: Sequence[int]) -> list[float]:
+        scales = [math.sqrt(self._products[row][row]) for row in used]
+        rows = [
+            [self._products[row][column] / (scale * other) for column, other in zip(used, scales, strict=True)]
+            + [self._sums[row] / scale]
+            for row, scale in zip(used, scales, strict=True)
+        ]
+        for at, row in enumerate(rows):
+            row[at] += _RIDGE if used[at] == 1 else _RIDGE_OF_OTHERS
+            for below in rows[at + 1 :]:  # the matrix is positive definite: no pivoting
+                factor = below[at] / row[at]
+                for column in range(at, len(row)):
+                    below[column] -= factor * row[column]
+        solved = [0.0] * len(used)
+        for at in reversed(range(len(used))):
+            rest = sum(rows[at][column] * solved[column] for column in range(at + 1, len(used)))
+            solved[at] = (rows[at][-1] - rest) / rows[at][at]
+        return [value / scale for value, scale in zip(solved, scales, strict=True)]
+
+
+class Prefill:
+    """How long the engine takes to compute a prompt's tokens.
+
+    Args:
+        step_tokens_max: tokens that the engine computes in one step.
+    """
+
+    def __init__(self, step_tokens_max: int) -> None:
+        self._step_tokens_max = step_tokens_max
+        self._fit = Fit(3)
+        self._tokens = 0  # that were seen
+
+    def learn(self, tokens: int, work: float, seconds: float) -> None:
+        """Take a step's prompt tokens. ``work`` is the sum of their numbers of earlier tokens."""
+        keep = math.exp(-tokens / (_MEMORY_STEPS * self._step_tokens_max))
+        self._fit.add((1.0, tokens, work), seconds, keep)
+        self._tokens += tokens
+
+    def seconds(self, tokens: float, context: float) -> float:
+        """Seconds to compute ``tokens`` after ``context`` others; 0 if nothing is known."""
+        if tokens <= 0:
+            return 0.0
+        steps = math.ceil(tokens / self._step_tokens_max)
+        return self._fit.seconds((steps, tokens, tokens * (context + tokens / 2)))
+
+    def step_s(self, tokens: float, work: float) -> float:
+        """Seconds of a step with these prompt tokens."""
+        return self._fit.seconds((1.0, tokens, work))
+
+    def doubt(self, tokens: float) -> float:
+        """Share of ``seconds`` that may be too much."""
+        return min(_DOUBT_MAX, tokens / (tokens + self._tokens)) if tokens > 0 else 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was seen."""
+        return self._tokens > 0
+
+
+class Way:
+    """How long a tier takes to answer lookups and to load blocks.
+
+    Attributes:
+        lookup_s: seconds until a request's lookups are answered, lately.
+    """
+
+    def __init__(self) -> None:
+        self.lookup_s = 0.0
+        self._fit = Fit(2)
+        self._scale = 1.0  # of the fit's seconds
+        self._jobs = 0  # that were seen
+        self._sizes = math.inf, 0.0  # smallest and largest sample
+
+    def learn(self, blocks: int, seconds: float) -> None:
+        """Take a load: ``blocks`` ended in the ``seconds`` from its submission to its end, its own and others'.
+
+        If a link becomes slower or faster, the next jobs show it, whatever their sizes are. Two coefficients would
+        explain that by latency as well as by bandwidth. So all of it is scaled, by a quarter of a job's error.
+        """
+        expected_s = self.seconds(blocks)
+        if self._jobs >= _MEMORY_JOBS and self.knows(blocks):
+            ratio = min(seconds / expected_s, SLOWER_MAX)
+            self._scale *= 1 + (ratio - 1) / 4
+            seconds = expected_s * min(ratio, _MISFIT_MAX)
+        self._fit.add((1.0, blocks), seconds / self._scale, 1 - 1 / _MEMORY_JOBS)
+        self._sizes = min(self._sizes[0], blocks), max(self._sizes[1], blocks)
+        self._jobs += 1
+
+    def learn_late(self, blocks: int, moved: int, seconds: float) -> None:
+        """Take that only ``moved`` of ``blocks`` ended in these seconds, unless that was expected."""
+        all_s = seconds * blocks / (moved + 1)
+        if all_s > self.seconds(blocks):
+            self.learn(blocks, all_s)
+
+    def learn_lookup(self, seconds: float) -> None:
+        """Take the seconds until a request's lookups were answered."""
+        self.lookup_s += (seconds - self.lookup_s) / 4 if self.lookup_s else seconds
+
+    def knows(self, blocks: int) -> bool:
+        """Whether the samples say how long so many blocks take: they differ in size, or are about as large."""
+        smallest, largest = self._sizes
+        return largest >= 2 * smallest or smallest / 2 <= blocks <= largest * 2
+
+    def seconds(self, blocks: int) -> float:
+        """Seconds to load the last of ``blocks``, which the tier loads at once; at least so many, unless ``knows``."""
+        if self.knows(blocks):
+            return self._scale * self._fit.seconds((1.0, blocks))
+        smallest, largest = self._sizes
+        if blocks > largest:
+            return self._scale * self._fit.seconds((1.0, largest))
+        return self._scale * self._fit.seconds((1.0, smallest)) * blocks / smallest
+
+    def blocks_in(self, seconds: float) -> float:
+        """Blocks that the tier loads in this time, latency not counted."""
+        per_block = self._scale * self._fit.seconds((0.0, 1.0))
+        return seconds / per_block if per_block > 0 else math.inf
+
+    @property
+    def latency_s(self) -> float:
+        """The part of each load's time that does not depend on its size."""
+        return self._scale * self._fit.seconds((1.0, 0.0))
+
+    @property
+    def doubt(self) -> float:
+        """Share of ``seconds`` that may be too much."""
+        return min(_DOUBT_MAX, 1 / (1 + self._jobs))
+
+
+class Steps:
+    """The engine's steps: what each one computed, and how long it took. Scheduler thread only.
+
+    A step begins when it was scheduled, or when the step before it ended if that was later: an engine may schedule
+    a step while it computes the one before. So pauses between steps do not count.
+
+    Attributes:
+        prefill: learned from the steps with prompt tokens.
+    """
+
+    def __init__(self, step_tokens_max: int) -> None:
+        self.prefill = Prefill(step_tokens_max)
+        self._sizes: dict[str, int] = {}  # request -> its tokens, until all of them are computed
+        self._computed: dict[str, int] = {}  # request whose prompt is computed next -> tokens after its latest step
+        self._running: deque[tuple[float, int, float]] = deque(maxlen=_STEPS_MAX)  # began, prompt tokens, work
+        self._ended_at = -math.inf
+
+    def expect(self, req_id: str, num_tokens: int) -> None:
+        """Note the tokens of a request that is about to be scheduled."""
+        self._sizes[req_id] = num_tokens
+
+    @property
+    def are_decodes(self) -> bool:
+        """Whether no known request has prompt tokens left, so that a step of one token a request is only decodes."""
+        return not self._sizes
+
+    def began(self, scheduled: Iterable[tuple[str, int, int]], now: float) -> None:
+        """Note a step.
+
+        Args:
+            scheduled: request, number of its tokens that the step computes, number of those computed before. Requests
+                that generate may be left out.
+        """
+        tokens, work = 0, 0.0
+        for req_id, count, computed in scheduled:
+            size = self._sizes.get(req_id)
+            if size is None:
+                continue
+            tokens += count
+            work += count * (computed + count / 2)
+            if computed + count >= size:
+                self.forget(req_id)
+            else:
+                self._computed[req_id] = computed + count
+        self._running.append((now, tokens, work))
+
+    def ended(self, now: float) -> None:
+        """Note that the first step that has not ended ended."""
+        if self._running:
+            began, tokens, work = self._running.popleft()
+            if tokens:
+                self.prefill.learn(tokens, work, now - max(began, self._ended_at))
+        self._ended_at = now
+
+    def queue(self, req_id: str, computed: int) -> None:
+        """Note that the request waits to be computed, and for nothing else."""
+        if req_id in self._sizes:
+            self._computed[req_id] = computed
+
+    def forget(self, req_id: str) -> None:
+        """Note that the request needs no more prompt tokens computed."""
+        self._sizes.pop(req_id, None)
+        self._computed.pop(req_id, None)
+
+    def queued_s(self, req_id: str) -> float:
+        """Seconds until the engine has computed the prompts that it has begun, and those that wait only for that."""
+        return sum(
+            self.prefill.seconds(self._sizes[other] - done, done)
+            for other, done in self._computed.items()
+            if other != req_id
+        )
+
+    @property
+    def running_s(self) -> float:
+        """Expected seconds of the steps that have not ended."""
+        return sum(self.prefill.step_s(tokens, work) for _, tokens, work in self._running if tokens)

@@ -1,0 +1,257 @@
+"""Whether a request loads or is computed: single decisions, and a simulated engine over a grid of links and speeds."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator
+
+import pytest
+
+from kvtiers.connector.core.decisions import REASONS, TRIAL_EVERY
+from kvtiers.connector.core.guard import GuardedTier
+from kvtiers.connector.core.manager import BlockManager
+from kvtiers.connector.core.options import ManagerOptions
+from kvtiers.connector.core.slots import Slots
+from kvtiers.tiers.base import ReqContext
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import Metrics
+from tests.clock import Clock
+from tests.connector.core.scripted_tier import ScriptedTier, make_view
+from tests.connector.core.simulated_engine import PARALLEL, Engine, Link
+from tests.identity import block_key
+
+TOKEN_BYTES = 64 << 10
+BLOCK_TOKENS = 50
+FAST, SLOW = 1e9, 5e6  # bytes per second
+
+
+def engine(
+    bandwidth: float = FAST,
+    latency_s: float = 0.0005,
+    tokens_per_s: float = 2000,
+    load: str = "auto",
+    *,
+    at_once: int = 1,
+    block_tokens: int = BLOCK_TOKENS,
+    num_slots: int = 4096,
+) -> Engine:
+    link = Link(bandwidth / TOKEN_BYTES / block_tokens, latency_s, at_once)
+    work_s = 0.2 / tokens_per_s / 8000
+    return Engine([link], 0.002, 1 / tokens_per_s, work_s, load, num_slots=num_slots, block_tokens=block_tokens)
+
+
+def warm(of: Engine, tokens: int = 2000, requests: int = 10) -> list[float]:
+    """Compute three prompts, then send prompts that are stored; returns the seconds to their first tokens."""
+    for _ in range(3):
+        of.first_token_s(tokens, stored=False)
+        of.rest(0.5)
+    times = []
+    for _ in range(requests):
+        times.append(of.first_token_s(tokens))
+        of.rest(0.5)
+    return times
+
+
+def decisions(of: Engine, tier: str = "tier0") -> dict[str, int]:
+    value = of.manager.metrics.value
+    counts = {reason: int(value("kvtiers_load_decisions_total", tier, reason)) for reason in REASONS}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+# ---- decisions
+
+
+def test_hits_are_loaded_while_nothing_is_known_about_the_engine() -> None:
+    slow = engine(SLOW)
+    slow.first_token_s(500)
+    assert decisions(slow) == {"unknown": 1}
+    assert slow.tiers[0].loaded > 0
+
+
+def test_hits_of_a_fast_link_are_loaded_and_those_of_a_slow_one_computed() -> None:
+    fast, slow = engine(FAST), engine(SLOW)
+    assert warm(fast)[-1] < 0.4 * fast.compute_s(2000)
+    assert decisions(fast)["faster"] >= 8
+    assert warm(slow)[-1] == pytest.approx(slow.compute_s(2000))
+    assert decisions(slow)["slower"] >= 8
+
+
+def test_tier_that_is_too_slow_is_not_even_looked_up() -> None:
+    """A lookup takes the link's latency, too."""
+    far = engine(FAST, latency_s=1.0)
+    assert warm(far)[-1] == pytest.approx(far.compute_s(2000))
+
+
+def test_load_always_and_never_are_obeyed_whatever_is_expected() -> None:
+    always, never = engine(SLOW, load="always"), engine(FAST, load="never")
+    assert warm(always, requests=2)[-1] > 2 * always.compute_s(2000)
+    assert decisions(always) == {"always": 2}
+    assert warm(never, requests=2)[-1] == never.compute_s(2000)
+    assert decisions(never) == {"never": 5}
+    assert never.tiers[0].loaded == 0
+
+
+def test_tier_that_was_slow_is_tried_again_and_believed() -> None:
+    healed = engine(SLOW)
+    warm(healed)
+    healed.tiers[0].link.blocks_per_s *= FAST / SLOW
+    times = [healed.first_token_s(2000) for _ in range(3 * TRIAL_EVERY)]
+    assert decisions(healed)["trial"] >= 1
+    assert times[-1] < 0.4 * healed.compute_s(2000)
+
+
+def test_trial_costs_less_than_half_of_computing() -> None:
+    slow = engine(SLOW)
+    warm(slow)
+    times = warm(slow, requests=2 * TRIAL_EVERY)
+    assert decisions(slow)["trial"] >= 2
+    assert max(times) < 1.5 * slow.compute_s(2000)
+
+
+def test_load_that_falls_behind_is_ended_and_its_prefix_is_used() -> None:
+    dropped = engine(3e8)
+    usual_s = warm(dropped)[-1]
+    dropped.tiers[0].link.slow_at = dropped.clock.now + usual_s / 2
+    dropped.tiers[0].link.slow_share = 0.01
+    request = dropped.send(2000)
+    dropped.run()
+    assert decisions(dropped)["behind"] == 1
+    assert request.first_token_s < 1.3 * dropped.compute_s(2000)
+    assert request.computed == request.tokens
+    wait = dropped.manager.metrics.value("kvtiers_slots", "quarantined")
+    dropped.rest(1000)
+    assert dropped.manager.slots.counts().quarantined == 0 <= wait
+
+
+def test_declined_request_tells_blocks_and_expected_seconds() -> None:
+    slow = engine(SLOW)
+    warm(slow)
+    request = slow.send(2000)
+    slow.manager.note_request(request.req_id, request.tokens, 0)
+    assert slow.manager.lookup(request.keys[0], ReqContext(request.req_id)) is False
+    declined = slow.manager._waits.by_id[request.req_id].declined["slower"]
+    assert declined.blocks == 2000 / BLOCK_TOKENS
+    assert declined.compute_s == pytest.approx(slow.compute_s(2000), rel=0.05)
+    assert declined.load_s > 5 * declined.compute_s
+
+
+def test_block_comes_from_the_tier_that_gives_it_soonest() -> None:
+    both = Engine([Link(100, 0.05), Link(5000, 0.0005)], 0.002, 1 / 500, block_tokens=BLOCK_TOKENS)
+    first = both.tiers[0].absent
+    for _ in range(2):
+        both.first_token_s(2000, stored=False)
+    for _ in range(3):
+        both.first_token_s(2000)  # from the first tier
+        request = both.send(2000)
+        first.update(request.keys)  # from the second one
+        both.run()
+    loaded = [tier.loaded for tier in both.tiers]
+    both.first_token_s(2000)
+    assert both.tiers[0].loaded == loaded[0]
+    assert both.tiers[1].loaded > loaded[1]
+
+
+def test_tier_with_an_unknown_load_is_refused() -> None:
+    tier = ScriptedTier(make_view(4))
+    tier.load = "sometimes"
+    with pytest.raises(ConfigError, match="load.*'sometimes'.*'auto', 'always' or 'never'"):
+        assert GuardedTier(tier, Metrics()).load
+    with pytest.raises(ConfigError, match="'sometimes'"):
+        BlockManager(Slots(4), [tier], ManagerOptions(), clock=Clock())
+
+
+# ---- the simulation
+
+
+def cells(*, full: bool) -> Iterator[tuple[float, float, float, int]]:
+    """Tokens per second, bytes per second, latency and tokens of a prompt."""
+    if full:
+        speeds: tuple[float, ...] = (300, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+        links: tuple[float, ...] = (5e6, 1e7, 2.5e7, 5e7, 1e8, 2e8, 3e8, 5e8, 1e9)
+        yield from itertools.product(
+            speeds, links, (0.0005, 0.002, 0.005, 0.01, 0.02, 0.05), (200, 800, 2000, 4000, 8000)
+        )
+    else:
+        yield from itertools.product((500, 10_000), (5e6, 1e8, 1e9), (0.0005, 0.02), (200, 2000, 8000))
+
+
+def first_token_ratios(*, full: bool) -> dict[tuple[float, float, float, int], float]:
+    """Median of the requests after the first ten, divided by the better of always and never."""
+    ratios = {}
+    for cell in cells(full=full):
+        speed, link, latency_s, tokens = cell
+        here = engine(link, latency_s, speed, block_tokens=200)
+        usual_s = statistics.median(warm(here, tokens, 20)[10:])
+        always = engine(link, latency_s, speed, "always", block_tokens=200)
+        ratios[cell] = usual_s / min(always.first_token_s(tokens), here.compute_s(tokens))
+    return ratios
+
+
+def check(ratios: dict[tuple[float, float, float, int], float]) -> None:
+    worse = {cell: ratio for cell, ratio in ratios.items() if ratio > 1.05}
+    assert len(worse) <= 0.03 * len(ratios), worse
+    assert max(ratios.values()) < 1.2, worse
+
+
+def test_first_token_is_as_early_as_by_the_better_of_loading_and_computing() -> None:
+    check(first_token_ratios(full=False))
+
+
+@pytest.mark.full
+def test_first_token_is_as_early_as_by_the_better_in_thousands_of_cells() -> None:
+    check(first_token_ratios(full=True))
+
+
+@pytest.mark.parametrize("at_once", [1, PARALLEL])
+def test_no_first_token_is_much_later_when_the_link_drops_to_a_tenth(at_once: int) -> None:
+    """Where a load of 39 blocks is worth it, and takes longer than a few times the latency."""
+    ratios = {}
+    for speed, link, tokens, part in itertools.product((500, 2000), (1e8, 3e8), (2000, 8000), (0.05, 0.5, 0.9)):
+        here = engine(link, 0.0005, speed, at_once=at_once, block_tokens=tokens // 40)
+        compute_s = here.compute_s(tokens)
+        if warm(here, tokens, 12)[-1] > 0.95 * compute_s:
+            continue
+        load_s = 39 * tokens // 40 * TOKEN_BYTES / link
+        here.tiers[0].link.slow_at = here.clock.now + 0.001 + part * load_s
+        rest_s = here.compute_s(tokens // 40)
+        always_s = 0.001 + part * load_s + 10 * (1 - part) * load_s + rest_s
+        ratios[speed, link, tokens, part] = here.first_token_s(tokens) / min(always_s, compute_s)
+    assert len(ratios) > 10
+    assert max(ratios.values()) < 1.3, ratios
+
+
+def run_all(
+    of: Engine, requests: int, tokens: int, prefix: list[OffloadKey] | None = None
+) -> tuple[float, list[float]]:
+    """Send requests at once; returns the seconds to the last first token, and those of each."""
+    warm(of, tokens=2000, requests=3)
+    began = of.clock.now
+    sent = [of.send(tokens, stored=prefix is None, prefix=prefix) for _ in range(requests)]
+    of.run()
+    return of.clock.now - began, [request.first_token_s for request in sent]
+
+
+def test_fifty_requests_with_one_prefix_load_it_once_and_lose_nothing_when_nothing_hits() -> None:
+    prefix = [block_key(10**7 + number) for number in range(200)]
+    took_s = {}
+    for load, hits in itertools.product(("auto", "never"), (True, False)):
+        here = engine(FAST, 0.005, 5000, load)
+        if not hits:
+            here.tiers[0].absent.update(prefix)
+        loaded = here.tiers[0].loaded
+        took_s[load, hits], _ = run_all(here, 50, 10_300, prefix)
+        assert here.tiers[0].loaded - loaded <= 200 + 3 * 39
+    assert took_s["auto", True] < 0.2 * took_s["never", True]
+    assert took_s["auto", False] < took_s["never", False] / 0.95
+
+
+@pytest.mark.parametrize("bandwidth", [2e7, 1e8, 3e8, 1e9, 3e9])
+def test_region_of_two_prompts_with_fifty_waiting_is_no_later_than_computing(bandwidth: float) -> None:
+    waits_s = {}
+    for load in ("auto", "never"):
+        here = engine(bandwidth, 0.005, 5000, load, block_tokens=200, num_slots=80)
+        _, waits_s[load] = run_all(here, 50, 8000)
+    pairs = zip(sorted(waits_s["auto"]), sorted(waits_s["never"]), strict=True)
+    assert max(auto - never for auto, never in pairs) < 0.2
