@@ -42,7 +42,7 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(
         model=job["model"], load_format="dummy", skip_tokenizer_init=True, dtype="float32", seed=0,
         block_size=BLOCK_TOKENS, max_model_len=job["tokens"] + BLOCK_TOKENS, enforce_eager=True,
-        distributed_executor_backend="uni",
+        distributed_executor_backend="uni", disable_log_stats=False,
         kv_transfer_config={
             "kv_connector": "KVTiersConnector", "kv_connector_module_path": "kvtiers.vllm", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB", "tiers": [tier]},

@@ -150,6 +150,17 @@ ROWS: dict[str, list[Panel]] = {
             ],
         ),
         Panel(
+            "Load or compute",
+            "Requests by decision. slower, behind: computing was expected to take less time than loading.",
+            "ops",
+            [
+                (
+                    _rate("kvtiers_load_decisions_total", "instance, tier, reason") + " > 0",
+                    "{{instance}} {{tier}} {{reason}}",
+                )
+            ],
+        ),
+        Panel(
             "Bytes moved",
             "Payload: from the region to a tier (store), and from a tier to the region (load).",
             "Bps",

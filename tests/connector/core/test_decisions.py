@@ -88,7 +88,7 @@ def test_load_always_and_never_are_obeyed_whatever_is_expected() -> None:
     always, never = engine(SLOW, load="always"), engine(FAST, load="never")
     assert warm(always, requests=2)[-1] > 2 * always.compute_s(2000)
     assert decisions(always) == {"always": 2}
-    assert warm(never, requests=2)[-1] == never.compute_s(2000)
+    assert warm(never, requests=2)[-1] == pytest.approx(never.compute_s(2000))
     assert decisions(never) == {"never": 5}
     assert never.tiers[0].loaded == 0
 
@@ -191,7 +191,7 @@ def first_token_ratios(*, full: bool) -> dict[tuple[float, float, float, int], f
 
 def check(ratios: dict[tuple[float, float, float, int], float]) -> None:
     worse = {cell: ratio for cell, ratio in ratios.items() if ratio > 1.05}
-    assert len(worse) <= 0.03 * len(ratios), worse
+    assert len(worse) <= 0.01 * len(ratios), worse
     assert max(ratios.values()) < 1.2, worse
 
 
