@@ -206,6 +206,13 @@ def test_damaged_blocks_are_misses_and_the_good_ones_of_their_job_are_kept(engin
     assert sum(failures.values()) == 2
 
 
+def test_tier_with_load_never_stores_and_answers_lookups_with_misses(engines: Any, tmp_path: Path) -> None:
+    some, folder = keys(3), on_folder(tmp_path)
+    engines("stores", {"tier": {**folder["tier"], "load": "never"}}).store(some)
+    assert engines("never", {"tier": {**folder["tier"], "load": "never"}}).find(some) == [LookupResult.MISS] * 3
+    assert engines("loads", folder).find(some) == [LookupResult.HIT] * 3
+
+
 def test_tp_two_never_reads_what_tp_one_wrote(engines: Any, tmp_path: Path) -> None:
     some = keys(3)
     engines("one", on_folder(tmp_path)).store(some)
