@@ -15,8 +15,10 @@ class ManagerOptions:
     """Limits of a BlockManager.
 
     Attributes:
-        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. After a tenth of this
-            time, if nothing is being loaded, requests that came later give up the blocks that they hold.
+        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. The time that the
+            engine needs for prompts that it has begun is added: as a miss, the request would wait for these, too. After
+            a tenth of ``promotion_wait_s``, if nothing is being loaded, requests that came later give up the blocks
+            that they hold.
         lookup_total_s: how long a request waits for the tiers' answers at most. Then it uses the prefix known so far.
             The tiers have limits of their own, which are usually shorter.
         load_deadline_s: an unreported load counts as a miss after this time, or at the tier's deadline if that is

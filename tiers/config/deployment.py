@@ -40,7 +40,9 @@ class RegionConfig(Model):
     size: Annotated[int, SizeIn(4096)] = Field(description="CPU memory for blocks.")
     eviction_policy: Literal["lru", "arc"] = Field("lru", description="Policy that picks the blocks to evict first.")
     promotion_wait_s: Annotated[float, DurationIn(0, 60)] = Field(
-        0.5, description="How long a hit waits for free space in the region before it counts as a miss."
+        0.5,
+        description="How long a hit waits for free space in the region before it counts as a miss, in addition to the "
+        "time in which the engine computes other prompts.",
     )
     instance_id: (
         Annotated[str, matching(r"^[A-Za-z0-9._-]{1,128}$", "1 to 128 letters, digits, '.', '_' and '-'")] | None
