@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -229,15 +230,18 @@ class Loads:
         A long step hides when they ended, so the tier's own report counts. Loads that shared the tier's bandwidth and
         ended at about the same time count together.
         """
-        for job, took_s in self._ended:
-            share = self.shares[job.tier]
-            until = job.begun_at + took_s * (1 + _TOGETHER)
-            later = sum(
-                len(other.blocks)
-                for other, other_s in self._ended
-                if other.tier == job.tier and other.begun_at + other_s > until
+        for share in self.shares:
+            ended = sorted(
+                (job.begun_at + took_s, took_s, number)
+                for number, (job, took_s) in enumerate(self._ended)
+                if job.tier == share.index
             )
-            self._decisions.ways[job.tier].learn(share.progress.moved - later - job.moved, took_s)
+            times = [ended_at for ended_at, _, _ in ended]
+            moved = list(accumulate(len(self._ended[number][0].blocks) for _, _, number in ended))
+            for ended_at, took_s, number in ended:
+                later = moved[-1] - moved[bisect_right(times, ended_at + _TOGETHER * took_s) - 1]
+                job = self._ended[number][0]
+                self._decisions.ways[share.index].learn(share.progress.moved - later - job.moved, took_s)
         self._ended.clear()
 
     def rest(self) -> None:

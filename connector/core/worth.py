@@ -156,11 +156,10 @@ class Way:
         If a link becomes slower or faster, the next jobs show it, whatever their sizes are. Two coefficients would
         explain that by latency as well as by bandwidth. So all of it is scaled, by a quarter of a job's error.
         """
-        expected_s = self.seconds(blocks)
-        if self._jobs >= _MEMORY_JOBS and self.knows(blocks):
-            ratio = min(seconds / expected_s, SLOWER_MAX)
-            self._scale *= 1 + (ratio - 1) / 4
-            seconds = expected_s * min(ratio, _MISFIT_MAX)
+        fitted_s = self._fit.seconds((1.0, blocks))
+        if self._jobs >= _MEMORY_JOBS and self.knows(blocks) and fitted_s > 0:
+            self._scale *= 1 + (min(seconds / (self._scale * fitted_s), SLOWER_MAX) - 1) / 4
+            seconds = self._scale * min(max(seconds / self._scale, fitted_s / _MISFIT_MAX), fitted_s * _MISFIT_MAX)
         self._fit.add((1.0, blocks), seconds / self._scale, 1 - 1 / _MEMORY_JOBS)
         self._sizes = min(self._sizes[0], blocks), max(self._sizes[1], blocks)
         self._jobs += 1
