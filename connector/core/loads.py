@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -332,13 +332,15 @@ class Loads:
                     self._give_up(job)
                 spent_s = now - plan.began_at
                 way.learn_late(plan.total, share.progress.moved - plan.moved, spent_s)
-                self._decline(wait, index, "behind", left, replace(plan.expected, load_s=spent_s))
+                self._decline(wait, index, "behind", left, plan.expected, spent_s)
 
-    def _decline(self, wait: Wait, index: int, reason: str, blocks: int, expected: Expected | None) -> None:
+    def _decline(
+        self, wait: Wait, index: int, reason: str, blocks: int, expected: Expected | None, spent_s: float = 0.0
+    ) -> None:
         load_s = compute_s = 0.0
         if expected is not None:
             load_s, compute_s = expected.load_s, expected.gain_s + expected.queue_s
-        wait.decline(index, reason, Declined(blocks, load_s, compute_s))
+        wait.decline(index, Declined(reason, blocks, load_s, compute_s, spent_s))
         if wait.prompt is not None and not wait.plans and not wait.owed:
             self._decisions.steps.queue(wait.req_id, wait.prompt.computed)
         self._decisions.count(self.shares[index].name, reason)

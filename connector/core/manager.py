@@ -259,7 +259,7 @@ class BlockManager(OffloadingManager):
             self._count_expired(key, wait, owing)
         if hit is None:
             if self.slots.record.is_new_miss(wait.req_id, key):
-                self._miss(key, wait.context, *self._why_missed(key, wait, owing))
+                self._note_miss(key, wait, owing)
             return False
         wait.hit(key, hit)
         return None
@@ -269,15 +269,23 @@ class BlockManager(OffloadingManager):
         self.slots.record.missed(req_context.req_id, key, reason, tier)
         return False
 
-    def _why_missed(self, key: OffloadKey, wait: Wait, owing: int) -> tuple[str, str]:
-        """Return why the key counts as absent, and the tier that did not answer. "": no tier has the key."""
+    def _note_miss(self, key: OffloadKey, wait: Wait, owing: int) -> None:
+        """Record why a key is absent. ``owing``: the tiers that did not answer, as bits."""
+        record, req_id = self.slots.record, wait.req_id
         for index, tier in enumerate(self._tiers):
             if owing >> index & 1:
-                return "lookup:total", tier.name
+                return record.missed(req_id, key, "lookup:total", tier.name)
+            if (declined := wait.declined.get(index)) is not None and wait.declined_tiers >> index & 1:
+                facts = {
+                    "expected_s": declined.load_s,
+                    "compute_s": declined.compute_s,
+                    "actual_s": declined.spent_s,
+                }
+                return record.missed(req_id, key, f"load:{declined.reason}", tier.name, **facts)
             if not self._loads.is_excluded(wait, key, index) and (reason := tier.explain_miss(key, wait.context)):
-                return reason, tier.name
+                return record.missed(req_id, key, reason, tier.name)
         every_tier = (1 << len(self._tiers)) - 1
-        return "lookup:request" if wait.excluded_tiers & every_tier == every_tier else "", ""
+        return record.missed(req_id, key, "lookup:request" if wait.excluded_tiers & every_tier == every_tier else "")
 
     def _count_expired(self, key: OffloadKey, wait: Wait, tiers: int) -> None:
         """Count that the request has given up waiting for these tiers' answers."""

@@ -84,14 +84,16 @@ REASONS: Mapping[str, Reason] = {
         "loading the next block from tier {tier} took longer than {deadline_s:g} s and was given up",
         "use faster storage, or smaller blocks",
     ),
-    "load:not_worth": Reason(
+    "load:slower": Reason(
         "loading the next block from tier {tier} would take {expected_s:.3g} s, and computing it {compute_s:.3g} s",
-        "use faster storage, or leave this tier out for short prompts",
+        "faster storage would help (docs/load-or-compute.md)",
     ),
-    "load:given_up": Reason(
-        "loading the next block from tier {tier} was given up after {actual_s:.3g} s ({expected_s:.3g} s expected)",
-        "use faster storage",
+    "load:behind": Reason(
+        "loading the next block from tier {tier} was given up after {actual_s:.3g} s ({expected_s:.3g} s expected), "
+        "because computing became faster",
+        "look why the storage was slower than usual (docs/load-or-compute.md)",
     ),
+    "load:never": Reason("tier {tier} is not loaded from, because of its option load: never"),
     "load:": Reason("loading the next block from tier {tier} failed ({why})", "run kvtiers check CONFIG --write"),
     "lookup:deadline": Reason(
         "tier {tier} did not answer in time whether it has the next block (lookup_deadline_s)",

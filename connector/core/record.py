@@ -158,7 +158,7 @@ class Record:
         request = self._requests.get(req_id)
         return request is None or request.missed != key
 
-    def missed(self, req_id: str, key: OffloadKey, reason: str = "", tier: str = "") -> None:
+    def missed(self, req_id: str, key: OffloadKey, reason: str = "", tier: str = "", **facts: float) -> None:
         """Note that a block is absent for a request, and that its lookups end there.
 
         Args:
@@ -167,7 +167,7 @@ class Record:
         request = self._request(req_id)
         now = self._clock()
         request.missed = key
-        fate = request.notes.get(hash(key)) or (Fate(reason, tier, now, {}) if reason else self._fates.get(key))
+        fate = request.notes.get(hash(key)) or (Fate(reason, tier, now, facts) if reason else self._fates.get(key))
         if fate is None:
             fate = Fate("not_stored", "", 0.0, {})
         elif fate.reason == "stored":

@@ -58,7 +58,7 @@ class Wait:
     tried: int = 0  # bit mask of the tiers that are tried although they are expected to be too slow
     plans: dict[int, Plan | None] = field(default_factory=dict)  # tier to load from -> what is expected, if anything
     declined_tiers: int = 0  # bit mask
-    declined: dict[str, Declined] = field(default_factory=dict)  # reason -> what was declined last
+    declined: dict[int, Declined] = field(default_factory=dict)  # tier -> what was declined last
     judged: tuple[int, int, int] = 0, 0, 0  # tiers, hits and owed keys when it was last decided
     # Answers that tiers owe
     owed: set[OffloadKey] = field(default_factory=set)
@@ -227,9 +227,9 @@ class Wait:
         """Expect nothing more of a tier that has loaded all hits, or does not in time; other hits are loaded."""
         self.plans[tier] = None
 
-    def decline(self, tier: int, reason: str, declined: Declined) -> None:
+    def decline(self, tier: int, declined: Declined) -> None:
         """Load no more from the tier: its hits, and its blocks that are being filled, count as absent."""
-        self.declined[reason] = declined
+        self.declined[tier] = declined
         self.declined_tiers |= 1 << tier
         self.plans.pop(tier, None)
         self._drop_hits([key for key, at in self.hits.items() if at == tier])

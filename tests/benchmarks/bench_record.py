@@ -52,7 +52,7 @@ class NoRecord(Record):
     def is_new_miss(self, req_id: str, key: OffloadKey) -> bool:
         return False
 
-    def missed(self, req_id: str, key: OffloadKey, reason: str = "", tier: str = "") -> None:
+    def missed(self, req_id: str, key: OffloadKey, reason: str = "", tier: str = "", **facts: float) -> None:
         pass
 
     def loads(self, req_id: str, keys: Collection[OffloadKey]) -> None:

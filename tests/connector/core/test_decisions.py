@@ -131,7 +131,8 @@ def test_declined_request_tells_blocks_and_expected_seconds() -> None:
     request = slow.send(2000)
     slow.manager.note_request(request.req_id, request.tokens, 0)
     assert slow.manager.lookup(request.keys[0], ReqContext(request.req_id)) is False
-    declined = slow.manager._waits.by_id[request.req_id].declined["slower"]
+    declined = slow.manager._waits.by_id[request.req_id].declined[0]
+    assert declined.reason == "slower"
     assert declined.blocks == 2000 / BLOCK_TOKENS
     assert declined.compute_s == pytest.approx(slow.compute_s(2000), rel=0.05)
     assert declined.load_s > 5 * declined.compute_s

@@ -406,10 +406,46 @@ def load_hangs(root: Path) -> str:
     return engine.end()
 
 
-def loading_is_not_worth_it(root: Path) -> str:
-    engine = Engine()
-    engine.slots.record.note("reader", "load:not_worth", KEYS[:4], "far", expected_s=4.2, compute_s=0.9)
-    engine.ask()
+def computes_fast(engine: Engine) -> None:
+    """An engine that computes 64 tokens, four blocks, in 0.9 s, and a tier that loads four blocks in 4.2 s."""
+    decisions = engine.manager.decisions
+    for _ in range(100):
+        decisions.steps.prefill.learn(64, 64 * 32, 0.9)
+        decisions.ways[0].learn(4, 4.2)
+    engine.manager.note_request("reader", 64, 0)
+
+
+def loading_is_slower_than_computing(root: Path) -> str:
+    engine = Engine(blocks_per_token=1 / 16).files(root)
+    engine.store()
+    engine.forget_region()
+    computes_fast(engine)
+    assert engine.ask() == 0
+    return engine.end()
+
+
+def loading_falls_behind_computing(root: Path) -> str:
+    clock = Clock()
+    engine = Engine(clock=clock, blocks_per_token=1 / 16)
+    tier = ScriptedTier(engine.view, "slow", auto=False)
+    engine.with_tiers(tier)
+    tier.put(*KEYS[:4])
+    computes_fast(engine)
+    for _ in range(100):
+        engine.manager.decisions.ways[0].learn(4, 0.5)  # it was faster
+    assert engine.manager.lookup(KEYS[0], ReqContext("reader")) is None
+    for _ in range(20):
+        engine.manager.on_schedule_end()
+        clock.advance(0.1)
+    assert engine.ask() == 0
+    return engine.end()
+
+
+def tier_is_never_loaded_from(root: Path) -> str:
+    engine = Engine().files(root, load="never")
+    engine.store()
+    engine.forget_region()
+    assert engine.ask() == 0
     return engine.end()
 
 
@@ -566,7 +602,9 @@ CAUSES: list[tuple[Callable[[Path], str], str, str]] = [
     (block_is_damaged, "load:corrupt", "tier disk has the next block, but it is damaged"),
     (load_raises_io_errors, "load:StoreUnavailableError", "from tier far failed (StoreUnavailableError)"),
     (load_hangs, "load:late", "from tier slow took longer than 3 s and was given up"),
-    (loading_is_not_worth_it, "load:not_worth", "from tier far would take 4.2 s, and computing it 0.9 s"),
+    (loading_is_slower_than_computing, "load:slower", "from tier disk would take 4.2 s, and computing it 0.9 s"),
+    (loading_falls_behind_computing, "load:behind", "from tier slow was given up after"),
+    (tier_is_never_loaded_from, "load:never", "its option load: never"),
     (region_has_no_room_to_load, "region:no_room", "tier near has the next block, but the region had no room"),
     (region_is_smaller_than_the_request, "region:too_small", "needs 8 blocks, and the region has 4"),
     (loads_fill_the_tiers_share, "region:tier_share", "fill its share of the region"),
