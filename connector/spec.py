@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..tiers.base import SecondaryTierManager
 from ..tiers.config.deployment import DeploymentConfig
 from ..tiers.config.tier_options import TierConfig
+from ..tiers.config.values import human_bytes
 from ..tiers.errors import ConfigError
 from ..tiers.metrics import Metrics
 from ..tiers.plain_logs import get_logger
@@ -29,7 +30,6 @@ from .core.slots import Slots
 from .core.trace_file import TraceFile
 from .region.region_header import row_stride
 from .region.shared_region import SharedOffloadRegion
-from .sizes import human_bytes
 
 if TYPE_CHECKING:
     from ..tiers.exporter import MetricsServer

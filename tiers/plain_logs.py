@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Mapping
+from functools import cache
 
 from .errors import printable, printable_lines
 
@@ -50,3 +51,9 @@ def get_logger(name: str) -> logging.Logger:
     logger = logging.getLogger(name)
     logger.addFilter(_PRINTABLE)  # a repeated call does not add the filter again
     return logger
+
+
+@cache
+def log_once(logger: logging.Logger, level: int, text: str) -> None:
+    """Log a text, but only once in this process."""
+    logger.log(level, "%s", text)

@@ -26,6 +26,7 @@ from ...tiers.capacity.walker import listed_bytes
 from ...tiers.config.deployment import DeploymentConfig, MetricsConfig
 from ...tiers.config.open_store import open_tool_store, store_recipe
 from ...tiers.config.tier_options import BoundedTierConfig, TierConfig
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, StoreError
 from ...tiers.registry import SecondaryTierFactory
 from ...tiers.store import Store
@@ -34,7 +35,6 @@ from ...tiers.stores.vectored_io import transfer
 from ...tiers.tier.store_tier import StoreTierManager
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from ..region.region_header import row_stride
-from ..sizes import human_bytes
 from ..spec import DeploymentSpec
 from .options import AsJson, Config, TierName, size_option
 from .output import Ticker, answer, say, show

@@ -28,10 +28,9 @@ from ...tiers.config.tier_options import (
     StoreTierConfig,
     TierConfig,
 )
-from ...tiers.config.values import show_size
+from ...tiers.config.values import human_bytes, show_size
 from ...tiers.errors import ConfigError, KVTiersError, printable
 from ...tiers.registry import SecondaryTierFactory
-from ..sizes import human_bytes
 from .break_even import compare_speeds
 from .description import describe_deployment
 from .findings import Finding, no_answer, of_error

@@ -15,14 +15,15 @@ from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.capacity.walker import CollectReport
 from ...tiers.config.deployment import parse_tier
 from ...tiers.config.tier_options import S3TierConfig, TierConfig
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError
 from ...tiers.tools.block_reader import read_identity
 from ...tiers.tools.namespaces import blocks_of, namespace_names
 from ...tiers.tools.ownership import check_is_ours
-from ..sizes import human_bytes
 from .options import AsJson, Config, DryRun, TierName
-from .output import Results, Ticker, TierResult, counted, human_age, refuse, say
+from .output import Ticker, counted, human_age, refuse, say
 from .places import Place, find_places, is_bare
+from .results import Results, TierResult
 from .session import session
 
 DAY_S = 86_400

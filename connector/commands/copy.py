@@ -18,11 +18,11 @@ from ...tiers.capacity.written import Writer, used_bytes
 from ...tiers.config.open_store import open_store, open_tool_store
 from ...tiers.config.places import place_of
 from ...tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, TierConfig
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, StoreError
 from ...tiers.store import Store, SupportsSpace
 from ...tiers.stores.memory import MemoryStore
 from ...tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
-from ..sizes import human_bytes
 from .options import AsJson, Config, size_option
 from .output import Ticker, answer, complain, counted, refuse, say
 from .places import Place, find_places

@@ -17,8 +17,7 @@ from ...tiers.config.tier_options import (
     TierConfig,
     shown_place,
 )
-from ...tiers.config.values import show_duration
-from ..sizes import human_bytes
+from ...tiers.config.values import human_bytes, show_duration
 from .output import counted, human_age
 
 #: Options that other lines show.

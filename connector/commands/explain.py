@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, StoreError, public_url
 from ..core.reasons import RequestRecord, meaning, sentence, why
-from ..sizes import human_bytes
 from .options import AsJson
 from .output import answer, complain, counted, note, say
 from .session import ExitCode

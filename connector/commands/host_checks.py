@@ -13,10 +13,9 @@ from contextlib import suppress
 
 from ...tiers.config.deployment import DeploymentConfig
 from ...tiers.config.tier_options import TierConfig
-from ...tiers.config.values import show_size
+from ...tiers.config.values import human_bytes, show_size
 from ...tiers.errors import KVTiersError
 from ..region.region_file import free_bytes, running_regions
-from ..sizes import human_bytes
 from .findings import Finding, of_error
 
 CGROUP_MEMORY = "/sys/fs/cgroup/memory.max"

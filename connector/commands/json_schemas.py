@@ -13,8 +13,9 @@ from .collect import Collected, Skipped
 from .copy import Copied
 from .deployment import Ways
 from .explain import Explained
-from .output import Document, Tiers
+from .output import Document
 from .remove import Removed
+from .results import Tiers
 from .show import Found
 from .storage import BlockLine, Listed, Used
 from .verify import Verified

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from ...tiers.blocks.seal import TRAILER_BYTES
 from ...tiers.config.deployment import DeploymentConfig
 from ...tiers.config.tier_options import BoundedTierConfig
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError
-from ..kv_shape import KVShape, kv_shape, number_bytes, read_model_config
 from ..region.region_header import row_stride
-from ..sizes import human_bytes
+from .kv_shape import KVShape, kv_shape, number_bytes, read_model_config
 
 PREFILL_SPEEDS = (1_000.0, 5_000.0, 20_000.0)
 BLOCK_TOKENS = 16

@@ -7,9 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,12 +18,9 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from ... import __version__
-from ...tiers.errors import ConfigError, StoreError, printable, printable_lines
-from ..sizes import human_bytes
+from ...tiers.config.values import human_bytes
+from ...tiers.errors import printable, printable_lines
 from .session import ExitCode, session
-
-if TYPE_CHECKING:
-    from .places import Place
 
 QUIET_S = 2.0  # faster work shows no progress
 TICK_S = 0.2
@@ -186,75 +182,6 @@ class Document(Generic[R]):
     ok: bool
     result: R | None
     errors: list[str]
-
-
-@dataclass(kw_only=True)
-class TierResult:
-    """A command's result for one tier.
-
-    Attributes:
-        where: folder, bucket or URL.
-    """
-
-    tier: str
-    where: str
-
-
-@dataclass(kw_only=True)
-class Failed(TierResult):
-    """The storage of a tier failed."""
-
-    error: str
-
-
-@dataclass
-class Tiers(Generic[T]):
-    """The result of a command that works on each tier."""
-
-    tiers: list[T | Failed]
-
-
-class Results(Generic[T]):
-    """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers.
-
-    Attributes:
-        done: the results of tiers without an error.
-    """
-
-    def __init__(self) -> None:
-        self._failure = ExitCode.FAILED
-        self._all: list[T | Failed] = []
-        self.done: list[T] = []
-
-    def add(self, result: T) -> T:
-        """Add a result, and return it."""
-        self._all.append(result)
-        self.done.append(result)
-        return result
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether a tier has failed."""
-        return len(self.done) < len(self._all)
-
-    @contextmanager
-    def of(self, place: Place) -> Iterator[None]:
-        """Context for work on a tier: a storage error becomes the tier's result."""
-        try:
-            yield
-        except (StoreError, ConfigError) as e:
-            complain(f"tier {place.name} at {place.where}: {e}")
-            if isinstance(e, ConfigError):
-                self._failure = ExitCode.BAD_INPUT
-            self._all.append(Failed(tier=place.name, where=place.where, error=str(e)))
-
-    def end(self, *, as_json: bool = False, failed: bool = False) -> None:
-        """Print all results as JSON if asked, and exit with an error if the command or a tier failed."""
-        failed = failed or self.has_errors
-        if as_json:
-            answer(Tiers(self._all), ok=not failed)
-        if failed:
-            raise typer.Exit(self._failure)
 
 
 def confirm(question: str) -> bool:

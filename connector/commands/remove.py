@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ...tiers.config.tier_options import FsTierConfig, NfsTierConfig
+from ...tiers.config.values import human_bytes
 from ...tiers.tools.block_reader import read_identity
 from ...tiers.tools.inventory import Share
 from ...tiers.tools.namespaces import (
@@ -20,10 +21,10 @@ from ...tiers.tools.namespaces import (
     namespace_names,
     rank_folders,
 )
-from ..sizes import human_bytes
 from .options import AsJson, Config, DryRun, TierName
-from .output import Results, Ticker, TierResult, complain, confirm, counted, note, refuse, say
+from .output import Ticker, complain, confirm, counted, note, refuse, say
 from .places import Place, find_places
+from .results import Results, TierResult
 from .session import ExitCode, session
 from .storage import sum_of
 

@@ -14,16 +14,17 @@ import typer
 from ...tiers.blocks.file_mapper import NAMESPACE, BlockName, parse_block_name
 from ...tiers.blocks.keyring import show_key_id
 from ...tiers.blocks.seal import TRAILER_BYTES, describe_trailer
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import BlobNotFoundError, StoreError
 from ...tiers.store import KeyInfo, Store
 from ...tiers.tools.block_reader import BlockReader, read_identity
 from ...tiers.tools.inventory import Share, list_blocks
 from ...tiers.tools.namespaces import blocks_of, rank_folders
 from ...tiers.tools.neighbors import Namespace, differing_fields, namespaces_in
-from ..sizes import human_bytes
 from .options import AsJson, TierName
-from .output import Results, Ticker, TierResult, complain, human_age, refuse, say
+from .output import Ticker, complain, human_age, refuse, say
 from .places import Place, find_places
+from .results import Results, TierResult
 from .session import CONFIG_VARIABLE
 from .storage import utc
 

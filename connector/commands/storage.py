@@ -17,16 +17,17 @@ from ...tiers.blocks.file_mapper import BlockName
 from ...tiers.builtin import key_ids
 from ...tiers.capacity.written import used_bytes
 from ...tiers.config.tier_options import BoundedTierConfig, TierConfig
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import printable
 from ...tiers.store import KeyInfo
 from ...tiers.tools.inventory import UNKNOWN_AGE, Inventory, Share, list_blocks
 from ...tiers.tools.namespaces import differences, differences_in_words
 from ...tiers.tools.neighbors import namespaces_in
 from ...tiers.tools.seal_kinds import count_misses, sample_seals
-from ..sizes import human_bytes
 from .options import AsJson, Config, TierName
-from .output import Results, Ticker, TierResult, cell, counted, note, say, show
+from .output import Ticker, cell, counted, note, say, show
 from .places import Place, find_places, is_bare
+from .results import Results, TierResult
 
 YEAR_MAX = 9999  # of ISO 8601
 

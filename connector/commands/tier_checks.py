@@ -26,7 +26,7 @@ from ...tiers.config.tier_options import (
     TierConfig,
     shown_place,
 )
-from ...tiers.config.values import show_size
+from ...tiers.config.values import human_bytes, show_size
 from ...tiers.config.variables import AS_WRITTEN
 from ...tiers.errors import BlobNotFoundError, KVTiersError, StoreConfigError
 from ...tiers.registry import SecondaryTierFactory
@@ -39,7 +39,6 @@ from ...tiers.stores.files.mounts import (
     unmounted_point,
 )
 from ...tiers.stores.fsspec_driver import LOCAL, check_drivers, misspelt_options
-from ..sizes import human_bytes
 from .findings import Finding, of_error, of_text
 
 INODES_FREE_MIN = 100_000

@@ -18,6 +18,7 @@ import typer
 
 from ...tiers.builtin import key_ids
 from ...tiers.config.open_store import tool_recipe
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, public_url
 from ...tiers.recipe import StoreRecipe
 from ...tiers.store import SupportsQuarantine
@@ -34,10 +35,10 @@ from ...tiers.tools.verify import (
     repair,
 )
 from ...tiers.tools.verify_processes import verify_units
-from ..sizes import human_bytes
 from .options import AsJson, Config, TierName
-from .output import Results, Ticker, TierResult, confirm, counted, refuse, say
+from .output import Ticker, confirm, counted, refuse, say
 from .places import Place, find_places, is_bare
+from .results import Results, TierResult
 from .session import session
 from .storage import misses_of
 

@@ -16,8 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
-from ...tiers.plain_logs import get_logger
-from ..log_once import log_once
+from ...tiers.plain_logs import get_logger, log_once
 from .model_files import value_digest
 
 logger = get_logger(__name__)

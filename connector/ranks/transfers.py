@@ -28,7 +28,7 @@ from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ..base import CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
 from ..core.guard import GuardedTier, shut_down_tiers
-from ..pacing import DRAIN_SHARE, drain
+from ..core.pacing import DRAIN_SHARE, drain
 
 logger = get_logger(__name__)
 

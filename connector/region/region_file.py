@@ -33,9 +33,9 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, RegionError
 from ...tiers.plain_logs import get_logger
-from ..sizes import human_bytes
 from .region_header import RegionGeometry, RegionHeader, mark_sized, write_header, write_seat
 
 logger = get_logger(__name__)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, RegionError
 from ...tiers.plain_logs import get_logger
 from ...tiers.processes import occupy_standard_streams
-from ..sizes import human_bytes
 from .region_file import (
     allocate_anonymous,
     join_named,

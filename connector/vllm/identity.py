@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ...tiers.errors import ConfigError
-from ...tiers.plain_logs import get_logger
+from ...tiers.plain_logs import get_logger, log_once
 from ..identity.options import Shown, Tables, counted, readable, unknown
-from ..log_once import log_once
 from . import conditions, variables, versions
 from .uncounted import FORMER, FORMER_ON_CPU, IGNORED, IGNORED_VARIABLES, USUAL
 from .variables import PREFIX

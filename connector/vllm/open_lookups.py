@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..pacing import Pacer
+from ..core.pacing import Pacer
 
 
 class OpenLookups:

@@ -42,7 +42,7 @@ from ...tiers.plain_logs import get_logger
 from ...tiers.registry import SecondaryTierFactory
 from ..base import CanonicalKVCaches
 from ..core.guard import GuardedTier, shut_down_tiers
-from ..pacing import SHUTDOWN_S, Pacer
+from ..core.pacing import SHUTDOWN_S, Pacer
 from ..ranks.blocks import KEYS_MAX, RankBlocks
 from ..ranks.place import LOAD_DEADLINE_S, rank_tier, seconds_of, staging_bytes
 from ..ranks.transfers import RankTransfers, check_slots

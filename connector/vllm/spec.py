@@ -32,7 +32,7 @@ from ..base import (
     OffloadingHandler,
     OffloadingManager,
 )
-from ..pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from ..core.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from ..spec import DeploymentSpec
 from ..transfer.gpu_handler import create_handlers
 from ..vllm_config import deployment_from, keeps_storage

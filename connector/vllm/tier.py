@@ -22,7 +22,7 @@ from ...tiers.errors import ConfigError
 from ...tiers.plain_logs import get_logger
 from ...tiers.registry import SecondaryTierFactory
 from ..core.guard import GuardedTier, shut_down_tiers
-from ..pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from ..core.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from . import kv_groups, refusals, translate
 from .contract import implements
 from .handed import handed_over

@@ -41,11 +41,10 @@ from ...tiers.base import JobMetadata, JobResult, OffloadingEvent
 from ...tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX
 from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
-from ...tiers.plain_logs import get_logger
+from ...tiers.plain_logs import get_logger, log_once
 from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from ..identity.model_files import value_digest
 from ..identity.options import identity_digest, readable
-from ..log_once import log_once
 from ..vllm_config import ignored_options
 from . import versions
 from .identity import identity, log_identity

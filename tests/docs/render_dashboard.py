@@ -32,8 +32,8 @@ import numpy as np
 from kvtiers.connector.core.manager import BlockManager
 from kvtiers.connector.core.slots import Slots
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
-from kvtiers.connector.sizes import human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.config.values import human_bytes
 from kvtiers.tiers.exporter import MetricsServer
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import free_ports

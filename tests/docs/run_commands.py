@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 from kvtiers.connector.commands.json_schemas import DOCUMENTS
-from kvtiers.connector.commands.output import Tiers
+from kvtiers.connector.commands.results import Tiers
 from kvtiers.connector.commands.session import EXIT_CODES
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.registry import SecondaryTierFactory

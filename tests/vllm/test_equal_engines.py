@@ -26,10 +26,10 @@ from vllm.platforms import current_platform
 
 from kvtiers.connector.identity.model_files import value_digest
 from kvtiers.connector.identity.options import identity_digest, readable
-from kvtiers.connector.log_once import log_once
 from kvtiers.connector.vllm import translate, versions
 from kvtiers.connector.vllm.identity import identity, log_identity
 from kvtiers.connector.vllm.weights import kv_revision
+from kvtiers.tiers.plain_logs import log_once
 from tests.tiny_model import make_model_dir
 from tests.vllm.engines import VllmConfig, offloading_config
 from tests.vllm.test_identity import CLASSES, Holder

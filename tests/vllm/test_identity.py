@@ -19,11 +19,11 @@ import vllm.config
 import vllm.envs
 
 from kvtiers.connector.identity.options import Counts, default, identity_digest
-from kvtiers.connector.log_once import log_once
 from kvtiers.connector.vllm import versions
 from kvtiers.connector.vllm.identity import COUNTING_VARIABLES, TABLES, identity, log_identity
 from kvtiers.connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
 from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.plain_logs import log_once
 from tests.vllm.counting_options import config_classes, counting_options
 from tests.vllm.engines import VllmConfig
 

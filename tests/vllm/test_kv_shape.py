@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector import kv_shape as module
-from kvtiers.connector.kv_shape import kv_shape
+from kvtiers.connector.commands import kv_shape as module
+from kvtiers.connector.commands.kv_shape import kv_shape
 from kvtiers.tiers.errors import ConfigError
 from tests.connector.commands.model_configs import ALL
 

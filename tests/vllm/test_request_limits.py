@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from kvtiers.connector.log_once import log_once
 from kvtiers.connector.vllm import translate
+from kvtiers.tiers.plain_logs import log_once
 from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, kv_caches, offloading_config
 from tests.waiting import wait_for
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtiers.connector.core.guard import SHUTDOWN_SHARE
-from kvtiers.connector.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
+from kvtiers.connector.core.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
 from kvtiers.connector.transfer.host_copy import HostCopier
 from kvtiers.connector.vllm import spec as spec_module
 from kvtiers.connector.vllm import translate

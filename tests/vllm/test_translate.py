@@ -23,11 +23,11 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
 from kvtiers.connector.identity import model_files
-from kvtiers.connector.log_once import log_once
 from kvtiers.connector.vllm import translate, weights
 from kvtiers.tiers.base import JobResult, OffloadingEvent
 from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
 from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.plain_logs import log_once
 from tests.tiny_model import make_model_dir
 from tests.vllm.engines import VllmConfig, keys, offloading_config, request
 

@@ -66,6 +66,15 @@ def show_size(size: int) -> str:
     return next((f"{size >> 10 * power}{' KMGTP'[power]}iB" for power in powers), str(size))
 
 
+def human_bytes(size: float) -> str:
+    """A size in few digits, such as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
 def show_duration(seconds: float) -> str:
     """A duration as it may be written, exactly to the millisecond: "1d", "90s", "500ms"."""
     milliseconds = round(seconds * 1000)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtiers.connector.commands.kv_shape import kv_shape
 from kvtiers.connector.commands.model_size import size_of
-from kvtiers.connector.kv_shape import kv_shape
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.registry import SecondaryTierFactory

@@ -16,9 +16,9 @@ from kvtiers.connector.commands.cli import app
 from kvtiers.connector.commands.json_schemas import document_schema
 from kvtiers.connector.commands.output import human_age
 from kvtiers.connector.commands.session import ExitCode
-from kvtiers.connector.sizes import human_bytes
 from kvtiers.tiers.blocks.file_mapper import FileMapper, parse_block_name
 from kvtiers.tiers.capacity.usage import Usage, publish_usage
+from kvtiers.tiers.config.values import human_bytes
 from kvtiers.tiers.errors import StorePermissionError
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..tiers.errors import ConfigError
-from .identity.model_files import CONFIG_BYTES_MAX, hub_commit, hub_folder
+from ...tiers.errors import ConfigError
+from ..identity.model_files import CONFIG_BYTES_MAX, hub_commit, hub_folder
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _LAYER_KINDS: Mapping[str, Literal["full", "window", "state"]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtiers.connector.pacing import PAUSE_S, SHORT_STEP_S, Pacer, drain
+from kvtiers.connector.core.pacing import PAUSE_S, SHORT_STEP_S, Pacer, drain
 
 
 def test_it_pauses_only_between_short_steps_while_something_loads() -> None:
