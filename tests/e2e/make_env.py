@@ -97,7 +97,7 @@ def _make_overlay(version: str, folder: Path, python: Path) -> None:
         for kernel in _KERNELS:
             link = target / "vllm" / f"{kernel}.abi3.so"
             link.unlink(missing_ok=True)
-            link.symlink_to(installed / link.name)
+            link.symlink_to(os.path.relpath(installed / link.name, link.parent))  # it may be copied with its folder
     stamp.touch()
 
 
