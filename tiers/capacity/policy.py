@@ -81,10 +81,14 @@ class Lag:
     """Whether a writer must stop because its collector does not keep up, and so cannot tell when the root is full.
 
     It must if more than the least head room is uncounted, and nothing was counted for ``LAG_S`` (``START_LAG_S``) or
-    ``POLLS_TO_STOP`` polls.
+    ``POLLS_TO_STOP`` polls. ``note`` decides this and not the reader: a writer that was idle has not heard yet what was
+    counted meanwhile.
 
     Args:
         clock: monotonic seconds.
+
+    Attributes:
+        late_s: seconds for which nothing was counted, if the writer must stop; 0: it need not.
     """
 
     def __init__(self, policy: CapacityPolicy, clock: Callable[[], float]) -> None:
@@ -94,18 +98,15 @@ class Lag:
         self._clock = clock
         self._counted_bytes = 0
         self._since: float | None = None  # since when too much has been uncounted and nothing was counted
+        self.late_s = 0.0
 
     def note(self, put_bytes: int, counted_bytes: int) -> None:
         """Take what was put and what of it was counted, in all."""
+        now = self._clock()
         if put_bytes - counted_bytes <= self._uncounted_bytes_max:
             self._since = None
         elif self._since is None or counted_bytes != self._counted_bytes:
-            self._since = self._clock()
+            self._since = now
         self._counted_bytes = counted_bytes
-
-    @property
-    def late_s(self) -> float:
-        """Seconds for which nothing was counted, if the writer must stop; 0: it need not."""
-        late_s = 0.0 if self._since is None else self._clock() - self._since
-        s_max = max(LAG_S if self._counted_bytes else START_LAG_S, self._polls_s)
-        return late_s if late_s > s_max else 0.0
+        late_s = 0.0 if self._since is None else now - self._since
+        self.late_s = late_s if late_s > max(LAG_S if counted_bytes else START_LAG_S, self._polls_s) else 0.0

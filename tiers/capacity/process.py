@@ -48,14 +48,16 @@ from ..processes import end_if_forked, limit_memory
 from ..recipe import make_store
 from ..store import Store, SupportsTouch
 from .collector import Collector
-from .policy import REMOVAL_REASONS, CapacityPolicy
+from .policy import LAG_S, REMOVAL_REASONS, CapacityPolicy
 from .walker import CollectReport
 
 logger = get_logger(__name__)
 
 NICENESS: Final = 10  # as the tier's processes: with less time than them it would not keep up with what they put
 USES_MAX: Final = 262_144  # not recorded yet; older ones are dropped
-NOTE_S_MAX: Final = 2.0  # time limit to record uses in one go; the collector publishes its record in between
+#: Time limit to record uses in one go. A poll follows, for about STEP_S. Together they must take less than LAG_S: an
+#: engine whose puts are counted by no poll for so long stops to put.
+NOTE_S_MAX: Final = LAG_S / 4
 ERROR_PAUSE_S_MAX: Final = 60.0
 ALIVE_EVERY_S: Final = 5.0
 EXIT_S: Final = 0.3

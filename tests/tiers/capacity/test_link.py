@@ -14,6 +14,7 @@ from kvtiers.tiers.blocks.file_mapper import FileMapper
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.capacity import link as link_module
 from kvtiers.tiers.capacity import process
+from kvtiers.tiers.capacity.collector import STEP_S
 from kvtiers.tiers.capacity.link import CollectorLink
 from kvtiers.tiers.capacity.policy import LAG_S, START_LAG_S, CapacityPolicy
 from kvtiers.tiers.capacity.process import News
@@ -222,6 +223,20 @@ def test_collector_that_counts_slowly_does_not_stop_the_engine(bench: Bench) -> 
         bench.wait(0.9 * LAG_S)
         bench.say(counted=500, full="")
         assert link.is_full == ""
+
+
+def test_puts_counted_while_the_engine_was_idle_do_not_stop_it(bench: Bench) -> None:
+    link = bench.link(max_bytes=10_000)
+    link.note_put(1000)
+    bench.wait(0.0)
+    bench.clock.advance(3600.0)  # no step of the scheduler, so nobody polls
+    assert link.is_full == ""
+    bench.say(counted=1000, full="")
+    assert link.is_full == ""
+
+
+def test_process_that_records_uses_and_walks_counts_puts_in_time() -> None:
+    assert process.NOTE_S_MAX + STEP_S < LAG_S
 
 
 # ---- processes that fail ---------------------------------------------------------------------------------------------
