@@ -200,6 +200,7 @@ class Collector:
                     break
         finally:
             if not dry_run:
+                self.full = self._why_full()
                 self.release()
         report.seconds = self._monotonic() - began
         return report
@@ -216,7 +217,10 @@ class Collector:
             )
             if self._walker.current is not None:
                 on_progress(self._walker.current.blobs)
-            if not report.dry_run and self._monotonic() - self._published_at >= CLOCK_SHARE * self._policy.lease_s:
+            if not report.dry_run and self._is_record_due():
+                if self._counts_puts:
+                    self._put += self._written.read(without=self._writer.name)
+                self.full = self._why_full()
                 self._publish(self._owner)
         self._end_pass(report)
         if report.dry_run and report.blobs and not (self._walker.last and self._walker.last.tells_times):
@@ -307,11 +311,7 @@ class Collector:
             return report
         self._walk(report)
         was_full, self.full = self.full, self._why_full()
-        if (
-            self.full != was_full
-            or self._listed != listed
-            or began - self._published_at >= max(1.0, self._policy.poll_s)
-        ):
+        if self.full != was_full or self._listed != listed or self._is_record_due():
             self._publish(self._owner)
         report.bytes, report.blobs = self._used(), self._blobs
         is_idle = not self.full and not self.is_urgent and self._walker.current is None
@@ -461,6 +461,9 @@ class Collector:
         if used <= mark:
             return ""
         return f"{used} bytes are stored, of max_bytes = {self._policy.max_bytes}"
+
+    def _is_record_due(self) -> bool:
+        return self._monotonic() - self._published_at >= max(1.0, self._policy.poll_s)
 
     def _publish(self, holder: str) -> None:
         self._beat += 1

@@ -16,7 +16,8 @@ import boto3
 import pytest
 
 from kvtiers.tiers.blocks.file_mapper import FileMapper
-from kvtiers.tiers.capacity.collector import IDLE_S, Collector
+from kvtiers.tiers.capacity import walker
+from kvtiers.tiers.capacity.collector import IDLE_S, STEP_S, Collector
 from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.capacity.usage import USAGE, Usage, publish_usage, read_usage
@@ -481,6 +482,38 @@ def test_writers_stop_while_another_engines_collector_counts_nothing() -> None:
         world.poll(second)
     assert holder(world.store) == second._owner
     assert second.full == ""
+
+
+@pytest.mark.parametrize(("limit", "is_full"), [(10_000, False), (300, True)])
+def test_writers_stop_at_max_bytes_and_no_sooner_while_a_command_collects(
+    monkeypatch: pytest.MonkeyPatch, limit: int, is_full: bool
+) -> None:
+    monkeypatch.setattr(walker, "PAGE_KEYS", 10)
+    world = World(max_bytes=limit * SIZE, grace_s=1e9)  # nothing can be removed
+    command, engine = world.collector(), world.collector()
+    for _ in range(200):
+        world.put()
+    keys = world.store.keys
+
+    def list_slowly(prefix: str = "") -> Iterator[KeyInfo]:
+        for info in keys(prefix):
+            world.now += 0 if prefix else STEP_S / 10
+            yield info
+
+    monkeypatch.setattr(world.store, "keys", list_slowly)
+    told: list[str] = []
+
+    def go_on(_: int) -> None:
+        for _ in range(0 if engine.full else limit // 60):
+            world.put(engine)
+        engine.poll()
+        told.append(engine.full)
+
+    command.run(on_progress=go_on)
+    assert len(told) >= 20
+    assert bool(told[-1]) is is_full
+    assert not any("has counted nothing" in text for text in told)
+    assert world.number <= 1.05 * limit
 
 
 def test_collector_stops_after_another_takes_over() -> None:
