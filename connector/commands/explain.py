@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -10,10 +11,12 @@ import urllib.request
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPException
 from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, StoreError, public_url
@@ -24,6 +27,7 @@ from .session import ExitCode
 
 ANSWER_S_MAX = 10.0
 ANSWER_BYTES_MAX = 64 << 20
+LINE_BYTES_MAX = 1 << 20  # a longer line is of another program
 _SAMPLE = re.compile(r"(?:vllm:)?(kvtiers_\w+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -89,7 +93,7 @@ def explain(
 ) -> None:
     """Say of each request how much of its prompt was loaded, and why no more; and count the reasons.
 
-    Exits with 1 if there is no request, or if the address does not answer.
+    Exits with 1 if no request has ended yet, or if the address does not answer with metrics of kvtiers.
     """
     is_address = source.startswith(("http://", "https://"))
     if is_address and request is not None:
@@ -119,7 +123,8 @@ def _explain_file(path: str, request: str | None, last: int) -> Explained:
     for line in _lines(path):
         try:
             record = adapter.validate_json(line)
-        except ValidationError:  # a line that was cut by a full disk, or another program's
+            time.localtime(record.time)
+        except (ValueError, OverflowError, OSError):  # a line that was cut by a full disk, or another program's
             bad += 1
             continue
         if request in (None, record.request):
@@ -143,7 +148,7 @@ def _lines(path: str) -> Iterator[bytes]:
         if each == path or os.path.exists(each):
             try:
                 with open(each, "rb") as file:
-                    yield from file
+                    yield from iter(partial(file.readline, LINE_BYTES_MAX), b"")
             except OSError as e:
                 raise ConfigError(
                     f"cannot be read: {e.strerror}; give the file that trace_requests names", field=each
@@ -174,7 +179,9 @@ def _get(address: str) -> str:
     try:
         with urllib.request.urlopen(address, timeout=ANSWER_S_MAX) as response:
             return str(response.read(ANSWER_BYTES_MAX).decode(errors="replace"))
-    except (OSError, ValueError) as e:
+    except urllib.error.HTTPError as e:
+        raise StoreError(f"{public_url(address)} answers {e.code} {e.reason}; give the address of metrics") from e
+    except (OSError, ValueError, HTTPException) as e:
         why_not = e.reason if isinstance(e, urllib.error.URLError) else e
         raise StoreError(f"{public_url(address)} does not answer: {why_not}") from e
 
@@ -187,7 +194,7 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
                 value = float(found[3])
             except ValueError:
                 continue
-            if value == value:  # vLLM's endpoint shows NaN for a gauge that is gone
+            if math.isfinite(value):  # vLLM's endpoint shows NaN for a gauge that is gone
                 yield found[1], dict(_LABEL.findall(found[2] or "")), value
 
 

@@ -67,14 +67,14 @@ def test_storage_is_compared_with_the_prefill(
 
 
 @pytest.mark.parametrize(("put_s", "puts"), [(1.0, 1), (0.1, BYTES_MAX // BLOB_BYTES_MAX)])
-def test_slow_storage_gets_one_blob(put_s: float, puts: int, tmp_path: Path) -> None:
+def test_check_puts_one_blob_where_puts_are_slow(put_s: float, puts: int, tmp_path: Path) -> None:
     """A check must not take minutes."""
     store = PacedStore(Clock(), 1e9, put_s)
     compared(tmp_path, store, threads=16)
     assert store.puts == puts
 
 
-def test_model_without_layers_that_keep_every_token_is_not_compared(tmp_path: Path) -> None:
+def test_model_without_full_attention_layers_is_not_compared(tmp_path: Path) -> None:
     sizing = dataclasses.replace(size_of(write(tmp_path, LLAMA_8B), None), token_bytes=0)
     tier = parse_tier({"type": "memory"})
     assert isinstance(tier, TierConfig)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtiers.connector.commands.explain import LINE_BYTES_MAX
 from kvtiers.connector.commands.session import ExitCode
 from kvtiers.tiers.exporter import MetricsServer
 from kvtiers.tiers.metrics import Metrics
@@ -17,7 +21,7 @@ from tests.connector.commands.test_storage_commands import ok, result_of, run
 
 
 def line(request: str, reason: str, **fields: Any) -> str:
-    return json.dumps({"time": 1e9, "request": request, "reason": reason, **fields}) + "\n"
+    return json.dumps({"time": 1e9, "request": request, "reason": reason} | fields) + "\n"
 
 
 @pytest.fixture
@@ -28,6 +32,9 @@ def trace(tmp_path: Path) -> Path:
     path.write_text(
         line("b", "found", tokens=1000, engine_tokens=200, loaded_tokens=600, asked=2, loaded=2, found={"disk": 2})
         + "{torn\n"
+        + line("d", "found", time=1e300)
+        + "x" * 2 * LINE_BYTES_MAX  # it is read and counted in pieces
+        + "\n"
         + line("c\x1b[2J", "removed:ttl", tier="disk", facts={"ago": "12 min"}, new_field=1)
     )
     return path
@@ -37,7 +44,7 @@ def test_file_is_told_request_by_request_then_by_reason(trace: Path) -> None:
     code, out = run("explain", str(trace))
     assert code == ExitCode.OK
     skipped, *lines = out.splitlines()
-    assert skipped == f"1 line of {trace} could not be read and was skipped"
+    assert skipped == f"5 lines of {trace} could not be read and were skipped"
     assert "a: 0 of 0 blocks were loaded: tier disk removed the next block 9 min ago" in lines[0]
     told = "b: of 1,000 prompt tokens 200 were in the engine's cache, 600 were loaded and 200 computed; 2 of 2 blocks"
     assert told in lines[1]
@@ -64,6 +71,7 @@ def test_json_has_the_latest_requests_and_counts_all(trace: Path) -> None:
         ("empty.jsonl", ExitCode.FAILED, "empty.jsonl has no request that has ended"),
         ("http://127.0.0.1:9/metrics", ExitCode.FAILED, "http://127.0.0.1:9/metrics does not answer"),
         ("http://me:secret@127.0.0.1:9/", ExitCode.FAILED, "http://***@127.0.0.1:9/ does not answer"),
+        ("http://two words/metrics", ExitCode.FAILED, "does not answer: URL can't contain control characters"),
     ],
 )
 def test_source_without_requests_is_an_error(
@@ -78,6 +86,39 @@ def test_source_without_requests_is_an_error(
     assert json.loads(out.splitlines()[-1])["ok"] is False
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not answer: SSH-2.0"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "answers 404 Not Found"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno length", "does not answer: IncompleteRead"),
+        (b'HTTP/1.1 200 OK\r\n\r\nkvtiers_requests_total{reason="found"} +Inf', "has no metrics of kvtiers"),
+        (b"", "does not answer"),
+        (None, "does not answer: timed out"),
+    ],
+)
+def test_server_that_answers_something_else_or_hangs_is_an_error(
+    answer: bytes | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.connector.commands.explain.ANSWER_S_MAX", 0.2 if answer is None else 60.0)
+
+    def serve() -> None:
+        with server.accept()[0] as connection:
+            connection.recv(4096)
+            if answer is None:
+                has_ended.wait(60)
+            else:
+                connection.sendall(answer)
+
+    has_ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        code, out = run("explain", f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
+        has_ended.set()
+        served.result()
+    assert (code, said in out) == (ExitCode.FAILED, True), out
+
+
 @pytest.fixture
 def engine() -> Iterator[tuple[Metrics, str]]:
     metrics = Metrics()
@@ -85,7 +126,7 @@ def engine() -> Iterator[tuple[Metrics, str]]:
         yield metrics, server.url
 
 
-def test_address_gives_counts_and_says_that_it_has_no_more(engine: tuple[Metrics, str]) -> None:
+def test_address_of_metrics_gives_counts_and_a_hint_at_trace_requests(engine: tuple[Metrics, str]) -> None:
     metrics, url = engine
     assert run("explain", url)[0] == ExitCode.FAILED  # no request has ended
     metrics.inc("kvtiers_requests_total", "not_stored", by=3)

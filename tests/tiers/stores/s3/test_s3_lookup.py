@@ -101,9 +101,8 @@ def connect(store: S3Store, count: int = AT_ONCE_FIRST) -> None:
         list(pool.map(store.size, KEYS[:count]))
 
 
-def test_keys_are_asked_without_threads_where_connections_are_idle(
-    store: S3Store, server: HttpFaultServer, left_over: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def note_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of threads that are started from now on."""
     started: list[str] = []
     start = threading.Thread.start
 
@@ -111,8 +110,15 @@ def test_keys_are_asked_without_threads_where_connections_are_idle(
         started.append(thread.name)
         start(thread)
 
-    connect(store)
     monkeypatch.setattr(threading.Thread, "start", note)
+    return started
+
+
+def test_keys_are_asked_without_threads_where_connections_are_idle(
+    store: S3Store, server: HttpFaultServer, left_over: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(store)
+    started = note_threads(monkeypatch)
 
     def ask() -> bool:
         left_over.clear()
@@ -284,16 +290,9 @@ def test_lookups_of_several_threads_end_without_descriptors_for_threads(
 def test_lookup_starts_no_more_threads_than_max_connections_where_heads_are_refused(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[str] = []
-    start = threading.Thread.start
-
-    def note(thread: threading.Thread) -> None:
-        started.append(thread.name)
-        start(thread)
-
     server.inject(Fault.ACCESS_DENIED, methods=("HEAD",))
     wait_for(lambda: store._without_head.is_taken or not store.size_many(KEYS))
-    monkeypatch.setattr(threading.Thread, "start", note)
+    started = note_threads(monkeypatch)
     assert store.size_many(KEYS) == SIZES
     assert 0 < started.count("kvtiers-s3-head") <= store.options.max_connections < len(KEYS)
 
