@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from ...tiers.config.tier_options import BoundedTierConfig, TierConfig
+from ...tiers.daemon_pool import DaemonPool
 from ...tiers.store import Store
 from .findings import Finding
 from .model_size import Sizing
@@ -70,10 +70,14 @@ def _read_rate(store: Store, blob_bytes: int, threads: int, clock: Callable[[], 
             if clock() - began > PUT_S_MAX:
                 break
         rows = [memoryview(bytearray(blob_bytes)) for _ in keys]
-        with ThreadPoolExecutor(len(keys), "kvtiers-check-read") as pool:
+        pool = DaemonPool(len(keys), "kvtiers-check-read")  # whose threads may hang for ever
+        try:
             began = clock()
-            list(pool.map(lambda key, row: store.get_into(key, [row]), keys, rows))
+            for read in [pool.submit(store.get_into, key, [row]) for key, row in zip(keys, rows, strict=True)]:
+                read.result()
             took_s = clock() - began
+        finally:
+            pool.shutdown(0)
         return len(keys) * blob_bytes / max(took_s, 1e-9)
     finally:
         store.delete_many(keys)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.connector.commands.model_configs import LLAMA_8B
 from tests.connector.commands.test_model_size import write
 from tests.connector.commands.test_storage_commands import run, write_tiers
 
+ROOT = Path(__file__).parents[3]
 TOKEN_BYTES = 128 << 10  # of Llama 3.1 8B
 
 
@@ -79,6 +82,25 @@ def test_model_without_full_attention_layers_is_not_compared(tmp_path: Path) -> 
     tier = parse_tier({"type": "memory"})
     assert isinstance(tier, TierConfig)
     assert list(compare_speeds(tier, PacedStore(Clock(), 1.0), sizing, ())) == []
+
+
+def test_read_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    """``check`` leaves a thread behind whose storage hangs."""
+    code = (
+        "import sys, threading\n"
+        "from pathlib import Path\n"
+        "from tests.clock import Clock\n"
+        "from tests.connector.commands.test_break_even import PacedStore, compared\n"
+        "hangs = threading.Event()\n"
+        "class HungStore(PacedStore):\n"
+        "    def get_into(self, *_):\n"
+        "        hangs.set()\n"
+        "        threading.Event().wait()\n"
+        "arguments = Path(sys.argv[1]), HungStore(Clock(), 1.0)\n"
+        "threading.Thread(target=compared, args=arguments, daemon=True).start()\n"
+        "assert hangs.wait(60)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, timeout=120, check=True)
 
 
 @pytest.mark.parametrize(("speed", "verdict"), [("0.001", "usable"), ("1e12", "usable, with 1 warning")])
