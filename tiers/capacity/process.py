@@ -11,7 +11,7 @@ reason in ``REMOVAL_REASONS``. Null: nothing new.
 
 - ``counted``: so many of the bytes that the engine put are counted, since the last frame
 - ``since``: monotonic seconds; the blocks were removed since then
-- ``full``: why the engine must stop to put, after a poll that went well; "": it need not
+- ``full``: why the engine must stop putting blocks, after a poll that went well; "": it need not
 - ``report``: ``{"report": {…}, "used": bytes, "runs": polls}``, after polls in which it worked; "used" is null until it
   is known
 - ``error``: ``{"error": "…", "runs": polls}``. If the frame also has ``full``, a later poll went well
@@ -56,7 +56,7 @@ logger = get_logger(__name__)
 NICENESS: Final = 10  # as the tier's processes: with less time than them it would not keep up with what they put
 USES_MAX: Final = 262_144  # not recorded yet; older ones are dropped
 #: Time limit to record uses in one go. A poll follows, for about STEP_S. Together they must take less than LAG_S: an
-#: engine whose puts are counted by no poll for so long stops to put.
+#: engine whose puts are counted by no poll for so long stops putting blocks.
 NOTE_S_MAX: Final = LAG_S / 4
 ERROR_PAUSE_S_MAX: Final = 60.0
 ALIVE_EVERY_S: Final = 5.0

@@ -185,7 +185,7 @@ def test_removal_is_in_doubt_if_a_later_store_may_have_been_forgotten(bench: Ben
 
 @pytest.mark.parametrize("limit_s", [START_LAG_S, LAG_S], ids=["start", "later"])
 @pytest.mark.parametrize("fault", ["silent", "failing", "ending"])
-def test_engine_stops_to_put_while_its_collector_counts_nothing(bench: Bench, fault: str, limit_s: float) -> None:
+def test_engine_stops_storing_while_its_collector_counts_nothing(bench: Bench, fault: str, limit_s: float) -> None:
     link = bench.link(max_bytes=10_000)
     bench.say(full="so much is stored")
     assert link.is_full == "so much is stored"
