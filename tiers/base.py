@@ -215,7 +215,7 @@ class PollingTierManager(SecondaryTierManager):
         lookup_deadline_s: if the tier has answered nothing for this long, open lookups count as absent until their
             requests finish, or until ``poll`` answers after all. Between two steps at most half of this time counts,
             because an engine whose batch is full does not wait for lookups.
-        lookup_total_s: so long, a request's lookups are repeated while the tier answers others.
+        lookup_total_s: a request's lookups are repeated for at most this long while the tier answers other lookups.
     """
 
     lookup_deadline_s: float = 0.2

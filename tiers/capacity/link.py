@@ -45,8 +45,7 @@ class CollectorLink(Connections[Child]):
 
     If only the disk is a limit (``CapacityPolicy.waits``), the process starts when the storage first refuses a block.
 
-    The scheduler's thread calls ``poll`` in each step, and all other methods. Other threads may call ``note_put`` and
-    ``note_full``.
+    The scheduler's thread calls ``poll`` in each step, and all other methods.
 
     Args:
         name: the tier's name, for logs and thread names.
@@ -205,9 +204,9 @@ class CollectorLink(Connections[Child]):
         """Send uses and puts. A process that hears of a full disk removes what it does not know to be used."""
         keys = [self._unsent.popleft() for _ in range(min(USES_A_POLL, len(self._unsent)))]
         put = self._puts.popleft() if self._puts else None
-        was_refused = False
-        if self._was_refused and not self._unsent:
-            self._was_refused, was_refused = False, True  # in this order: another thread may set it meanwhile
+        was_refused = self._was_refused and not self._unsent
+        if was_refused:
+            self._was_refused = False
         if keys or put is not None or was_refused:
             self._write(self._child, [put, was_refused], pack_pairs([(key, 0) for key in keys]))
 

@@ -9,8 +9,8 @@ A record is a header line and a JSON object, padded with spaces::
     kvtiers-record 1 <checksum> - -\n{...}
 
 The checksum (xxh3_128) covers the record's name and everything after the checksum. A corrupt record, and a record
-stored under another record's name, count as missing. Records are not authenticated, also where blocks are: who can
-write one can fill the root or remove blocks as well.
+stored under another record's name, count as missing. Records are not authenticated, even where blocks are: whoever can
+write a record can also fill the root or remove blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORD_BYTES_MAX = 1 << 20
 #: Errors of a single record (a bad sector, another account's object) that must not block all other writers.
 UNREADABLE = (StorePermissionError, StoreUnavailableError)
 MAGIC = b"kvtiers-record 1 "
-FIELDS = b"- -\n"  # of earlier versions: id and tag of a key
+FIELDS = b"- -\n"  # key ID and tag in earlier versions
 HEADER_BYTES = len(MAGIC) + 32 + len(b" " + FIELDS)
 
 
