@@ -293,15 +293,6 @@ class S3Store(Store):
         own = self.options.object_key("")
         return [name[len(own) : -1] for _, folders in self._pages(own, "/") for name in folders]
 
-    def names_in(self, folder: str) -> list[str]:
-        """List the last components of the keys directly in a folder; one request per 1,000 keys and subfolders.
-
-        Raises:
-            StoreError: the folder cannot be listed.
-        """
-        own = self.options.object_key(f"{folder}/")
-        return [info.key[len(own) :] for objects, _ in self._pages(own, "/", folder) for info in objects]
-
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
         """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
 
@@ -427,11 +418,11 @@ class S3Store(Store):
             return False
         return bool(found) and (found[0].key, found[0].size) == (name, size)
 
-    def _pages(self, prefix: str, delimiter: str = "", key: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
-        """List the objects and folders below a prefix of whole names, 1,000 per request. Errors name ``key``."""
+    def _pages(self, prefix: str, delimiter: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
+        """List the objects and folders below a prefix of whole names, 1,000 per request."""
 
         def list_page(token: str) -> Page:
-            return self._attempts.run(key, lambda clients: clients.control.list_page(prefix, delimiter, token))
+            return self._attempts.run("", lambda clients: clients.control.list_page(prefix, delimiter, token))
 
         return follow(list_page, self.options.endpoint_url or "the endpoint")
 

@@ -154,7 +154,6 @@ def test_paging(store: S3Store, behind: Any) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(plant, expected.items()))
     assert {info.key: info.size for info in store.keys()} == expected  # noqa: SIM118 - no dict
-    assert sorted(store.names_in("m/3")) == [f"{i:05d}" for i in range(3, 2500, 7)]
     assert len(list_keys(store, "m/3/")) == len([key for key in expected if key.startswith("m/3/")])
     asked = [*expected, "m/3/99999", "x"]
     assert store.size_many(asked) == [expected.get(key) for key in asked]
