@@ -233,6 +233,7 @@ class Collector:
         is_active = bool(self.full) or now - self._active_at <= self._idle_s
         looks = self._policy.ttl_s is not None and now >= self._looks_at
         if not is_active and not looks:
+            self._lag.note(0, 0)  # what is put later is not late yet
             return False
         if looks:
             self._looks_at = now + self._policy.every_s

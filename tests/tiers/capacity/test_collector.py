@@ -484,6 +484,25 @@ def test_writers_stop_while_another_engines_collector_counts_nothing() -> None:
     assert second.full == ""
 
 
+def test_new_puts_after_a_pause_are_not_late_because_older_ones_were() -> None:
+    world = World(max_bytes=1000 * SIZE, writer_s=100.0)
+    first, second = world.collector(), world.collector()
+    world.put(first)
+    world.poll(first)
+    for _ in range(20):  # more than is always kept free
+        world.put(second)
+    world.poll(second, polls=int(IDLE_S) + 1)  # the first one hangs until the second one has nothing to do any more
+    assert not second.full
+    for _ in range(int(world.policy.writer_s)):
+        world.put(first)
+        world.poll(first)
+    for _ in range(20):
+        world.put(second)  # under a new name, of which nothing is counted
+    world.poll(second)
+    assert holder(world.store) == first._owner
+    assert not second.full
+
+
 @pytest.mark.parametrize(("limit", "is_full"), [(10_000, False), (300, True)])
 def test_writers_stop_at_max_bytes_and_no_sooner_while_a_command_collects(
     monkeypatch: pytest.MonkeyPatch, limit: int, is_full: bool
