@@ -7,7 +7,8 @@ a read that hangs may end at any later time, and then writes into a row that nob
 read (L3). Without the copy, the engine's memory would have to stay out of use for as long, which no engine offers. And
 a store that is given up would later seal what the engine has written there since.
 
-A call that waits reads the tier's sockets. If several wait, one of them reads for all. There is no thread.
+A call that waits also reads the tier's sockets. If several calls wait, one of them reads for all, so the tier needs no
+thread of its own.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ class BlockingTier:
     wait that long for rows, and jobs that long for the storage. What has not happened by then is False. A load that is
     given up keeps its rows until the tier reports it, and never writes to the caller's memory.
 
+    An exception that the tier raises passes through. The tier may have begun a job whose submission raised, and may
+    never report it, so the job's rows stay out of use until its deadline.
+
     Args:
         tier: closed by ``close``. Nobody else calls it.
         rows: see ``open_tier``.
@@ -125,7 +129,8 @@ class BlockingTier:
         self._free = list(range(count))
         self._for_stores = max(1, int(count * STORE_SHARE))  # rows that stores may still take
         self._jobs: dict[int, _Job] = {}  # by id, until the tier reports them
-        self._held: set[_Job] = set()  # those that hold rows
+        self._raised: dict[int, _Job] = {}  # those of them whose submission raised
+        self._held: set[_Job] = set()  # all jobs that hold rows
         self._ids = itertools.count(1)
         self._answered: dict[str, bool] = {}  # whether a lookup in progress has new answers
         self._job_s = JOB_S if tier.job_deadline_s is None else tier.job_deadline_s
@@ -142,19 +147,22 @@ class BlockingTier:
         """
         found = [False] * len(keys)
         with self._news:
+            if self._is_closed:
+                return found
             self._pump()
             context = ReqContext(f"call {next(self._ids)}")
             self._answered[context.req_id] = False
             until = self._clock() + 2 * self._job_s
             try:
-                for start in range(0, 0 if self._is_closed else len(keys), LOOKED_MAX):
+                for start in range(0, len(keys), LOOKED_MAX):
                     some = self._look(keys[start : start + LOOKED_MAX], context, until, prefix_only=prefix_only)
                     found[start : start + LOOKED_MAX] = some
                     if prefix_only and not all(some):
                         break
             finally:
                 del self._answered[context.req_id]
-                self.tier.on_request_finished(context)
+                if not self._is_closed:
+                    self.tier.on_request_finished(context)
         return found
 
     def load_many(self, keys: Sequence[OffloadKey], blocks: Sequence[Pieces]) -> list[bool]:
@@ -166,9 +174,10 @@ class BlockingTier:
         return self._move(keys, blocks, is_store=True)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Note that blocks are used: what is bounded removes others first."""
+        """Note that blocks were used: a bounded tier removes other blocks before them."""
         with self._news:
-            self.tier.touch(keys)
+            if not self._is_closed:
+                self.tier.touch(keys)
 
     def close(self) -> None:
         """Finish what was accepted, within the tier's limit. Calls in progress end, and later calls do nothing."""
@@ -204,13 +213,19 @@ class BlockingTier:
         return call.done
 
     def _take_rows(self, call: _Call) -> _Job | None:
-        """Take free rows for a call's next blocks. None: it has all, or none is free."""
+        """Take free rows for a call's next blocks. None: all blocks have had rows, or no row is free."""
         with self._news:
             count = min(len(call.keys) - call.next, len(self._free), self._job_rows_max)
             if call.is_store:
                 count = min(count, self._for_stores)
             if count <= 0 or self._is_closed:
                 return None
+            seen: set[OffloadKey] = set()
+            for key in call.keys[call.next : call.next + count]:
+                if key in seen:  # a job has each key once; the next job begins with this one
+                    break
+                seen.add(key)
+            count = len(seen)
             job = _Job(self._free[:count], call.next, call.is_store)
             del self._free[:count]
             self._held.add(job)
@@ -236,7 +251,9 @@ class BlockingTier:
             job.until = self._clock() + self._job_s + GRACE_S
             job.done = None
             self._jobs[job_id] = job
+            self._raised[job_id] = job  # removed below unless the submission raises
             (self.tier.submit_store if call.is_store else self.tier.submit_load)(metadata)
+            del self._raised[job_id]
             self._pump()
 
     def _take_ended(self, call: _Call) -> list[_Job]:
@@ -325,15 +342,23 @@ class BlockingTier:
         self.tier.on_schedule_end()
         while results := list(self.tier.get_finished()):
             for result in results:
-                if (job := self._jobs.pop(result.job_id, None)) is not None:
-                    job.done = frozenset(result.successful_keys)
-                    if job.is_abandoned:
-                        self._release(job)
+                self._note_end(result.job_id, result.successful_keys)
+        if self._raised:
+            now = self._clock()
+            for job_id in [job_id for job_id, job in self._raised.items() if now >= job.until]:
+                self._note_end(job_id, ())
         answered = self.tier.take_answered()
         for req_id in self._answered if answered is None else answered.keys() & self._answered.keys():
             self._answered[req_id] = True
         for _ in self.tier.take_events():
             pass
+
+    def _note_end(self, job_id: int, done: Collection[OffloadKey]) -> None:
+        self._raised.pop(job_id, None)
+        if (job := self._jobs.pop(job_id, None)) is not None:
+            job.done = frozenset(done)
+            if job.is_abandoned:
+                self._release(job)
 
     def _wait(self, is_over: Callable[[], bool], until: float) -> None:
         """Wait while the tier works. The first of several waiting calls listens for all."""
@@ -346,11 +371,11 @@ class BlockingTier:
             for fd in descriptors:
                 listener.register(fd, select.POLLIN)
             self._is_listening = True
-            self._news.release()
-            try:
+            try:  # a signal's exception may come after any of these calls
+                self._news.release()
                 listener.poll(1000 * min(left_s, LISTEN_S if descriptors else POLL_S))
             finally:
-                self._news.acquire()
                 self._is_listening = False
+                self._news.acquire()
             self._pump()
             self._news.notify_all()

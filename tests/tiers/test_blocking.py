@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import JobMetadata, JobResult, ReqContext, SecondaryTierManager
 from kvtiers.tiers.blocking import GRACE_S, BlockingTier, Pieces, open_tier
+from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from tests.files import files_below
@@ -197,7 +199,142 @@ def test_full_disk_refuses_stores_and_still_loads(tmp_path: Path) -> None:
         assert all(tier.load_many(keys[:2], pieces_of(content(2, seed=3))))
 
 
-def test_closed_tier_answers_false_and_ends_waiting_calls(tmp_path: Path) -> None:
+class ForeignTier(SecondaryTierManager):
+    """Reports and answers what a test says. Raises in submissions if told to."""
+
+    job_deadline_s = 1.0
+
+    def __init__(self, rows: memoryview) -> None:
+        super().__init__(None, rows, "foreign")
+        self.jobs: list[JobMetadata] = []
+        self.results: list[JobResult] = []
+        self.reports = self.raises = self.is_down = False
+        self.waiting = threading.Event()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
+        self.waiting.set()
+        return None
+
+    def take_answered(self) -> Mapping[str, Collection[OffloadKey]]:
+        return {}
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self.jobs.append(job_metadata)
+        if self.reports:
+            self.report(job_metadata)
+        if self.raises:
+            raise RuntimeError("a fault of the tier")
+        self.waiting.set()
+
+    submit_load = submit_store
+
+    def report(self, job: JobMetadata) -> None:
+        """Have a job reported as moved."""
+        self.results.append(JobResult(job.job_id, True, tuple(job.keys)))
+
+    def get_finished(self) -> list[JobResult]:
+        results, self.results = self.results, []
+        return results
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        assert not self.is_down
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        assert not self.is_down
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+def foreign(rows: int = 4) -> tuple[ForeignTier, BlockingTier, list[float]]:
+    """A foreign tier, its calls, and their clock: each reading takes 10 ms."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    memory = np.zeros((rows, ROW_BYTES), np.uint8).data
+    tier = ForeignTier(memory)
+    return tier, BlockingTier(tier, memory, BLOCK_BYTES, clock), now
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_rows_of_job_whose_submission_raised_come_back_after_its_deadline(is_store: bool) -> None:
+    tier, calls, now = foreign()
+    move = calls.store_many if is_store else calls.load_many
+    keys = [block_key(number) for number in range(2)]
+    tier.raises = True
+    with pytest.raises(RuntimeError, match="a fault of the tier"):
+        move(keys, pieces_of(content(2)))
+    assert len(calls._free) == 2, "the tier may have begun the job"
+    tier.raises, tier.reports = False, True
+    now[0] += 1.0 + GRACE_S
+    assert move(keys, pieces_of(content(2))) == [True, True]
+    assert sorted(calls._free) == list(range(4))
+    tier.report(tier.jobs[0])  # the first job, after all
+    assert move(keys, pieces_of(content(2))) == [True, True]
+    assert sorted(calls._free) == list(range(4))
+
+
+def test_rows_of_job_that_raised_come_back_when_tier_reports_it() -> None:
+    tier, calls, _ = foreign()
+    tier.raises = tier.reports = True
+    with pytest.raises(RuntimeError, match="a fault of the tier"):
+        calls.load_many([block_key(1)], pieces_of(content(1)))
+    tier.raises = False
+    assert calls.load_many([block_key(1)], pieces_of(content(1))) == [True]
+    assert sorted(calls._free) == list(range(4))
+
+
+def test_job_that_is_never_reported_bounds_its_call_and_keeps_its_rows() -> None:
+    """L3: the tier may still use the rows, so they stay out of use; the other rows still move blocks."""
+    tier, calls, now = foreign()
+    assert calls.load_many([block_key(1)], pieces_of(content(1))) == [False]
+    assert now[0] < 2 * 1.0 + GRACE_S + 1
+    tier.reports = True
+    for _ in range(3):
+        assert calls.load_many([block_key(2)], pieces_of(content(1))) == [True]
+    assert len(calls._free) == 3
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_key_given_twice_is_in_two_jobs(is_store: bool) -> None:
+    tier, calls, _ = foreign(rows=8)
+    tier.reports = True
+    keys = [block_key(1), block_key(2), block_key(1)]
+    move = calls.store_many if is_store else calls.load_many
+    assert move(keys, pieces_of(content(3))) == [True] * 3
+    assert [list(job.keys) for job in tier.jobs] == [keys[:2], keys[2:]]
+
+
+def test_key_given_twice_fills_both_blocks(tmp_path: Path) -> None:
+    keys, stored = [block_key(1), block_key(2)], content(2)
+    loaded = content(3, seed=5)
+    with tier_at(tmp_path) as tier:
+        assert all(tier.store_many(keys, pieces_of(stored)))
+        assert tier.load_many([*keys, keys[0]], pieces_of(loaded)) == [True] * 3
+    assert np.array_equal(np.stack(loaded), np.stack([*stored, stored[0]]))
+
+
+@pytest.mark.parametrize("name", ["exists_many", "load_many", "store_many"])
+def test_call_that_waits_ends_when_tier_is_closed(name: str) -> None:
+    tier, calls, _ = foreign()
+    calls._clock = time.monotonic
+    calls._job_s = 600.0
+    done: list[list[bool]] = []
+    arguments = [[block_key(1)]] if name == "exists_many" else [[block_key(1)], pieces_of(content(1))]
+    waiting = threading.Thread(target=lambda: done.append(getattr(calls, name)(*arguments)), daemon=True)
+    waiting.start()
+    assert tier.waiting.wait(30)
+    calls.close()
+    waiting.join(30)
+    assert done == [[False]]
+    calls.touch([block_key(1)])
+    assert calls.exists_many([block_key(1)]) == [False]
+
+
+def test_closed_tier_answers_false(tmp_path: Path) -> None:
     with tier_at(tmp_path) as tier:
         keys = [block_key(1)]
         assert tier.store_many(keys, pieces_of(content(1))) == [True]
