@@ -170,7 +170,9 @@ class BlockingTier:
         return self._move(keys, blocks, is_store=False)
 
     def store_many(self, keys: Sequence[OffloadKey], blocks: Sequence[Pieces]) -> list[bool]:
-        """Store blocks. True: the block is stored, perhaps by somebody else."""
+        """Store blocks. True: the block is stored, perhaps by another engine. A read-only tier stores nothing."""
+        if not self.tier.takes_stores:
+            return [False] * len(keys)
         return self._move(keys, blocks, is_store=True)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:

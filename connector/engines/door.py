@@ -83,7 +83,7 @@ def check_options(options: Mapping[str, Any], own: Collection[str], engines: Col
 class Door:
     """A tier, and the memory through which its blocks pass. Any thread may call it.
 
-    A call never raises: what kvtiers cannot do is a miss, and is logged at most once a minute.
+    Calls for blocks never raise: what fails counts as a miss, and is logged at most once a minute.
 
     Args:
         options: the operator's, with names from ``OPTIONS``.
@@ -119,10 +119,13 @@ class Door:
         return getattr(self.tier.tier, "circuit_state", CircuitState.CLOSED) is CircuitState.CLOSED
 
     def serve_metrics(self, port: int) -> None:
-        """Serve this tier's metrics at ``http://127.0.0.1:PORT/metrics``."""
+        """Serve this tier's metrics at ``http://127.0.0.1:PORT/metrics``. If the port is taken, log a warning."""
         from ...tiers.exporter import MetricsServer
 
-        self._server = MetricsServer([self.metrics], port=port)
+        try:
+            self._server = MetricsServer([self.metrics], port=port)
+        except (OSError, OverflowError) as e:  # another engine's port must not keep the model from being served
+            logger.warning("metrics are not served on port %d: %s", port, e)
 
     def exists(self, keys: Sequence[OffloadKey], *, prefix_only: bool = False) -> list[bool]:
         """See ``BlockingTier.exists_many``."""
@@ -133,7 +136,7 @@ class Door:
         return self._try(lambda: self.tier.load_many(keys, blocks), len(keys))
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[Pieces]) -> list[bool]:
-        """See ``BlockingTier.store_many``. Where stores are refused because the tier is read-only, all are False."""
+        """See ``BlockingTier.store_many``."""
         return self._try(lambda: self.tier.store_many(keys, blocks), len(keys))
 
     def close(self) -> None:

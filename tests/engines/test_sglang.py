@@ -78,9 +78,12 @@ def test_lookup_counts_leading_pages_only(tmp_path: Path) -> None:
         assert got == [True, False, True]
 
 
-def test_metrics_are_served_on_a_port_of_each_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_metrics_are_served_on_a_port_of_each_rank(is_mla: bool, tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    changed: dict[str, Any] = {"options": {"metrics_port": port - 1}, "tp_size": 2, "tp_rank": 1}
+    changed: dict[str, Any] = {
+        "options": {"metrics_port": port - 1}, "tp_size": 2, "tp_rank": 1, "is_mla_model": is_mla,
+    }  # fmt: skip
     with closing(open_storage(config_of(tmp_path / "kv", **changed), host_pool(4))) as storage:
         assert storage.batch_set_v1(hashes(2), torch.arange(2 * PAGE)) == [True, True]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
@@ -301,6 +304,8 @@ def test_killed_processes_of_the_tier_lose_no_pages(tmp_path: Path) -> None:
         ({"metrics_port": "9100"}, {}, "metrics_port: '9100' is not accepted; write 1 to 65535"),
         ({}, {"should_split_heads": True}, "tp_lcm_size: splits pages by heads"),
         ({"identity": {"ignore": ["no_such"]}}, {}, "identity.ignore: no_such is not an option of SGLang"),
+        ({"identity": {"ingore": []}}, {}, "identity.ingore"),
+        ({"identity": "port"}, {}, "identity"),
     ],
 )
 def test_wrong_option_is_refused_at_start(

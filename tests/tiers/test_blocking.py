@@ -308,6 +308,14 @@ def test_key_given_twice_is_in_two_jobs(is_store: bool) -> None:
     assert [list(job.keys) for job in tier.jobs] == [keys[:2], keys[2:]]
 
 
+def test_read_only_tier_is_given_no_stores() -> None:
+    tier, calls, _ = foreign()
+    tier.takes_stores, tier.reports = False, True
+    assert calls.store_many([block_key(1)], pieces_of(content(1))) == [False]
+    assert not tier.jobs
+    assert calls.load_many([block_key(1)], pieces_of(content(1))) == [True]
+
+
 def test_key_given_twice_fills_both_blocks(tmp_path: Path) -> None:
     keys, stored = [block_key(1), block_key(2)], content(2)
     loaded = content(3, seed=5)

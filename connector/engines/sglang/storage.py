@@ -25,6 +25,7 @@ from ....tiers.blocks.keys import OffloadKey, make_offload_key
 from ....tiers.errors import ConfigError
 from ....tiers.plain_logs import get_logger
 from ...base import CacheConfig, ModelConfig, ParallelConfig
+from ...vllm_config import ignored_options
 from ..door import Door, EngineConfig, check_options, counted_revision, weights_digest
 from ..release import Release
 from .identity import counted
@@ -81,6 +82,8 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             raise ConfigError("is missing; write 1: SGLang then hands over pages in place", field="interface_v1")
         if storage_config.should_split_heads:
             raise ConfigError("splits pages by heads, which kvtiers does not; leave it out", field="tp_lcm_size")
+        self._shard = storage_config.pp_rank * storage_config.attn_cp_size + storage_config.attn_cp_rank
+        self._place = self._shard * storage_config.tp_size + storage_config.tp_rank
         self._stats = StorageMetrics()
         self._door: Door | None = None
 
@@ -103,18 +106,17 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         config = self._identity(mem_pool_host, parts)
         self._door = Door(config, self._options, sum(parts))
         if port is not None:
-            self._door.serve_metrics(port + config.parallel.rank)
+            self._door.serve_metrics(port + self._place)
 
     def _identity(self, pool: Any, parts: Sequence[int]) -> EngineConfig:
         config, arguments = self._config, get_server_args()
-        ignored = (self._options.get("identity") or {}).get("ignore", ())
-        options = counted(arguments, ignore=ignored) | {"sglang": RELEASE.version, "parts": f"{len(parts)}x{parts[0]}"}
+        options = counted(arguments, ignore=ignored_options(self._options))
+        options |= {"sglang": RELEASE.version, "parts": f"{len(parts)}x{parts[0]}"}
         name = config.model_name or arguments.model_path
         weights = weights_digest(arguments.model_path, arguments.revision, arguments.download_dir)
         if weights is None:
             text = f"{arguments.model_path} is neither a folder nor in the local hub cache, so its weights are unknown"
             raise ConfigError(f"{text}; give --revision", field="model_path")
-        shard = config.pp_rank * config.attn_cp_size + config.attn_cp_rank
         return EngineConfig(
             model=ModelConfig(name, pool.dtype, counted_revision(weights, options)),
             cache=CacheConfig(pool.page_size, hash_algorithm="sglang"),
@@ -124,7 +126,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
                 config.attn_cp_size,
                 config.dcp_size,
                 # Ranks of one pipeline stage have equal pages of MLA, of which SGLang stores one.
-                rank=shard if config.is_mla_model else shard * config.tp_size + config.tp_rank,
+                rank=self._shard if config.is_mla_model else self._place,
             ),
             kv_cache_layout=pool.layout,
             inference_engine="sglang",
@@ -132,7 +134,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Accept no further pool than that of the KV: a page without its other parts is of no use.
+        """Refuse every pool but that of the KV: kvtiers does not store the others, and a page is useless without them.
 
         Raises:
             ConfigError: names the pool.

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvtiers.connector.engines.door import check_options, counted_revision, staging_bytes, tier_options, weights_digest
+from kvtiers.connector.base import CacheConfig, ModelConfig
+from kvtiers.connector.engines.door import (
+    Door,
+    EngineConfig,
+    check_options,
+    counted_revision,
+    staging_bytes,
+    tier_options,
+    weights_digest,
+)
 from kvtiers.connector.engines.release import Release
 from kvtiers.connector.ranks.place import rank_tier
 from kvtiers.tiers.errors import ConfigError
+from tests.identity import block_key
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,6 +50,17 @@ def test_misspelled_option_and_wrong_size_are_refused_by_name() -> None:
         check_options({"stagin": 1}, ())
     with pytest.raises(ConfigError, match="staging: "):
         staging_bytes({"staging": "much"})
+
+
+def test_taken_metrics_port_is_logged_and_blocks_still_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(ModelConfig("org/model", "bfloat16", "abc"), CacheConfig(16), inference_engine="test")
+    options = {"tier": {"type": "fs", "root_dir": str(tmp_path), "min_free": 0}, "staging": "1MiB"}
+    blocks = [[memoryview(bytearray(4096))]]
+    with socket.create_server(("127.0.0.1", 0)) as taken, closing(Door(config, options, 4096)) as door:
+        port = taken.getsockname()[1]
+        door.serve_metrics(port)
+        assert f"metrics are not served on port {port}" in caplog.text
+        assert door.store([block_key(1)], blocks) == [True]
 
 
 def test_weights_are_known_by_content_or_revision_or_not_at_all(tmp_path: Path) -> None:
