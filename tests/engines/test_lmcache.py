@@ -30,6 +30,7 @@ from kvtiers.connector.engines.release import Release
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from tests.engines.damage import damaged
+from tests.engines.processes import in_two_processes
 
 NEEDS_FUSE = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 SHAPE = (2, 4, 16, 64)
@@ -244,15 +245,7 @@ def test_ten_thousand_objects_of_two_processes(tmp_path: Path) -> None:
                 keys = [key_of(number) for number in range(start, start + batch)]
                 assert store(adapter, keys, objects).is_successful()
 
-    child = os.fork()
-    if not child:
-        try:
-            work(1)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    work(0)
-    assert os.waitpid(child, 0)[1] == 0
+    in_two_processes(work)
     with opened(tmp_path) as adapter:
         keys = keys_of(count)
         assert all(look(adapter, keys, layouts(shape)))

@@ -30,6 +30,7 @@ from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from kvtiers.tiers.testing.servers import free_ports
 from tests.engines.damage import damaged
 from tests.engines.hicache import PAGE, Controller, config_of, host_pool, open_storage, set_arguments
+from tests.engines.processes import in_two_processes
 
 NEEDS_FUSE = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 
@@ -169,15 +170,7 @@ def test_ten_thousand_pages_of_two_processes(tmp_path: Path) -> None:
                     pool.set_from_flat_data_page(place * PAGE, content(start + place))
                 assert all(storage.batch_set_v1(names, torch.arange(len(names) * PAGE)))
 
-    child = os.fork()
-    if not child:
-        try:
-            work(1)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    work(0)
-    assert os.waitpid(child, 0)[1] == 0
+    in_two_processes(work)
     pool = host_pool(each, **small)
     names = hashes(count)
     with closing(open_storage(config_of(tmp_path / "kv"), pool)) as storage:
