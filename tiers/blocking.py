@@ -85,7 +85,11 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of ``load_many`` or ``store_many``. Blocks from ``next`` on have not been given rows."""
+    """A call of ``load_many`` or ``store_many``. Blocks from ``next`` on have not been given rows.
+
+    Attributes:
+        until: blocks that have no rows by then are False.
+    """
 
     keys: Sequence[OffloadKey]
     blocks: Sequence[Pieces]
@@ -217,11 +221,11 @@ class BlockingTier:
     def _take_rows(self, call: _Call) -> _Job | None:
         """Take free rows for a call's next blocks. None: all blocks have had rows, or no row is free."""
         with self._news:
+            if self._is_closed or call.next == len(call.keys) or not self._has_rows(call):
+                return None
             count = min(len(call.keys) - call.next, len(self._free), self._job_rows_max)
             if call.is_store:
                 count = min(count, self._for_stores)
-            if count <= 0 or self._is_closed:
-                return None
             seen: set[OffloadKey] = set()
             for key in call.keys[call.next : call.next + count]:
                 if key in seen:  # a job has each key once; the next job begins with this one
@@ -275,14 +279,15 @@ class BlockingTier:
             return [job for job in call.jobs if job.done is not None or now >= job.until]
 
     def _may_get_rows(self, call: _Call) -> bool:
-        """Whether rows are free, or may soon be. The tier may keep those of jobs that were given up for very long."""
+        """Whether the call may take rows, or soon may. Rows of jobs that were given up may stay out of use for long."""
         with self._news:
             if self._has_rows(call):
                 return True
             return self._clock() < call.until and any(not job.is_abandoned for job in self._held)
 
     def _has_rows(self, call: _Call) -> bool:
-        return bool(self._free) and (not call.is_store or self._for_stores > 0)
+        """Whether the call may take rows: some are free, and it has not waited for too long."""
+        return bool(self._free) and (not call.is_store or self._for_stores > 0) and self._clock() < call.until
 
     def _end(self, call: _Call, job: _Job) -> None:
         """Copy what was loaded, and give rows back, unless the tier may still use them."""

@@ -204,8 +204,10 @@ class ForeignTier(SecondaryTierManager):
 
     job_deadline_s = 1.0
 
-    def __init__(self, rows: memoryview) -> None:
+    def __init__(self, rows: memoryview, now: list[float]) -> None:
         super().__init__(None, rows, "foreign")
+        self.now = now
+        self.due: dict[int, float] = {}
         self.jobs: list[JobMetadata] = []
         self.results: list[JobResult] = []
         self.reports = self.raises = self.is_down = False
@@ -246,7 +248,24 @@ class ForeignTier(SecondaryTierManager):
         self.is_down = True
 
 
-def foreign(rows: int = 4) -> tuple[ForeignTier, BlockingTier, list[float]]:
+class SlowTier(ForeignTier):
+    """Reports each job shortly before its deadline."""
+
+    def get_finished(self) -> list[JobResult]:
+        done = [job for job in self.jobs if self.now[0] >= self.due[job.job_id]]
+        for job in done:
+            self.jobs.remove(job)
+            self.report(job)
+        return super().get_finished()
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        super().submit_store(job_metadata)
+        self.due[job_metadata.job_id] = self.now[0] + 0.9 * self.job_deadline_s
+
+    submit_load = submit_store
+
+
+def foreign(rows: int = 4, kind: type[ForeignTier] = ForeignTier) -> tuple[ForeignTier, BlockingTier, list[float]]:
     """A foreign tier, its calls, and their clock: each reading takes 10 ms."""
     now = [0.0]
 
@@ -255,7 +274,7 @@ def foreign(rows: int = 4) -> tuple[ForeignTier, BlockingTier, list[float]]:
         return now[0]
 
     memory = np.zeros((rows, ROW_BYTES), np.uint8).data
-    tier = ForeignTier(memory)
+    tier = kind(memory, now)
     return tier, BlockingTier(tier, memory, BLOCK_BYTES, clock), now
 
 
@@ -296,6 +315,18 @@ def test_job_that_is_never_reported_bounds_its_call_and_keeps_its_rows() -> None
     for _ in range(3):
         assert calls.load_many([block_key(2)], pieces_of(content(1))) == [True]
     assert len(calls._free) == 3
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_call_with_many_more_blocks_than_rows_ends_in_time_when_storage_is_slow(is_store: bool) -> None:
+    _, calls, now = foreign(kind=SlowTier)
+    keys = [block_key(number) for number in range(40)]
+    done = (calls.store_many if is_store else calls.load_many)(keys, pieces_of(content(40)))
+    assert now[0] < 2 * 1.0 + GRACE_S + 1
+    moved = done.index(False)
+    assert moved >= 2
+    assert not any(done[moved:])
+    assert sorted(calls._free) == list(range(4))
 
 
 @pytest.mark.parametrize("is_store", [True, False])
