@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("lmcache.v1.distributed.l2_adapters.base", reason="LMCache is not installed: make test-engines")
 
+import numpy as np
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
@@ -27,6 +28,7 @@ from lmcache.v1.platform import consume_fd
 
 from kvtiers.connector.engines.lmcache import adapter as door
 from kvtiers.connector.engines.release import Release
+from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from tests.engines.damage import damaged
@@ -345,6 +347,25 @@ def test_tasks_in_progress_end_when_the_adapter_is_closed(tmp_path: Path) -> Non
         adapter.close()
         adapter.close()
         assert time.monotonic() - began < 20
+
+
+@NEEDS_FUSE
+def test_close_of_several_tiers_on_hung_mount_takes_as_long_as_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "kv").mkdir()
+    shutdown_s = 4.0
+    with FuseMount(tmp_path / "real", tmp_path / "kv") as mount, opened(tmp_path / "kv") as adapter:
+        shapes = [(2, 4, tokens, 64) for tokens in range(1, 6)]
+        for shape in shapes:
+            assert not any(look(adapter, keys_of(2), layouts(shape)))
+        tiers = [opened_door.tier for opened_door, _ in adapter._doors.values()]
+        with mount.stopped():
+            for tier in tiers:  # more than LMCache's tasks could load at once
+                with tier._news:
+                    tier.tier.submit_load(JobMetadata(10_000, [door._key(key_of(9))], np.zeros(1, np.int32)))
+            began = time.monotonic()
+            adapter.close()
+            assert time.monotonic() - began < 2 * shutdown_s + door.CLOSE_S
 
 
 @pytest.mark.parametrize(

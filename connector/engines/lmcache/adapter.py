@@ -247,8 +247,12 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 return
             self._is_closed = True
             doors = [door for door, _ in self._doors.values() if door is not None]
-        for door in doors:
-            door.close()
+        # All at once: each may take its tier's shutdown_s.
+        closing = [threading.Thread(target=door.close, name="kvtiers-lmcache-close") for door in doors]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
         for pool in self._pools.values():
             pool.shutdown(CLOSE_S)
         for event in self._events.values():
