@@ -18,12 +18,15 @@ import pytest
 
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
 
+import msgspec
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.server_args import ServerArgs
 
 from kvtiers.connector.engines.release import Release
+from kvtiers.connector.engines.sglang import identity
 from kvtiers.connector.engines.sglang import storage as door
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
@@ -152,6 +155,34 @@ def test_replica_with_other_places_and_limits_shares_pages(changed: dict[str, An
     set_arguments(tmp_path, **changed)
     with closing(open_storage(config_of(tmp_path / "kv"), host_pool(4))) as storage:
         assert storage.batch_exists(hashes(4)) == 4
+
+
+class NewerArgs(ServerArgs):
+    """Arguments of a later release: options with names like those that do not count."""
+
+    attention_port: int = 0
+    log_scale_attention: bool = False
+
+
+def test_unknown_option_counts_whatever_its_name(tmp_path: Path) -> None:
+    newer = NewerArgs(model_path=str(tmp_path / "model"), attention_port=1, log_scale_attention=True, port=31000)
+    found = identity.counted(newer, environ={})
+    assert {"attention_port", "log_scale_attention"} <= found.keys()
+    assert "port" not in found
+
+
+def test_variable_counts_unless_it_is_known_to_change_no_page() -> None:
+    arguments = ServerArgs(model_path="x")
+    counting = ["SGLANG_OPT_USE_MINIMAX_FP8_Q_EPILOGUE", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "SGLANG_NEW_EXPORT"]
+    others = ["SGLANG_HOST_IP", "SGLANG_LOG_GC", "SGLANG_HICACHE_HOST_HUGEPAGE", "SGLANG_REQ_WAITING_TIMEOUT", "PATH"]
+    usual = identity.counted(arguments, environ={})
+    found = identity.counted(arguments, environ=dict.fromkeys([*counting, *others], "1"))
+    assert found.keys() - usual.keys() == set(counting)
+
+
+def test_uncounted_options_are_options_of_the_tested_release() -> None:
+    names = {field.name for field in msgspec.structs.fields(ServerArgs)}
+    assert names >= identity._UNCOUNTED
 
 
 def test_ten_thousand_pages_of_two_processes(tmp_path: Path) -> None:
