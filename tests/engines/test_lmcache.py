@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import select
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +29,7 @@ from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from tests.engines.damage import damaged
-from tests.engines.processes import in_two_processes
+from tests.engines.processes import in_two_processes, killing
 
 NEEDS_FUSE = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 SHAPE = (2, 4, 16, 64)
@@ -232,7 +229,7 @@ def test_model_without_known_weights_is_never_stored(tmp_path: Path, caplog: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_ten_thousand_objects_of_two_processes(tmp_path: Path) -> None:
+def test_ten_thousand_objects_stored_by_two_processes_load_equal(tmp_path: Path) -> None:
     count, batch, shape = 10_000, 250, (2, 1, 4, 16)
 
     def content(number: int) -> torch.Tensor:
@@ -314,24 +311,14 @@ def test_killed_processes_of_the_tier_load_nothing_wrong(tmp_path: Path) -> None
     objects, keys = memory(64, seed=1), keys_of(64)
     with opened(tmp_path) as adapter:
         store(adapter, keys, objects)
-        stop = threading.Event()
-
-        def kill() -> None:
-            while not stop.wait(0.3):
-                for opened_door, _ in list(adapter._doors.values()):
-                    for pid in opened_door.tier.tier._channel.pids[:1]:
-                        os.kill(pid, signal.SIGKILL)
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        for _ in range(6):
-            store(adapter, keys, objects)
-            filled = memory(64)
-            for number, is_loaded in enumerate(load(adapter, keys, filled)):
-                if is_loaded:
-                    assert torch.equal(filled[number].tensor, objects[number].tensor)
-        stop.set()
-        killer.join()
+        ((opened_door, _),) = adapter._doors.values()
+        with killing(lambda: opened_door.tier.tier._channel.pids[:1]):
+            for _ in range(6):
+                store(adapter, keys, objects)
+                filled = memory(64)
+                for number, is_loaded in enumerate(load(adapter, keys, filled)):
+                    if is_loaded:
+                        assert torch.equal(filled[number].tensor, objects[number].tensor)
         until = time.monotonic() + 60
         while not all(load(adapter, keys, filled)) and time.monotonic() < until:
             store(adapter, keys, objects)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
-import threading
 import time
 import urllib.request
 from array import array
@@ -33,7 +30,7 @@ from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from kvtiers.tiers.testing.servers import free_ports
 from tests.engines.damage import damaged
 from tests.engines.hicache import PAGE, Controller, config_of, host_pool, open_storage, set_arguments
-from tests.engines.processes import in_two_processes
+from tests.engines.processes import in_two_processes, killing
 
 NEEDS_FUSE = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 
@@ -157,7 +154,7 @@ def test_replica_with_other_places_and_limits_shares_pages(changed: dict[str, An
         assert storage.batch_exists(hashes(4)) == 4
 
 
-class NewerArgs(ServerArgs):
+class NewerArgs(ServerArgs):  # type: ignore[misc]  # SGLang is not installed where mypy runs
     """Arguments of a later release: options with names like those that do not count."""
 
     attention_port: int = 0
@@ -185,7 +182,7 @@ def test_uncounted_options_are_options_of_the_tested_release() -> None:
     assert names >= identity._UNCOUNTED
 
 
-def test_ten_thousand_pages_of_two_processes(tmp_path: Path) -> None:
+def test_ten_thousand_pages_stored_by_two_processes_load_equal(tmp_path: Path) -> None:
     count, each = 10_000, 128
     small: dict[str, Any] = {"heads": 1, "dim": 8, "layers": 1}
 
@@ -275,7 +272,7 @@ def test_full_disk_is_a_failed_store_and_pages_still_load(tmp_path: Path) -> Non
         assert all(storage.batch_get_v1(names[:8], torch.arange(8 * PAGE)))
 
 
-def test_bucket_that_does_not_answer_starts_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_and_calls_end_soon_when_bucket_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     tier = {"type": "s3", "bucket": "blocks", "endpoint_url": "http://127.0.0.1:9", "job_deadline_s": 2.0}
@@ -291,25 +288,15 @@ def test_killed_processes_of_the_tier_lose_no_pages(tmp_path: Path) -> None:
     pool, other = host_pool(64), host_pool(64)
     names = hashes(64)
     with closing(open_storage(config_of(tmp_path / "kv"), pool)) as storage:
-        stop = threading.Event()
-
-        def kill() -> None:
-            while not stop.wait(0.3):
-                for pid in storage._door.tier.tier._channel.pids[:1]:
-                    os.kill(pid, signal.SIGKILL)
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        for _ in range(6):
-            storage.batch_set_v1(names, torch.arange(64 * PAGE))
-            storage.mem_pool_host = other
-            other.kv_buffer.zero_()
-            for number, is_loaded in enumerate(storage.batch_get_v1(names, torch.arange(64 * PAGE))):
-                if is_loaded:
-                    assert torch.equal(other.get_data_page(number * PAGE), pool.get_data_page(number * PAGE))
-            storage.mem_pool_host = pool
-        stop.set()
-        killer.join()
+        with killing(lambda: storage._door.tier.tier._channel.pids[:1]):
+            for _ in range(6):
+                storage.batch_set_v1(names, torch.arange(64 * PAGE))
+                storage.mem_pool_host = other
+                other.kv_buffer.zero_()
+                for number, is_loaded in enumerate(storage.batch_get_v1(names, torch.arange(64 * PAGE))):
+                    if is_loaded:
+                        assert torch.equal(other.get_data_page(number * PAGE), pool.get_data_page(number * PAGE))
+                storage.mem_pool_host = pool
         until = time.monotonic() + 60
         while not all(storage.batch_set_v1(names, torch.arange(64 * PAGE))) and time.monotonic() < until:
             time.sleep(0.1)
