@@ -6,6 +6,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from ...tiers.blocks.keys import OffloadKey
 
@@ -16,12 +17,16 @@ BELIEVED_S = 60.0
 #: A block's use is noted at most once in this time: each step's uses go to all ranks.
 USED_S = 60.0
 
+_T = TypeVar("_T")
+
 
 class RankBlocks:
     """Which blocks all ranks have, which are being stored, and which a rank lacks. Scheduler thread only.
 
     A block counts as stored when all ranks have stored it. An entry may be wrong: storage may have lost the block. A
     rank then cannot load its part and reports that, so the block is doubted, and stored again when it is offered.
+
+    A block stays on its way until its ranks report it. If the storage of a rank hangs, that may be never.
 
     Args:
         ranks: number of ranks.
@@ -37,7 +42,7 @@ class RankBlocks:
         self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when it may be loaded again
         self._used: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when another use does not count
         self._uses: list[OffloadKey] = []
-        self._on_the_way: dict[OffloadKey, int] = {}  # -> ranks that have not stored it yet, as bits
+        self._on_the_way: OrderedDict[OffloadKey, int] = OrderedDict()  # -> ranks that have not stored it yet, as bits
         self._news_at = clock()
 
     @property
@@ -89,7 +94,8 @@ class RankBlocks:
                 self._present.move_to_end(key)
         if wanted:
             self._news_at = self._clock()
-        self._on_the_way.update(dict.fromkeys(wanted, self._all))
+        for key in wanted:
+            _note(self._on_the_way, key, self._all)
         return wanted
 
     def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey]) -> None:
@@ -117,8 +123,8 @@ class RankBlocks:
             _note(self._present, key, self._clock() + BELIEVED_S)
 
 
-def _note(known: OrderedDict[OffloadKey, float], key: OffloadKey, until: float) -> None:
-    known[key] = until
+def _note(known: OrderedDict[OffloadKey, _T], key: OffloadKey, value: _T) -> None:
+    known[key] = value
     known.move_to_end(key)
     if len(known) > KEYS_MAX:
         known.popitem(last=False)

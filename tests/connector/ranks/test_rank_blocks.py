@@ -122,3 +122,14 @@ def test_known_blocks_are_bounded_and_the_least_recently_offered_is_forgotten(mo
     known.answered(C, present=True)
     assert known.to_store([A, C]) == []
     assert known.to_store([B]) == [B]
+
+
+def test_blocks_on_their_way_are_bounded_when_a_rank_never_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "KEYS_MAX", 2)
+    known = RankBlocks(2, NEWS_S)
+    assert known.to_store([A, B, C]) == [A, B, C]
+    assert known.to_store([A, B, C]) == [A]
+    known.note({B: 0b11}, ())  # a report of a block that was forgotten counts for nothing
+    assert not known.is_present(B)
+    known.note({A: 0b11}, ())
+    assert known.is_present(A)
