@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -58,6 +57,8 @@ from .open_lookups import OpenLookups
 from .spec import JOBS_MAX, canonical_kv_caches, gpu_blocks
 
 logger = get_logger(__name__)
+
+_K = TypeVar("_K")
 
 FAILED_LOADS_MAX = 3  # of a request, which is then computed: a failed load need not mean that storage lost a block
 
@@ -103,26 +104,28 @@ class RankReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # as above
         stored: key -> ranks that stored it, as bits.
         lost: see ``RankBlocks.note``.
         failed: requests of which a rank did not load all blocks.
-        revisions: of the ranks' models -> number of ranks; once, in a rank's first report.
+        revisions: revision of a model -> ranks that have it, as bits; once, in a rank's first report.
     """
 
     stored: dict[OffloadKey, int] = field(default_factory=dict)
     lost: set[OffloadKey] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    revisions: Counter[str] = field(default_factory=Counter)
+    revisions: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> Any:
         """Add the report of another rank."""
-        stored, theirs = dict(self.stored), vars(other)  # to vLLM, it is a report of any connector
-        for key, ranks in theirs["stored"].items():
-            stored[key] = stored.get(key, 0) | ranks
+        theirs = vars(other)  # to vLLM, it is a report of any connector
         return report_of(
             super().aggregate(other),
-            stored=stored,
+            stored=_merged(self.stored, theirs["stored"]),
             lost=self.lost | theirs["lost"],
             failed=self.failed | theirs["failed"],
-            revisions=self.revisions + theirs["revisions"],
+            revisions=_merged(self.revisions, theirs["revisions"]),
         )
+
+
+def _merged(ranks: Mapping[_K, int], others: Mapping[_K, int]) -> dict[_K, int]:
+    return {**ranks, **{key: ranks.get(key, 0) | bits for key, bits in others.items()}}
 
 
 def report_of(meta: Any, **news: Any) -> RankReport | None:
@@ -269,7 +272,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         self._guard = GuardedTier(tier, apart.metrics)
         self._region = region
         self._revision = str(apart.config.model.revision)
-        self._unknown = engine.config.parallel.world_size  # ranks that have not reported their model's revision
+        # Ranks that have not reported their model's revision, as bits. Nothing is stored before all have.
+        self._unknown = (1 << engine.config.parallel.world_size) - 1
         self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
         role = translate.role_of(vllm_config)
         self.loads = role.loads and place.load != "never"
@@ -335,7 +339,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # as above
         """Take what ranks report: the fields of a ``RankReport``."""
         self._blocks.note(report["stored"], report["lost"])
         for revision, ranks in report["revisions"].items():
-            self._unknown -= ranks
+            self._unknown &= ~ranks
             if revision != self._revision:
                 self._refuse_rank(revision)
         for req_id in report["failed"]:  # ranks may report it in several steps, and it counts once
@@ -444,8 +448,8 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         fails_requests: bool,
     ) -> None:
         self._region = region
-        self._revisions = Counter([str(apart.config.model.revision)])  # for the first report
         self._rank_bit = 1 << apart.config.parallel.rank
+        self._revisions = {str(apart.config.model.revision): self._rank_bit}  # for the first report
         self._resets = 0
         self._stats = StatsExporter(apart.metrics)
         self._fails_requests = fails_requests
@@ -513,7 +517,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # as above
         """Add what happened on this rank to vLLM's own report."""
         stored, lost = self._transfers.take_report()
         failed, self._failed = self._failed, set()
-        revisions, self._revisions = self._revisions, Counter()
+        revisions, self._revisions = self._revisions, {}
         ranks = dict.fromkeys(stored, self._rank_bit)
         return report_of(meta, stored=ranks, lost=lost, failed=failed, revisions=revisions)
 

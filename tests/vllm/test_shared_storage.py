@@ -844,6 +844,27 @@ def test_prompt_that_was_computed_before_the_ranks_reported_their_weights_is_sto
     assert len(files_of(tmp_path)) == 8
 
 
+def test_nothing_is_stored_until_each_rank_has_reported_its_weights(rigs: Any, tmp_path: Path) -> None:
+    rig = rigs(2, 2)
+    first, second = (worker._rank_worker for worker in rig.workers)
+    told, second._revisions = second._revisions, {}
+    again = dict(first._revisions)
+    rig.step()
+    first._revisions = again  # a second report of the first rank does not count for the second rank
+    request = rig.request("w")
+    request.num_computed_tokens = 0
+    rig.step({"w": (IDS, len(TOKENS))})
+    request.num_computed_tokens = len(TOKENS)
+    rig.step({"w": ([], 1)})
+    rig.settle()
+    assert files_of(tmp_path) == []
+    second._revisions = told
+    rig.step()
+    rig.step({"w": ([], 1)})
+    rig.settle()
+    assert len(files_of(tmp_path)) == 8
+
+
 def test_engine_of_which_a_worker_has_other_weights_says_so_and_neither_loads_nor_stores(
     rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
