@@ -35,7 +35,7 @@ USED: Mapping[str, list[str]] = json.loads(Path(__file__).with_name("contract.js
 #: Method -> first release of vLLM that calls it.
 SINCE: Mapping[str, tuple[int, int]] = {
     "get_load_source": (0, 32),
-    "get_transfer_results": (0, 31),
+    "get_transfer_results": (0, 30),
     "on_reset_flushed": (0, 33),
 }
 

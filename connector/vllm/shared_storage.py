@@ -29,7 +29,9 @@ from ..vllm_config import ignored_options, keeps_storage
 from . import weights
 from .connector import KVTiersConnector
 from .contract import implements
-from .ranks import RankManager, RankReport, RankStep, RankWorker
+from .rank_manager import RankManager
+from .rank_messages import RankReport, RankStep
+from .rank_worker import RankWorker
 
 logger = get_logger(__name__)
 
@@ -181,7 +183,7 @@ class SharedStorageConnector(KVTiersConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the requests whose loads ended, and those of them that failed. vLLM calls this from 0.31 on."""
+        """Return the requests whose loads ended, and those of them that failed. vLLM calls this from 0.30 on."""
         theirs: Any = getattr(super(), "get_transfer_results", None)
         results = theirs(finished_req_ids)
         failed: set[str] = getattr(results, "failed_recving", set())

@@ -37,7 +37,7 @@ from kvtiers.connector.ranks.transfers import RankTransfers
 from kvtiers.connector.vllm import shared_storage as module
 from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.connector import KVTiersConnector
-from kvtiers.connector.vllm.ranks import FAILED_LOADS_MAX
+from kvtiers.connector.vllm.rank_manager import FAILED_LOADS_MAX
 from kvtiers.connector.vllm.shared_storage import SharedStorageConnector
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.tier.store_tier import StoreTierManager
