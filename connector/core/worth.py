@@ -59,6 +59,12 @@ class Fit:
                 products[column] = products[column] * keep + share * other
         self._solved = None
 
+    def scale(self, factor: float) -> None:
+        """Multiply the seconds of all samples."""
+        self._products = [[product / factor**2 for product in products] for products in self._products]
+        self._sums = [total / factor for total in self._sums]
+        self._solved = None
+
     def seconds(self, terms: Sequence[float]) -> float:
         """Seconds expected for these terms; 0 without samples."""
         if self._solved is None:
@@ -146,7 +152,6 @@ class Way:
     def __init__(self) -> None:
         self.lookup_s = 0.0
         self._fit = Fit(2)
-        self._scale = 1.0  # of the fit's seconds
         self._jobs = 0  # that were seen
         self._sizes = math.inf, 0.0  # smallest and largest sample
 
@@ -156,11 +161,13 @@ class Way:
         If a link becomes slower or faster, the next jobs show it, whatever their sizes are. Two coefficients would
         explain that by latency as well as by bandwidth. So all of it is scaled, by a quarter of a job's error.
         """
-        fitted_s = self._fit.seconds((1.0, blocks))
-        if self._jobs >= _MEMORY_JOBS and self.knows(blocks) and fitted_s > 0:
-            self._scale *= 1 + (min(seconds / (self._scale * fitted_s), SLOWER_MAX) - 1) / 4
-            seconds = self._scale * min(max(seconds / self._scale, fitted_s / _MISFIT_MAX), fitted_s * _MISFIT_MAX)
-        self._fit.add((1.0, blocks), seconds / self._scale, 1 - 1 / _MEMORY_JOBS)
+        expected_s = self._fit.seconds((1.0, blocks))
+        if self._jobs >= _MEMORY_JOBS and self.knows(blocks) and expected_s > 0:
+            factor = 1 + (min(seconds / expected_s, SLOWER_MAX) - 1) / 4
+            self._fit.scale(factor)
+            expected_s *= factor
+            seconds = min(max(seconds, expected_s / _MISFIT_MAX), expected_s * _MISFIT_MAX)
+        self._fit.add((1.0, blocks), seconds, 1 - 1 / _MEMORY_JOBS)
         self._sizes = min(self._sizes[0], blocks), max(self._sizes[1], blocks)
         self._jobs += 1
 
@@ -182,21 +189,21 @@ class Way:
     def seconds(self, blocks: int) -> float:
         """Seconds to load the last of ``blocks``, which the tier loads at once; at least so many, unless ``knows``."""
         if self.knows(blocks):
-            return self._scale * self._fit.seconds((1.0, blocks))
+            return self._fit.seconds((1.0, blocks))
         smallest, largest = self._sizes
         if blocks > largest:
-            return self._scale * self._fit.seconds((1.0, largest))
-        return self._scale * self._fit.seconds((1.0, smallest)) * blocks / smallest
+            return self._fit.seconds((1.0, largest))
+        return self._fit.seconds((1.0, smallest)) * blocks / smallest
 
     def blocks_in(self, seconds: float) -> float:
         """Blocks that the tier loads in this time, latency not counted."""
-        per_block = self._scale * self._fit.seconds((0.0, 1.0))
+        per_block = self._fit.seconds((0.0, 1.0))
         return seconds / per_block if per_block > 0 else math.inf
 
     @property
     def latency_s(self) -> float:
         """The part of each load's time that does not depend on its size."""
-        return self._scale * self._fit.seconds((1.0, 0.0))
+        return self._fit.seconds((1.0, 0.0))
 
     @property
     def doubt(self) -> float:

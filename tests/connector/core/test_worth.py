@@ -134,6 +134,13 @@ def test_way_follows_a_link_that_drops_to_a_tenth_within_ten_jobs_and_back() -> 
     assert way.seconds(32) < 1.5 * before
 
 
+def test_way_with_an_occasional_slow_load_is_known_after_45_000_loads() -> None:
+    way = Way()
+    for number in range(45_000):
+        way.learn(8, 1.0 if number % 8 else 6.0)
+    assert 1.0 < way.seconds(8) < 2.0
+
+
 def test_blocks_that_did_not_arrive_make_a_way_slower_but_never_faster() -> None:
     way = Way()
     way.learn_late(40, 3, 2.0)
