@@ -33,8 +33,8 @@ REQUESTS_MAX: Final = 65_536  # requests remembered to count each lookup once; t
 
 #: Methods and attributes of a tier that may fail: labels of ``kvtiers_contained_errors_total``.
 _Guarded = Literal[
-    "drain_jobs", "explain_miss", "get_finished", "lookup", "on_request_finished", "on_schedule_end", "shutdown",
-    "shutdown_s", "submit_load", "submit_store", "take_answered", "take_events", "take_reasons", "touch",
+    "drain_jobs", "explain_miss", "get_finished", "lookup", "nearest", "on_request_finished", "on_schedule_end",
+    "shutdown", "shutdown_s", "submit_load", "submit_store", "take_answered", "take_events", "take_reasons", "touch",
 ]  # fmt: skip
 
 
@@ -303,6 +303,14 @@ class GuardedTier:
                 else:
                     reasons.append((str(reason), keys))
         return reasons
+
+    def nearest(self) -> dict[str, str] | None:
+        """The tier's ``nearest``, without names and values that are not strings. None if the tier raises."""
+        with _Contained(self, "nearest"):
+            found: object = self.tier.nearest  # a foreign tier may state anything
+            if type(found) is dict:
+                return {name: text for name, text in found.items() if type(name) is type(text) is str}
+        return None
 
     def limit_shutdown(self, within_s: float) -> bool:
         """Limit the tier's ``shutdown_s`` to ``SHUTDOWN_SHARE`` of ``within_s``.

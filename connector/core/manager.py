@@ -160,7 +160,7 @@ class BlockManager(OffloadingManager):
         self._waits.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
-            self.slots.record.take(tier.name, tier.take_reasons(), tier.tier.nearest)
+            self.slots.record.take(tier.name, tier.take_reasons(), tier.nearest())
         self.slots.record.look_at_use(tier.name for tier in self._tiers)
         slots = self.slots.counts()
         if slots != self._slots_told:

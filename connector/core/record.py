@@ -138,14 +138,16 @@ class Record:
         """Note that blocks have left the region. What became of them in a tier says more, if it is known."""
         self.blocks(reason, [key for key in keys if self._fates.get(key) is None])
 
-    def take(self, tier: str, reasons: Iterable[tuple[str, Collection[OffloadKey]]], nearest: object) -> None:
+    def take(
+        self, tier: str, reasons: Iterable[tuple[str, Collection[OffloadKey]]], nearest: dict[str, str] | None
+    ) -> None:
         """Note what a tier tells of its blocks: ``take_reasons`` and ``nearest`` of ``SecondaryTierManager``."""
         for outcome, blocks in self._ended.pop(tier, {}).items():
             self.blocks(outcome, blocks, tier)
         for reason, keys in reasons:
             self.blocks(reason, keys, tier)
-        if nearest is not None and tier not in self._nearest and type(nearest) is dict:
-            self._nearest[tier] = {name: text for name, text in nearest.items() if type(text) is str}
+        if nearest is not None:
+            self._nearest.setdefault(tier, nearest)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -162,6 +162,11 @@ class ScriptedTier(SecondaryTierManager):
         self._enter("take_reasons")
         return ()
 
+    @property
+    def nearest(self) -> dict[str, str] | None:  # type: ignore[override]
+        self._enter("nearest")
+        return None
+
     def shutdown(self) -> None:
         if self.reports_at_shutdown:
             for job_id, job in list(self.jobs.items()):

@@ -666,25 +666,26 @@ def test_record_shows_where_blocks_were_found(tmp_path: Path) -> None:
 class Babbler(ScriptedTier):
     """A tier whose reasons make no sense."""
 
-    nearest = {"namespace": 5, "differs": []}  # type: ignore[dict-item]  # noqa: RUF012
+    nearest = {"namespace": 5, "differs": [], (): "fields"}  # type: ignore  # noqa: RUF012
 
-    def __init__(self, view: memoryview, reasons: Any) -> None:
+    def __init__(self, view: memoryview, reasons: Any, explanation: str) -> None:
         super().__init__(view)
-        self.reasons = reasons
+        self.reasons, self.explanation = reasons, explanation
 
     def take_reasons(self) -> Any:
         return self.reasons
 
     def explain_miss(self, *_: object) -> Any:
-        return "{tier.__class__} %s \n"
+        return self.explanation
 
 
+@pytest.mark.parametrize("explanation", ["", "{tier.__class__} %s \n"])
 @pytest.mark.parametrize(
     "reasons", [5, [5], [("x",)], [("x", [[]])], [("x", 5)], [(None, [b"k"])], [("other_namespace", [KEYS[0]])], None]
 )
-def test_reasons_of_a_tier_that_make_no_sense_do_no_harm(reasons: Any, tmp_path: Path) -> None:
+def test_reasons_of_a_tier_that_make_no_sense_do_no_harm(reasons: Any, explanation: str, tmp_path: Path) -> None:
     engine = Engine()
-    engine.with_tiers(Babbler(engine.view, reasons))
+    engine.with_tiers(Babbler(engine.view, reasons, explanation))
     engine.store(KEYS[2:4])
     assert engine.ask() == 0
     (tmp_path / "requests.jsonl").write_text(engine.end() + "\n")
