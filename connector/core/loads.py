@@ -199,7 +199,7 @@ class Loads:
         self._step_s = 0.0  # time from one step's end to the next, lately
         self._step_ended_at: float | None = None  # of the latest step, if there was something to serve
         self._ended: list[tuple[Job, float]] = []  # since the last step, and the seconds that each one took
-        self._queued: dict[OffloadKey, int] | None = None  # hits that wait for slots -> tier; None: see ``_queue``
+        self._queued: list[set[OffloadKey]] | None = None  # by tier, hits that wait for slots; None: see ``_queue``
         self._room_wait_s = options.promotion_wait_s
         # (key, tier) -> number of the last load in which it failed; the oldest first
         self._failed: OrderedDict[tuple[OffloadKey, int], int] = OrderedDict()
@@ -276,44 +276,41 @@ class Loads:
         """Decide about the hits of tiers that were not decided about. While answers are owed, only for loading them."""
         if wait.is_judged():
             return
-        parts: dict[int, list[int]] = {}  # tier -> number of its first hit, and of hits
-        for number, tier in enumerate(wait.hits.values()):
-            parts.setdefault(tier, [number, 0])[1] += 1
-        queued = self._queue(wait) | wait.hits
+        parts: dict[int, tuple[int, list[OffloadKey]]] = {}  # tier -> number of its first hit, and its hits
+        for number, (key, tier) in enumerate(wait.hits.items()):
+            parts.setdefault(tier, (number, []))[1].append(key)
         known = len(wait.found) + len(wait.held) + len(wait.coming)
         end = known + len(wait.hits)
-        for index, (first, count) in sorted(parts.items(), key=lambda part: -part[1][0]):
+        for index, (first, keys) in sorted(parts.items(), key=lambda part: -part[1][0]):
             if index in wait.plans:
                 continue
-            share = self.shares[index]
-            total = share.progress.unreported + sum(1 for tier in queued.values() if tier == index)
-            # Without this part, the hits after it are useless, too.
+            share, queued = self.shares[index], self._queue(wait.served)[index]
+            total = share.progress.unreported + len(queued) + sum(key not in queued for key in keys)
+            # A request uses only a prefix, so without these hits it could not use those that come after them.
             expected = self._decisions.expect(index, total, wait.req_id, wait.prompt, known + first, end)
             tried = wait.tried >> index & 1
             reason = "trial" if tried else self._decisions.judge(index, expected, may_try=not wait.owed)
             if reason in LOADED:
-                is_bounded = reason != "always"
-                plan = (
-                    Plan(expected, now, count, total, share.progress.moved)
-                    if expected is not None and is_bounded
-                    else None
-                )
+                plan = None
+                if expected is not None and reason != "always":
+                    plan = Plan(expected, now, len(keys), total, share.progress.moved)
                 wait.plan(index, plan)
+                queued.update(keys)
                 self._decisions.count(share.name, reason)
             elif not wait.owed:
-                self._decline(wait, index, reason, count, expected)
+                self._decline(wait, index, reason, len(keys), expected)
                 end = known + first
-        if wait.plans:
-            queued.update(wait.hits)
-            self._queued = queued
 
-    def _queue(self, wait: Wait) -> dict[OffloadKey, int]:
-        """The hits of all requests that wait for slots to load them, each once."""
+    def _queue(self, served: Iterable[Wait]) -> list[set[OffloadKey]]:
+        """By tier, the hits that requests have decided to load and that have no slot yet.
+
+        Collected once a step, because a step may judge hundreds of requests with thousands of hits each.
+        """
         if self._queued is None:
-            self._queued = {}
-            for other in wait.served:
-                if other.plans and other is not wait:
-                    self._queued.update(other.hits)
+            self._queued = [set() for _ in self.shares]
+            for wait in served:
+                for index in wait.plans:
+                    self._queued[index].update(key for key, tier in wait.hits.items() if tier == index)
         return self._queued
 
     def _end_behind(self, wait: Wait, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -161,6 +162,29 @@ def test_tier_with_an_unknown_load_is_refused() -> None:
         assert GuardedTier(tier, Metrics()).load
     with pytest.raises(ConfigError, match="'sometimes'"):
         BlockManager(Slots(4), [tier], ManagerOptions(), clock=Clock())
+
+
+def step_that_judges_s(requests: int) -> float:
+    """CPU seconds of the end of a step in which so many requests learn that a tier has their 300 blocks."""
+    tier = ScriptedTier(make_view(64), auto=False)
+    tier.liar = True
+    manager = BlockManager(Slots(64), [tier], ManagerOptions(), clock=Clock())
+    manager.decisions.steps.prefill.learn(1000, 1000 * 500, 0.5)
+    for number in range(requests):
+        context = ReqContext(f"r{number}")
+        manager.note_request(context.req_id, 4800, 0)
+        for at in range(300):
+            assert manager.lookup(block_key(number * 300 + at), context) is None
+    began = time.thread_time()
+    manager.on_schedule_end()
+    assert manager.metrics.value("kvtiers_load_decisions_total", "scripted", "unknown") == requests
+    return time.thread_time() - began
+
+
+def test_step_that_judges_four_times_the_requests_takes_less_than_ten_times_as_long() -> None:
+    """Each request once took a copy of all hits that waited: 200 requests held a step up for more than a second."""
+    few_s = min(step_that_judges_s(75) for _ in range(3))
+    assert step_that_judges_s(300) < 10 * few_s
 
 
 # ---- the simulation
