@@ -30,6 +30,9 @@ _MEMORY_JOBS = 16  # loads of a tier, likewise
 _DOUBT_MAX = 0.5
 _STEPS_MAX = 64  # steps that have not ended; an engine has a few
 
+Terms = tuple[float, float, float]  # of a prefill: steps, tokens, work
+_NOTHING: Terms = (0.0, 0.0, 0.0)
+
 
 class Fit:
     """Seconds as a sum of terms with coefficients of 0 or more, by least squares of relative errors.
@@ -123,14 +126,17 @@ class Prefill:
 
     def seconds(self, tokens: float, context: float) -> float:
         """Seconds to compute ``tokens`` after ``context`` others; 0 if nothing is known."""
-        if tokens <= 0:
-            return 0.0
-        steps = math.ceil(tokens / self._step_tokens_max)
-        return self._fit.seconds((steps, tokens, tokens * (context + tokens / 2)))
+        return self.seconds_of(self.terms(tokens, context))
 
-    def step_s(self, tokens: float, work: float) -> float:
-        """Seconds of a step with these prompt tokens."""
-        return self._fit.seconds((1.0, tokens, work))
+    def terms(self, tokens: float, context: float) -> Terms:
+        """Steps, tokens and work of ``tokens`` after ``context`` others. Those of several prompts can be added."""
+        if tokens <= 0:
+            return _NOTHING
+        return math.ceil(tokens / self._step_tokens_max), tokens, tokens * (context + tokens / 2)
+
+    def seconds_of(self, terms: Terms) -> float:
+        """Seconds to compute so many steps, tokens and so much work."""
+        return self._fit.seconds(terms)
 
     def doubt(self, tokens: float) -> float:
         """Share of ``seconds`` that may be too much."""
@@ -224,7 +230,8 @@ class Steps:
     def __init__(self, step_tokens_max: int) -> None:
         self.prefill = Prefill(step_tokens_max)
         self._sizes: dict[str, int] = {}  # request -> its tokens, until all of them are computed
-        self._computed: dict[str, int] = {}  # request whose prompt is computed next -> tokens after its latest step
+        self._left: dict[str, Terms] = {}  # request whose prompt is computed next -> what is left of it
+        self._queued = _NOTHING  # sum of these, because hundreds of requests may ask for it in one step
         self._running: deque[tuple[float, int, float]] = deque(maxlen=_STEPS_MAX)  # began, prompt tokens, work
         self._ended_at = -math.inf
 
@@ -254,7 +261,7 @@ class Steps:
             if computed + count >= size:
                 self.forget(req_id)
             else:
-                self._computed[req_id] = computed + count
+                self._leave(req_id, self.prefill.terms(size - computed - count, computed + count))
         self._running.append((now, tokens, work))
 
     def ended(self, now: float) -> None:
@@ -268,22 +275,29 @@ class Steps:
     def queue(self, req_id: str, computed: int) -> None:
         """Note that the request waits to be computed, and for nothing else."""
         if req_id in self._sizes:
-            self._computed[req_id] = computed
+            self._leave(req_id, self.prefill.terms(self._sizes[req_id] - computed, computed))
 
     def forget(self, req_id: str) -> None:
         """Note that the request needs no more prompt tokens computed."""
         self._sizes.pop(req_id, None)
-        self._computed.pop(req_id, None)
+        self._queued = self._queued_but(req_id)
+        self._left.pop(req_id, None)
+
+    def _leave(self, req_id: str, terms: Terms) -> None:
+        self._queued = self._queued_but(req_id, terms)
+        self._left[req_id] = terms
+
+    def _queued_but(self, req_id: str, terms: Terms = _NOTHING) -> Terms:
+        """``_queued`` if these terms were left of the request."""
+        before = self._left.get(req_id, _NOTHING)
+        steps, tokens, work = (total - old + new for total, old, new in zip(self._queued, before, terms, strict=True))
+        return steps, tokens, work
 
     def queued_s(self, req_id: str) -> float:
         """Seconds until the engine has computed the prompts that it has begun, and those that wait only for that."""
-        return sum(
-            self.prefill.seconds(self._sizes[other] - done, done)
-            for other, done in self._computed.items()
-            if other != req_id
-        )
+        return self.prefill.seconds_of(self._queued_but(req_id))
 
     @property
     def running_s(self) -> float:
         """Expected seconds of the steps that have not ended."""
-        return sum(self.prefill.step_s(tokens, work) for _, tokens, work in self._running if tokens)
+        return sum(self.prefill.seconds_of((1, tokens, work)) for _, tokens, work in self._running if tokens)

@@ -90,6 +90,10 @@ def test_queue_is_what_the_engine_has_begun_and_what_waits_only_for_that() -> No
     assert steps.queued_s("declined") == pytest.approx(3.0, rel=0.01)
     steps.forget("long")
     assert steps.queued_s("") == pytest.approx(1.0, rel=0.01)
+    steps.began([("declined", 400, 0)], 3.0)
+    assert steps.queued_s("") == pytest.approx(0.6, rel=0.01)
+    steps.began([("declined", 600, 400)], 4.0)
+    assert steps.queued_s("") == 0
 
 
 def test_prefill_counts_the_steps_of_a_long_prompt_and_its_context() -> None:
