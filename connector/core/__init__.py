@@ -7,7 +7,7 @@ Nothing here imports torch or an engine. How a lookup becomes a load:
 2. ``decisions``: hits that the engine computes sooner than the tier loads them count as misses. ``worth`` has learned
    both times.
 3. ``loads``, at the end of the step: hits get slots while the region has room (``eviction``) and their tier has not
-   used up its share. The loads are submitted. A later step's end takes the results; late loads are given up.
+   used up its share. The loads are submitted (``jobs``). A later step's end takes the results; late loads are given up.
 4. ``waits``: the blocks are ready, and held for the request until ``prepare_load`` ends its wait.
 5. ``stores``: the blocks are also stored to the tiers before the one that had them, as new blocks are to all tiers.
 """

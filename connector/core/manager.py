@@ -22,7 +22,8 @@ from ...tiers.plain_logs import get_logger
 from ..base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from .decisions import Decisions, Prompt
 from .guard import GuardedTier, shut_down_tiers
-from .loads import Jobs, Loads
+from .jobs import Jobs
+from .loads import Loads
 from .options import ManagerOptions
 from .slots import BlockState, SlotCounts, Slots
 from .stores import Stores

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...tiers.blocks.keys import OffloadKey
 from .guard import GuardedTier
-from .loads import Job, Jobs
+from .jobs import Job, Jobs
 from .slots import Block, BlockState, Slots
 
 RETRY_S = 10.0
