@@ -112,13 +112,11 @@ class Declined:
 
     Attributes:
         reason: one of ``REASONS``.
-        blocks: number of hits; of a tier that was not asked, blocks of the whole prompt.
         load_s, compute_s: seconds that were expected.
         spent_s: seconds after which a load was given up; 0: it had not begun.
     """
 
     reason: str
-    blocks: int
     load_s: float
     compute_s: float
     spent_s: float = 0.0

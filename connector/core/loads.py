@@ -123,7 +123,7 @@ class Loads:
             if reason == "trial":
                 tried |= 1 << index
             elif reason not in LOADED:
-                self._decline(wait, index, reason, blocks - known, expected)
+                self._decline(wait, index, reason, expected)
         if prompt is not None and len(self.shares) > 1:
             order = decisions.order([share.progress.unreported + blocks - known for share in self.shares])
             lookups = [lookups[index] for index in order]
@@ -131,7 +131,7 @@ class Loads:
 
     def _judge(self, wait: Wait, now: float) -> None:
         """Decide about the hits of tiers that were not decided about. While answers are owed, only for loading them."""
-        if wait.is_judged():
+        if not wait.take_undecided():
             return
         parts: dict[int, tuple[int, list[OffloadKey]]] = {}  # tier -> number of its first hit, and its hits
         for number, (key, tier) in enumerate(wait.hits.items()):
@@ -155,7 +155,7 @@ class Loads:
                 queued.update(keys)
                 self._decisions.count(share.name, reason)
             elif not wait.owed:
-                self._decline(wait, index, reason, len(keys), expected)
+                self._decline(wait, index, reason, expected)
                 end = known + first
 
     def _queue(self, served: Iterable[Wait]) -> list[set[OffloadKey]]:
@@ -180,21 +180,19 @@ class Loads:
             is_behind = left > 0 and self._decisions.is_behind(index, wait.req_id, plan, left, share.progress, now)
             if left and not is_behind:
                 continue
-            wait.end_plan(index)
+            wait.plan(index, None)
             if is_behind:
                 for job in share.jobs_of(wait):
                     self._give_up(job)
                 spent_s = now - plan.began_at
                 way.learn_late(plan.total, share.progress.moved - plan.moved, spent_s)
-                self._decline(wait, index, "behind", left, plan.expected, spent_s)
+                self._decline(wait, index, "behind", plan.expected, spent_s)
 
-    def _decline(
-        self, wait: Wait, index: int, reason: str, blocks: int, expected: Expected | None, spent_s: float = 0.0
-    ) -> None:
+    def _decline(self, wait: Wait, index: int, reason: str, expected: Expected | None, spent_s: float = 0.0) -> None:
         load_s = compute_s = 0.0
         if expected is not None:
             load_s, compute_s = expected.load_s, expected.gain_s + expected.queue_s
-        wait.decline(index, Declined(reason, blocks, load_s, compute_s, spent_s))
+        wait.decline(index, Declined(reason, load_s, compute_s, spent_s))
         if wait.prompt is not None and not wait.plans and not wait.owed:
             self._decisions.steps.queue(wait.req_id, wait.prompt.computed)
         self._decisions.count(self.shares[index].name, reason)
@@ -247,7 +245,7 @@ class Loads:
     def _end_starving(self, wait: Wait, now: float) -> None:
         """Treat the request's hits as misses, because the region had no room for them in time.
 
-        Not while the engine computes other requests: the request would wait for these, too.
+        While the engine computes other requests, the hits wait on: as misses, they would be computed after those.
         """
         since = wait.starved_since
         if since is not None and now - since < self._room_wait_s + self._decisions.steps.queued_s(wait.req_id):

@@ -1,4 +1,4 @@
-"""Record: what happened to blocks, and why requests were not given more of them. ``kvtiers explain`` shows it.
+"""Record: what happened to blocks, and why requests did not load more of them. ``kvtiers explain`` shows it.
 
 Memory is bounded: the latest blocks, as hashes of their keys, and the requests that have not ended.
 """
@@ -82,7 +82,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Use:
-    """What a tier's bytes were at its last load."""
+    """A tier's total bytes at its latest load, or at the first look."""
 
     stored: float
     loaded: float
@@ -91,7 +91,7 @@ class _Use:
 
 
 class Record:
-    """What happened to blocks, and what became of requests. Scheduler thread only.
+    """What happened to blocks, and how many blocks each request loaded. Scheduler thread only.
 
     Args:
         metrics: counts the requests by reason.
@@ -100,7 +100,7 @@ class Record:
     Attributes:
         write: called with the line of each request that ended; must not block. None: lines are not made.
         expects_loads: whether a tier that is stored to and never loaded from is worth a warning.
-        is_alone: there are no tiers, so what leaves the region is lost.
+        is_alone: the region has no tiers behind it, so blocks that leave it are lost.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
@@ -122,7 +122,7 @@ class Record:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def blocks(self, reason: str, keys: Collection[OffloadKey], tier: str = "", **facts: Any) -> None:
-        """Note what happened to blocks, whoever asks for them."""
+        """Note what happened to blocks, for all requests that will miss them."""
         if keys:
             fate = Fate(reason, tier, self._clock(), facts)
             self._fates.put(keys, fate)
@@ -130,12 +130,12 @@ class Record:
                 self._late.put(keys, fate)
 
     def ended(self, tier: str, reason: str, keys: Collection[OffloadKey]) -> None:
-        """Note how a tier's job ended for these blocks. ``take`` does it, for all blocks of a step at once."""
+        """Note how a tier's job ended for these blocks. ``take`` records them, all blocks of a step at once."""
         if keys:
             self._ended.setdefault(tier, {}).setdefault(reason, []).extend(keys)
 
     def left_region(self, reason: str, keys: Collection[OffloadKey]) -> None:
-        """Note that blocks have left the region. What became of them in a tier says more, if it is known."""
+        """Note that blocks have left the region. A fate that is known already says more, and is kept."""
         self.blocks(reason, [key for key in keys if self._fates.get(key) is None])
 
     def take(
@@ -152,7 +152,7 @@ class Record:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def note(self, req_id: str, reason: str, keys: Collection[OffloadKey], tier: str = "", **facts: Any) -> None:
-        """Note why this request is not given blocks that other requests may be given. The next lookups miss them."""
+        """Note why blocks are absent for this request only. Its next lookups miss them."""
         self._request(req_id).notes.update(dict.fromkeys(map(hash, keys), Fate(reason, tier, self._clock(), facts)))
 
     def is_new_miss(self, req_id: str, key: OffloadKey) -> bool:

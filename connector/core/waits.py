@@ -213,19 +213,15 @@ class Wait:
         """Ask these tiers, in this order, and load from the ``tried`` ones whatever is expected of them."""
         self.lookups, self.tried = lookups, tried
 
-    def is_judged(self) -> bool:
-        """Whether nothing is to be decided: since the last call, no other hits are known, or all are planned."""
+    def take_undecided(self) -> bool:
+        """Whether hits that are not planned have to be decided about: what is known has changed since the last call."""
         undecided = self.hit_tiers & ~sum(1 << tier for tier in self.plans)
         before, self.judged = self.judged, (undecided, len(self.hits), len(self.owed))
-        return not undecided or self.judged == before
+        return bool(undecided) and self.judged != before
 
     def plan(self, tier: int, plan: Plan | None) -> None:
-        """Load hits from the tier."""
+        """Load hits from the tier. None: whatever time it takes."""
         self.plans[tier] = plan
-
-    def end_plan(self, tier: int) -> None:
-        """Expect nothing more of a tier that has loaded all hits, or does not in time; other hits are loaded."""
-        self.plans[tier] = None
 
     def decline(self, tier: int, declined: Declined) -> None:
         """Load no more from the tier: its hits, and its blocks that are being filled, count as absent."""

@@ -24,7 +24,7 @@ from tests.e2e.far import far
 from tests.soak.s3_server import BUCKET, S3Process
 
 BLOCK_TOKENS = 32
-CELLS = ("20:5:2000", "100:5:2000", "1000:5:2000")
+CELLS = ("20:5:2000", "50:5:2000", "1000:5:2000")
 COLD, LEFT_OUT = 3, 10
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
 

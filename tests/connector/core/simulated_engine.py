@@ -66,7 +66,7 @@ class LinkTier(SecondaryTierManager):
         self.absent: set[OffloadKey] = set()
         self.loaded = 0
         self._clock = clock
-        self._lookups: dict[OffloadKey, float] = {}  # when each is answered
+        self.asked: dict[OffloadKey, float] = {}  # key that was looked up -> when it is answered
         self._open: dict[str, set[OffloadKey]] = {}
         self._waiting: deque[tuple[float, int]] = deque()  # submitted at, job
         self._left: dict[int, int] = {}  # blocks of each job that have not arrived
@@ -78,7 +78,7 @@ class LinkTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         now = self._clock()
-        if self._lookups.setdefault(key, now + self.link.latency_s) > now:
+        if self.asked.setdefault(key, now + self.link.latency_s) > now:
             assert req_context is not None
             self._open.setdefault(req_context.req_id, set()).add(key)
             return None
@@ -88,7 +88,7 @@ class LinkTier(SecondaryTierManager):
         now = self._clock()
         answered = {}
         for req_id, keys in list(self._open.items()):
-            if known := {key for key in keys if self._lookups[key] <= now}:
+            if known := {key for key in keys if self.asked[key] <= now}:
                 answered[req_id] = known
                 keys -= known
                 if not keys:
@@ -115,7 +115,7 @@ class LinkTier(SecondaryTierManager):
         """When something happens next, at the latest."""
         while self._advance():
             pass
-        answers = [self._lookups[key] for keys in self._open.values() for key in keys]
+        answers = [self.asked[key] for keys in self._open.values() for key in keys]
         return min([self._batch_ends if self._batch else math.inf, *answers])
 
     def _advance(self) -> bool:
@@ -142,11 +142,22 @@ class LinkTier(SecondaryTierManager):
         return True
 
 
+def look_up(manager: BlockManager, keys: Iterable[OffloadKey], context: ReqContext) -> list[bool | None]:
+    """The answers for a request's keys, up to the first miss: an engine asks no further."""
+    answers = []
+    for key in keys:
+        answers.append(manager.lookup(key, context))
+        if answers[-1] is False:
+            break
+    return answers
+
+
 @dataclass
 class Request:
     """A request of one token.
 
     Attributes:
+        loaded: number of its tokens that were loaded.
         first_token_at: time of its first token.
     """
 
@@ -155,6 +166,7 @@ class Request:
     tokens: int
     came_at: float
     computed: int = 0
+    loaded: int = 0
     first_token_at: float = math.nan
 
     @property
@@ -270,18 +282,12 @@ class Engine:
         if self.manager.continue_wait(request.req_id):
             return False
         self.manager.note_request(request.req_id, request.tokens, 0)
-        found, is_open = [], False
-        for key in request.keys:
-            answer = self.manager.lookup(key, context)
-            if answer is False:
-                break
-            is_open |= answer is None
-            found.append(key)
-        if is_open:
+        answers = look_up(self.manager, request.keys, context)
+        if None in answers:
             return False
-        if found:
+        if found := request.keys[: sum(map(bool, answers))]:
             self.manager.prepare_load(found, context)
             self.manager.touch(found)
             self.manager.complete_load(found)
-        request.computed = len(found) * self.block_tokens
+        request.computed = request.loaded = len(found) * self.block_tokens
         return True

@@ -71,7 +71,7 @@ def test_hits_are_loaded_while_nothing_is_known_about_the_engine() -> None:
     assert slow.tiers[0].loaded > 0
 
 
-def test_hits_of_a_fast_link_are_loaded_and_those_of_a_slow_one_computed() -> None:
+def test_hits_are_loaded_over_a_fast_link_and_computed_over_a_slow_one() -> None:
     fast, slow = engine(FAST), engine(SLOW)
     assert warm(fast)[-1] < 0.4 * fast.compute_s(2000)
     assert decisions(fast)["faster"] >= 8
@@ -79,10 +79,13 @@ def test_hits_of_a_fast_link_are_loaded_and_those_of_a_slow_one_computed() -> No
     assert decisions(slow)["slower"] >= 8
 
 
-def test_tier_that_is_too_slow_is_not_even_looked_up() -> None:
+def test_tier_that_is_too_slow_for_the_whole_prompt_gets_no_lookups() -> None:
     """A lookup takes the link's latency, too."""
     far = engine(FAST, latency_s=1.0)
     assert warm(far)[-1] == pytest.approx(far.compute_s(2000))
+    asked = len(far.tiers[0].asked)
+    assert far.first_token_s(2000) == pytest.approx(far.compute_s(2000))
+    assert len(far.tiers[0].asked) == asked > 0
 
 
 def test_load_always_and_never_are_obeyed_whatever_is_expected() -> None:
@@ -94,7 +97,7 @@ def test_load_always_and_never_are_obeyed_whatever_is_expected() -> None:
     assert never.tiers[0].loaded == 0
 
 
-def test_tier_that_was_slow_is_tried_again_and_believed() -> None:
+def test_tier_that_becomes_fast_is_used_again_after_a_trial() -> None:
     healed = engine(SLOW)
     warm(healed)
     healed.tiers[0].link.blocks_per_s *= FAST / SLOW
@@ -111,7 +114,7 @@ def test_trial_costs_less_than_half_of_computing() -> None:
     assert max(times) < 1.5 * slow.compute_s(2000)
 
 
-def test_load_that_falls_behind_is_ended_and_its_prefix_is_used() -> None:
+def test_load_that_falls_behind_is_given_up_and_blocks_that_arrived_are_used() -> None:
     dropped = engine(3e8)
     usual_s = warm(dropped)[-1]
     dropped.tiers[0].link.slow_at = dropped.clock.now + usual_s / 2
@@ -120,13 +123,13 @@ def test_load_that_falls_behind_is_ended_and_its_prefix_is_used() -> None:
     dropped.run()
     assert decisions(dropped)["behind"] == 1
     assert request.first_token_s < 1.3 * dropped.compute_s(2000)
-    assert request.computed == request.tokens
-    wait = dropped.manager.metrics.value("kvtiers_slots", "quarantined")
+    assert 0 < request.loaded < request.tokens - BLOCK_TOKENS
+    assert dropped.manager.slots.counts().quarantined > 0
     dropped.rest(1000)
-    assert dropped.manager.slots.counts().quarantined == 0 <= wait
+    assert dropped.manager.slots.counts().quarantined == 0
 
 
-def test_declined_request_tells_blocks_and_expected_seconds() -> None:
+def test_declined_request_keeps_the_reason_and_the_expected_seconds() -> None:
     slow = engine(SLOW)
     warm(slow)
     request = slow.send(2000)
@@ -134,12 +137,11 @@ def test_declined_request_tells_blocks_and_expected_seconds() -> None:
     assert slow.manager.lookup(request.keys[0], ReqContext(request.req_id)) is False
     declined = slow.manager._waits.by_id[request.req_id].declined[0]
     assert declined.reason == "slower"
-    assert declined.blocks == 2000 / BLOCK_TOKENS
     assert declined.compute_s == pytest.approx(slow.compute_s(2000), rel=0.05)
     assert declined.load_s > 5 * declined.compute_s
 
 
-def test_block_comes_from_the_tier_that_gives_it_soonest() -> None:
+def test_tier_that_loads_soonest_is_asked_before_an_earlier_tier() -> None:
     both = Engine([Link(100, 0.05), Link(5000, 0.0005)], 0.002, 1 / 500, block_tokens=BLOCK_TOKENS)
     first = both.tiers[0].absent
     for _ in range(2):

@@ -24,6 +24,7 @@ from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.metrics import Metrics
 from tests.clock import Clock
 from tests.connector.core.scripted_tier import PollingTier, ScriptedTier, job_keys, make_view, pattern, row
+from tests.connector.core.simulated_engine import look_up
 from tests.identity import block_key
 from tests.promises import Record
 
@@ -64,12 +65,8 @@ class Engine:
         self.manager.complete_store(keys)
 
     def lookup(self, keys: Sequence[OffloadKey], req: ReqContext = REQ) -> list[bool | None]:
-        """As an engine does: in order, until the first miss; then the step ends."""
-        answers = []
-        for key in keys:
-            answers.append(self.manager.lookup(key, req))
-            if answers[-1] is False:
-                break
+        """A step: in order, until the first miss."""
+        answers = look_up(self.manager, keys, req)
         self.manager.on_schedule_end()
         return answers
 

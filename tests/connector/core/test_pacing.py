@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtiers.connector.core.pacing import PAUSE_S, SHORT_STEP_S, Pacer, drain
 
 
-def test_it_pauses_only_between_short_steps_while_something_loads() -> None:
+def test_pacer_pauses_only_between_short_steps_while_something_loads() -> None:
     now = [0.0]
     slept: list[float] = []
     pacer = Pacer(clock=lambda: now[0], sleep=slept.append)
@@ -22,7 +22,7 @@ def test_it_pauses_only_between_short_steps_while_something_loads() -> None:
     assert slept == [PAUSE_S]
 
 
-def test_it_pauses_while_somebody_waits_for_a_lookup() -> None:
+def test_pacer_pauses_while_a_request_waits_for_a_lookup() -> None:
     now = [0.0]
     slept: list[float] = []
     pacer = Pacer(clock=lambda: now[0], sleep=slept.append)

@@ -34,6 +34,7 @@ from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.clock import Clock
 from tests.connector.commands.test_storage_commands import ok
 from tests.connector.core.scripted_tier import ScriptedTier
+from tests.connector.core.simulated_engine import look_up
 from tests.identity import CONFIG, FakeSpec, block_key
 from tests.tiers.server.in_threads import in_threads
 from tests.waiting import PATIENT, wait_for
@@ -55,12 +56,13 @@ class Engine:
         self.spec = FakeSpec(metrics=self.slots.metrics)
         self.lines: list[str] = []
         self.slots.record.write = self.lines.append
-        self._clock = {} if clock is None else {"clock": clock}
+        self._clock = clock
         self._options = options
         self.manager = BlockManager(self.slots)
 
     def with_tiers(self, *tiers: SecondaryTierManager) -> Engine:
-        self.manager = BlockManager(self.slots, tiers, ManagerOptions(**self._options), **self._clock)
+        clock = self._clock or time.monotonic
+        self.manager = BlockManager(self.slots, tiers, ManagerOptions(**self._options), clock=clock)
         return self
 
     def files(self, root: Path, *, changed: dict[str, Any] | None = None, **options: Any) -> Engine:
@@ -89,6 +91,21 @@ class Engine:
                 self.spec, self.view, "far", make_backend=make, mapper=self.mapper, options=limits, clock=clock
             )
         )
+
+    def scripted(self, name: str, keys: Sequence[Any] = (), *, auto: bool = True) -> ScriptedTier:
+        """With a scripted tier that has these keys."""
+        tier = ScriptedTier(self.view, name, auto=auto)
+        tier.put(*keys)
+        self.with_tiers(tier)
+        return tier
+
+    def wait(self, *step_s: float, keys: Sequence[Any] = KEYS[:1], req_id: str = "reader") -> None:
+        """For each of these times, look the keys up, end the step, and let the time pass."""
+        assert self._clock is not None
+        for seconds in step_s:
+            look_up(self.manager, keys, ReqContext(req_id))
+            self.manager.on_schedule_end()
+            self._clock.advance(seconds)
 
     def store(self, keys: Sequence[Any] = KEYS[:4], req_id: str = "writer") -> None:
         """Store blocks to all tiers, and wait for the tiers."""
@@ -130,11 +147,7 @@ class Engine:
         context = ReqContext(req_id)
 
         def found() -> list[bool]:
-            answers = []
-            for key in keys:
-                answers.append(self.manager.lookup(key, context))
-                if answers[-1] is False:
-                    break
+            answers = look_up(self.manager, keys, context)
             self.manager.on_schedule_end()
             return [] if None in answers else [bool(answer) for answer in answers]
 
@@ -393,15 +406,9 @@ def load_raises_io_errors(root: Path) -> str:
 
 
 def load_hangs(root: Path) -> str:
-    clock = Clock()
-    engine = Engine(clock=clock, load_deadline_s=3.0)
-    tier = ScriptedTier(engine.view, "slow", auto=False)
-    engine.with_tiers(tier)
-    tier.put(*KEYS[:4])
-    engine.manager.lookup(KEYS[0], ReqContext("reader"))
-    engine.manager.on_schedule_end()
-    clock.advance(4.0)
-    engine.manager.on_schedule_end()
+    engine = Engine(clock=Clock(), load_deadline_s=3.0)
+    engine.scripted("slow", KEYS[:4], auto=False)
+    engine.wait(4.0, 0.0)
     assert engine.ask() == 0
     return engine.end()
 
@@ -425,18 +432,12 @@ def loading_is_slower_than_computing(root: Path) -> str:
 
 
 def loading_falls_behind_computing(root: Path) -> str:
-    clock = Clock()
-    engine = Engine(clock=clock, blocks_per_token=1 / 16)
-    tier = ScriptedTier(engine.view, "slow", auto=False)
-    engine.with_tiers(tier)
-    tier.put(*KEYS[:4])
+    engine = Engine(clock=Clock(), blocks_per_token=1 / 16)
+    engine.scripted("slow", KEYS[:4], auto=False)
     computes_fast(engine)
     for _ in range(100):
         engine.manager.decisions.ways[0].learn(4, 0.5)  # it was faster
-    assert engine.manager.lookup(KEYS[0], ReqContext("reader")) is None
-    for _ in range(20):
-        engine.manager.on_schedule_end()
-        clock.advance(0.1)
+    engine.wait(*[0.1] * 20)
     assert engine.ask() == 0
     return engine.end()
 
@@ -450,48 +451,27 @@ def tier_is_never_loaded_from(root: Path) -> str:
 
 
 def region_has_no_room_to_load(root: Path) -> str:
-    clock = Clock()
-    engine = Engine(4, clock=clock)
-    tier = ScriptedTier(engine.view, "near")
-    engine.with_tiers(tier)
-    tier.put(*KEYS[:4])
+    engine = Engine(4, clock=Clock())
+    engine.scripted("near", KEYS[:4])
     assert engine.manager.prepare_store(KEYS[8:12], ReqContext("busy")) is not None
-    for _ in range(3):
-        engine.manager.lookup(KEYS[0], ReqContext("reader"))
-        engine.manager.on_schedule_end()
-        clock.advance(0.4)
+    engine.wait(0.4, 0.4, 0.4)
     assert engine.ask() == 0
     return engine.end()
 
 
 def region_is_smaller_than_the_request(root: Path) -> str:
-    clock = Clock()
-    engine = Engine(4, clock=clock, load_share=1.0)
-    tier = ScriptedTier(engine.view, "near")
-    engine.with_tiers(tier)
-    tier.put(*KEYS[:8])
-    for _ in range(4):
-        for key in KEYS[:8]:
-            engine.manager.lookup(key, ReqContext("reader"))
-        engine.manager.on_schedule_end()
-        clock.advance(0.4)
+    engine = Engine(4, clock=Clock(), load_share=1.0)
+    engine.scripted("near", KEYS[:8])
+    engine.wait(0.4, 0.4, 0.4, 0.4, keys=KEYS[:8])
     assert engine.ask(KEYS[:8]) == 4
     return engine.end()
 
 
 def loads_fill_the_tiers_share(root: Path) -> str:
-    clock = Clock()
-    engine = Engine(8, clock=clock, load_share=0.25, load_deadline_s=3.0)
-    tier = ScriptedTier(engine.view, "stuck", auto=False)
-    engine.with_tiers(tier)
-    tier.put(*KEYS[:8])
-    for key in KEYS[4:6]:
-        engine.manager.lookup(key, ReqContext("first"))
-    engine.manager.on_schedule_end()
-    for _ in range(3):
-        engine.manager.lookup(KEYS[0], ReqContext("reader"))
-        engine.manager.on_schedule_end()
-        clock.advance(2.0)
+    engine = Engine(8, clock=Clock(), load_share=0.25, load_deadline_s=3.0)
+    engine.scripted("stuck", KEYS[:8], auto=False)
+    engine.wait(0.0, keys=KEYS[4:6], req_id="first")
+    engine.wait(2.0, 2.0, 2.0)
     assert engine.ask() == 0
     return engine.end()
 
@@ -506,15 +486,9 @@ def storage_is_silent(root: Path) -> str:
 
 
 def lookups_take_too_long(root: Path) -> str:
-    clock = Clock()
-    engine = Engine(clock=clock, lookup_total_s=5.0)
-    tier = ScriptedTier(engine.view, "slow")
-    tier.silent = True
-    engine.with_tiers(tier)
-    for _ in range(8):
-        engine.manager.lookup(KEYS[0], ReqContext("reader"))
-        engine.manager.on_schedule_end()
-        clock.advance(1.0)
+    engine = Engine(clock=Clock(), lookup_total_s=5.0)
+    engine.scripted("slow").silent = True
+    engine.wait(*[1.0] * 8)
     assert engine.ask() == 0
     return engine.end()
 
@@ -538,9 +512,7 @@ def tier_is_cut_off(root: Path) -> str:
 
 def too_many_requests_wait(root: Path) -> str:
     engine = Engine(requests_max=1)
-    tier = ScriptedTier(engine.view)
-    tier.silent = True
-    engine.with_tiers(tier)
+    engine.scripted("slow").silent = True
     engine.manager.lookup(KEYS[8], ReqContext("waits"))
     assert engine.ask() == 0
     return engine.end()
@@ -713,7 +685,9 @@ def test_memory_of_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert metrics.value("kvtiers_requests_total", "other") == 500 - REASONS_MAX
 
 
-def test_tier_that_is_stored_to_and_never_loaded_from_is_told_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_about_a_tier_without_loads_is_logged_once_an_hour(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock, metrics = Clock(), Metrics()
     record = Record(metrics, clock)
 
