@@ -1,8 +1,8 @@
 """Runs pytest, and once more, alone, the tests that failed: ``python -m tests.pytest_twice [OPTION]...``.
 
-For CI, where hundreds of tests run real processes and servers side by side. A fault fails again; the failure of a test
-that only a busy machine makes fail stays in the log. Only failed tests get a second try: a run that ended in any other
-way (a crash, a usage error, no tests) has failed.
+For CI, where hundreds of tests run real processes and servers side by side. A real fault makes a test fail again. A
+test that failed because the machine was busy passes, and its first failure stays in the log. Only failed tests run
+again: a run that ended in any other way (a crash, a usage error, no tests) has failed.
 """
 
 from __future__ import annotations

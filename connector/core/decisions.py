@@ -13,8 +13,8 @@ A load is worth it if it is expected to end before the engine would have compute
 3. While they are loaded: at the pace of this load, the rest takes longer than computing it. So that the pace shows, a
    load that is not much faster than computing is submitted piece by piece.
 
-Every ``TRIAL_EVERY``-th request for which a tier is too slow tries it all the same, within (3). So a tier that was slow
-once is believed again.
+Every ``TRIAL_EVERY``-th request for which a tier is too slow loads from it anyway, until (3) ends the load. So a tier
+that has become faster is noticed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Expected:
 
     Attributes:
         load_s: until it is loaded.
-        is_known: ``load_s`` is not only the least that it can be.
+        is_known: False: ``load_s`` is only a lower bound.
         gain_s: to compute what the load replaces.
         queue_s: to compute the prompts that the engine has begun, which a request waits for in any case.
         doubt: share of ``gain_s`` that may be too much.
@@ -78,9 +78,9 @@ class Progress:
     """A tier's loads since its start.
 
     Attributes:
-        moved: number of blocks that it has loaded, or failed to load.
-        moved_at: when it last did.
-        unreported: number of blocks that it loads now.
+        moved: number of blocks whose loads it has reported, as loaded or failed.
+        moved_at: time of the latest report.
+        unreported: number of blocks that it is loading.
     """
 
     moved: int = 0
@@ -90,7 +90,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A load that was begun because of what was expected of it.
+    """What was expected of a load when it was decided.
 
     Attributes:
         began_at: time of the decision.
@@ -108,12 +108,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Hits that were not loaded, or no longer.
+    """Why a request does not load from a tier, or no longer does.
 
     Attributes:
         reason: one of ``REASONS``.
         load_s, compute_s: seconds that were expected.
-        spent_s: seconds after which a load was given up; 0: it had not begun.
+        spent_s: seconds after which its load was given up; 0: no load had begun.
     """
 
     reason: str
@@ -126,7 +126,7 @@ class Decisions:
     """Decides for all requests and tiers.
 
     Attributes:
-        steps: the engine's steps, of which its connector tells.
+        steps: the engine's steps; its connector reports them here.
         ways: by tier.
     """
 

@@ -35,7 +35,7 @@ class ManagerOptions:
         requests_max: how many requests are remembered. A further request replaces one that had no lookups for 5 s; if
             there is none, the further request is a miss.
         shutdown_s: time limit of ``shutdown``. vLLM kills its engine after 5 s.
-        blocks_per_token: stored blocks of a token of a long prompt. 0: hits always count as the whole prompt.
+        blocks_per_token: number of stored blocks per token of a long prompt. 0: hits always count as the whole prompt.
         step_tokens_max: tokens that the engine computes in one step.
     """
 
@@ -60,5 +60,6 @@ class ManagerOptions:
         for name in ("store_backlog_share", "load_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{getattr(self, name)!r} is not accepted; write above 0, up to 1", field=name)
-        if self.requests_max < 1:
-            raise ConfigError(f"{self.requests_max!r} is not accepted; write 1 or more", field="requests_max")
+        for name in ("requests_max", "step_tokens_max"):
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"{getattr(self, name)!r} is not accepted; write 1 or more", field=name)

@@ -106,7 +106,7 @@ class Slots(OffloadingManager):
         policy: eviction policy; LRU by default.
 
     Attributes:
-        record: of blocks and requests, also for the classes that serve the region's requests and tiers.
+        record: what happened to blocks and requests. The classes that use the region write to it, too.
     """
 
     def __init__(

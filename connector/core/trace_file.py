@@ -13,7 +13,7 @@ from ...tiers.plain_logs import get_logger
 logger = get_logger(__name__)
 
 FILE_BYTES_MAX: Final = 64 << 20  # then the file becomes PATH.1, and a new one begins
-LINES_MAX: Final = 4096  # waiting to be written; the oldest are dropped, as if the disk hung
+LINES_MAX: Final = 4096  # that wait to be written; if the disk hangs, the oldest are dropped
 CLOSE_S: Final = 1.0
 
 
@@ -23,7 +23,7 @@ class TraceFile:
     The scheduler's thread calls ``write`` and ``close``. If the file cannot be written, that is logged once.
 
     Args:
-        path: opened for each write, so it may be moved away. Only this user can read it.
+        path: opened for each write, so it may be moved away. A new file is readable by its owner only.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,7 +41,7 @@ class TraceFile:
         self._has_lines.set()
 
     def close(self) -> None:
-        """Write what waits, within ``CLOSE_S``."""
+        """Write the lines that wait. Gives up after ``CLOSE_S``."""
         self._is_closed = True
         self._has_lines.set()
         self._thread.join(CLOSE_S)

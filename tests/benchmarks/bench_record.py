@@ -4,8 +4,8 @@
 
 64 requests run. In each step, four of them have filled a block, which is stored to an fs tier; every 16th step, one
 ends and another comes, whose prompt of 64 blocks is not found. Two managers with a tier each take turns, step by step:
-one has a record, the other has one that does nothing. Both do the same calls at about the same time, so that what else
-the machine does hits both alike. Figures: CPU time of the scheduler's thread in kvtiers' calls of a step, as a median
+one has a record, the other has one that does nothing. Both do the same calls at about the same time, so other load
+of the machine affects both alike. Figures: CPU time of the scheduler's thread in kvtiers' calls of a step, as a median
 and as a mean; the ratio; and the difference as a part of a step with a forward pass of 5 ms.
 """
 

@@ -1,10 +1,11 @@
 """By how much real writers exceed a root's ``max_bytes``: ``python -m tests.benchmarks.bench_writers ROOT``.
 
 Each writer is a process with a whole tier, as an engine has one, and stores new blocks as fast as the tier takes them.
-Meanwhile this process sums up the files, which the collector and the writers do not help with. ``--answer-after-ms``
-delays every call of the storage, so that it behaves like a far one: polls of 5 s instead of 0.25 s.
+Meanwhile this process sums up the sizes of the files, independently of the collector. ``--answer-after-ms`` delays
+every call of the storage, so that it behaves like a remote one: polls of 5 s instead of 0.25 s.
 
-Prints the largest overshoot, and the bytes that the writers put in three polls, which is the most it may be (D1).
+Prints the largest overshoot, and the bytes that the writers put in three polls at their mean rate. Promise D1 allows
+three polls once the collector has started, and 10 s of puts before: the run must be much longer than that.
 """
 
 from __future__ import annotations

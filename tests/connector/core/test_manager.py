@@ -1982,6 +1982,7 @@ def test_manager_without_tiers_is_the_region_alone() -> None:
         {"store_backlog_share": 1.1},
         {"load_share": 0},
         {"requests_max": 0},
+        {"step_tokens_max": 0},
     ],
 )
 def test_invalid_option_error_names_the_option(option: dict[str, Any]) -> None:
