@@ -182,9 +182,9 @@ class Loads:
                 continue
             wait.plan(index, None)
             if is_behind:
-                for job in share.jobs_of(wait):
-                    self._give_up(job)
                 spent_s = now - plan.began_at
+                for job in share.jobs_of(wait):  # other requests may wait for its blocks
+                    self._give_up(job, "load:behind", expected_s=plan.expected.load_s, actual_s=spent_s)
                 way.learn_late(plan.total, share.progress.moved - plan.moved, spent_s)
                 self._decline(wait, index, "behind", plan.expected, spent_s)
 
@@ -286,7 +286,7 @@ class Loads:
                 if self.has_failed(wait, block.key, index):
                     wait.filling_ended(block.key)  # another request's load failed meanwhile: do not wait for this one
             if not self._jobs.submit(job):
-                self._give_up(job)
+                self._give_up(job, "load:error")
 
     def end(self, job: Job, succeeded: Collection[OffloadKey]) -> list[Block]:
         """End a load that its tier reported, or that raised and is past its deadline. Returns the ready blocks."""
@@ -317,12 +317,11 @@ class Loads:
                 # Not counted as a contained error: the storage hangs, which is not the tier's fault.
                 message = f"tier {share.name}: loads over {share.deadline_s:g} s are given up"
                 self._slots.log_once(f"late {share.index}", message)
-                keys = [block.key for block in job.blocks]
-                self._slots.record.blocks("load:late", keys, share.name, deadline_s=share.deadline_s)
-                self._give_up(job)
+                self._give_up(job, "load:late", deadline_s=share.deadline_s)
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: Job, reason: str, **facts: float) -> None:
         """Wait for a load no longer. Its slots stay out of use until the tier reports the job."""
+        self._slots.record.blocks(reason, [block.key for block in job.blocks], self.shares[job.tier].name, **facts)
         self._note_failed(job, job.blocks)
         self._slots.quarantine(job.blocks)
         self._end_wait(job, ())

@@ -442,6 +442,30 @@ def loading_falls_behind_computing(root: Path) -> str:
     return engine.end()
 
 
+def load_of_another_request_falls_behind(root: Path) -> str:
+    """Of a request that waits for the same blocks, and has decided nothing itself."""
+    engine = Engine(clock=Clock(), blocks_per_token=1 / 16)
+    engine.scripted("slow", KEYS[:4], auto=False)
+    engine.slots.record.ended("slow", "stored", KEYS[:4])
+    computes_fast(engine)
+    engine.manager.note_request("first", 64, 0)
+    for _ in range(100):
+        engine.manager.decisions.ways[0].learn(4, 0.5)
+    engine.wait(0.0, req_id="first")
+    for _ in range(20):
+        engine.manager.lookup(KEYS[0], ReqContext("reader"))
+        engine.wait(0.1, req_id="first")
+    assert engine.ask() == 0
+    return engine.end()
+
+
+def submission_of_a_load_raises(root: Path) -> str:
+    engine = Engine(clock=Clock())
+    engine.scripted("broken", KEYS[:4]).raising.add("submit_load")
+    assert engine.ask() == 0
+    return engine.end()
+
+
 def tier_is_never_loaded_from(root: Path) -> str:
     engine = Engine().files(root, load="never")
     engine.store()
@@ -576,6 +600,8 @@ CAUSES: list[tuple[Callable[[Path], str], str, str]] = [
     (load_hangs, "load:late", "from tier slow took longer than 3 s and was given up"),
     (loading_is_slower_than_computing, "load:slower", "from tier disk would take 4.2 s, and computing it 0.9 s"),
     (loading_falls_behind_computing, "load:behind", "from tier slow was given up after"),
+    (load_of_another_request_falls_behind, "load:behind", "from tier slow was given up after"),
+    (submission_of_a_load_raises, "load:error", "from tier broken failed (error)"),
     (tier_is_never_loaded_from, "load:never", "its option load: never"),
     (region_has_no_room_to_load, "region:no_room", "tier near has the next block, but the region had no room"),
     (region_is_smaller_than_the_request, "region:too_small", "needs 8 blocks, and the region has 4"),
