@@ -1383,6 +1383,25 @@ def test_wait_for_a_tiers_share_is_bounded() -> None:
     assert engine.lookup(KEYS[:16], ReqContext("large")) == [True] * 8 + [None] * 8  # not given up
 
 
+def test_wait_for_the_own_blocks_of_a_slow_load_does_not_count_as_a_wait_for_a_share() -> None:
+    engine = Engine(num_blocks=64, auto=False, load_share=0.25, load_deadline_s=20.0, blocks_per_token=1 / 16)
+    steps, (way,) = engine.manager.decisions.steps, engine.manager.decisions.ways
+    for blocks in (1, 4, 16) * 10:
+        steps.prefill.learn(640, 640 * 320, 100.0)
+        way.learn(blocks, 1.5 * blocks)
+    engine.tier.put(*KEYS[:60])
+    engine.manager.note_request("slow", 640, 0)
+    slow, other = ReqContext("slow"), ReqContext("other")
+    for _ in range(14):  # 21 s, in which one job after the other ends
+        assert False not in engine.lookup(KEYS[:40], slow)
+        engine.clock.advance(1.5)
+        engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.lookup(KEYS[40:60], other)
+    assert engine.lookup(KEYS[40:60], other) == [None] * 20  # its loads take what is left of the share
+    assert not engine.manager._loads.shares[0].room
+    assert False not in engine.lookup(KEYS[:40], slow)
+
+
 def test_end_of_a_wait_for_one_tiers_share_keeps_hits_of_other_tiers() -> None:
     engine = late_report(19.0, hung=1)
     engine.clock.advance(1.1)
