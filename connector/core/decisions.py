@@ -128,6 +128,7 @@ class Decisions:
     Attributes:
         steps: the engine's steps; its connector reports them here.
         ways: by tier.
+        metrics: where decisions are counted.
     """
 
     def __init__(self, tiers: Sequence[GuardedTier], options: ManagerOptions, metrics: Metrics) -> None:
@@ -135,7 +136,7 @@ class Decisions:
         self.ways = [Way() for _ in tiers]
         self._load = [tier.load for tier in tiers]
         self._blocks_per_token = options.blocks_per_token
-        self._metrics = metrics
+        self.metrics = metrics
         self._slower = [0] * len(tiers)  # requests for which the tier was too slow, since the last trial
         for tier in tiers:
             for reason in REASONS:
@@ -143,7 +144,7 @@ class Decisions:
 
     def count(self, name: str, reason: str, by: int = 1) -> None:
         """Count a decision about a request and a tier."""
-        self._metrics.inc("kvtiers_load_decisions_total", name, reason, by=by)
+        self.metrics.inc("kvtiers_load_decisions_total", name, reason, by=by)
 
     def blocks_of(self, prompt: Prompt) -> int:
         """Blocks that a request loads if tiers have its whole prompt."""

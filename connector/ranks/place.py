@@ -16,7 +16,7 @@ from ...tiers.stores.files.mounts import file_system_type
 from ...tiers.stores.fsspec_driver import LOCAL
 
 #: Options of a tier that may be given beside ``shared_storage_path``.
-SETTINGS = ("read_only", "max_bytes", "ttl", "min_free")
+SETTINGS = ("read_only", "max_bytes", "ttl", "min_free", "load")
 _WAYS = ("shared_storage_path", "tier", "config_file")
 #: Other options in ``kv_connector_extra_config``.
 _OPTIONS = (

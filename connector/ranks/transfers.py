@@ -159,6 +159,11 @@ class RankTransfers:
         self._loads[job_id] = _Load(job_id, keys, target, self._clock(), [False] * len(keys))
         self._advance()
 
+    def give_up(self, job_id: int, why: str) -> None:
+        """End a load when its running copies have ended. The blocks that have not arrived are reported as failed."""
+        if (load := self._loads.get(job_id)) is not None:
+            self._give_up(load, why)
+
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Note that blocks are in use, though nothing of them is read."""
         self._guard.touch(keys)

@@ -31,6 +31,7 @@ from .handed import handing_over
 from .logs import log_as_vllm
 from .metrics import shared_types
 from .open_lookups import OpenLookups
+from .rank_manager import RankManager
 from .spec import KVTiersManager, KVTiersSpec
 
 
@@ -47,7 +48,8 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         ConfigError: names the option in ``kv_connector_extra_config`` that is wrong or does not fit the engine.
     """
 
-    _own: KVTiersManager | None = None  # the manager of way ``spec``, in the scheduler's process
+    # The manager, in the scheduler's process. None: vLLM's own, which decides nothing about loads.
+    _judging: KVTiersManager | RankManager | None = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         log_as_vllm()
@@ -56,8 +58,8 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             super().__init__(vllm_config, role, kv_cache_config)
         manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
         self._open_lookups: OpenLookups | None = getattr(manager, "open_lookups", None)  # vLLM's own managers have none
-        if isinstance(manager, KVTiersManager):
-            self._own = manager
+        if isinstance(manager, KVTiersManager | RankManager):
+            self._judging = manager
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. vLLM calls this after it has created all connectors of the process."""
@@ -125,12 +127,12 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._open_lookups.continue_wait(request.request_id, num_computed_tokens):
             return None, False
-        if self._own is not None:
-            self._own.core.note_request(request.request_id, request.num_tokens, num_computed_tokens)
+        if self._judging is not None:
+            self._judging.note_request(request.request_id, request.num_tokens, num_computed_tokens)
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._open_lookups.note_asked(request.request_id, num_computed_tokens, is_open=answer[0] is None)
-        if self._own is not None and answer[0] is not None:
-            self._own.note_prompt(
+        if isinstance(self._judging, KVTiersManager) and answer[0] is not None:
+            self._judging.note_prompt(
                 request.request_id,
                 tokens=request.num_tokens,
                 engine_tokens=num_computed_tokens,
@@ -145,16 +147,16 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
             ConfigError: another connector loads within this step.
         """
         refusals.check_step(scheduler_output)
-        if self._own is not None:
-            steps = self._own.core.decisions.steps
+        if self._judging is not None:
+            steps = self._judging.decisions.steps
             scheduled = () if steps.are_decodes else translate.scheduled(scheduler_output)
             steps.began(scheduled, time.monotonic())
         return super().build_connector_meta(scheduler_output)
 
     def take_events(self) -> Iterable[Any]:
         """Return events. vLLM calls this once per step, when the step's output has arrived."""
-        if self._own is not None:
-            self._own.core.decisions.steps.ended(time.monotonic())
+        if self._judging is not None:
+            self._judging.decisions.steps.ended(time.monotonic())
         return super().take_events()  # type: ignore[no-any-return]
 
 

@@ -42,6 +42,7 @@ SINCE: Mapping[str, tuple[int, int]] = {
 #: Public methods that only kvtiers calls, in classes that inherit from vLLM's.
 OWN = frozenset(
     {
+        "end_loads",
         "note",
         "note_prompt",
         "note_resets",

@@ -17,8 +17,10 @@ from ...tiers.blocks.keys import OffloadKey, get_offload_block_hash, get_offload
 from ...tiers.config.tier_options import BoundedTierConfig
 from ...tiers.plain_logs import get_logger
 from ..core.guard import GuardedTier, shut_down_tiers
+from ..core.options import ManagerOptions
 from ..core.pacing import SHUTDOWN_S, Pacer
 from ..ranks.blocks import KEYS_MAX, RankBlocks
+from ..ranks.loads import RankLoads
 from ..region.shared_region import SharedOffloadRegion
 from ..vllm_config import keeps_storage
 from . import translate
@@ -41,10 +43,11 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         engine: the engine's identity; part of every key.
         apart: the identity of the ranks' namespace.
         place: the ranks' tier.
+        options: what the engine's times of computing are learned with.
 
     Attributes:
         adapters: request id -> revision of its LoRA adapter; None: not known, so nothing is loaded or stored.
-        loads: whether what lookups find may be loaded. An engine that only stores looks up what it need not store.
+        loads: decides which requests load what lookups find.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         engine: translate.EngineSpec,
         apart: translate.EngineSpec,
         place: BoundedTierConfig,
+        options: ManagerOptions,
         vllm_config: Any,
         extra_config: Mapping[str, Any],
     ) -> None:
@@ -66,13 +70,17 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         self._unknown = (1 << engine.config.parallel.world_size) - 1
         self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
         role = translate.role_of(vllm_config)
-        self.loads = role.loads and place.load != "never"
+        self.loads = RankLoads(self._guard, options, apart.metrics, only_stores=not role.loads)
+        self.decisions, self.note_request = self.loads.decisions, self.loads.note_request
         self._stores = role.stores
         self._is_read_only = place.read_only
         self._places = [(base.Medium.STORAGE, translate.locality(place.type))]
         self._keeps_storage = keeps_storage(extra_config)
         self._is_off = False
         self._blocks = RankBlocks(engine.config.parallel.world_size, self._guard.deadline_s)
+        # Under another policy, a request ends with its load.
+        transfer = vllm_config.kv_transfer_config
+        self._may_give_up = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
         self._pacer = Pacer()
         self._loading: dict[str, bool] = {}  # request -> whether a rank has failed to load a block for it
         self._failed_loads: dict[str, int] = {}  # by request
@@ -83,7 +91,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         if self._is_off or translate.excluded_tiers(self._places, req_context):
             return LookupResult.MISS
-        if self._failed_loads.get(req_context.req_id, 0) >= FAILED_LOADS_MAX:
+        req_id = req_context.req_id
+        if self._failed_loads.get(req_id, 0) >= FAILED_LOADS_MAX or self.loads.is_declined(req_id):
             return LookupResult.MISS
         named = self._named(key, req_context)
         if named is None or self._blocks.is_absent(named):
@@ -101,10 +110,13 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         self._loading[req_context.req_id] = False
         named = [name for key in keys if (name := self._named(key, req_context)) is not None]
         assert len(named) == len(keys), "a block that cannot be named was found"
+        self.loads.begin(req_context.req_id, len(named))
         return self._keys(named, req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
-        if self._loading.pop(req_context.req_id, False):
+        failed = self._loading.pop(req_context.req_id, False)
+        self.loads.end(req_context.req_id, failed=failed)
+        if failed:
             self._failed_loads[req_context.req_id] = self._failed_loads.get(req_context.req_id, 0) + 1
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
@@ -123,7 +135,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
 
     def step_of(self, meta: Any) -> RankStep:
         """Add to vLLM's own metadata of a step. Call this when its stores have been prepared."""
-        return RankStep(**fields_of(meta), resets=self._resets, uses=self._blocks.take_uses())
+        late = self.loads.take_late() if self._may_give_up else []
+        return RankStep(**fields_of(meta), resets=self._resets, uses=self._blocks.take_uses(), late=late)
 
     def note(self, report: Mapping[str, Any]) -> None:
         """Take what ranks report: the fields of a ``RankReport``."""
@@ -143,6 +156,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
     def on_request_finished(self, req_context: Any) -> None:
         self.adapters.pop(req_context.req_id, None)
         self._loading.pop(req_context.req_id, None)
+        self.loads.forget(req_context.req_id)
         self._failed_loads.pop(req_context.req_id, None)
         self.open_lookups.forget(req_context.req_id)
         self._guard.on_request_finished(req_context)
@@ -165,6 +179,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
             translate.warn_of_reset()
             self._is_off = True
         self._loading.clear()  # vLLM forgets them
+        self.loads.reset()
         self.open_lookups.clear()
 
     def get_stats(self) -> Any:

@@ -45,10 +45,12 @@ class RankStep(OffloadingConnectorMetadata):  # type: ignore[misc]  # as above
     Attributes:
         resets: how often the engine has reset its cache.
         uses: stored blocks that requests had already, in the GPU's cache. A tier's limits spare what is used.
+        late: requests whose loads the ranks must end, because they take too long.
     """
 
     resets: int = 0
     uses: list[OffloadKey] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
 
 @implements

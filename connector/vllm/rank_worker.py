@@ -77,6 +77,12 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed whe
         """Take a step's ``RankStep.uses``."""
         self._transfers.touch(keys)
 
+    def end_loads(self, req_ids: Collection[str]) -> None:
+        """Take a step's ``RankStep.late``. What has not arrived is reported as failed."""
+        for job_id, req_id in self._loading.items():
+            if req_id in req_ids:
+                self._transfers.give_up(job_id, "it takes longer than computing")
+
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         if dst_spec.resets != self._resets:
             self._transfers.drop_store(job_id, dst_spec.keys)

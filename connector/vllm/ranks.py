@@ -25,6 +25,7 @@ from ...tiers.base import SecondaryTierManager
 from ...tiers.errors import ConfigError
 from ...tiers.registry import SecondaryTierFactory
 from ..core.guard import GuardedTier, shut_down_tiers
+from ..core.options import ManagerOptions
 from ..core.pacing import SHUTDOWN_S
 from ..ranks.place import LOAD_DEADLINE_S, rank_tier, seconds_of, staging_bytes
 from ..ranks.transfers import check_slots
@@ -92,7 +93,12 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wh
         apart = self._apart(engine)
         # Read-only, because this tier only looks up. The ranks' tiers write, remove, and enforce the limits.
         region, tier = self._open({**dict(self._tier), "read_only": True}, 1, apart)
-        return RankManager(tier, region, engine, apart, self._tier, self._handed.vllm_config, self.extra_config)
+        vllm_config, kv_cache_config = self._handed.vllm_config, self._handed.kv_cache_config
+        options = ManagerOptions(
+            blocks_per_token=kv_groups.blocks_per_token(self.config, kv_cache_config, self.blocks_per_chunk),
+            step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+        return RankManager(tier, region, engine, apart, self._tier, options, vllm_config, self.extra_config)
 
     def get_worker(self, kv_caches: Any) -> RankWorker:
         kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)

@@ -115,7 +115,9 @@ class SharedStorageConnector(KVTiersConnector):
         if not self._has_adapter(request.request_id):
             return None, False
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return found if self._rank_manager.loads or found[0] is None else (0, False)
+        if found[0] is None or self._rank_manager.loads.accept(request.request_id, found[0]):
+            return found
+        return 0, False
 
     def build_connector_meta(self, scheduler_output: Any) -> RankStep:
         """Choose a step's loads and stores. See ``KVTiersConnector``."""
@@ -180,6 +182,7 @@ class SharedStorageConnector(KVTiersConnector):
         step = _step(self._connector_metadata)
         self._rank_worker.note_resets(step["resets"])
         self._rank_worker.note_uses(step["uses"])
+        self._rank_worker.end_loads(step["late"])
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

@@ -179,6 +179,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
         self.core = spec.get_manager()
         self.core.excluded_tiers = partial(translate.excluded_tiers, places)
+        self.decisions, self.note_request = self.core.decisions, self.core.note_request
         self._blocks: OffloadingManager = self.core  # only the region after storage was turned off
         self._record = self.core.slots.record
         self._record.expects_loads = role.loads

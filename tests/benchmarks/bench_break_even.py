@@ -24,6 +24,7 @@ from tests.e2e.far import far
 from tests.soak.s3_server import BUCKET, S3Process
 
 BLOCK_TOKENS = 32
+CONNECTORS = ("KVTiersConnector", "SharedStorageConnector")
 CELLS = ("20:5:2000", "50:5:2000", "1000:5:2000")
 COLD, LEFT_OUT = 3, 10
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -39,13 +40,14 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     model = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
     model.save_pretrained(job["model"])
     tier = {"type": "s3", "bucket": BUCKET, "endpoint_url": job["endpoint_url"], "load": job["load"]}
+    place: dict[str, Any] = {"tiers": [tier]} if job["connector"] == "KVTiersConnector" else {"tier": tier}
     llm = LLM(
         model=job["model"], load_format="dummy", skip_tokenizer_init=True, dtype="float32", seed=0,
         block_size=BLOCK_TOKENS, max_model_len=job["tokens"] + BLOCK_TOKENS, enforce_eager=True,
         distributed_executor_backend="uni", disable_log_stats=False,
         kv_transfer_config={
-            "kv_connector": "KVTiersConnector", "kv_connector_module_path": "kvtiers.vllm", "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB", "tiers": [tier]},
+            "kv_connector": job["connector"], "kv_connector_module_path": "kvtiers.vllm", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB", **place},
         },
     )  # fmt: skip
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
@@ -57,10 +59,10 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
         return float(output.metrics.first_token_latency)
 
     seconds = [first_token_s(number) for number in job["prompts"]]
-    metrics = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager.core.metrics
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
     decided = {
         sample.labels["reason"]: sample.value
-        for sample in metrics.snapshot()
+        for sample in manager.decisions.metrics.snapshot()
         if sample.name == "kvtiers_load_decisions_total" and sample.value
     }
     llm.llm_engine.engine_core.shutdown()
@@ -80,7 +82,7 @@ def run(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     return result
 
 
-def measure(cell: str, prompts: int, model: str) -> dict[str, Any]:
+def measure(cell: str, prompts: int, model: str, connector: str) -> dict[str, Any]:
     """One cell: medians of the three kinds."""
     mb_per_s, latency_ms, tokens = (int(part) for part in cell.split(":"))
     row: dict[str, Any] = {"cell": cell}
@@ -88,8 +90,8 @@ def measure(cell: str, prompts: int, model: str) -> dict[str, Any]:
     stored = list(range(COLD, COLD + LEFT_OUT + prompts))
     s3 = S3Process()
     try:
-        job = {"model": model, "tokens": tokens, "endpoint_url": s3.endpoint_url, "load": "never", "prompts": stored}
-        run(job, environment)
+        job = {"model": model, "connector": connector, "tokens": tokens, "endpoint_url": s3.endpoint_url}
+        run(job | {"load": "never", "prompts": stored}, environment)
         with far(s3.endpoint_url, latency_ms / 1000, mb_per_s * 1e6) as url:
             for load in ("auto", "always", "never"):
                 cold = list(range(-COLD, 0)) if load == "auto" else [-1]
@@ -134,6 +136,9 @@ def main() -> None:
     """Measure the cells and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", action="append", help=f"MB_PER_S:LATENCY_MS:TOKENS; default: {' '.join(CELLS)}")
+    parser.add_argument(
+        "--connector", default="KVTiersConnector", choices=("KVTiersConnector", "SharedStorageConnector")
+    )
     parser.add_argument("--prompts", type=int, default=10, help="that are measured, after the first ten")
     parser.add_argument("--json", help="file for the rows")
     parser.add_argument("--png", help="file for a plot; needs matplotlib")
@@ -143,7 +148,7 @@ def main() -> None:
         print("RESULT", json.dumps(engine(json.loads(args.engine))))
         return
     with tempfile.TemporaryDirectory() as model:
-        rows = [measure(cell, args.prompts, model) for cell in args.cell or CELLS]
+        rows = [measure(cell, args.prompts, model, args.connector) for cell in args.cell or CELLS]
     print(table(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,6 +32,7 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from kvtiers.connector.core.decisions import REASONS
 from kvtiers.connector.ranks.blocks import BELIEVED_S
 from kvtiers.connector.ranks.place import LOAD_DEADLINE_S
 from kvtiers.connector.ranks.transfers import RankTransfers
@@ -441,6 +443,81 @@ def test_request_whose_loads_fail_is_computed_in_the_end(rigs: Any, monkeypatch:
     rig.step({"r": ([], 0)}, finished={"r"})
     assert rig.find("other") == 4 * BLOCK_TOKENS
     assert rig.scheduler._rank_manager._failed_loads == {}
+
+
+# ---- load or compute -------------------------------------------------------------------------------------------------
+
+
+def teach(rig: Rig, *, token_s: float, block_s: float) -> None:
+    """Have the scheduler believe that computing and loading take so long."""
+    decisions = rig.scheduler._rank_manager.decisions
+    for tokens in (32, 64, 128) * 20:
+        decisions.steps.prefill.learn(tokens, tokens * tokens / 2, tokens * token_s)
+        decisions.ways[0].learn(tokens // BLOCK_TOKENS, tokens // BLOCK_TOKENS * block_s)
+
+
+def decided(rig: Rig) -> dict[str, float]:
+    metrics = rig.scheduler._rank_manager._guard._metrics
+    counts = {reason: metrics.value("kvtiers_load_decisions_total", "fs", reason) for reason in REASONS}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def test_request_is_computed_without_lookups_if_that_takes_less_time(rigs: Any) -> None:
+    rig = rigs(2, 2)
+    rig.write()
+    teach(rig, token_s=0.001, block_s=1.0)
+    asked = rig.scheduler._rank_manager._guard.lookup = Mock()
+    assert rig.find("r") == 0
+    assert not asked.called
+    assert decided(rig)["slower"] == 1
+    rig.scheduler._rank_manager.on_request_finished(SimpleNamespace(req_id="r"))
+    assert "r" not in rig.scheduler._rank_manager.loads._requests
+
+
+def test_request_loads_if_that_takes_less_time(rigs: Any) -> None:
+    rig = rigs(2, 2)
+    rig.write()
+    teach(rig, token_s=1.0, block_s=0.001)
+    assert rig.find("r") == 4 * BLOCK_TOKENS
+    assert rig.find("r") == 4 * BLOCK_TOKENS  # vLLM asks again while it has no room for the request
+    assert rig.read([10, 11, 12, 13]) == (set(), set())
+    assert decided(rig)["faster"] == 1
+    assert rig.scheduler._rank_manager.loads._loads == {}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_load_that_takes_much_longer_than_computing_is_given_up_if_vllm_recomputes(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    rig = rigs(2, 2)
+    rig.write()
+    rig.scheduler._rank_manager._may_give_up = policy == "recompute"
+    teach(rig, token_s=1.0, block_s=0.001)
+    assert rig.find("r") == 4 * BLOCK_TOKENS
+    loads = rig.scheduler._rank_manager.loads
+    loads._clock = clock = Clock()
+    monkeypatch.setattr(rig.workers[1]._rank_worker._transfers._guard.tier, "submit_load", lambda job: None)
+    rig.begin_load(rig.asked, [10, 11, 12, 13], 4 * BLOCK_TOKENS)
+    rig.step()
+    clock.advance(3 * 4 * BLOCK_TOKENS)
+    for _ in range(10):
+        rig.step()
+    if policy == "fail":
+        assert not rig.loaded
+        return
+    wait_for(lambda: rig.step() or rig.loaded)
+    assert rig.invalid == {10, 11, 12, 13}
+    assert decided(rig)["behind"] == 1
+    assert not rig.scheduler._rank_manager._blocks._doubted  # its blocks are not lost
+
+
+def test_load_never_loads_nothing_and_copies_nothing_that_is_stored(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rigs(2, 2).write()
+    rig = rigs(2, 2, extra={"load": "never"})
+    for worker in rig.workers:
+        monkeypatch.setattr(worker._rank_worker._transfers, "store", Mock(side_effect=AssertionError))
+    rig.write("r")
+    assert decided(rig) == {"never": 1}
 
 
 # ---- the engine's options --------------------------------------------------------------------------------------------

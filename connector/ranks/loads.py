@@ -1,0 +1,189 @@
+"""RankLoads: whether a request loads what the ranks have, and how long that takes. Scheduler thread only.
+
+``core.decisions`` decides, as for an engine with a region. But the scheduler sees only when a load begins and when its
+slowest rank has ended:
+
+- It decides about a request's whole load, before the first lookup and again when the number of hits is known.
+- Nothing shows how far a load is. So it is given up if it takes twice as long as expected and as computing would have
+  taken. The ranks then end it, and the engine computes what has not arrived.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...tiers.metrics import Metrics
+from ..core.decisions import LOADED, Decisions, Expected, Prompt
+from ..core.guard import GuardedTier
+from ..core.options import ManagerOptions
+
+_LATE = 2.0  # times what was expected
+_TRIAL = 0.5  # of computing: a tier that has become fast enough to matter takes less
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request whose load has not begun.
+
+    Attributes:
+        reason: of the latest decision about it.
+        found: tokens that its lookups found; None: they have not ended.
+        limit_s: seconds after which its load is given up.
+        has_waited: whether its lookups had no answer at once.
+    """
+
+    prompt: Prompt
+    began_at: float
+    reason: str
+    found: int | None = None
+    limit_s: float = math.inf
+    has_waited: bool = False
+
+
+@dataclass(slots=True)
+class _Load:
+    """A request's load.
+
+    Attributes:
+        moved: blocks whose loads had ended when it began, since the engine's start.
+        in_line: blocks that were being loaded then, with its own.
+    """
+
+    blocks: int
+    began_at: float
+    moved: int
+    in_line: int
+    limit_s: float
+
+
+class RankLoads:
+    """Decides about the loads of all requests.
+
+    Args:
+        tier: the scheduler's own.
+        options: for ``blocks_per_token`` and ``step_tokens_max``.
+        metrics: counts the decisions.
+        only_stores: load nothing. Such an engine looks up, too, because it need not store what is there.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        tier: GuardedTier,
+        options: ManagerOptions,
+        metrics: Metrics,
+        *,
+        only_stores: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.decisions = Decisions([tier], options, metrics)
+        self._name = tier.name
+        self._blocks_per_token = options.blocks_per_token
+        self._only_stores = only_stores
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._loads: dict[str, _Load] = {}
+        self._moved = 0  # blocks whose loads have ended
+        self._in_line = 0  # blocks whose loads have not
+
+    def note_request(self, req_id: str, num_tokens: int, num_computed_tokens: int) -> None:
+        """Note how long the prompt is whose keys are looked up next. Repeated while the request waits."""
+        prompt = Prompt(num_tokens, num_computed_tokens)
+        request = self._requests.get(req_id)
+        if request is not None and (request.found is None or request.prompt == prompt):
+            request.prompt = prompt
+            request.has_waited |= request.found is None
+            return
+        self.decisions.steps.expect(req_id, num_tokens)
+        expected = self._expect(req_id, prompt, self.decisions.blocks_of(prompt))
+        reason = self.decisions.judge(0, expected, self.decisions.ways[0].lookup_s)
+        self._requests[req_id] = _Request(prompt, self._clock(), reason)
+        if reason == "slower" and not self._only_stores:
+            self._decline(req_id, prompt, reason)
+
+    def is_declined(self, req_id: str) -> bool:
+        """Whether the tier need not be asked, because it is too slow even if it has the whole prompt."""
+        request = self._requests.get(req_id)
+        return request is not None and request.reason == "slower" and not self._only_stores
+
+    def accept(self, req_id: str, tokens: int) -> bool:
+        """Decide whether a request loads the ``tokens`` that its lookups found."""
+        request = self._requests.get(req_id)
+        if request is None or self._only_stores:
+            return not self._only_stores
+        if request.found != tokens and request.reason != "slower":
+            if request.found is None and request.has_waited:
+                self.decisions.ways[0].learn_lookup(self._clock() - request.began_at)
+            request.found = tokens
+            if tokens:
+                self._judge(req_id, request, round(tokens * self._blocks_per_token))
+        return request.reason in LOADED
+
+    def _judge(self, req_id: str, request: _Request, blocks: int) -> None:
+        expected = self._expect(req_id, request.prompt, blocks)
+        if request.reason != "trial":
+            request.reason = self.decisions.judge(0, expected)
+        if request.reason not in LOADED:
+            self._decline(req_id, request.prompt, request.reason)
+            return
+        self.decisions.count(self._name, request.reason)
+        request.limit_s = math.inf
+        if expected is not None and request.reason != "always":
+            compute_s = expected.gain_s + expected.queue_s
+            is_trial = request.reason == "trial"
+            request.limit_s = _TRIAL * compute_s if is_trial else _LATE * max(expected.load_s, compute_s)
+
+    def begin(self, req_id: str, blocks: int) -> None:
+        """Note that a request's load begins."""
+        request = self._requests.pop(req_id, None)
+        self._in_line += blocks
+        limit_s = request.limit_s if request is not None else math.inf
+        self._loads[req_id] = _Load(blocks, self._clock(), self._moved, self._in_line, limit_s)
+
+    def end(self, req_id: str, *, failed: bool) -> None:
+        """Note that all ranks have ended a request's load."""
+        load = self._loads.pop(req_id, None)
+        if load is None:
+            return
+        self._in_line -= load.blocks
+        self._moved += load.blocks
+        if not failed:  # how soon a load fails says nothing of how long another takes
+            self.decisions.ways[0].learn(self._moved - load.moved, self._clock() - load.began_at)
+
+    def take_late(self) -> list[str]:
+        """Return the requests whose loads the ranks must end. Each is returned once."""
+        now, late, way = self._clock(), [], self.decisions.ways[0]
+        for req_id, load in self._loads.items():
+            spent_s = now - load.began_at
+            if spent_s < load.limit_s:
+                continue
+            load.limit_s = math.inf
+            if spent_s > way.seconds(load.in_line):
+                way.learn(load.in_line, spent_s)
+            self.decisions.count(self._name, "behind")
+            late.append(req_id)
+        return late
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(req_id, None)
+        self.end(req_id, failed=True)
+        self.decisions.steps.forget(req_id)
+
+    def reset(self) -> None:
+        """Forget all requests and loads, as the engine does when it resets its cache."""
+        self._requests.clear()
+        for req_id in list(self._loads):
+            self.end(req_id, failed=True)
+
+    def _expect(self, req_id: str, prompt: Prompt, blocks: int) -> Expected | None:
+        if not blocks:
+            return None
+        return self.decisions.expect(0, self._in_line + blocks, req_id, prompt, 0, blocks)
+
+    def _decline(self, req_id: str, prompt: Prompt, reason: str) -> None:
+        self.decisions.steps.queue(req_id, prompt.computed)
+        self.decisions.count(self._name, reason)
