@@ -1,177 +1,130 @@
-"""Writes docs/benchmarks.md and its plots from the last results: ``python -m tests.docs.make_benchmarks``.
+"""Writes docs/benchmarks.md and its plot from the last results: ``python -m tests.docs.make_benchmarks``.
 
-The results are in tests/benchmarks/results: ``fs.json``, ``s3.json`` and ``lookups.json`` by the benchmarks'
-``--json``, ``e2e.json`` by ``make e2e``, and ``by_hand.md``, which is text. The plots need matplotlib.
+The results are in tests/benchmarks/results: ``fs.json`` and ``lookups.json`` by the benchmarks' ``--json``,
+``e2e.json`` by ``make e2e``, ``gpu-prompt.json`` by ``make bench-gpu-prompt`` and ``vllm-cuda.json`` by
+``make gpu-vllm``. The text, with the figures that no result file holds, is in ``benchmarks_template.md``. The plot
+needs matplotlib.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvtiers.tiers.tier.lookup import LookupOptions
 from tests.benchmarks import bench_engine_lookups, bench_fs, bench_s3
-from tests.benchmarks.bench_fs import MIB
-from tests.benchmarks.s3_contenders import THREADS
-from tests.e2e.lab import Row
-from tests.e2e.report import markdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 LOST = " ✗"
 
-HEAD = f"""\
-# Benchmarks
+VLLM_VERSION = "0.33"
+VLLM_HEAD = ("storage", "vLLM's own tier", "kvtiers, `tier`", "kvtiers, `spec`")
+#: Storage -> the rows of ``make e2e`` in the columns of VLLM_HEAD.
+VLLM_ROWS = {
+    "files": ("vLLM's fs tier", "tier on fs", "spec on fs"),
+    "S3": ("vLLM's obj tier", "tier on S3", "spec on S3"),
+    "files in front of S3": ("", "tier on fs in front of S3", ""),
+}
+FS_HEAD = ("block", "tmpfs: store", "tmpfs: load", "disk: store", "disk: load")
+SHORT_PROMPT_KEYS = 127
+GPU_HEAD = ("prompt", "H200, disk", "H200, tmpfs", "H100, `spec`", "H100, `tier`", "H100, vLLM's own")
+GPU_ROWS = ("spec on fs", "tier on fs", "vLLM's fs tier")  # of ``make gpu-vllm``, in the last columns of GPU_HEAD
 
-Written by `python -m tests.docs.make_benchmarks` from the results in `tests/benchmarks/results`, all of one virtual
-machine with 2 cores whose speed drifts: within a run, ratios are what counts. A goal that was missed is marked{LOST}.
-Speeds are MB/s, medians of rounds.
-
-**Measured before a change.** The figures of `fs`, `nfs` and `s3` tiers on this page are older than the two processes in
-which a tier's I/O runs since 28 November 2026 (before: a process a thread). Measured side by side on two cores and
-tmpfs, in jobs of up to 8 MiB with blocks of 128 KiB, 1 MiB and 8 MiB, the tier now stores 1.20, 1.22 and 1.15 times as
-much beside an engine that runs Python all the time, and loads 2.07, 1.53 and 1.90 times as much. Beside an engine that
-sleeps it stores 0.83, 0.84 and 0.88 times as much, and loads 0.92, 0.88 and 0.95 times as much.
-
-## Files (`make bench-fs`)
-
-Sealed and verified, through the whole tier. Goals: store {bench_fs.STORE_GOAL} and load {bench_fs.LOAD_GOAL} of the
-same files by plain open, pwritev / preadv and close; meanwhile a thread that should wake every millisecond is late by
-{bench_fs.STALL_GOAL_MS:g} ms at most (p99), and a scheduler's call takes {bench_fs.CALL_GOAL_US:g} µs. `busy`: store /
-load while the engine's thread runs Python all the time. A job is submitted when the one before has ended: its way to
-the worker processes and back, 1.5 ms, counts.
-"""
-FS_HEAD = ("", "job", "store", "of raw", "load", "of raw", "memcpy", "busy", "stall p99 ms", "call p99 µs")
-S3_TEXT = f"""
-## S3 (`make bench-s3`)
-
-{THREADS} threads. `http` and `socket` are ceilings that know nothing of S3: http.client, and requests written by hand.
-`nixl` is NIXL's OBJ plugin, which neither seals nor verifies. Rows `obstore` were measured when kvtiers moved blocks by
-obstore; `make bench-s3` measures the client that it has now. Goals of `kvtiers` (in worker processes, as the tier runs
-it): {bench_s3.HTTP_GOAL} of `http` from 1 MiB, {bench_s3.BOTO3_GOAL:g}x boto3 at 256 KiB, NIXL's speed,
-{bench_s3.CPU_GOAL_MS} ms of CPU a 256 KiB block, stalls of {bench_s3.STALL_GOAL_MS:g} ms (p99).
-"""
-LOOKUPS_TEXT = f"""
-## Lookups (`make bench-lookups`)
-
-What an engine gets: requests wait in `BlockManager`, whose tier is on files (`fs`) or on storage that
-answers so many lookups a second. CPU is the scheduler thread's. In the first step all keys are new. In a later one each
-key is asked for again, answers that came included. In a quiet one each request is only asked whether it is waiting.
-`a dict` is the same loop over a dictionary. Goals: all found, or the prefix known after {LookupOptions().total_s:g} s;
-{bench_engine_lookups.OWED_GOAL_US:g} µs a key; {bench_engine_lookups.FIRST_GOAL_MS:g} and
-{bench_engine_lookups.LATER_GOAL_MS:g} ms with 32 requests.
-"""
-S3_HEAD = ("", "PUT", "of http", "GET", "of http", "CPU ms a block", "stall p99 ms")
-
-Judge = Callable[[float], bool]
+Table = Iterator[Sequence[str]]
 
 
-def _cell(value: float, form: str = ",.0f", good: Judge = lambda _: True) -> str:
-    return f"{value:{form}}" + ("" if good(value) else LOST)
+def results(name: str) -> Any:
+    """A file of tests/benchmarks/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1), *(f"| {' | '.join(row)} |" for row in rows)]
+def prompts_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The figures of the rows of ``make e2e`` that time a prompt, by name."""
+    return {
+        row["name"]: row["figures"] for row in rows if "speedup" in row["figures"] and row["version"] == VLLM_VERSION
+    }
 
 
-def fs_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
-    """One a file system and block size."""
-    for row in rows:
-        yield (
-            f"{row['where']}, {bench_s3.size_text(row['block_bytes'])}",
-            f"{row['job_bytes'] // MIB} MiB",
-            _cell(row["store"]),
-            _cell(row["store_ratio"], ".2f", lambda ratio: ratio >= bench_fs.STORE_GOAL),
-            _cell(row["load"]),
-            _cell(row["load_ratio"], ".2f", lambda ratio: ratio >= bench_fs.LOAD_GOAL),
-            _cell(row["memcpy"]),
-            f"{row['busy_store']:,.0f} / {row['busy_load']:,.0f}",
-            _cell(row["stall_p99"], ".1f", lambda ms: ms <= bench_fs.STALL_GOAL_MS),
-            _cell(row["call_p99_us"], ".0f", lambda us: us <= bench_fs.CALL_GOAL_US),
-        )
+def vllm_table(prompts: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One a storage. SharedStorageConnector was measured in a former format only, and is left out."""
+    for storage, names in VLLM_ROWS.items():
+        yield storage, *(first_token(prompts.get(name)) for name in names)
 
 
-def lookup_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
-    """One a storage and number of keys; what is not judged has no goal."""
-    for row in rows:
-        cells = bench_engine_lookups.cells(bench_engine_lookups.Row(**row))
-        many = row["requests"] > 1
-        bad = {
-            2: row["found"] < row["requests"] * row["keys"] and row["seconds"] < LookupOptions().total_s,
-            5: many and row["first_ms"] > bench_engine_lookups.FIRST_GOAL_MS,
-            6: many and row["later_ms"] > bench_engine_lookups.LATER_GOAL_MS,
-            7: row["later_us"] > bench_engine_lookups.OWED_GOAL_US,
-        }
-        yield [cell + (LOST if bad.get(place) else "") for place, cell in enumerate(cells)]
+def first_token(figures: Mapping[str, Any] | None) -> str:
+    """A prompt's two times to first token, and how many times sooner the second is."""
+    if figures is None:
+        return "–"
+    cold_s, warm_s = figures["cold_ttft_s"], figures["warm_ttft_s"]
+    times = cold_s / warm_s
+    return f"{cold_s:#.3g} → {warm_s:#.3g} ({times:.{0 if times > 9.5 else 1}f}x)"
 
 
-def s3_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
-    """One a server, block size and client; the goals are kvtiers'."""
-    for row in rows:
-        ours = row["client"] in ("kvtiers", "obstore")
-        large = row["block_bytes"] >= MIB
+def fs_rows(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One a block size: shares of the speed of plain files. The plot has MB/s."""
+    for size, of_size in groupby(sorted(rows, key=lambda row: row["block_bytes"]), lambda row: row["block_bytes"]):
+        cells = []
+        for row in of_size:  # tmpfs, then disk: sorted() keeps their order
+            for way, goal in (("store", bench_fs.STORE_GOAL), ("load", bench_fs.LOAD_GOAL)):
+                ratio = row[f"{way}_ratio"]
+                cells.append(f"{ratio:.2f}{LOST if ratio < goal else ''}")
+        yield (bench_s3.size_text(size), *cells)
 
-        def ratio(name: str, row: dict[str, Any] = row, judged: bool = ours and large) -> str:
-            value = row[name]
-            return "" if value is None else _cell(value, ".2f", lambda r: not judged or r >= bench_s3.HTTP_GOAL)
 
-        def stall(name: str, row: dict[str, Any] = row, judged: bool = ours) -> str:
-            return _cell(row[name], ".1f", lambda ms: not judged or ms <= bench_s3.STALL_GOAL_MS)
+def gpu_table(rows: Sequence[Mapping[str, Any]], vllm: Sequence[Mapping[str, Any]]) -> Table:
+    """Prompts of a large model, by transformers (H200) and by vLLM (H100), and of a small model by vLLM."""
+    on_vllm = {row["name"]: row["figures"] for row in vllm}
+    for tokens in sorted({row["tokens"] for row in rows}):
+        name = f"{tokens:,} tokens"
+        by_root = {row["root"].startswith("/dev/shm"): row for row in rows if row["tokens"] == tokens}
+        others = [on_vllm.get(f"{way}: {name}") for way in GPU_ROWS]
+        yield f"8B, {name}", *map(first_token, [by_root[False], by_root[True], *others])
+    yield "small, 4,097 tokens", *map(first_token, [None, None, *map(on_vllm.get, GPU_ROWS)])
 
-        yield (
-            f"{row['where']}, {bench_s3.size_text(row['block_bytes'])}, {row['client']}",
-            _cell(row["put"]),
-            ratio("put_ratio"),
-            _cell(row["get"]),
-            ratio("get_ratio"),
-            f"{row['put_cpu_ms']:.2f} / {row['get_cpu_ms']:.2f}",
-            f"{stall('put_stall_p99')} / {stall('get_stall_p99')}",
-        )
+
+def table(head: Sequence[str], rows: Table) -> str:
+    """A Markdown table: a name, and then figures to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def span(values: Iterable[float], form: str) -> str:
+    """The least and the most, as "1 to 2"."""
+    values = sorted(values)
+    return f"{values[0]:{form}} to {values[-1]:{form}}"
 
 
 def page() -> str:
     """docs/benchmarks.md."""
-    fs, s3, e2e, lookups = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("fs", "s3", "e2e", "lookups")
-    )
-    asked = [
-        f"Lookups asked of the file system on {where}: {probed:,.0f} keys/s.  "
-        for where, (probed, _) in fs["lookups"].items()
-    ]
-    places = dict.fromkeys(one["where"] for one in s3["heads"])
-    checks = {
-        where: ", ".join(f"{one['client']} {one['per_second']:,.0f}" for one in s3["heads"] if one["where"] == where)
-        for where in places
-    }
-    vllm = markdown([Row(**row) for row in e2e["rows"]], e2e["facts"]).replace("\n## ", "\n### ")
-    return "\n".join(
-        [
-            HEAD,
-            *_table(FS_HEAD, fs_rows(fs["rows"])),
-            "",
-            *asked,
-            "",
-            "![Files](benchmarks-fs.png)",
-            LOOKUPS_TEXT,
-            f"Measured beside other work: load {lookups['load']:.1f} on {lookups['cores']} cores.",
-            "",
-            *_table(bench_engine_lookups.HEAD, lookup_rows(lookups["rows"])),
-            S3_TEXT,
-            f"TCP's congestion control: {s3['congestion_control']}.",
-            "",
-            *_table(S3_HEAD, s3_rows(s3["rows"])),
-            "",
-            *(f"Existence checks a second on {where}: {shown}.  " for where, shown in checks.items()),
-            "",
-            "![S3](benchmarks-s3.png)",
-            "",
-            vllm.replace("# End to end inside vLLM", "## vLLM (`make e2e`)", 1),
-            (RESULTS / "by_hand.md").read_text(),
-        ]
+    fs, lookups, prompts = results("fs")["rows"], results("lookups")["rows"], prompts_of(results("e2e")["rows"])
+    shown = {name: prompts[name]["step_p99_over_none_ms"] for names in VLLM_ROWS.values() for name in names if name}
+    many = [row for row in lookups if row["requests"] > 1]
+    template = Path(__file__).with_name("benchmarks_template.md").read_text(encoding="utf-8")
+    return template.format(
+        lost=LOST,
+        vllm_version=VLLM_VERSION,
+        vllm_table=table(VLLM_HEAD, vllm_table(prompts)),
+        step_ms=span((ms for name, ms in shown.items() if "vLLM" not in name), ".1f"),
+        step_vllm_ms=span((ms for name, ms in shown.items() if "vLLM" in name), ".1f"),
+        store_goal=bench_fs.STORE_GOAL,
+        load_goal=bench_fs.LOAD_GOAL,
+        files_table=table(FS_HEAD, fs_rows(fs)),
+        gpu_table=table(GPU_HEAD, gpu_table(results("gpu-prompt")["rows"], results("vllm-cuda")["rows"])),
+        first_ms=span((row["first_ms"] for row in many), ".0f"),
+        first_goal=f"{bench_engine_lookups.FIRST_GOAL_MS:g}",
+        later_ms=span((row["later_ms"] for row in many), ".0f"),
+        later_goal=f"{bench_engine_lookups.LATER_GOAL_MS:g}",
+        owed_us=span((row["later_us"] for row in lookups if row["keys"] == SHORT_PROMPT_KEYS), ".1f"),
+        owed_goal=f"{bench_engine_lookups.OWED_GOAL_US:g}",
+        call_us=f"{max(row['call_p99_us'] for row in fs):.0f}",
+        call_goal=f"{bench_fs.CALL_GOAL_US:g}",
+        stall_ms=f"{max(row['stall_p99'] for row in fs):.1f}",
+        stall_goal=f"{bench_fs.STALL_GOAL_MS:g}",
     )
 
 
@@ -202,13 +155,11 @@ def draw_fs(rows: Sequence[dict[str, Any]]) -> Any:
 
 def main() -> None:
     """Write them."""
-    (DOCS / "benchmarks.md").write_text(page())
+    (DOCS / "benchmarks.md").write_text(page(), encoding="utf-8")
     try:
-        draw_fs(json.loads((RESULTS / "fs.json").read_text())["rows"]).savefig(DOCS / "benchmarks-fs.png", dpi=100)
-        rows = [bench_s3.Row(**row) for row in json.loads((RESULTS / "s3.json").read_text())["rows"]]
-        bench_s3.plot(rows, DOCS / "benchmarks-s3.png")
+        draw_fs(results("fs")["rows"]).savefig(DOCS / "benchmarks-fs.png", dpi=100)
     except ImportError:
-        print("no plots: matplotlib is not installed")
+        print("no plot: matplotlib is not installed")
 
 
 if __name__ == "__main__":
