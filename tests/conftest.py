@@ -1,14 +1,15 @@
-"""The report of what was measured of the promises (see ``tests/promises.py``), and what holds for all tests."""
+"""The report on the promises (see ``tests/promises.py``), and what holds for all tests."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.promises import PASS_LINES, Measured, Record, lines
+from tests.promises import Measured, Record, evidence, lines, without_case
 
 pytest.register_assert_rewrite("kvtiers.tiers.testing.contract")
 
@@ -76,21 +77,32 @@ def record(request: pytest.FixtureRequest) -> Record:
     """``record("L5", shutdown_s=1.2)``: called last, by a test whose assertions all held."""
 
     def record(promise: str, **figures: object) -> None:
-        assert promise in PASS_LINES
+        assert without_case(request.node.nodeid) in evidence()["promises"][promise], "name it in tests/evidence.toml"
         request.node.user_properties.append((_PROPERTY, (promise, figures)))
 
     return record
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.verbosity < 0:  # -q
+        return
+    reports = [
+        (result, report)
+        for result in ("passed", "failed", "error", "skipped")
+        for report in terminalreporter.getreports(result)
+        if result != "passed" or report.when == "call"
+    ]
+    results: dict[str, Counter[str]] = {}
+    for result, report in reports:
+        results.setdefault(without_case(report.nodeid), Counter())[result] += 1
     measured = [
         Measured(value[0], value[1], report.nodeid)
-        for report in terminalreporter.getreports("passed")
-        if report.when == "call"
+        for result, report in reports
+        if result == "passed"
         for name, value in report.user_properties
         if name == _PROPERTY
     ]
-    if measured:
-        terminalreporter.section("promises, as measured")
-        for line in lines(measured):
+    if found := lines(results, measured):
+        terminalreporter.section("promises and faults of docs/reliability.md")
+        for line in found:
             terminalreporter.write_line(line)

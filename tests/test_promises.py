@@ -1,65 +1,81 @@
-"""The report of measured promises, and the table of promises and faults in docs/reliability.md."""
+"""The report on the promises and faults in docs/reliability.md, and the list of the tests that show them."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from tests.promises import PASS_LINES, Measured, lines
+import pytest
+
+from tests.promises import PASS_LINES, Measured, evidence, lines
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "docs" / "reliability.md"
-NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:::(\w+))?`")
+PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+CRASH = "tests/tiers/stores/files/test_local_crash.py::test_killed_at_random"
+FAULTS = "tests/tiers/stores/files/test_local_faults.py::test_every_system_call_fails"
 
 
-def test_figures_are_put_together() -> None:
+def test_report_shows_results_and_figures_of_each_tested_promise() -> None:
     report = lines(
+        {FAULTS: Counter(passed=2, skipped=1), CRASH: Counter(failed=1), "tests/a.py::test_x": Counter(passed=1)},
         [
-            Measured("W4", {"faults": 10, "wrong": 0}, "tests/a.py::test_x[put]"),
-            Measured("W4", {"faults": 5, "wrong": 0}, "tests/a.py::test_x[get]"),
-            Measured("L5", {"tiers": 2, "shutdown_s": 1.25}, "tests/b.py::test_y"),
-            Measured("L1", {"hung_s": 3.0, "kind": "a"}, "tests/b.py::test_z[1]"),
-            Measured("L1", {"hung_s": 60.0, "kind": "b"}, "tests/b.py::test_z[2]"),
-        ]
+            Measured("W4", {"faults": 10, "hung_s": 3.0, "kind": "a", "wrong": 0}, f"{FAULTS}[put]"),
+            Measured("W4", {"faults": 5, "hung_s": 60.0, "kind": "b", "wrong": 0}, f"{FAULTS}[get]"),
+        ],
     )
-    assert "      2 cases: faults 15 in all, wrong 0  (a.py::test_x)" in report
-    assert "      tiers 2, shutdown s 1.25  (b.py::test_y)" in report
-    assert "      2 cases: hung s 60 at most, kind a b  (b.py::test_z)" in report
-    assert report[report.index(f"D3  {PASS_LINES['D3']}") + 1].strip() == "not measured in this run"
+    place = report.index(f"W4  {PASS_LINES['W4']}")
+    assert report[place + 1 : place + 3] == [
+        f"      2 passed, 1 skipped: {FAULTS.removeprefix('tests/')}",
+        "          faults 15 in all, hung s 60 at most, kind a b, wrong 0",
+    ]
+    assert f"      1 failed: {CRASH.removeprefix('tests/')}" in report
+    assert "Failed system call" in report
+    assert re.search(r"without a test in this run: W1 W2 W5 .*X5$", report[-1])
+
+
+def test_report_is_empty_without_a_test_of_a_promise() -> None:
+    assert lines({"tests/a.py::test_x": Counter(passed=1)}, []) == []
 
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """Tests of a file, and its classes' as "Class.test"."""
+    """Tests of a file, and its classes' as "Class::test"."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{child.name}" for child in node.body if isinstance(child, ast.FunctionDef)}
+            names |= {f"{node.name}::{child.name}" for child in node.body if isinstance(child, ast.FunctionDef)}
     return frozenset(names)
 
 
-def rows() -> list[list[str]]:
-    """The cells of every table's rows."""
-    found = [line.strip("|").split("|") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in row] for row in found]
+@pytest.mark.parametrize("section", ["promises", "faults"])
+def test_evidence_names_tests_that_exist(section: str) -> None:
+    named = {test for tests in evidence()[section].values() for test in tests}
+    assert all(evidence()[section].values()), "a promise or fault without a test"
+    assert [test for test in sorted(named) if not _exists(test)] == []
 
 
-def test_each_row_names_tests_that_exist() -> None:
-    for first_cell, *_, tests in rows():
-        if first_cell in ("promise", "fault"):
-            continue
-        named = NAMED_TEST.findall(tests)
-        assert named or tests.startswith("none: "), f"{first_cell}: names no test and does not say that there is none"
-        for file, first, second in named:
-            assert (ROOT / file).is_file(), f"{first_cell}: {file}"
-            name = f"{first}.{second}" if second else first
-            assert name in names_in(ROOT / file), f"{first_cell}: {file} has no {name}"
+def _exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return (ROOT / file).is_file() and name in names_in(ROOT / file)
 
 
-def test_each_measured_promise_is_in_the_table() -> None:
-    described = {row[0] for row in rows()}
-    assert set(PASS_LINES) <= described
+def test_page_and_evidence_have_the_same_promises() -> None:
+    assert re.findall(r"^- \*\*([A-Z]\d)\*\*", PAGE, re.MULTILINE) == [*evidence()["promises"]]
+    assert [*PASS_LINES] == [*evidence()["promises"]]
+
+
+def test_each_fault_of_the_page_has_evidence() -> None:
+    parts = re.split(r"^##+ (.+)$", PAGE, flags=re.MULTILINE)
+    faults = [
+        fault
+        for title, text in zip(parts[1::2], parts[2::2], strict=True)
+        if title not in ("Promises", "Hostile servers")
+        for fault in re.findall(r"^- \*\*(.+?)\*\*: ", text, re.MULTILINE)
+    ]
+    assert faults
+    assert [fault for fault in faults if fault not in evidence()["faults"]] == []
