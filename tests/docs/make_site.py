@@ -4,7 +4,7 @@ The pages in docs/ link to files beside docs/ (configs/, ARCHITECTURE.md, …), 
 site has one folder of pages. So this copies the pages to ``build/site-pages`` and rewrites the links that lead out of
 docs/:
 
-- README.md, ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md become pages.
+- README.md, ARCHITECTURE.md, CONTRIBUTING.md, CHANGELOG.md and SECURITY.md become pages.
 - configs/ becomes one page that shows each file.
 - Any other file is copied as it is, so that a link downloads it.
 
@@ -35,6 +35,7 @@ SITE = ROOT / "build" / "docs"
 #: File in the repository -> page of the site. What is in docs/ keeps its name.
 MOVED = {
     "README.md": "index.md",
+    "SECURITY.md": "security-policy.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -85,6 +86,9 @@ OPTIONAL_PROTOCOLS = (
     "SupportsTail",
     "SupportsPieces",
     "SupportsQuarantine",
+    "SupportsTouch",
+    "SupportsAges",
+    "KeepsFiles",
 )
 TEST_KIT = ("contract.StoreContract", "machine.run_store_machine")
 
