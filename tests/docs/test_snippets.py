@@ -135,7 +135,7 @@ def test_no_block_is_left_unchecked() -> None:
 
 @pytest.mark.parametrize("snippet", snippets.of("python"), ids=str)
 def test_python(snippet: Snippet) -> None:
-    """It compiles. test_writing_a_store.py runs the example."""
+    """It compiles. test_writing_a_store.py runs the store."""
     compile(snippet.body, str(snippet), "exec")
 
 
