@@ -34,6 +34,7 @@ CONNECTORS = {"KVTiersConnector", "SharedStorageConnector"}
 
 #: Programs whose commands are not run here -> why.
 NOT_RUN = {
+    "aws": "needs the command line of AWS and a bucket of the user's",
     "cat": "prints a file of configs/, which tests/connector/engines reads",
     "lmcache": "starts a server; tests/engines makes its adapter",
     "sglang": "starts a server; tests/engines makes its storage",
@@ -52,6 +53,7 @@ NOT_RUN = {
     "promtool": "tests/connector/commands/test_dashboards.py runs it",
     "python": "its module is looked up below",
     "python3": "its module is looked up below",
+    "rm": "removes a folder of the user's",
     "sed": "edits a file of the user's",
     "sudo": "needs other users; the command behind it runs without sudo",
     "systemctl": "needs systemd as PID 1; the units are verified below",
@@ -301,7 +303,7 @@ def test_the_dockerfiles_context_makes_a_wheel(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_units(tmp_path: Path) -> None:
-    units = {Path(each.title).name: each.body for each in snippets.of("ini")}
+    units = {Path(each.title).name: each.body.replace("\\\n", " ") for each in snippets.of("ini")}
     assert {"vllm.service", "kvtiers-gc.service", "kvtiers-gc.timer"} <= units.keys()
     for name, body in units.items():
         for command in re.findall(r"^ExecStart=(.*)$", body, re.MULTILINE):
@@ -322,9 +324,9 @@ def test_systemd_units(tmp_path: Path) -> None:
 
 
 def test_the_nfs_mount_has_no_bad_options(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^mount -t nfs -o (\S+) \S+ (\S+)$", (DOCS / "guides" / "nfs.md").read_text(), re.MULTILINE)
+    script = "".join(each.body for each in snippets.of("sh", pages=[DOCS / "guides" / "nfs.md"]))
+    ((*_, options, _, point),) = (words for words in commands(script) if words[:4] == ["mount", "-t", "nfs", "-o"])
     table = tmp_path / "mountinfo"
-    options, point = line
     table.write_text(f"36 35 0:40 / {point} rw - nfs4 server:/export rw,{options}\n")
     assert mount_findings(f"{point}/kvtiers", mountinfo=str(table)) == []
     table.write_text(table.read_text().replace(",lookupcache=pos", ""))
