@@ -1,10 +1,11 @@
-"""Writes docs/dashboard.md and its pictures: the Grafana dashboard's panels, drawn from a real Prometheus' answers.
+"""Draws the pictures of docs/monitoring.md: the Grafana dashboard's panels, from a real Prometheus' answers.
 
     python -m tests.docs.render_dashboard [--seconds N]
 
 Two replicas serve made-up requests over two folders each: one of their own, bounded and emptied by its collector, and
 one that they share. For a while, the shared one fails for one replica. Needs the program ``prometheus``. Grafana is not
-used; the pictures follow the dashboard's queries, legends and units.
+used; the pictures follow the dashboard's queries, legends and units. The page describes the run in words: if another
+run or another dashboard looks different, correct them by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -39,7 +39,7 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.testing.servers import free_ports
 from kvtiers.tiers.tier.lookup import LookupOptions
 from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
-from tests.connector.commands.test_dashboards import RULES, rules
+from tests.connector.commands.test_dashboards import RULES
 from tests.docs.make_dashboard import COLUMNS, dashboard
 from tests.identity import FakeSpec
 from tests.soak.chaos import LayerPlace
@@ -48,7 +48,6 @@ from tests.soak.ledger import Ledger
 from tests.tiers.server.in_threads import in_threads
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "dashboard.md"
 #: Picture -> the dashboard's rows in it. The first row has no title.
 PICTURES: Mapping[str, tuple[str, ...]] = {
     "dashboard.png": ("", "Use", "Truth: what failed a check"),
@@ -81,9 +80,6 @@ class Prometheus:
             "scrape_configs": scrape_configs,
         }
         (folder / "prometheus.json").write_text(json.dumps(config))  # JSON is YAML
-        self.version = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, check=True
-        ).stdout.split()[2]
         (port,) = free_ports(1)
         self._url = f"http://127.0.0.1:{port}/api/v1/"
         self._process = subprocess.Popen(
@@ -105,10 +101,6 @@ class Prometheus:
         return self._series(
             "query_range", {"query": expr, "start": f"{start_s:.3f}", "end": f"{end_s:.3f}", "step": "1"}
         )
-
-    def alerts(self) -> dict[str, str]:
-        """States of the alerts that are not inactive."""
-        return {alert["labels"]["alertname"]: alert["state"] for alert in self._get("alerts")["data"]["alerts"]}
 
     def rules(self) -> dict[str, str]:
         """Alert -> health of its rule: ok, err or unknown."""
@@ -246,7 +238,7 @@ def legend(template: str, labels: Mapping[str, str]) -> str:
 
 
 def observe(seconds: float) -> None:
-    """Run all of it and write the page and the pictures."""
+    """Run all of it and write the pictures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtiers-prometheus-")))
         targets, replicas = stack.enter_context(at_work(folder, share=SHARE))
@@ -264,7 +256,6 @@ def observe(seconds: float) -> None:
         end_s = time.time()
         for name, rows in PICTURES.items():
             draw(prometheus, DOCS / name, rows, start_s, end_s)
-        PAGE.write_text(page(prometheus, start_s, end_s))
 
 
 def rows_of(panels: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -417,62 +408,11 @@ def show(value: float, unit: str) -> str:
     return f"{value:,.4g}"
 
 
-def page(prometheus: Prometheus, start_s: float, end_s: float) -> str:
-    """The page, with a table of what Prometheus answered."""
-    seconds = end_s - start_s
-    broken_s, hung_s, healed_s = (round(part * seconds) for part in BREAK)
-    lines = [
-        "# The dashboard, drawn",
-        "",
-        "These pictures show every panel of [configs/grafana/kvtiers.json](../configs/grafana/kvtiers.json), drawn "
-        f"with matplotlib from the answers of Prometheus {prometheus.version}. They are not screenshots of Grafana. "
-        "`python -m tests.docs.render_dashboard` wrote them and this page.",
-        "",
-        f"Two replicas worked for {seconds:.0f} s. Each has a folder of its own (`local`), which its collector keeps "
-        f"below {MAX_BYTES >> 20} MiB, and both share another (`shared`). For `replica-b`, {100 * SHARE:.0f} % of the "
-        f"calls to the shared folder failed or changed bits. From second {broken_s} to {hung_s} most of them did, and "
-        f"until second {healed_s} all of them hung: its circuit opened, and `replica-a` went on. The replicas are "
-        "not vLLM, so one panel has no data.",
-        "",
-        "![The headline, use, and what failed a check](dashboard.png)",
-        "",
-        "![Liveness](dashboard-liveness.png)",
-        "",
-        "![Capacity](dashboard-storage.png)",
-        "",
-        "## Each query's answer at the end of the run",
-        "",
-        "| panel | series | the largest |",
-        "|---|---:|---|",
-    ]
-    for panel in dashboard()["panels"]:
-        for target in panel.get("targets", ()):
-            found = prometheus.ask(fill_in(target["expr"], end_s - start_s), end_s)
-            most = max(found, key=lambda series: _number(series["value"][1]), default=None)
-            unit = panel["fieldConfig"]["defaults"]["unit"]
-            shown = (
-                "–"
-                if most is None
-                else f"{_short(legend(target['legendFormat'], most['metric']))}: {show(float(most['value'][1]), unit)}"
-            )
-            lines.append(f"| {panel['title']} | {len(found)} | {shown} |")
-    states = prometheus.alerts()
-    lines += ["", "## Alerts at the end of the run", "", "| alert | state |", "|---|---|"]
-    lines += [f"| {rule['alert']} | {states.get(rule['alert'], 'inactive')} |" for rule in rules()]
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: str) -> float:
-    number = float(value)
-    return -1.0 if math.isnan(number) else number  # NaN: nothing to divide by
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=120.0)
     observe(parser.parse_args().seconds)
-    sys.stdout.write(PAGE.read_text())
 
 
 if __name__ == "__main__":
