@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
 	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
 	bench-break-even bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound bench-writers docs reference \
-	site soak e2e e2e-env e2e-older e2e-reduced test-vllm contract engines-env test-engines bench-engines clean
+	site soak e2e e2e-env e2e-older e2e-reduced test-vllm contract engines-env test-engines bench-engines wheel image clean
 
 setup: $(VENV)/.stamp
 
@@ -145,12 +145,32 @@ bench-steps: setup
 bench-seal: setup
 	$(BIN)/python -m tests.benchmarks.bench_seal
 
+# A wheel in dist/. It is installed with its dependencies into an empty environment, where it must print the wheel's version.
+WHEEL_VENV := build/wheel-venv
+wheel: setup
+	rm -rf dist $(WHEEL_VENV)
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/pip install --quiet dist/kvtiers-*.whl
+	$(WHEEL_VENV)/bin/kvtiers --version | grep -Fx "kvtiers $$(ls dist | cut -d- -f2)"
+	@ls dist/*
+
+# vLLM's image with kvtiers, made by docker or podman and started once, to print the version of kvtiers.
+IMAGE ?= vllm-kvtiers:latest
+DOCKER ?= $(shell command -v docker || command -v podman)
+image:
+	@test -n "$(DOCKER)" || { echo "make image needs docker or podman, and neither is installed here" >&2; exit 1; }
+	$(DOCKER) build -f docs/Dockerfile $(if $(findstring podman,$(notdir $(DOCKER))),\
+		--ignorefile docs/Dockerfile.dockerignore) -t $(IMAGE) .
+	$(DOCKER) run --rm --entrypoint kvtiers $(IMAGE) --version
+
 # What of docs/ comes from the code, and then the site.
 docs: reference site
 
 reference: setup
 	$(BIN)/python -m tests.docs.make_reference
 	$(BIN)/python -m tests.docs.make_errors
+	$(BIN)/python -m tests.docs.make_commands
 
 # The site in build/docs. Dead links and anchors fail, and so does a page that loads anything from another server.
 site: $(SITE_VENV)/.stamp

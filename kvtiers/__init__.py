@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvtiers.tiers.registry import SecondaryTierFactory
     from kvtiers.tiers.store import Capabilities, KeyInfo, Store, check_key, client_errors, fill_parts, parts_size
 
-__version__ = "0.1.0"
+    __version__: str
 
 _MODULES = {
     "tiers.base": (
@@ -126,6 +126,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        globals()[name] = value = importlib.import_module("kvtiers.version").version()
+        return value
     for module, names in _MODULES.items():
         if name in names:
             value = getattr(importlib.import_module(f"kvtiers.{module}"), name)

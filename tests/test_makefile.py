@@ -45,6 +45,27 @@ def test_named_python_has_an_environment_of_its_own(
     assert all(line.startswith(sys.executable) for line in made if arguments)
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_image_without_docker_and_podman_says_what_is_missing() -> None:
+    done = subprocess.run(["make", "image", "DOCKER="], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "make image needs docker or podman, and neither is installed here" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(("name", "ignores"), [("docker", False), ("podman", True)])
+def test_image_is_built_from_the_dockerfile_and_started(name: str, ignores: bool, tmp_path: Path) -> None:
+    program = tmp_path / name
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    program.chmod(0o755)
+    command = ["make", "image", f"DOCKER={program}", "IMAGE=x:1"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ignore = "--ignorefile docs/Dockerfile.dockerignore " if ignores else ""
+    built, started = (tmp_path / "calls").read_text().splitlines()
+    assert " ".join(built.split()) == f"build -f docs/Dockerfile {ignore}-t x:1 ."
+    assert started == "run --rm --entrypoint kvtiers x:1 --version"
+
+
 def test_pythons_skips_interpreters_that_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyenv puts a shim for each version on the PATH. The shim fails if no setting selects that version."""
     shims = tmp_path / "shims"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,6 +15,7 @@ import pytest
 
 import kvtiers
 import kvtiers.vllm
+from kvtiers import version
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,6 +50,56 @@ def test_wheel_and_sdist_hold_every_module_once(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.glob("kvtiers-*")
     assert names_in_wheel(build(unpacked, "wheel", tmp_path / "again")) == expected
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("kind", ["branch", "packed", "detached", "worktree"])
+def test_version_of_a_checkout_ends_with_its_commit(kind: str, tmp_path: Path) -> None:
+    def git(*arguments: str, folder: Path = tmp_path / "a") -> str:
+        own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@localhost", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | own)
+        return done.stdout.strip()
+
+    (tmp_path / "a").mkdir()
+    git("init", "--initial-branch", "some/branch")
+    git("commit", "--allow-empty", "--message", "first")
+    checkout = tmp_path / "a"
+    if kind == "packed":
+        git("pack-refs", "--all")
+    elif kind == "detached":
+        git("checkout", "--detach")
+    elif kind == "worktree":
+        checkout = tmp_path / "b"
+        git("worktree", "add", "-b", "other", str(checkout))
+        git("commit", "--allow-empty", "--message", "second", folder=checkout)
+    assert version.built_version(checkout) == f"{version.RELEASE}+g{git('rev-parse', 'HEAD', folder=checkout)[:10]}"
+
+
+def test_version_without_git_is_the_release(tmp_path: Path) -> None:
+    assert version.built_version(tmp_path) == version.RELEASE
+    (tmp_path / ".git").mkdir()
+    assert version.built_version(tmp_path) == version.RELEASE
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/unborn\n")
+    assert version.built_version(tmp_path) == version.RELEASE
+
+
+def test_wheel_knows_the_commit_that_it_was_built_from(tmp_path: Path) -> None:
+    """Also a wheel that is built from an sdist, far from git's files."""
+    wanted = version.built_version()
+    sdist = build(ROOT, "sdist", tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("kvtiers-*")
+    for number, source in enumerate((ROOT, unpacked)):
+        site = tmp_path / f"site{number}"
+        with zipfile.ZipFile(build(source, "wheel", tmp_path / f"wheel{number}")) as archive:
+            archive.extractall(site)
+        code = "import kvtiers; print(kvtiers.__version__, kvtiers.__file__)"
+        command = [sys.executable, "-c", code]
+        environment = os.environ | {"PYTHONPATH": str(site)}
+        done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [wanted, str(site / "kvtiers" / "__init__.py")]
 
 
 def test_every_public_name_is_there() -> None:

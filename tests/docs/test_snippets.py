@@ -22,6 +22,7 @@ from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
 from kvtiers.tiers.config.tier_options import FsTierConfig
 from kvtiers.tiers.stores.files.mounts import mount_findings
 from kvtiers.tiers.testing.servers import S3Server, moto_server
+from kvtiers.version import built_version
 from tests.connector.commands.model_configs import LLAMA_8B
 from tests.docs import snippets
 from tests.docs.snippets import DOCS, GUIDES, PAGES, ROOT, Snippet, commands
@@ -286,7 +287,8 @@ def test_the_dockerfiles_context_makes_a_wheel(tmp_path: Path) -> None:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, context / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
+        elif source.exists() or not name.startswith(".git/"):  # a worktree has these files elsewhere
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, context / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
@@ -298,7 +300,8 @@ def test_the_dockerfiles_context_makes_a_wheel(tmp_path: Path) -> None:
         env={name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"},
     )
     assert done.returncode == 0, done.stderr
-    assert list(tmp_path.glob("kvtiers-*.whl"))
+    (wheel,) = tmp_path.glob("kvtiers-*.whl")
+    assert wheel.name.split("-")[1] == built_version(context)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
