@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..version import version
 from .blocks.file_mapper import FileMapper, strict_fields
 from .blocks.keyring import KeyRing, load_keys, show_key_id
 from .blocks.rows import Rows
@@ -101,9 +102,10 @@ class BuiltInTier(StoreTierManager):
             raise
         if policy is not None and policy.max_bytes is not None:
             self.metrics.set("kvtiers_storage_max_bytes", self.name, value=policy.max_bytes)
+        self.metrics.set("kvtiers_build_info", version(), value=1)
         most = _threads_max(config) if why_here else sys.maxsize
         logger.info(
-            "tier %s: %s: %s, namespace %s, rank %d, %d read and %d write threads in %s%s. "
+            "tier %s: %s: %s, namespace %s, rank %d, %d read and %d write threads in %s%s, kvtiers %s. "
             "A stored block has %s tokens: shorter prompts are not stored",
             name,
             "started" if self.missing is None else "waits for its storage",
@@ -114,6 +116,7 @@ class BuiltInTier(StoreTierManager):
             min(most, config.n_write_threads),
             "this process" if why_here else "processes of its own",
             ", read only" if isinstance(config, BoundedTierConfig) and config.read_only else "",
+            version(),
             mapper.block_tokens,
         )
 

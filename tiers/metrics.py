@@ -62,59 +62,53 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_blocks_total": _counter(
         "Blocks by outcome: moved, already_stored, failed, dropped.", "tier", "op", "outcome"
     ),
+    "kvtiers_build_info": _gauge("Always 1; the label has the version, with the git commit.", "version"),
     "kvtiers_bytes_total": _counter("Payload bytes moved.", "tier", "op"),
-    "kvtiers_circuit_closed": _gauge("1 while the tier is used, 0 while it is cut off.", "tier"),
+    "kvtiers_circuit_closed": _gauge("1: the tier is in use. 0: it is cut off.", "tier"),
     "kvtiers_circuit_opened_total": _counter("Times the tier was cut off.", "tier"),
-    "kvtiers_collector_removed_blobs_total": _counter("Blocks removed by this process's collector.", "tier", "reason"),
-    "kvtiers_collector_removed_bytes_total": _counter(
-        "Bytes of the blocks removed by this process's collector.", "tier", "reason"
+    "kvtiers_collector_removed_blobs_total": _counter(
+        "Blocks that this process's collector removed.", "tier", "reason"
     ),
+    "kvtiers_collector_removed_bytes_total": _counter("Bytes of these blocks.", "tier", "reason"),
     "kvtiers_collector_runs_total": _counter(
-        "Polls in which this process's collector worked: ok, error. Its unexpected exit counts as an error.",
+        "Polls in which this process's collector worked: ok, error.",
         "tier",
         "outcome",
     ),
-    "kvtiers_collector_up": _gauge(
-        "1 while this process's collector runs and answers, or is not needed yet; 0 while it is down.", "tier"
-    ),
+    "kvtiers_collector_up": _gauge("1: this process's collector works or is not needed yet. 0: it is down.", "tier"),
     "kvtiers_contained_errors_total": _counter("Errors in a tier that did not reach the engine.", "tier", "where"),
-    "kvtiers_deadline_expired_total": _counter("Deadlines that passed: of a lookup, a job, a load.", "tier", "what"),
-    "kvtiers_healed_blobs_total": _counter("Bad blobs that were replaced by a store.", "tier"),
-    "kvtiers_job_seconds": MetricDef(MetricKind.HISTOGRAM, "Job duration from submission.", ("tier", "op"), _SECONDS),
-    "kvtiers_jobs_in_flight": _gauge("Jobs submitted and not yet reported.", "tier"),
+    "kvtiers_deadline_expired_total": _counter("Deadlines that passed: lookup, job, load.", "tier", "what"),
+    "kvtiers_healed_blobs_total": _counter("Bad blocks that a store replaced.", "tier"),
+    "kvtiers_job_seconds": MetricDef(
+        MetricKind.HISTOGRAM, "Seconds from a job's submission to its end.", ("tier", "op"), _SECONDS
+    ),
+    "kvtiers_jobs_in_flight": _gauge("Jobs that have not ended.", "tier"),
     "kvtiers_jobs_total": _counter("Jobs by outcome: ok, partial, failed.", "tier", "op", "outcome"),
     "kvtiers_load_decisions_total": _counter(
-        "Requests by why their hits in the tier were loaded (always, faster, trial, unknown) or not (behind, never, "
-        "slower).",
+        "Requests by why their hits were loaded (always, faster, trial, unknown) or not (behind, never, slower).",
         "tier",
         "reason",
     ),
-    "kvtiers_lookup_probes_total": _counter(
-        "Lookups sent to storage (cache misses), by result: hit, miss, error, deadline.", "tier", "result"
-    ),
-    "kvtiers_lookups_refused_total": _counter("Lookups that became misses because too many requests were waiting."),
-    "kvtiers_lookups_total": _counter(
-        "Blocks that requests looked up in a tier, counted once per request: hit, miss.", "tier", "result"
-    ),
-    "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot became free in time."),
+    "kvtiers_lookup_probes_total": _counter("Lookups sent to storage: hit, miss, error, deadline.", "tier", "result"),
+    "kvtiers_lookups_refused_total": _counter("Lookups that missed because too many requests waited."),
+    "kvtiers_lookups_total": _counter("Blocks that requests looked up in the tier: hit, miss.", "tier", "result"),
+    "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot was free in time."),
     "kvtiers_quarantined_blobs_total": _counter(
-        "Bad blobs that a store had to move aside, because it could not replace them.", "tier"
+        "Bad blocks that a store moved aside, because it could not replace them.", "tier"
     ),
-    "kvtiers_requests_total": _counter(
-        "Requests that ended, by why no more of their prefix was loaded (kvtiers explain).", "reason"
-    ),
+    "kvtiers_requests_total": _counter("Requests by why no more was loaded (kvtiers explain).", "reason"),
     "kvtiers_schedule_end_seconds": MetricDef(
-        MetricKind.HISTOGRAM, "Time spent at the end of each engine step on the scheduler's thread.", (), _STEP_SECONDS
+        MetricKind.HISTOGRAM, "Seconds on the scheduler's thread at the end of an engine step.", (), _STEP_SECONDS
     ),
-    "kvtiers_slots": _gauge("Region slots by state: free, ready, pinned, pending, quarantined.", "state"),
-    "kvtiers_storage_max_bytes": _gauge("Limit of the bytes in the tier's root (max_bytes), if set.", "tier"),
-    "kvtiers_storage_used_bytes": _gauge("Bytes in the tier's root, by its collector's count.", "tier"),
-    "kvtiers_store_errors_total": _counter("Errors raised by a store, by class.", "tier", "op", "error"),
+    "kvtiers_slots": _gauge("Slots of the region: free, ready, pinned, pending, quarantined.", "state"),
+    "kvtiers_storage_max_bytes": _gauge("max_bytes, if it is set.", "tier"),
+    "kvtiers_storage_used_bytes": _gauge("Bytes in the tier's root, as its collector counts them.", "tier"),
+    "kvtiers_store_errors_total": _counter("Errors of the store, by class.", "tier", "op", "error"),
     "kvtiers_stored_since_load_bytes": _gauge(
-        "Bytes stored to the tier since it was last loaded from, or since the start. Updated once a minute.", "tier"
+        "Bytes stored since the tier was last loaded from. Updated once a minute.", "tier"
     ),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
-    "kvtiers_verify_failures_total": _counter("Blobs that were not the requested block, by reason.", "tier", "reason"),
+    "kvtiers_verify_failures_total": _counter("Reads that were not the requested block, by reason.", "tier", "reason"),
 }
 
 

@@ -17,7 +17,7 @@ from kvtiers.tiers.config.deployment import (
     RegionConfig,
 )
 from kvtiers.tiers.config.mistakes import in_words
-from kvtiers.tiers.config.tier_options import TIER_MODELS, ExternalTierConfig, Model, TierConfig
+from kvtiers.tiers.config.tier_options import TIER_MODELS, BoundedTierConfig, ExternalTierConfig, Model, TierConfig
 from kvtiers.tiers.config.values import SIZE_MAX, show_duration, show_size
 from kvtiers.tiers.errors import SealReason
 from kvtiers.tiers.metrics import METRICS, MetricDef
@@ -30,25 +30,9 @@ DEFAULT_THREADS = "half the cores, 1 to 4"
 HEAD = """\
 # Configuration
 
-One YAML file describes a deployment. This page is written by `make docs` from the models that read it, so it says what
-the code accepts. `kvtiers check FILE` names each mistake with its path and what would be accepted, and
-`kvtiers check --schema` prints a JSON schema for editors. [configs/](../configs) has a commented file for each shape of
-deployment.
-
-Every key must be known. Keys at the top level that begin with `x-` are ignored, so that YAML anchors have a place.
-
-- **Sizes** are written `10GiB`, `1.5 MiB` or `4096`. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
-- **Durations** are written `500ms`, `10s`, `30m`, `12h`, `7d` or `2w`. A number without a unit is in seconds.
-- **Paths** may begin with `~`. A relative path is relative to the folder of the YAML file. In options that vLLM gets
-  as JSON, it is relative to the folder in which the engine was started.
-- **Environment variables** are replaced in every text: `$NAME`, `${NAME}`, and `${NAME:-default}` for a variable that
-  may be unset or empty. A variable that is unset or empty and has no default is an error. A dollar that does not begin
-  a variable is an error, too, such as Kubernetes' `$(NAME)`. Write `$$` for a dollar. Numbers and switches may use
-  variables, too: `n_read_threads: ${THREADS:-4}`. Not replaced: `keys_env`, `options`,
-  `storage_options` and the options of a tier of your own. In a URL's login or query, an unset variable stays as it is
-  written, because a password may hold a dollar.
-- **Secrets** have no place here. S3 credentials come from where every AWS tool looks for them, and keys for `auth`
-  and `encrypt` from a file or an environment variable.
+One YAML file describes a deployment. `make docs` writes this page from the models that read the file.
+`kvtiers check FILE` names each mistake with its path and what is accepted, and `kvtiers check --schema` prints a JSON
+schema for editors. [configs/](../configs) has examples with comments.
 
 ```yaml
 blocks_per_chunk: 4
@@ -61,33 +45,44 @@ tiers:
     max_bytes: 200GiB
     ttl: 7d
 ```
+
+- **Sizes** are `10GiB`, `1.5 MiB` or `4096`. KiB, MiB, … are powers of 1024; KB, MB, … are powers of 1000.
+- **Durations** are `500ms`, `10s`, `30m`, `12h`, `7d` or `2w`. A number alone is in seconds.
+- **Paths** may begin with `~`. A relative path starts at the YAML file's folder; in options that vLLM gets as JSON, at
+  the folder in which the engine was started.
+- **Variables** are replaced in every value: `$NAME`, `${NAME}`, and `${NAME:-default}` for a variable that is unset or
+  empty. Without a default, such a variable is an error. Write `$$` for a dollar. Variables are not replaced in
+  `keys_env`, `options`, `storage_options` and the options of a tier of your own. In a URL's login or query, an unset
+  variable stays as written.
+- **Secrets** do not belong here. S3 credentials come from where AWS tools look for them, keys for `encrypt` from a file
+  or a variable.
+- **Keys** must be known. Top-level keys that begin with `x-` are ignored, for YAML anchors.
+
 """
 
 
 def configuration() -> str:
     """The whole of configuration.md."""
-    parts = [HEAD, _section("The deployment", DeploymentConfig), _section("`region`", RegionConfig)]
+    parts = [HEAD + _section("The top level", DeploymentConfig, intro=False), _section("`region`", RegionConfig)]
     parts.append(_section("`handler`", HandlerConfig))
     parts.append(_section("`metrics`", MetricsConfig))
     parts.append(_section("`identity`", IdentityConfig))
     parts.append(
-        "## `tiers`\n\nA list, asked in its order; every stored block goes to all of them. "
-        f"`type` is one of {', '.join(f'`{name}`' for name in sorted(TIER_MODELS))}, a tier registered by a plugin, or "
-        "any class with a `module_path`.\n"
+        f"## `tiers`\n\n`type` is {', '.join(f'`{name}`' for name in sorted(TIER_MODELS))}, a type that a plugin "
+        "registered, or any class with a `module_path`.\n"
     )
-    parts.append(_section("What every tier takes", TierConfig, skip=("type",), level=3))
-    shared = _properties(TierConfig)
-    for name, model in sorted(TIER_MODELS.items()):
-        changed = {
-            field: model.model_fields[field]
-            for field in _properties(model)
-            if field not in shared or not _same(model.model_fields[field], TierConfig.model_fields[field])
-        }
-        changed.pop("type")
-        parts.append(f"### `type: {name}`\n\n{_first_line(model)}\n\n{_table(model, changed)}")
+    parts.append(_section("Every built-in tier", TierConfig, skip=("type",), level=3, intro=False))
     parts.append(
-        f"### Your own\n\n{_first_line(ExternalTierConfig)} [writing-a-store.md](writing-a-store.md) says how to write "
-        f"one.\n\n{_table(ExternalTierConfig, {'module_path': ExternalTierConfig.model_fields['module_path']})}"
+        _section(
+            "Every built-in tier but `memory`", BoundedTierConfig, skip=TierConfig.model_fields, level=3, intro=False
+        )
+    )
+    for name, model in sorted(TIER_MODELS.items()):
+        shared = BoundedTierConfig if issubclass(model, BoundedTierConfig) else TierConfig
+        parts.append(_section(f"`type: {name}`", model, skip=shared.model_fields, level=3))
+    parts.append(
+        f"### Your own\n\n{_first_line(ExternalTierConfig)} See [writing a store](writing-a-store.md).\n\n"
+        f"{_table(ExternalTierConfig, {'module_path': ExternalTierConfig.model_fields['module_path']})}"
     )
     return "\n".join(parts)
 
@@ -95,10 +90,10 @@ def configuration() -> str:
 def metric_table(table: Mapping[str, MetricDef]) -> str:
     """A table of metrics."""
     rows = (
-        (f"`{name}`", metric.kind.value, ", ".join(f"`{label}`" for label in metric.labels), metric.help)
+        (f"`{name}{{{','.join(metric.labels)}}}`" if metric.labels else f"`{name}`", metric.help)
         for name, metric in table.items()
     )
-    return _rows(("metric", "kind", "labels", ""), rows)
+    return _rows(("metric", "meaning"), rows)
 
 
 def identity_table() -> str:
@@ -136,18 +131,26 @@ def with_tables(name: str) -> str:
     return page
 
 
-def _section(title: str, model: type[Model], skip: Iterable[str] = (), level: int = 2) -> str:
+def _section(title: str, model: type[Model], *, skip: Iterable[str] = (), level: int = 2, intro: bool = True) -> str:
     fields = {name: field for name, field in model.model_fields.items() if name not in skip}
-    return f"{'#' * level} {title}\n\n{_first_line(model)}\n\n{_table(model, fields)}"
+    first = f"{_first_line(model)}\n\n" if intro else ""
+    return f"{'#' * level} {title}\n\n{first}{_table(model, fields)}"
 
 
 def _table(model: type[Any], fields: Mapping[str, FieldInfo]) -> str:
+    """A table of options. A default that differs in a tier type stands beside the default of the others."""
     properties = _properties(model)
-    rows = (
-        (f"`{name}`", _accepted(properties[name]), _default(field, properties[name]), field.description or "")
-        for name, field in fields.items()
-    )
-    return _rows(("key", "accepted", "default", ""), rows) if fields else ""
+    rows = []
+    for name, field in fields.items():
+        default = _default(field, properties[name])
+        others: dict[str, list[str]] = {}
+        for kind, special in TIER_MODELS.items():
+            if issubclass(special, model) and (own := _default(special.model_fields[name], _properties(special)[name])):
+                others.setdefault(own, []).append(kind)
+        others.pop(default, None)
+        default += "".join(f"; {', '.join(sorted(kinds))}: {own}" for own, kinds in sorted(others.items()))
+        rows.append((f"`{name}`", _accepted(properties[name]), default, field.description or ""))
+    return _rows(("key", "accepted", "default", "meaning"), rows)
 
 
 def _rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -160,10 +163,6 @@ def _properties(model: type[Any]) -> dict[str, Any]:
     return properties
 
 
-def _same(one: FieldInfo, other: FieldInfo) -> bool:
-    return (one.annotation, one.default, one.description) == (other.annotation, other.default, other.description)
-
-
 def _accepted(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_accepted(option) for option in schema["anyOf"] if option.get("type") != "null")
@@ -172,8 +171,9 @@ def _accepted(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if "$ref" in schema:
-        return "a mapping, see below"
-    return in_words(schema).replace(f" from 0 to {show_size(SIZE_MAX)}", "") or "anything"
+        return "see below"
+    words = in_words(schema).replace(f" from 0 to {show_size(SIZE_MAX)}", "").removeprefix("a whole number from ")
+    return words.removeprefix("a ").replace("duration above 0s, up to", "duration up to") or "anything"
 
 
 def _default(field: FieldInfo, schema: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import boto3
 import numpy as np
 import pytest
 
+import kvtiers
 from kvtiers.connector.region.shared_region import SharedOffloadRegion
 from kvtiers.tiers import builtin
 from kvtiers.tiers.base import JobMetadata
@@ -65,6 +66,14 @@ def test_every_s3_key_reaches_the_store(key: str) -> None:
         assert arrived == 22.0
     elif key != "n_read_threads":
         assert arrived == value
+
+
+def test_log_line_at_the_start_names_the_version(caplog: pytest.LogCaptureFixture) -> None:
+    rows = np.zeros((ROWS, ROW_BYTES), np.int8)
+    with caplog.at_level("INFO", logger="kvtiers"):
+        SecondaryTierFactory.create_secondary_tier({"type": "memory"}, rows.data, FakeSpec()).shutdown()
+    (line,) = [line for line in caplog.messages if line.startswith("tier memory: started: ")]
+    assert f", kvtiers {kvtiers.__version__}. A stored block has " in line
 
 
 def test_kms_key_reaches_the_store() -> None:

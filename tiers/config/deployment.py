@@ -35,18 +35,17 @@ STORE_ENTRY_POINT_GROUP = "kvtiers.stores"
 
 
 class RegionConfig(Model):
-    """The CPU region: the primary tier that every block passes through."""
+    """The CPU memory that every block passes through."""
 
     size: Annotated[int, SizeIn(4096)] = Field(description="CPU memory for blocks.")
-    eviction_policy: Literal["lru", "arc"] = Field("lru", description="Policy that picks the blocks to evict first.")
+    eviction_policy: Literal["lru", "arc"] = Field("lru", description="How to choose the blocks to evict.")
     promotion_wait_s: Annotated[float, DurationIn(0, 60)] = Field(
         0.5,
-        description="How long a hit waits for free space in the region before it counts as a miss, in addition to the "
-        "time in which the engine computes other prompts.",
+        description="How long a hit waits for room in the region before it is a miss.",
     )
     instance_id: (
         Annotated[str, matching(r"^[A-Za-z0-9._-]{1,128}$", "1 to 128 letters, digits, '.', '_' and '-'")] | None
-    ) = Field(None, description="Name of the region in /dev/shm. Default: the engine's ID.")
+    ) = Field(None, description="The region's name in /dev/shm. Default: the engine's ID.")
 
 
 def _check_host_name(address: str) -> str:
@@ -60,33 +59,32 @@ def _check_host_name(address: str) -> str:
 
 
 class MetricsConfig(Model):
-    """Prometheus metrics, served by the engine process itself."""
+    """Prometheus metrics, served by the engine."""
 
     port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
-        None, description="Port to serve /metrics on; 0 picks a free port and logs it. null: metrics are not served."
+        None, description="Port of /metrics. 0: any free port, which is logged. null: not served."
     )
     address: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_check_host_name)] = Field(
-        "127.0.0.1", description="Address to listen on. Anyone who can reach it can read the metrics."
+        "127.0.0.1", description="Address to listen on. Whoever reaches it can read the metrics."
     )
 
 
 class HandlerConfig(Model):
-    """Copies between a GPU and the region. Defaults are vLLM's H100 thresholds. The first use of a method is logged."""
+    """Copies between a GPU and the region. The defaults are those of vLLM for an H100."""
 
     method: Literal["batch", "kernel", "copy"] | None = Field(
         None,
-        description="Always copy with this method. batch: batched driver calls. kernel: a copy kernel. copy: torch's "
-        "copy_ in a loop. A job that the method cannot copy (kernel: page sizes that are not a multiple of 8 bytes) "
-        "uses the next method in the order kernel, batch, copy. null: chosen per job by the thresholds below.",
+        description="Copy with this method if it can: batched driver calls, a kernel, or torch's copy_. null: by the "
+        "thresholds below.",
     )
     store_kernel_bytes_max: Size | None = Field(
-        None, description="Use the kernel for stores whose average copy is at most this long. null: never."
+        None, description="Use the kernel for stores of copies up to this size. null: never."
     )
     load_kernel_bytes_max: Size | None = Field(None, description="The same for loads. null: just below 28 KiB.")
     kernel_copies_min: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="Do not use the kernel for jobs with fewer copies. null: 16."
+        None, description="Use the kernel only for so many copies. null: 16."
     )
-    pin: bool = Field(True, description="Page-lock the region's memory, for faster copies.")
+    pin: bool = Field(True, description="Page-lock the region, for faster copies.")
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``connector.transfer.gpu_handler.create_handlers``."""
@@ -94,42 +92,37 @@ class HandlerConfig(Model):
 
 
 class IdentityConfig(Model):
-    """vLLM options to ignore when the namespace is chosen, besides options known not to affect KV contents."""
+    """Options that do not count for the namespace, besides those known not to change KV."""
 
     ignore: tuple[Annotated[str, Field(min_length=1, max_length=255)], ...] = Field(
         (),
-        description="Options to ignore, by the names logged at startup (kernel_config.moe_backend, VLLM_SOMETHING). "
-        "You guarantee that KV contents are the same for every value of these options; if not, the model's output is "
-        "wrong.",
+        description="Options by their names in the log, such as kernel_config.moe_backend. If one of them changes KV, "
+        "the model's output is wrong.",
     )
 
 
 class DeploymentConfig(Model):
-    """One deployment: the CPU region and the storage tiers behind it."""
+    """The top level of the file."""
 
     region: RegionConfig
     blocks_per_chunk: Annotated[int, Field(ge=1, le=4096)] = Field(
         1,
-        description="Engine blocks per stored block. A larger value means fewer and larger copies, files and requests. "
-        "Use 1 for models with a sliding window, chunked attention or recurrent states (docs/vllm.md).",
+        description="Engine blocks in a stored block. More blocks make fewer and larger files. Use 1 for models with "
+        "sliding windows, chunked attention or recurrent states.",
     )
     tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
         (),
-        description="Storage tiers. Lookups ask them in this order; every block is stored to all of them. Each tier "
-        "needs its own location, not inside another tier's.",
+        description="Storage tiers, asked in this order. Every block is stored in all. Locations must not overlap.",
     )
-    handler: HandlerConfig = Field(
-        default_factory=HandlerConfig, description="How blocks are copied between a GPU and the region."
-    )
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where the engine serves metrics.")
+    handler: HandlerConfig = Field(default_factory=HandlerConfig, description="Copies between a GPU and the region.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are served.")
     identity: IdentityConfig = Field(
-        default_factory=IdentityConfig, description="vLLM options to ignore when the namespace is chosen."
+        default_factory=IdentityConfig, description="Options that do not count for the namespace."
     )
     trace_requests: AbsolutePath | None = Field(
         None,
-        description="File that gets a line of JSON for each request that ends: how many blocks were found and loaded, "
-        "and why no more (kvtiers explain FILE). At 64 MiB it is renamed to FILE.1. Each engine needs its own "
-        "file. Way spec only. null: no file.",
+        description="File of one engine for `kvtiers explain`, with a line for each request. At 64 MiB it becomes "
+        "FILE.1. Way `spec` only. null: no file.",
     )
 
 

@@ -41,16 +41,11 @@ from .variables import AS_WRITTEN, escape, expand
 MAX_BYTES_MIN = 1 << 20
 REQUEST_SHARE = 2 / 3  # of job_deadline_s, for one request to S3 with its retries: the job's other work takes time, too
 CONNECTIONS_MAX = 1024  # of a client to S3; each takes a descriptor
-MIN_FREE = (
-    "Free space the tier leaves on the file system. When it is reached, stores are dropped until the collector has "
-    "removed the least recently used blocks."
-)
 ISOLATION = (
-    "process: I/O runs in worker processes, which do not wait for the engine's GIL and are killed when they hang. "
-    "thread: I/O runs in threads of the engine; on nfs this is safe only if the mount's I/O times out by itself (soft, "
-    "softerr). auto: process if other processes can map the region, else thread."
+    "process: I/O runs in processes, which are killed when they hang. thread: in the engine; on nfs only with a mount "
+    "that times out (soft, softerr). auto: process if other processes can map the region."
 )
-LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
+LOOKUP_DEADLINE = "Lookups are misses if the storage answers none for this long."
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 POLL_S, REMOTE_POLL_S = 0.25, 5.0  # how often writers publish what they put, and a collector reads it
@@ -126,40 +121,42 @@ class TierConfig(Model):
     absent_ttl_s: ClassVar[float] = 1.0
     type: str = Field(description="Tier type.")
     name: Annotated[str, matching(r"^[A-Za-z0-9._-]{1,64}$", "1 to 64 letters, digits, '.', '_' and '-'")] | None = (
-        Field(None, description="Label in metrics and logs. Default: the type, with a number if the type occurs twice.")
+        Field(None, description="Name in metrics and logs. Default: the type, with a number if it occurs twice.")
     )
-    n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that do loads first.")
-    n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that do stores first.")
+    n_read_threads: Threads = Field(
+        default_factory=default_threads,
+        description="Threads that prefer loads. On s3 and fsspec: concurrent requests, at most 8 in the engine.",
+    )
+    n_write_threads: Threads = Field(default_factory=default_threads, description="The same for stores.")
     children: Annotated[int, Field(ge=1, le=64)] = Field(
-        2, description="Processes that do the tier's I/O. More than two help only on a machine of many cores."
+        2, description="Processes for the tier's I/O. More than two need many cores."
     )
     load: Load = Field(
         "auto",
-        description="auto: load blocks only while that is expected to take less time than computing them. always: load "
-        "every block that is found. never: store only.",
+        description="auto: load blocks while that is faster than computing them. always: load every block. never: "
+        "only store.",
     )
     lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
     job_deadline_s: Seconds = Field(
         10.0,
-        description="Blocks of a job fail if their transfer has not begun after this time. A single task that takes "
-        "longer cuts the tier off.",
+        description="A block's transfer must begin within this time, or it fails. A task that takes longer cuts the "
+        "tier off. A request to S3 may take two thirds of it.",
     )
     isolation: Isolation = Field("auto", description=ISOLATION)
     parallel_agnostic: bool = Field(
-        False, description="Share blocks between parallel layouts, if the engine says that its block format allows it."
+        False, description="Share blocks between parallel layouts, if the engine allows it."
     )
 
     encrypt: Literal["none", "aes-gcm"] = Field(
         "none",
-        description="aes-gcm: encrypt and authenticate blocks (AES-256-GCM). Costs one more copy per stored block.",
+        description="aes-gcm: encrypt and authenticate blocks with AES-256-GCM.",
     )
     keys_file: (
         Annotated[ExpandedPath, BeforeValidator(_reject_key), AfterValidator(_reject_key), AfterValidator(absolute)]
         | None
     ) = Field(
         None,
-        description="File with the keys for encrypt, 64 hex digits each; new blocks use the first. The file "
-        "mode must be 0600.",
+        description="File with the keys, 64 hex digits each, mode 0600. New blocks use the first key.",
     )
     keys_env: (
         Annotated[
@@ -168,7 +165,7 @@ class TierConfig(Model):
             matching(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$", "a variable's name, without a dollar"),
         ]
         | None
-    ) = Field(None, description="Environment variable with the keys, instead of keys_file.")
+    ) = Field(None, description="Environment variable with the keys, in place of keys_file.")
 
     def check(self) -> None:
         """Check options that depend on each other.
@@ -188,23 +185,20 @@ class TierConfig(Model):
 
 
 class BoundedTierConfig(TierConfig):
-    """Options of every tier whose storage outlives the process: who writes there, and how much."""
+    """Options of tiers whose storage outlives the engine."""
 
     read_only: bool = Field(
         False,
-        description="Load only. Nothing is written to the storage or removed from it, and limits are ignored: the "
-        "writers enforce them.",
+        description="Only load: write nothing and remove nothing. Limits are ignored.",
     )
     max_bytes: Size | None = Field(
         None,
-        description="Maximum size of the storage, for all writers together. The collector removes blocks shortly "
-        "before; if that is too slow, stores are dropped. Use the same value for all writers of one root. null: no "
-        "limit.",
+        description="Limit of all writers of a root together; give each the same value. Shortly before the limit, "
+        "blocks are removed. null: no limit.",
     )
     ttl: Annotated[float, DurationIn(1)] | None = Field(
         None,
-        description="Remove blocks that were not used for this long, such as 7d or 12h. On s3 and fsspec: blocks that "
-        "were written this long ago. null: never.",
+        description="Remove blocks not used for this long (s3, fsspec: written this long ago). null: never.",
     )
 
     def check(self) -> None:
@@ -238,21 +232,25 @@ class FsTierConfig(BoundedTierConfig):
     """Blocks as files under a local folder."""
 
     type: Literal["fs"] = "fs"
-    root_dir: Folder = Field(description="Folder for the blocks; created if missing, unless read_only.")
-    min_free: Size = Field(1 << 30, description=MIN_FREE)
+    root_dir: Folder = Field(description="Folder for the blocks; created if missing.")
+    min_free: Size = Field(
+        1 << 30,
+        description="Free space to leave on the file system. Below it, stores are dropped until the collector has made "
+        "room.",
+    )
     durability: Literal["none", "data"] = Field(
-        "none", description="data: fsync each block before it becomes visible (8 ms instead of 0.6 ms at 2 MiB)."
+        "none", description="data: fsync each block, which makes stores slower."
     )
 
 
 class NfsTierConfig(BoundedTierConfig):
-    """Blocks as files on an NFS mount shared by several hosts, all with the same UID. Untested on CephFS and Lustre."""
+    """Blocks as files on an NFS mount. All hosts need the same UID. Not tested on CephFS and Lustre."""
 
     # Without the mount option lookupcache=pos, the NFS client itself caches it for about 30 s.
     absent_ttl_s: ClassVar[float] = 5.0
     type: Literal["nfs"] = "nfs"
-    root_dir: Folder = Field(description="Folder on the mount; created if missing, unless read_only.")
-    min_free: Size = Field(1 << 30, description=MIN_FREE)
+    root_dir: Folder = Field(description="Folder on the mount; created if missing.")
+    min_free: Size = Field(1 << 30, description="As for fs.")
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
 
 
@@ -262,7 +260,7 @@ class MemoryTierConfig(TierConfig):
     type: Literal["memory"] = "memory"
     isolation: Isolation = Field("thread", description=ISOLATION)
     max_bytes: Annotated[int, SizeIn(1)] | None = Field(
-        None, description="Maximum size; beyond it the least recently used blocks are removed."
+        None, description="Maximum size. The least recently used blocks are removed."
     )
 
 
@@ -270,12 +268,8 @@ class NetworkTierConfig(BoundedTierConfig):
     """Options of every tier that mostly waits for a network, and therefore uses many threads and long batches."""
 
     absent_ttl_s: ClassVar[float] = 5.0
-    n_read_threads: Threads = Field(
-        32, description="Concurrent load requests, 8 in the engine's own process. Fewer if blocks are large."
-    )
-    n_write_threads: Threads = Field(
-        32, description="Concurrent store requests, 8 in the engine's own process. Fewer if blocks are large."
-    )
+    n_read_threads: Threads = Field(32, description="Concurrent load requests, at most 8 in the engine's process.")
+    n_write_threads: Threads = Field(32, description="Concurrent store requests, at most 8 in the engine's process.")
 
 
 def _reject_bucket_url(value: object) -> object:
@@ -291,30 +285,30 @@ class S3TierConfig(NetworkTierConfig):
 
     type: Literal["s3"] = "s3"
     job_deadline_s: Seconds = Field(
-        15.0, description="As for every tier. A request, with its retries, may take two thirds of it."
+        15.0, description="As for every tier. A request with its retries may take two thirds of it."
     )
     lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
     bucket: Annotated[str, BeforeValidator(_reject_bucket_url)] = Field(
         json_schema_extra={"x-accepted": "a bucket's name"},
-        description="Bucket; must exist.",
+        description="The bucket, which must exist.",
     )
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(
         None,
-        description="Endpoint of an S3 other than AWS, such as https://minio:9000. For a server that wants buckets in "
-        "the host name (Alibaba OSS, Tencent COS), write the bucket before the host: https://BUCKET.HOST. "
-        "For any other server whose own name begins with the bucket and a dot, write https://BUCKET.HOST/BUCKET.",
+        description="Endpoint of an S3 other than AWS, such as https://minio:9000. https://BUCKET.HOST: for a "
+        "server that wants the bucket in its host name (Alibaba OSS, Tencent COS). https://BUCKET.HOST/BUCKET: for one "
+        "whose own name begins so.",
     )
-    region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
+    region: str | None = Field(None, description="Region. Default: as boto3 finds it, or us-east-1.")
     profile: str | None = Field(None, description="Profile in ~/.aws/config.")
     ca_bundle: AbsolutePath | None = Field(
-        None, description="PEM file of CA certificates to trust besides the system's. Default: AWS_CA_BUNDLE."
+        None, description="PEM file of CA certificates to trust as well. Default: $AWS_CA_BUNDLE."
     )
-    allow_insecure: bool = Field(False, description="Allow http:// endpoints on other hosts.")
+    allow_insecure: bool = Field(False, description="Allow http:// to other hosts.")
     sse: Annotated[str, Field(json_schema_extra={"x-accepted": "AES256, aws:kms, or a KMS key's ARN or id"})] | None = (
-        Field(None, description="Server-side encryption of new blocks: AES256, aws:kms, or the KMS key for aws:kms.")
+        Field(None, description="Server-side encryption of new blocks.")
     )
-    storage_class: str | None = Field(None, description="Storage class of new blocks, such as STANDARD_IA.")
+    storage_class: str | None = Field(None, description="Storage class of new blocks.")
 
     def store_options(self) -> S3Options:
         """The options of the store.
@@ -350,19 +344,20 @@ def _check_url(url: str, info: ValidationInfo) -> str:
 
 
 class FsspecTierConfig(NetworkTierConfig):
-    """Blocks under any fsspec URL: gs://, abfs://, s3:// (with s3fs), hf://, memory://, …"""
+    """Blocks under any fsspec URL, such as gs://, abfs:// or hf://."""
 
     type: Literal["fsspec"] = "fsspec"
     isolation: Isolation = Field("thread", description=ISOLATION)
     lookup_deadline_s: Seconds = Field(
         1.0,
-        description=f"{LOOKUP_DEADLINE} A driver that is not asynchronous (sftp, webdav) answers 64 lookups one after "
-        "the other: write more for it if the storage is further away than 10 ms.",
+        description=f"{LOOKUP_DEADLINE} Drivers that are not asynchronous (sftp, webdav) need more beyond 10 ms.",
     )
     url: Annotated[ExpandedPath, AfterValidator(_check_url)] = Field(
-        json_schema_extra={"x-accepted": "a URL"}, description="Location, such as gs://bucket/folder."
+        json_schema_extra={"x-accepted": "a URL"},
+        description="Location, such as gs://bucket/folder. Drivers that are not asynchronous (sftp, webdav) need a "
+        "longer lookup_deadline_s if the storage is more than 10 ms away.",
     )
-    storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
+    storage_options: dict[str, Any] = Field(default_factory=dict, description="Options of the fsspec file system.")
 
     @field_serializer("url")
     def _hide_login(self, url: str) -> str:
@@ -374,14 +369,14 @@ class FsspecTierConfig(NetworkTierConfig):
 
 
 class StoreTierConfig(BoundedTierConfig):
-    """Blocks in a store of your own, returned by a module's `make_store(options)`."""
+    """Blocks in a store of your own."""
 
     type: Literal["store"] = "store"
     module_path: Annotated[str, matching(r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$", "a module, or module:function")] = Field(
-        description="Module with `make_store(options)`, or `module:function`. Not needed if a package registers the "
-        "store in the entry point group `kvtiers.stores`: then write its name as `type`."
+        description="Module with `make_store(options)`, or `module:function`. A store that a package registers "
+        "(entry point group `kvtiers.stores`) is a `type` of its own."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function unchanged.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options for the function.")
 
     @field_serializer("options")
     def _hide_values(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -389,12 +384,12 @@ class StoreTierConfig(BoundedTierConfig):
 
 
 class ExternalTierConfig(BaseModel):
-    """An external tier. Its options are not validated here, and are hidden in logs because any may be a secret."""
+    """A tier of your own. Its options are not validated, and not shown in logs."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
-    module_path: str | None = Field(None, description="Module with a class named as in `type`.")
+    module_path: str | None = Field(None, description="Module with a class that is named as in `type`.")
 
     @model_serializer
     def _hide_options(self) -> dict[str, Any]:
