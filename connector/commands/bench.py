@@ -48,16 +48,16 @@ BAR_CELLS = 16
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One path of blocks, with its speed. Speeds are in bytes/s, medians of ROUNDS.
+    """One path of blocks, with its speed: the median of ROUNDS.
 
     Attributes:
-        ceiling: speed of the same bytes on the same path without kvtiers; None if not measured.
+        ceiling_bytes_per_s: speed of the same bytes on the same path without kvtiers; None if not measured.
         ceiling_is: how the ceiling was measured.
     """
 
     name: str
     bytes_per_s: float
-    ceiling: float | None = None
+    ceiling_bytes_per_s: float | None = None
     ceiling_is: str = ""
 
 
@@ -72,8 +72,10 @@ class Speeds:
 def bench(
     config: Config,
     tier: TierName = None,
-    block_size: Annotated[str, typer.Option(help="Size of a stored block, such as 512KiB.")] = "1MiB",
-    total: Annotated[str, typer.Option(help="Bytes moved in each round, at most the region's size.")] = "256MiB",
+    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a stored block.")] = "1MiB",
+    total: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes moved in each round, at most the region's size.")
+    ] = "256MiB",
     as_json: AsJson = False,
 ) -> None:
     """Measure the speed of each hop of this deployment on this machine. Removes its test blocks at the end."""
@@ -131,7 +133,10 @@ class _Bench:
             tell_skipped(others)
         for tier, name in zip(tiers, names, strict=True):
             if tier_name in (None, name) and isinstance(tier, BoundedTierConfig) and tier.read_only:
-                raise ConfigError(f"is true for {name}, but a measurement stores blocks", field="read_only")
+                raise ConfigError(
+                    f"tier {name} only loads, and bench must store blocks; choose another tier with --tier",
+                    field="read_only",
+                )
             store_recipe(tier)  # fail now, not after minutes, if commands cannot open this store
         hops = []
         try:
@@ -280,7 +285,7 @@ class _FileCeiling:
 class _StoreCeiling:
     """Moves the same blocks with only the store's client, on two threads: no seal, check or region protocol."""
 
-    name = "its client"
+    name = "client alone"
 
     def __init__(self, store: Store, tier: StoreTierManager) -> None:
         self._store = store
@@ -303,8 +308,8 @@ def _show(hops: list[Hop]) -> None:
     for hop in hops:
         bar = "█" * max(1, round(BAR_CELLS * hop.bytes_per_s / fastest))
         ceiling = ("", "", "")
-        if hop.ceiling is not None:
-            ceiling = hop.ceiling_is, f"{hop.ceiling / 1e9:.2f}", f"{hop.bytes_per_s / hop.ceiling:.2f}"
+        if (most := hop.ceiling_bytes_per_s) is not None:
+            ceiling = hop.ceiling_is, f"{most / 1e9:.2f}", f"{hop.bytes_per_s / most:.2f}"
         table.add_row(hop.name, f"{hop.bytes_per_s / 1e9:.2f}", bar, *ceiling)
     show(table)
     say(f"Medians of {ROUNDS} rounds. Loads read blocks that were just stored: files are in the page cache.")

@@ -35,7 +35,9 @@ def compare_speeds(
         return
     rate = _read_rate(store, min(BLOB_BYTES_MAX, _block_bytes(sizing)), tier.n_read_threads, clock)
     load_s = 1000 * sizing.token_bytes / rate
-    text = f"blobs that were just written are read at {rate / 1e6:,.0f} MB/s: 1,000 tokens in {load_s:.3g} s"
+    text = (
+        f"blobs that were just written are read at {rate / 1e6:,.0f} MB/s, which loads 1,000 tokens in {load_s:.3g} s"
+    )
     even = f"break-even is a prefill of {rate / sizing.token_bytes:,.0f} tokens/s"
     if not speeds:
         yield Finding("note", "break-even", f"{text}; {even}", "give your prefill speed: --prefill TOKENS_PER_S")

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -46,53 +46,61 @@ TIERS_S_MAX = 30.0  # storage that hangs longer is reported as a problem
 _COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _PANEL = "With --model"
 
+Verdict = Literal["usable", "usable_with_warnings", "not_usable"]
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
     """What ``check`` found out.
 
     Attributes:
-        verdict: whether an engine can use the deployment here, in a few words; "" without a file.
+        verdict: whether an engine can use the deployment here; None without a file.
+        problems: what is at fault, such as ``region.size`` or ``tiers[0]``, each once.
         config: the deployment with all defaults; None: there is none, or it has mistakes, which are in ``errors``.
         findings: in the order of the configuration.
-        blocks: per tier, the models with blocks in its storage, and the size of one block in bytes.
-        model: what the model of ``--model`` takes.
+        stored_block_bytes: per tier, model -> bytes of one of its stored blocks.
+        sizing: what the model of ``--model`` takes.
     """
 
-    verdict: str = ""
+    verdict: Verdict | None = None
+    problems: list[str] = field(default_factory=list)
     config: dict[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)
-    blocks: list[dict[str, int]] = field(default_factory=list)
-    model: Sizing | None = None
+    stored_block_bytes: list[dict[str, int]] = field(default_factory=list)
+    sizing: Sizing | None = None
 
 
 def check(
-    config: Annotated[Path | None, typer.Argument(help="The YAML file to check.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The deployment's YAML file.")] = None,
     write: Annotated[
         bool,
         typer.Option(
             "--write",
-            help="Also try writing: create the root folders as an engine would, and put, replace and delete small "
-            "blobs in each tier that is not read_only. Run it as the engine's user. Without it, nothing is written.",
+            help="Also create root folders, and put, replace and delete small blobs in each tier that is not "
+            "read_only. Run it as the engine's user.",
         ),
     ] = False,
     model: Annotated[
         str | None,
         typer.Option(
             rich_help_panel=_PANEL,
-            help="Also compute how much storage this model's KV cache takes, and how much of it fits. A model's "
-            "folder, its config.json, or the hub id of a model in the local cache. Uses no network.",
+            metavar="MODEL",
+            help="Compute the size of this model's KV cache, and how much of it fits. MODEL is a folder, a "
+            "config.json, or a hub id that is in the local cache.",
         ),
     ] = None,
     tp: Annotated[
-        int, typer.Option("--tp", min=1, max=1024, rich_help_panel=_PANEL, help="vLLM's --tensor-parallel-size.")
+        int,
+        typer.Option(
+            "--tp", metavar="N", min=1, max=1024, rich_help_panel=_PANEL, help="vLLM's --tensor-parallel-size."
+        ),
     ] = 1,
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
             rich_help_panel=_PANEL,
-            help="vLLM's --kv-cache-dtype: auto (16 bits), float16, bfloat16, fp8, fp8_e4m3 or fp8_e5m2. Or float32, "
-            "if vLLM runs with --dtype float32.",
+            metavar="TYPE",
+            help="vLLM's --kv-cache-dtype: auto (16 bits), float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2 or float32.",
         ),
     ] = "auto",
     block_size: Annotated[
@@ -100,8 +108,9 @@ def check(
         typer.Option(
             min=1,
             max=65_536,
+            metavar="TOKENS",
             rich_help_panel=_PANEL,
-            help="vLLM's --block-size, in tokens. Default: 16. MLA models have no default: the GPU decides.",
+            help="vLLM's --block-size, in tokens. Default: 16; MLA models have no default: vLLM decides by the GPU.",
         ),
     ] = None,
     prefill: Annotated[
@@ -109,12 +118,15 @@ def check(
         typer.Option(
             min=1e-3,
             max=1e12,
+            metavar="TOKENS_PER_S",
             rich_help_panel=_PANEL,
-            help="Your prefill speed in tokens/s; may be repeated. Default: 1000, 5000 and 20000. With --write, check "
-            "compares it with the speed of each storage.",
+            help="The model's prefill speed in tokens/s, which --write compares with each storage. May be repeated. "
+            "Default: 1000, 5000 and 20000.",
         ),
     ] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the YAML, for editors.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the YAML file, for editors, and exit.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check whether this machine and its storage can run a deployment, and describe the tiers that would run.
@@ -128,7 +140,9 @@ def check(
     if config is None and (model is None or write):
         raise typer.BadParameter("give a YAML file" + ("" if write else ", --model or --schema"))
     if model is None and (tp, kv_cache_dtype, block_size, prefill or None) != (1, "auto", None, None):
-        raise typer.BadParameter("--tp, --kv-cache-dtype, --block-size and --prefill apply to --model; give it, too")
+        raise typer.BadParameter(
+            "--tp, --kv-cache-dtype, --block-size and --prefill apply to --model; give a model, too"
+        )
     deployment = None if config is None else _load(config, as_json=as_json)
     sizing, refused = None, []
     if model is not None:
@@ -143,7 +157,7 @@ def check(
     if write:
         session().if_interrupted = lambda: f"a few blobs may be left below {TRIAL_FOLDER} in a tier; run it again"
     if deployment is None:
-        checked = Checked(model=sizing)
+        checked = Checked(sizing=sizing)
     else:
         checked = examine(deployment, writes=write, sizing=sizing, speeds=prefill or (), refused=refused)
     failed = any(finding.level == "problem" for finding in checked.findings)
@@ -153,10 +167,10 @@ def check(
         for line in [] if sizing is None else [*describe(sizing), ""]:
             _print(line)
         if config is not None and deployment is not None:
-            for line in describe_deployment(config, deployment, checked.blocks):
+            for line in describe_deployment(config, deployment, checked.stored_block_bytes):
                 _print(line)
             show_findings(checked.findings)
-            _tell_verdict(config, checked.verdict)
+            _tell_verdict(config, checked.verdict, _in_words(checked))
     if failed:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -166,15 +180,14 @@ def _load(config: Path, *, as_json: bool) -> DeploymentConfig:
         return load_config(config, SecondaryTierFactory.tier_types())
     except KVTiersError as e:
         errors = str(e).split("\n")
-        verdict = f"not usable: {counted(len(errors), 'mistake')}"
         if as_json:
             for error in errors:
                 complain(error)
-            answer(Checked(verdict), ok=False)
+            answer(Checked("not_usable"), ok=False)
         else:
             for error in errors:
                 _print(f"  {error}")
-            _tell_verdict(config, verdict)
+            _tell_verdict(config, "not_usable", f"not usable: {counted(len(errors), 'mistake')}")
         raise typer.Exit(ExitCode.BAD_INPUT) from e
 
 
@@ -183,7 +196,7 @@ def show_findings(findings: list[Finding]) -> None:
     for finding in findings:
         color = _COLORS[finding.level]
         make_console().print(f"[{color}]{finding.level:7}[/{color}] ", end="")
-        _print(f"{finding.where}, {finding.check}: {finding.message}")
+        _print(f"{finding.part}, {finding.check}: {finding.message}")
         if finding.fix:
             _print(f"        fix: {finding.fix}")
 
@@ -192,9 +205,9 @@ def _print(text: str) -> None:
     make_console().print(printable(text), markup=False, highlight=False)
 
 
-def _tell_verdict(config: Path, verdict: str) -> None:
-    color = "red" if verdict.startswith("not") else "yellow" if "warning" in verdict else "green"
-    make_console().print(f"{cell(str(config))} is [bold {color}]{cell(verdict)}[/bold {color}]", highlight=False)
+def _tell_verdict(config: Path, verdict: Verdict | None, words: str) -> None:
+    color = "red" if verdict == "not_usable" else "green" if verdict == "usable" else "yellow"
+    make_console().print(f"{cell(str(config))} is [bold {color}]{cell(words)}[/bold {color}]", highlight=False)
 
 
 def examine(
@@ -228,13 +241,19 @@ def examine(
         found += tier.findings(deadline)
     blocks = [dict(tier.sizes) for tier in tiers]
     found += _too_small(deployment, blocks, sizing)
-    return Checked(_verdict(found), deployment.model_dump(), found, blocks, sizing)
+    problems = list(dict.fromkeys(finding.place for finding in found if finding.level == "problem"))
+    verdict: Verdict = "not_usable" if problems else "usable_with_warnings" if _warnings(found) else "usable"
+    return Checked(verdict, problems, deployment.model_dump(), found, blocks, sizing)
 
 
-def _verdict(findings: list[Finding]) -> str:
-    if problems := list(dict.fromkeys(finding.place for finding in findings if finding.level == "problem")):
-        return f"not usable: {', '.join(problems)}"
-    warnings = sum(finding.level == "warning" for finding in findings)
+def _warnings(findings: list[Finding]) -> int:
+    return sum(finding.level == "warning" for finding in findings)
+
+
+def _in_words(checked: Checked) -> str:
+    if checked.problems:
+        return f"not usable: {', '.join(checked.problems)}"
+    warnings = _warnings(checked.findings)
     return f"usable, with {counted(warnings, 'warning')}" if warnings else "usable"
 
 
@@ -303,13 +322,15 @@ def examine_tier(
         yield Finding("note", "options", "not a kvtiers tier, so its options are not checked")
         return
     if isinstance(tier, MemoryTierConfig):
-        yield Finding("note", "storage", "in the engine's memory: lost at its exit, not shared with others")
+        yield Finding(
+            "note", "storage", "in the engine's memory: not shared with other engines, and lost when the engine ends"
+        )
         return
     root = root_of(tier)
     if not is_usable:
         return
     if root is not None and not writes and not os.path.isdir(root):
-        yield Finding("note", "storage", "there is none yet; an engine creates it when it starts")
+        yield Finding("note", "storage", "the folder does not exist yet; an engine creates it when it starts")
         return
     with closing(open_tool_store(tier, read_only=not writes)) as store:  # without min_free, which was judged above
         yield from examine_storage(tier, store, sizes, writes=writes)
@@ -328,7 +349,7 @@ def _too_small(deployment: DeploymentConfig, blocks: list[dict[str, int]], sizin
     if largest > deployment.region.size:
         yield Finding(
             "warning", "region.size",
-            f"{human_bytes(deployment.region.size)} do not hold one block of {model}, which has {human_bytes(largest)}",
+            f"{human_bytes(deployment.region.size)} is too small for one block of {model}, {human_bytes(largest)}",
             f"write at least {show_size(-(-largest >> 20 << 24))} for this model",
-            where="config",
+            part="config",
         )  # fmt: skip

@@ -12,33 +12,97 @@ import os
 import signal
 import sys
 import traceback
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 from typer.main import get_command
 
-from ... import __version__
 from ...tiers.errors import ConfigError, KVTiersError
 from .session import CONFIG_VARIABLE, EXIT_CODES, ExitCode, Session, new_session, session
 
 _HERE = "kvtiers.connector.commands"
-#: Name -> (``module:function``, one line for the list of commands). The modules are imported when a command is used,
-#: so that --version, --help and completion start quickly.
-COMMANDS = {
-    "check": (f"{_HERE}.check:check", "Check a deployment on this machine, with a fix for each problem."),
-    "vllm-config": (f"{_HERE}.deployment:vllm_config", "Print vLLM's --kv-transfer-config for a deployment."),
-    "ls": (f"{_HERE}.storage:ls", "List the stored blocks."),
-    "du": (f"{_HERE}.storage:du", "Show the number and size of stored blocks, by namespace and age."),
-    "show": (f"{_HERE}.show:show", "Show a block (seal, size, age) or a namespace (identity, siblings)."),
-    "verify": (f"{_HERE}.verify:verify", "Check that stored blocks are complete and unchanged; repair."),
-    "gc": (f"{_HERE}.collect:gc", "Remove blocks past their ttl and above max_bytes."),
-    "rm": (f"{_HERE}.remove:rm", "Remove namespaces, or all namespaces of a model."),
-    "copy": (f"{_HERE}.copy:copy", "Copy blocks from one tier to another."),
-    "explain": (f"{_HERE}.explain:explain", "Say why requests were not loaded, or not further."),
-    "bench": (f"{_HERE}.bench:bench", "Measure the speed of each hop of a deployment on this machine."),
-    "demo": (f"{_HERE}.deployment:demo", "Answer a long prompt in two processes; the second loads its KV cache."),
-}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A command in the list of commands.
+
+    Attributes:
+        function: ``module:function``; the module is imported when the command is used.
+        summary: one line for the list of commands.
+        examples: what to type, for the end of the command's help.
+    """
+
+    function: str
+    summary: str
+    examples: tuple[str, ...]
+
+
+#: Name -> command. So --version, --help and completion start without importing the commands' modules.
+COMMANDS: Mapping[str, Entry] = {
+    "check": Entry(
+        f"{_HERE}.check:check",
+        "Check a deployment on this machine, with a fix for each problem.",
+        ("kvtiers check kvtiers.yaml --write", "kvtiers check kvtiers.yaml --model org/model --prefill 5000"),
+    ),
+    "vllm-config": Entry(
+        f"{_HERE}.deployment:vllm_config",
+        "Print vLLM's --kv-transfer-config for a deployment.",
+        ("kvtiers vllm-config kvtiers.yaml --way spec",),
+    ),
+    "ls": Entry(
+        f"{_HERE}.storage:ls",
+        "List the stored blocks.",
+        ("kvtiers ls kvtiers.yaml --sort size --limit 10", "kvtiers ls s3://bucket/prefix --json"),
+    ),
+    "du": Entry(
+        f"{_HERE}.storage:du",
+        "Show the number and size of stored blocks, by namespace and age.",
+        ("kvtiers du kvtiers.yaml", "kvtiers du s3://bucket/prefix --json"),
+    ),
+    "show": Entry(
+        f"{_HERE}.show:show",
+        "Show a block (seal, size, age) or a namespace (identity, siblings).",
+        ("kvtiers show kvtiers.yaml org_model_0123456789ab", "kvtiers show kvtiers.yaml 019fb44f"),
+    ),
+    "verify": Entry(
+        f"{_HERE}.verify:verify",
+        "Check that stored blocks are complete and unchanged; repair them.",
+        ("kvtiers verify kvtiers.yaml --subset 5%", "kvtiers verify kvtiers.yaml --repair -n"),
+    ),
+    "gc": Entry(
+        f"{_HERE}.collect:gc",
+        "Remove blocks past their ttl and above max_bytes.",
+        ("kvtiers gc kvtiers.yaml -n", "kvtiers gc s3://bucket/prefix --max-bytes 2TiB --ttl 30d"),
+    ),
+    "rm": Entry(
+        f"{_HERE}.remove:rm",
+        "Remove namespaces, or all namespaces of a model.",
+        ("kvtiers rm kvtiers.yaml --model org/model -n", "kvtiers rm kvtiers.yaml --namespace org_model_0123456789ab"),
+    ),
+    "copy": Entry(
+        f"{_HERE}.copy:copy",
+        "Copy blocks from one tier to another.",
+        ("kvtiers copy kvtiers.yaml --from s3 --to fs --until-full", "kvtiers copy old.yaml new.yaml -n"),
+    ),
+    "explain": Entry(
+        f"{_HERE}.explain:explain",
+        "Show how much of each request was loaded, and why no more.",
+        ("kvtiers explain requests.jsonl --last 5", "kvtiers explain http://localhost:8000/metrics"),
+    ),
+    "bench": Entry(
+        f"{_HERE}.bench:bench",
+        "Measure the speed of each hop of a deployment on this machine.",
+        ("kvtiers bench kvtiers.yaml --total 1GiB",),
+    ),
+    "demo": Entry(
+        f"{_HERE}.deployment:demo",
+        "Answer a long prompt in two processes; the second loads its KV cache.",
+        ("kvtiers demo --root /tmp/kv",),
+    ),
+}
 #: Commands of earlier versions -> what to type instead.
 MOVED = {
     "doctor": "doctor is part of check: kvtiers check CONFIG --write",
@@ -53,33 +117,41 @@ _PANEL = "Options of every command"
 _OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of standard output: storage errors arrive as StoreError
 
 
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "-v", "--verbose", count=True, show_default=False, rich_help_panel=_PANEL,
+        help="Show info log lines; -vv: debug log lines.",
+    ),
+]  # fmt: skip
+Quiet = Annotated[
+    int,
+    typer.Option(
+        "-q", "--quiet", count=True, show_default=False, rich_help_panel=_PANEL,
+        help="Show only results and errors: no notes, warnings or progress.",
+    ),
+]  # fmt: skip
+MinimumLevel = Annotated[
+    LogLevel | None,
+    typer.Option(
+        "--log-level",
+        metavar="LEVEL",
+        rich_help_panel=_PANEL,
+        help="Show log lines from this level on: debug, info, warning or error.",
+    ),
+]
+NoProgress = Annotated[
+    bool,
+    typer.Option(
+        "--no-progress", rich_help_panel=_PANEL, help="Do not show progress, which appears after 2 s on a terminal."
+    ),
+]
+
+
 def _common_options(
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "-v", "--verbose", count=True, show_default=False, rich_help_panel=_PANEL,
-            help="Show info log lines, and the traceback of a bug; -vv: debug log lines.",
-        ),
-    ] = 0,
-    quiet: Annotated[
-        int,
-        typer.Option(
-            "-q", "--quiet", count=True, show_default=False, rich_help_panel=_PANEL,
-            help="Show only results and errors: no notes, warnings or progress.",
-        ),
-    ] = 0,
-    log_level: Annotated[
-        LogLevel | None, typer.Option(help="Show log lines from this level on.", rich_help_panel=_PANEL)
-    ] = None,
-    no_progress: Annotated[
-        bool,
-        typer.Option(
-            "--no-progress", rich_help_panel=_PANEL,
-            help="Show no progress. It is shown after 2 s, if stderr is a terminal.",
-        ),
-    ] = False,
-) -> None:  # fmt: skip
-    """Only its parameters are used."""
+    verbose: Verbose = 0, quiet: Quiet = 0, log_level: MinimumLevel = None, no_progress: NoProgress = False
+) -> None:
+    session().apply(verbose=verbose, quiet=quiet, log_level=log_level, no_progress=no_progress)
 
 
 def _show_schema(context: typer.Context, value: bool) -> None:
@@ -102,16 +174,20 @@ def _schema_option(
     """Only its parameter is used."""
 
 
-def _command_of(function: Any) -> Any:
+def _command_of(function: Any, epilog: str | None = None) -> Any:
     one = typer.Typer(add_completion=False)
-    one.command()(function)
+    # Without line breaks inside paragraphs, which typer would keep.
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    one.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(function)
     return get_command(one)
 
 
 def load_command(name: str) -> Any:
     """Import a command, with the common options. Its config argument defaults to the environment variable."""
-    module, _, function = COMMANDS[name][0].partition(":")
-    command = _command_of(getattr(importlib.import_module(module), function))
+    entry = COMMANDS[name]
+    module, _, function = entry.function.partition(":")
+    examples = "\n\n".join(("Example:" if len(entry.examples) == 1 else "Examples:", *entry.examples))
+    command = _command_of(getattr(importlib.import_module(module), function), examples)
     command.name = name
     for param in command.params:
         if param.name == "config" and param.param_type_name == "argument":
@@ -123,7 +199,7 @@ def load_command(name: str) -> Any:
     run = command.callback
 
     def run_with_common_options(**options: Any) -> Any:
-        session().apply({str(param.name): options.pop(param.name) for param in common})
+        _common_options(**{str(param.name): options.pop(param.name) for param in common})
         options.pop("json_schema", None)
         return run(**options)
 
@@ -134,13 +210,6 @@ def load_command(name: str) -> Any:
 class Group(TyperGroup):
     """The commands of ``kvtiers``. Until a command is used, it has only a name and a summary."""
 
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        self._common = _command_of(_common_options).params
-        self.params += self._common
-        for name, (_, summary) in COMMANDS.items():
-            self.add_command(TyperCommand(name, short_help=summary, help=summary))
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Load the command. Note its name and whether it prints JSON before its options are parsed, which may fail."""
         current = session()
@@ -149,20 +218,11 @@ class Group(TyperGroup):
             from .output import refuse
 
             raise refuse(MOVED[args[0]])
-        name, _, rest = super().resolve_command(ctx, args)
-        command = load_command(str(name))
-        current.as_json &= any(param.name == "as_json" for param in command.params)
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and name in COMMANDS:
+            command = load_command(name)
+        current.as_json &= command is not None and any(param.name == "as_json" for param in command.params)
         return name, command, rest
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command. Typer itself would end silently on Ctrl-C, and with code 1 on a closed pipe."""
-        session().apply({str(param.name): ctx.params.pop(param.name) for param in self._common})
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Exit(_interrupted(session())) from None
-        except BrokenPipeError:
-            raise typer.Exit(ExitCode.BROKEN_PIPE) from None
 
     def main(self, *, standalone_mode: bool = True, **options: Any) -> Any:  # type: ignore[override]
         """Run the command line. Ends with SystemExit, or returns the exit code if ``standalone_mode`` is False."""
@@ -170,26 +230,28 @@ class Group(TyperGroup):
             try:
                 code = super().main(standalone_mode=False, **options) or ExitCode.OK
                 sys.stdout.flush()  # here, because an error of the output is reported here
-            except SystemExit as e:  # a signal, or the shell's completion
-                code = e.code
+            except SystemExit as e:  # a signal, the shell's completion, or typer's end on a closed pipe
+                code = ExitCode.BROKEN_PIPE if isinstance(e.__context__, BrokenPipeError) else e.code
             except KeyboardInterrupt:
-                code = _interrupted(current)
+                code = ExitCode.INTERRUPTED
             except BrokenPipeError:
                 code = ExitCode.BROKEN_PIPE
             except Exception as e:  # noqa: BLE001 - the program's edge
                 code = _explained(e, current)
-            if code and current.as_json and not current.has_answered and code != ExitCode.BROKEN_PIPE:
-                _answer_errors()
+            with suppress(KeyboardInterrupt):  # a second Ctrl-C
+                if code == ExitCode.INTERRUPTED:  # typer itself ends without a word
+                    _tell_interrupted(current)
+                if code and current.as_json and not current.has_answered and code != ExitCode.BROKEN_PIPE:
+                    _answer_errors()
         if standalone_mode:
             sys.exit(code)
         return code
 
 
-def _interrupted(current: Session) -> ExitCode:
+def _tell_interrupted(current: Session) -> None:
     from .output import complain
 
     complain(f"interrupted: {current.if_interrupted()}")
-    return ExitCode.INTERRUPTED
 
 
 def _explained(e: Exception, current: Session) -> ExitCode:
@@ -238,26 +300,62 @@ app = typer.Typer(
     help="KV-cache tiers for LLM servers.",
     epilog="Exit codes: "
     + "; ".join(f"{code.value} {text.partition(';')[0]}" for code, text in EXIT_CODES.items() if code <= 2)
-    + f"; {ExitCode.INTERRUPTED.value} Ctrl-C. The config argument defaults to $KVTIERS_CONFIG.",
+    + f"; {ExitCode.INTERRUPTED.value} Ctrl-C. The config argument defaults to $KVTIERS_CONFIG.\n\n"
+    "Examples:\n\nkvtiers check kvtiers.yaml --write\n\nkvtiers help du",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _print_version() -> None:
+    from ...version import version
+
+    print(f"kvtiers {version()}")
+
+
 def _show_version(value: bool) -> None:
     if value:
-        print(f"kvtiers {__version__}")
+        _print_version()
         raise typer.Exit
 
 
 @app.callback()
 def _root(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001 - its callback prints
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version, and exit.")
     ] = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = 0,
+    log_level: MinimumLevel = None,
+    no_progress: NoProgress = False,
 ) -> None:
-    """Declares the options before the command's name, besides the common options."""
+    _common_options(verbose, quiet, log_level, no_progress)
+
+
+def _in_the_list() -> None:
+    """Stands for a command until ``Group.resolve_command`` loads it."""
+
+
+for _name, _entry in COMMANDS.items():
+    app.command(_name, help=_entry.summary)(_in_the_list)
+
+
+@app.command("help")
+def _help(
+    context: typer.Context,
+    command: Annotated[str | None, typer.Argument(help="The command.", show_default=False)] = None,
+) -> None:
+    """Show the help of a command, or the list of commands."""
+    root = context.find_root()
+    words = ["--help"] if command is None else [command, "--help"]
+    raise typer.Exit(root.command.main(args=words, prog_name=root.info_name, standalone_mode=False))
+
+
+@app.command("version")
+def _version() -> None:
+    """Print the version: the release, and the git commit if it is known."""
+    _print_version()
 
 
 def main() -> None:

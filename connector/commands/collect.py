@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
@@ -18,6 +18,7 @@ from ...tiers.config.tier_options import S3TierConfig, TierConfig
 from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError
 from ...tiers.tools.block_reader import read_identity
+from ...tiers.tools.inventory import Share
 from ...tiers.tools.namespaces import blocks_of, namespace_names
 from ...tiers.tools.ownership import check_is_ours
 from .options import AsJson, Config, DryRun, TierName
@@ -52,15 +53,35 @@ class Skipped(_Gc):
     """Nothing was collected.
 
     Attributes:
-        skipped: why.
+        reason: why.
     """
 
-    skipped: str
+    reason: str
 
 
 @dataclass(kw_only=True)
-class Collected(CollectReport, _Gc):
-    """What was collected."""
+class Collected(_Gc):
+    """What was collected; with ``dry_run``, what would be.
+
+    Attributes:
+        blobs, blob_bytes: all that was listed, blocks and others.
+        removed, removed_bytes: blocks.
+        removed_by_reason: the same by reason, "ttl" or "capacity".
+        failed: blocks that could not be removed.
+        leftovers: files of dead writers, and blobs in quarantine, that were removed.
+        own_bytes: of what is quarantined and partly written.
+    """
+
+    dry_run: bool
+    blobs: int
+    blob_bytes: int
+    removed: int
+    removed_bytes: int
+    removed_by_reason: dict[str, Share] = field(default_factory=dict)
+    failed: int
+    leftovers: int
+    own_bytes: int
+    seconds: float
 
 
 def gc(
@@ -68,17 +89,18 @@ def gc(
     tier: TierName = None,
     dry_run: DryRun = False,
     max_bytes: Annotated[
-        str | None, typer.Option(help="The limit of a bare folder or URL, such as 200GiB. A YAML file has its own.")
+        str | None,
+        typer.Option(metavar="SIZE", help="For a folder or URL: its limit, such as 200GiB. A YAML file has its own."),
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option(help="The maximum age of blocks in a bare folder or URL, such as 7d.")
+        str | None, typer.Option(metavar="DURATION", help="For a folder or URL: the maximum age of blocks, such as 7d.")
     ] = None,
     lifecycle: Annotated[
         bool,
         typer.Option(
             "--lifecycle",
-            help="S3: also set a bucket rule that removes blocks one ttl after their write; without ttl, remove that "
-            "rule.",
+            help="S3: also set a bucket rule that removes blocks one ttl after their write. A tier without ttl: remove "
+            "that rule.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -86,7 +108,7 @@ def gc(
     """Remove blocks past their ttl and, above max_bytes, the least recently used blocks."""
     places = _with_bounds(config, find_places(config, tier), {"max_bytes": max_bytes, "ttl": ttl})
     if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
-        raise refuse("--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
+        raise refuse("--lifecycle works only on tiers of type s3")
     if not dry_run:
         session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
     results = Results[Collected | Skipped]()
@@ -99,7 +121,7 @@ def gc(
                 result.lifecycle = _set_lifecycle(place, place.config.ttl)
                 if not as_json:
                     _show_lifecycle(place, result.lifecycle)
-    failed = any(isinstance(result, Collected) and result.kept_by_error for result in results.done)
+    failed = any(isinstance(result, Collected) and result.failed for result in results.done)
     results.end(as_json=as_json, failed=failed)
 
 
@@ -130,13 +152,27 @@ def _collect(place: Place, *, dry_run: bool) -> Collected | Skipped:
     policy = place.policy
     report: CollectReport | None = None
     if policy is None:
-        why = "is read_only" if place.read_only else "has neither max_bytes nor ttl"
+        why = "the tier is read_only" if place.read_only else "nothing to do, because neither max_bytes nor ttl is set"
     else:
-        why = "another collector is at work"
+        why = "another collector is working here"
         report = _collect_within(place, policy, dry_run=dry_run)
     if report is None:
-        return Skipped(tier=place.name, where=place.where, skipped=why)
-    return Collected(tier=place.name, where=place.where, **asdict(report))
+        return Skipped(tier=place.name, where=place.where, reason=why)
+    counts, sizes = report.removed_blobs, report.removed_bytes
+    return Collected(
+        tier=place.name,
+        where=place.where,
+        dry_run=report.dry_run,
+        blobs=report.blobs,
+        blob_bytes=report.bytes,
+        removed=sum(counts.values()),
+        removed_bytes=sum(sizes.values()),
+        removed_by_reason={reason: Share(count, sizes[reason]) for reason, count in counts.items()},
+        failed=report.kept_by_error,
+        leftovers=report.leftovers,
+        own_bytes=report.own_bytes,
+        seconds=round(report.seconds, 3),
+    )
 
 
 def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> CollectReport | None:
@@ -184,16 +220,16 @@ def _show_lifecycle(place: Place, rules: Lifecycle) -> None:
 def _show(result: Collected | Skipped) -> None:
     place = f"{result.tier} at {result.where}"
     if isinstance(result, Skipped):
-        say(f"{place}: {result.skipped}")
+        say(f"{place}: {result.reason}")
         return
     verb = "would be removed" if result.dry_run else "removed"
     took = human_age(result.seconds) if result.seconds >= 1 else "less than 1s"
-    say(f"{place}: {counted(result.blobs, 'blob')}, {human_bytes(result.bytes)}, listed in {took}")
-    for reason, count in result.removed_blobs.items():
-        say(f"  {verb} by {reason}: {counted(count, 'block')}, {human_bytes(result.removed_bytes[reason])}")
+    say(f"{place}: {counted(result.blobs, 'blob')}, {human_bytes(result.blob_bytes)}, listed in {took}")
+    for reason, share in result.removed_by_reason.items():
+        say(f"  {verb} by {reason}: {counted(share.blocks)}, {human_bytes(share.bytes)}")
     if result.leftovers:
         say(f"  {verb}, left by dead writers or in quarantine: {counted(result.leftovers, 'file')}")
-    if result.kept_by_error:
-        say(f"  could not be removed: {counted(result.kept_by_error, 'block')}")
+    if result.failed:
+        say(f"  could not be removed: {counted(result.failed)}")
     if result.own_bytes:
-        say(f"  quarantined and partly written: {human_bytes(result.own_bytes)}")
+        say(f"  in quarantine or partly written: {human_bytes(result.own_bytes)}")

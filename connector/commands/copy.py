@@ -23,7 +23,7 @@ from ...tiers.errors import ConfigError, StoreError
 from ...tiers.store import Store, SupportsSpace
 from ...tiers.stores.memory import MemoryStore
 from ...tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
-from .options import AsJson, Config, size_option
+from .options import AsJson, Config, DryRun, size_option
 from .output import Ticker, answer, complain, counted, refuse, say
 from .places import Place, find_places
 from .session import ExitCode, session
@@ -46,26 +46,33 @@ def copy(
     config: Config,
     target_config: Annotated[
         str | None,
-        typer.Argument(metavar="[TARGET]", help="The target's YAML file, folder or URL; default: the same file."),
+        typer.Argument(metavar="TARGET", help="The target's YAML file, folder or URL. Default: the same file."),
     ] = None,
     from_tier: Annotated[
-        str | None, typer.Option("--from", help="The tier to copy from. Default: the only tier of the file.")
+        str | None,
+        typer.Option("--from", metavar="NAME", help="The tier to copy from. Default: the only tier of the file."),
     ] = None,
     to_tier: Annotated[
-        str | None, typer.Option("--to", help="The tier to copy to. Default: the only tier of the target's file.")
+        str | None,
+        typer.Option("--to", metavar="NAME", help="The tier to copy to. Default: the only tier of the target's file."),
     ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Copy only this namespace (the first column of du).")] = None,
+    namespace: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Copy only this namespace (the first column of du).")
+    ] = None,
     names: Annotated[
         Path | None,
-        typer.Option(help="Copy only blocks whose names start with one of the lines of this file; - reads stdin."),
+        typer.Option(
+            metavar="FILE", help="Copy only blocks whose names start with a line of this file; - reads stdin."
+        ),
     ] = None,
     until_full: Annotated[
-        bool, typer.Option("--until-full", help="A target that becomes full is a success, as for a near tier.")
+        bool,
+        typer.Option("--until-full", help="Exit with 0 if the target becomes full, as when a near tier is filled."),
     ] = False,
     limit_rate: Annotated[
-        str | None, typer.Option(help="Copy at most this many bytes per second, such as 50MiB or 50MiB/s.")
+        str | None, typer.Option(metavar="SIZE", help="Copy at most this many bytes per second, such as 50MiB.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied; write nothing.")] = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy blocks from one tier to another, in the same or another file. Removes nothing from the source.
@@ -76,7 +83,7 @@ def copy(
     targets = places if target_config is None else find_places(target_config, None, tells=to_tier is None)
     if target_config is None and len(places) == 1:
         raise refuse(
-            f"{config} has only one tier that outlives its process, {places[0].name}; give a TARGET, or add a second "
+            f"{config} has only one tier that commands can read, {places[0].name}; give a TARGET, or add a second "
             "tier to the file"
         )
     source, target = _choose(places, from_tier, "--from"), _choose(targets, to_tier, "--to")
@@ -102,7 +109,7 @@ def copy(
     found_none = report.found_none and prefixes != [""]
     if found_none and not damaged:
         complain(f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
-    left = report.bad or report.errors or report.skipped or (report.no_room and not until_full)
+    left = report.bad or report.failed or report.skipped or (report.no_room and not until_full)
     failed = damaged or found_none or left
     if as_json:
         answer(result, ok=not failed)
@@ -263,7 +270,7 @@ def _show(result: Copied) -> None:
     for count, text in (
         (result.present, "already present"),
         (result.bad, "not copied, because the seal is bad or from a newer version (see kvtiers verify)"),
-        (result.errors, "could not be read or written, or a newer version's block has the name"),
+        (result.failed, "failed, because they could not be read or written, or the target has a newer version's block"),
         (result.skipped, "not copied, because their namespace is skipped"),
     ):
         if count:

@@ -17,13 +17,18 @@ from .session import session
 
 
 def demo(
-    model: Annotated[str | None, typer.Option(help="Path or hub id of a causal language model.")] = None,
-    prompt: Annotated[Path | None, typer.Option(help="Text file to use as the prompt.")] = None,
-    question: Annotated[str | None, typer.Option(help="The question to ask about the text.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The deployment's YAML file; its tiers are used.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens to generate.")] = 24,
-    root: Annotated[Path | None, typer.Option(help="Keep the stored blocks in this folder.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Folder or hub id of a causal language model. Default: SmolLM2-135M."),
+    ] = None,
+    prompt: Annotated[Path | None, typer.Option(metavar="FILE", help="Text file to use as the prompt.")] = None,
+    question: Annotated[str | None, typer.Option(metavar="TEXT", help="The question to ask about the prompt.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="CONFIG", help="Use the tiers of this YAML file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the measurements to this file.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Tokens to generate.")] = 24,
+    root: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the stored blocks in this folder.")] = None,
     another_replica: Annotated[
         bool,
         typer.Option("--another-replica", help="Give the second process an empty folder for its first tier."),
@@ -56,7 +61,8 @@ class Ways:
 def vllm_config(
     config: YamlFile,
     way: Annotated[
-        str | None, typer.Option(help="Print only this way, on one line: spec, tier or shared_storage.")
+        str | None,
+        typer.Option(metavar="WAY", help="Print only this way, on one line: spec, tier or shared_storage."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON document with all ways, or with the way of --way.")

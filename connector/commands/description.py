@@ -39,8 +39,8 @@ def describe_deployment(path: Path, deployment: DeploymentConfig, blocks: list[d
     yield ""
     yield (
         f"KV blocks pass through a CPU region of {human_bytes(region.size)}; when the region is full, "
-        f"{region.eviction_policy.upper()} chooses the blocks to evict. {deployment.blocks_per_chunk} engine block(s) "
-        "make one stored block."
+        f"{region.eviction_policy.upper()} chooses the blocks to evict. A stored block has "
+        f"{counted(deployment.blocks_per_chunk, 'engine block')}."
     )
     wait = show_duration(region.promotion_wait_s)
     yield f"A block found in a tier waits up to {wait} for room before it counts as a miss."
@@ -104,7 +104,7 @@ def _bound_in_words(tier: BoundedTierConfig) -> str:
     if tier.max_bytes is not None:
         unused = "least recently used" if notes_uses else "oldest"
         rules.append(
-            f"all writers together store about {human_bytes(tier.max_bytes)} at most: shortly before, the {unused} "
+            f"all writers together store at most about {human_bytes(tier.max_bytes)}: shortly before, the {unused} "
             "blocks are removed"
         )
     if tier.ttl is not None:

@@ -24,6 +24,7 @@ from ..core.reasons import RequestRecord, meaning, sentence, why
 from .options import AsJson
 from .output import answer, complain, counted, note, say
 from .session import ExitCode
+from .time_limit import within
 
 ANSWER_S_MAX = 10.0
 ANSWER_BYTES_MAX = 64 << 20
@@ -38,11 +39,11 @@ class ExplainedRequest:
 
     Attributes:
         record: its line in the file.
-        sentence: the same in words.
+        message: the same in words.
     """
 
     record: RequestRecord
-    sentence: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,15 @@ class ReasonCount:
 
     Attributes:
         reason: its code.
-        text: what it means; of a file, for the latest of these requests.
-        advice: what to do; "": nothing.
+        count: of requests.
+        message: what it means; of a file, for the latest of these requests.
+        fix: what to do; "" if nothing is needed.
     """
 
     reason: str
-    requests: int
-    text: str
-    advice: str
+    count: int
+    message: str
+    fix: str
 
 
 @dataclass(slots=True)
@@ -68,12 +70,12 @@ class Explained:
     Attributes:
         requests: the latest ones; none from an address.
         reasons: of all requests, the most frequent first.
-        stored_since_load: tier -> bytes stored since it was last loaded from. From an address only.
+        stored_since_load_bytes: tier -> bytes stored since it was last loaded from. From an address only.
     """
 
     requests: list[ExplainedRequest] = field(default_factory=list)
     reasons: list[ReasonCount] = field(default_factory=list)
-    stored_since_load: dict[str, float] = field(default_factory=dict)
+    stored_since_load_bytes: dict[str, float] = field(default_factory=dict)
 
 
 def explain(
@@ -81,17 +83,19 @@ def explain(
         str,
         typer.Argument(
             show_default=False,
+            metavar="SOURCE",
             help="The file of trace_requests. Or the address of an engine's metrics, such as "
             "http://localhost:8000/metrics, which has only counts.",
         ),
     ],
     request: Annotated[
-        str | None, typer.Option("--request", help="Only the request of this id. Needs a file.", show_default=False)
+        str | None,
+        typer.Option("--request", metavar="ID", help="Only the request of this id. Needs a file.", show_default=False),
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=100_000, help="Show so many requests, the latest ones.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Show the latest N requests.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Say of each request how much of its prompt was loaded, and why no more; and count the reasons.
+    """Show how much of each request's prompt was loaded, and why no more. Count the reasons.
 
     Exits with 1 if no request has ended yet, or if the address does not answer with metrics of kvtiers.
     """
@@ -176,9 +180,12 @@ def _explain_metrics(address: str) -> Explained:
 
 
 def _get(address: str) -> str:
+    def read() -> bytes:
+        with urllib.request.urlopen(address, timeout=2 * ANSWER_S_MAX) as response:  # ends a thread left behind
+            return bytes(response.read(ANSWER_BYTES_MAX))
+
     try:
-        with urllib.request.urlopen(address, timeout=ANSWER_S_MAX) as response:
-            return str(response.read(ANSWER_BYTES_MAX).decode(errors="replace"))
+        return within(ANSWER_S_MAX, read).decode(errors="replace")
     except urllib.error.HTTPError as e:
         raise StoreError(f"{public_url(address)} answers {e.code} {e.reason}; give the address of metrics") from e
     except (OSError, ValueError, HTTPException) as e:
@@ -201,15 +208,15 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 def _show(explained: Explained) -> None:
     for one in explained.requests:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.record.time))
-        say(f"{at} {one.record.request}: {one.sentence}")
-    total = sum(reason.requests for reason in explained.reasons)
+        say(f"{at} {one.record.request}: {one.message}")
+    total = sum(reason.count for reason in explained.reasons)
     if total:
         if explained.requests:
             say("")
         say(f"Of {counted(total, 'request')}:")
     for reason in explained.reasons:
-        say(f"{reason.requests:>9,} {reason.requests / total:>4.0%}  {reason.reason}: {reason.text}")
-        if reason.advice:
-            say(f"                what to do: {reason.advice}")
-    for tier, size in explained.stored_since_load.items():
+        say(f"{reason.count:>9,} {reason.count / total:>4.0%}  {reason.reason}: {reason.message}")
+        if reason.fix:
+            say(f"                fix: {reason.fix}")
+    for tier, size in explained.stored_since_load_bytes.items():
         say(f"tier {tier}: {human_bytes(size)} stored since it was last loaded from")

@@ -39,29 +39,29 @@ class Finding:
         check: the option at fault, or the name of the check in a word or two.
         message: the result.
         fix: what to do; "" if nothing is needed.
-        where: ``host``, ``engine``, ``config``, ``--model`` or ``tiers[0] fs``; ``check.examine`` sets it.
+        part: ``host``, ``engine``, ``config``, ``--model`` or ``tiers[0] fs``; ``check.examine`` sets it.
     """
 
     level: Level
     check: str
     message: str
     fix: str = ""
-    where: str = ""
+    part: str = ""
 
-    def at(self, where: str) -> Finding:
-        """The same finding of a place."""
-        return replace(self, where=where)
+    def at(self, part: str) -> Finding:
+        """The same finding of a part of the deployment."""
+        return replace(self, part=part)
 
     @property
     def place(self) -> str:
         """What is at fault, as short as in the verdict: an option's path, or a tier."""
         if self.check in ("/dev/shm", "memory"):
             return "region.size"
-        if self.where == "--model":
-            return self.where
-        if not self.where.startswith("tiers"):
+        if self.part == "--model":
+            return self.part
+        if not self.part.startswith("tiers"):
             return self.check
-        tier = self.where.partition(" ")[0]
+        tier = self.part.partition(" ")[0]
         return tier if self.check in ("storage", "mount options") else f"{tier}.{self.check}"
 
 

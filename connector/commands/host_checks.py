@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from ...tiers.config.deployment import DeploymentConfig
 from ...tiers.config.tier_options import TierConfig
@@ -17,6 +17,7 @@ from ...tiers.config.values import human_bytes, show_size
 from ...tiers.errors import KVTiersError
 from ..region.region_file import free_bytes, running_regions
 from .findings import Finding, of_error
+from .time_limit import within
 
 CGROUP_MEMORY = "/sys/fs/cgroup/memory.max"
 METRICS_S_MAX = 2.0
@@ -38,7 +39,7 @@ def host_findings(deployment: DeploymentConfig) -> Iterator[Finding]:
         yield _metrics(deployment.metrics.address, deployment.metrics.port).at("engine")
     if not deployment.tiers:
         text = "the list is empty, so blocks are kept only in the region and are lost at exit"
-        yield Finding("warning", "tiers", text, "add a tier, such as type: fs with a root_dir", where="config")
+        yield Finding("warning", "tiers", text, "add a tier, such as type: fs with a root_dir", part="config")
 
 
 def shared_memory(region_bytes: int) -> Finding:
@@ -97,7 +98,7 @@ def _open_files(deployment: DeploymentConfig) -> Finding:
     tiers = [tier for tier in deployment.tiers if isinstance(tier, TierConfig)]
     threads = sum(tier.n_read_threads + tier.n_write_threads + tier.children for tier in tiers)
     wanted = FILES_BASE + FILES_PER_THREAD * threads
-    text = f"the limit is {soft}, and {threads} threads need {wanted}"
+    text = f"the limit is {soft}; the {threads} threads of the tiers need {wanted}"
     if soft >= wanted:
         return Finding("ok", "open files", text)
     return Finding("problem", "open files", text, f"ulimit -n {min(max(wanted, 65_536), max(hard, wanted))}")
@@ -133,11 +134,13 @@ def _metrics(address: str, port: int) -> Finding:
 def _serves_metrics(address: str, port: int) -> bool:
     """Whether an engine of kvtiers serves its metrics there."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
-    connection = http.client.HTTPConnection(host, port, timeout=METRICS_S_MAX)
+
+    def read() -> bytes:
+        with closing(http.client.HTTPConnection(host, port, timeout=2 * METRICS_S_MAX)) as connection:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read(METRICS_BYTES_MAX)
+
     try:
-        connection.request("GET", "/metrics")
-        return METRIC_PREFIX in connection.getresponse().read(METRICS_BYTES_MAX)
+        return METRIC_PREFIX in within(METRICS_S_MAX, read)
     except (OSError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()

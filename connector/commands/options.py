@@ -13,13 +13,15 @@ from ...tiers.errors import ConfigError
 Config = Annotated[
     str,
     typer.Argument(
-        help="YAML file of the deployment. Or only the storage: a folder, s3://bucket/prefix, or another URL (fsspec).",
+        metavar="CONFIG",
+        help="The deployment's YAML file. Or its storage alone: a folder, s3://bucket/prefix or another URL (fsspec).",
         show_default=False,
     ),
 ]
-YamlFile = Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)]
-TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")]
+YamlFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The deployment's YAML file.", show_default=False)]
+TierName = Annotated[str | None, typer.Option("--tier", metavar="NAME", help="Work on this tier only. Default: all.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Show what would be done, and change nothing.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.prompt import Confirm
 from rich.table import Table
 
-from ... import __version__
 from ...tiers.config.values import human_bytes
 from ...tiers.errors import printable, printable_lines
+from ...version import version
 from .session import ExitCode, session
 
 QUIET_S = 2.0  # faster work shows no progress
@@ -163,7 +163,7 @@ def answer(result: object | None, *, ok: bool = True) -> None:
         result: a dataclass; None: the command ended before it had a result.
     """
     current = session()
-    print(json.dumps(asdict(Document(current.command, __version__, ok, result, current.errors))))
+    print(json.dumps(asdict(Document(current.command, version(), ok, result, current.errors))))
     current.has_answered = True
 
 
@@ -187,7 +187,7 @@ class Document(Generic[R]):
 def confirm(question: str) -> bool:
     """Ask on the terminal. Without a terminal nobody can answer, so the command is refused."""
     if sys.stdin is None or not sys.stdin.isatty():
-        raise refuse("nobody can be asked, because standard input is not a terminal; give --yes")
+        raise refuse("cannot ask for confirmation, because standard input is not a terminal; give --yes")
     return Confirm.ask(cell(question), console=Console(stderr=True), default=False)
 
 

@@ -104,10 +104,10 @@ def find_places(config: str, tier: str | None, *, tells: bool = True) -> list[Pl
         elif not isinstance(one, MemoryTierConfig):
             found.append(Place(one.name or one.type, one, shown_place(one)))
     if not found:
-        what = "whose storage outlives its process"
+        why = "a memory tier exists only inside its engine"
         if others:
-            what = f"that commands can read: {', '.join(others)} is not a tier type of kvtiers"
-        raise ConfigError(f"{_shown(config)} has no tier {what}", field="tiers")
+            why = f"{', '.join(others)} is not a built-in tier type"
+        raise ConfigError(f"{_shown(config)} has no tier that commands can read: {why}", field="tiers")
     if others and tier is None and tells:
         tell_skipped(others)
     if tier is not None:
@@ -122,7 +122,7 @@ def find_places(config: str, tier: str | None, *, tells: bool = True) -> list[Pl
 
 def tell_skipped(types: list[str]) -> None:
     """Print a note that the command skips the tiers of these types."""
-    note(f"kvtiers {session().command}: skipped: {', '.join(types)}, which is not a tier type of kvtiers")
+    note(f"kvtiers {session().command}: skipping {', '.join(types)}, which is not a built-in tier type")
 
 
 def is_bare(config: str) -> bool:

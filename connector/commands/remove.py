@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -21,7 +22,7 @@ from ...tiers.tools.namespaces import (
     namespace_names,
     rank_folders,
 )
-from .options import AsJson, Config, DryRun, TierName
+from .options import AsJson, Config, DryRun, TierName, Yes
 from .output import Ticker, complain, confirm, counted, note, refuse, say
 from .places import Place, find_places
 from .results import Results, TierResult
@@ -36,14 +37,18 @@ class NamespaceResult:
     """What became of one namespace.
 
     Attributes:
-        found, removed: blocks.
-        failed: blocks that could not be removed, and why in ``reason``.
-        written: blocks that were written meanwhile and stay.
+        blocks, bytes: what was found.
+        removed, removed_bytes: blocks that are gone.
+        failed: blocks that could not be removed.
+        reason: why; "" if all could.
+        written: blocks that were written during the removal and stay.
     """
 
     namespace: str
-    found: Share
-    removed: Share = field(default_factory=Share)
+    blocks: int
+    bytes: int
+    removed: int = 0
+    removed_bytes: int = 0
     failed: int = 0
     written: int = 0
     reason: str = ""
@@ -60,14 +65,16 @@ class Removed(TierResult):
 def rm(
     config: Config,
     namespace: Annotated[
-        list[str] | None, typer.Option(help="Remove this namespace (the first column of du). May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Remove this namespace (the first column of du). May be repeated."),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Remove all namespaces of this model, such as org/name. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="Remove all namespaces of this model, such as org/name. May be repeated."),
     ] = None,
     tier: TierName = None,
     dry_run: DryRun = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove all blocks of a namespace or model, and the files that identify it. Asks first, unless --yes.
@@ -102,7 +109,7 @@ def rm(
         _show_plan(plan, dry_run=dry_run, to_stderr=as_json)
     if asks:
         chosen = [one for plan in plans for one in plan.namespaces]
-        total = sum_of(one.found for one in chosen)
+        total = _found(chosen)
         question = f"Remove {counted(len(chosen), 'namespace')} with {_in_words(total)}?"
         if not confirm(question):
             complain("not confirmed: nothing was removed")
@@ -117,10 +124,7 @@ def rm(
             if not as_json and not dry_run:
                 _show_result(result)
             if not dry_run and getattr(plan.place.config, "max_bytes", None) is not None:
-                note(
-                    f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc), "
-                    "and what an engine reserved until some minutes after its end"
-                )
+                note(f"max_bytes of {plan.place.name} counts the removed bytes until the next collection (kvtiers gc)")
     failed = any(one.failed or one.written for result in results.done for one in result.namespaces)
     results.end(as_json=as_json, failed=failed or bool(missing))
 
@@ -154,30 +158,30 @@ def _plan(place: Place, names: list[str], models: list[str]) -> _Plan:
             share = Share()
             for info in ticker.each(blocks_of(store, name)):
                 share.add(info.size)
-            if share.blobs or read_identity(store, name) is not None:  # else only a foreign file or an empty folder
-                chosen.append(NamespaceResult(name, share))
+            if share.blocks or read_identity(store, name) is not None:  # else only a foreign file or an empty folder
+                chosen.append(NamespaceResult(name, share.blocks, share.bytes))
                 found |= of_models
     return _Plan(place, chosen, found)
 
 
 def _remove(plan: _Plan) -> None:
-    total = sum_of(one.found for one in plan.namespaces)
-
-    def removed() -> Share:
-        return sum_of(one.removed for one in plan.namespaces)
-
-    session().if_interrupted = lambda: f"{_in_words(removed())} removed; run the same command again to continue"
+    total = _found(plan.namespaces)
+    session().if_interrupted = lambda: (
+        f"{_in_words(_gone(plan.namespaces))} removed; run the same command again to continue"
+    )
     with (
         plan.place.open(writes=True) as store,
-        Ticker(f"removing from {plan.place.name}", total.blobs, unit="blocks") as ticker,
+        Ticker(f"removing from {plan.place.name}", total.blocks, unit="blocks") as ticker,
     ):
-
-        def tell(_: Share) -> None:
-            gone = removed()
-            ticker.tell(gone.blobs, f"{gone.blobs:,} of {total.blobs:,} blocks, {human_bytes(gone.bytes)}")
-
         for one in plan.namespaces:
-            removal = NamespaceRemoval(store, one.namespace, one.removed)
+
+            def tell(gone: Share, one: NamespaceResult = one) -> None:
+                one.removed, one.removed_bytes = gone.blocks, gone.bytes
+                all_gone = _gone(plan.namespaces)
+                text = f"{all_gone.blocks:,} of {total.blocks:,} blocks, {human_bytes(all_gone.bytes)}"
+                ticker.tell(all_gone.blocks, text)
+
+            removal = NamespaceRemoval(store, one.namespace)
             removal.run(tell)
             one.failed, one.written, one.reason = removal.failed, removal.written, removal.error
         folders = [folder for folder in rank_folders(store) if folder.rpartition("_r")[0] in plan.names]
@@ -195,25 +199,32 @@ def _remove_empty(place: Place, folders: list[str]) -> None:
 def _show_plan(plan: _Plan, *, dry_run: bool, to_stderr: bool) -> None:
     would = "would be removed" if dry_run else "to be removed"
     lines = [f"{plan.place.name} at {plan.place.where}: {would}: {counted(len(plan.namespaces), 'namespace')}"]
-    lines += [f"  {one.namespace}: {_in_words(one.found)}" for one in plan.namespaces]
+    lines += [f"  {one.namespace}: {_in_words(Share(one.blocks, one.bytes))}" for one in plan.namespaces]
     for line in lines:
         say(line, to_stderr=to_stderr)
 
 
 def _show_result(result: Removed) -> None:
-    gone = sum_of(one.removed for one in result.namespaces)
-    say(f"{result.tier} at {result.where}: removed {_in_words(gone)}")
+    say(f"{result.tier} at {result.where}: removed {_in_words(_gone(result.namespaces))}")
     for one in result.namespaces:
         if one.failed:
             say(f"  {one.namespace}: could not be removed: {counted(one.failed, 'file')} ({one.reason})")
         if one.written:
             say(
-                f"  {one.namespace}: {counted(one.written)} written meanwhile stay: an engine uses this "
-                "namespace; stop it, and run the same command again"
+                f"  {one.namespace}: {counted(one.written)} written during the removal: an engine uses "
+                "this namespace; stop the engine, and run the same command again"
             )
     if not all(one.written for one in result.namespaces):
         note(MAY_WRITE)
 
 
+def _found(namespaces: Iterable[NamespaceResult]) -> Share:
+    return sum_of(Share(one.blocks, one.bytes) for one in namespaces)
+
+
+def _gone(namespaces: Iterable[NamespaceResult]) -> Share:
+    return sum_of(Share(one.removed, one.removed_bytes) for one in namespaces)
+
+
 def _in_words(share: Share) -> str:
-    return f"{counted(share.blobs)}, {human_bytes(share.bytes)}"
+    return f"{counted(share.blocks)}, {human_bytes(share.bytes)}"

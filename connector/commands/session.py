@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 CONFIG_VARIABLE = "KVTIERS_CONFIG"  # the default of every command's config argument; engines read it as well
 
@@ -70,11 +69,11 @@ class Session:
     errors: list[str] = field(default_factory=list)
     if_interrupted: Callable[[], str] = lambda: "nothing was changed"
 
-    def apply(self, options: Mapping[str, Any]) -> None:
+    def apply(self, *, verbose: int, quiet: int, log_level: str | None, no_progress: bool) -> None:
         """Take over the common options, which may come before the command's name and after it."""
-        self.verbosity += options["verbose"] - options["quiet"]
-        self.shows_progress = self.shows_progress and not options["no_progress"] and self.verbosity >= 0
-        self.log_level = options["log_level"] or self.log_level
+        self.verbosity += verbose - quiet
+        self.shows_progress = self.shows_progress and not no_progress and self.verbosity >= 0
+        self.log_level = log_level or self.log_level
         if self.log_level is not None or self.verbosity:
             _LOGGER.setLevel(self._level())
 

@@ -39,6 +39,8 @@ class ShownBlock:
     """A block.
 
     Attributes:
+        mtime: time of the last use or write, in Unix seconds.
+        state: what its seal says.
         reason: why it is not good; "" if it is.
         seal: the fields of its trailer; None: it cannot be read.
     """
@@ -48,9 +50,9 @@ class ShownBlock:
     rank: int
     group: int
     hash: str
-    size: int
+    bytes: int
     mtime: float
-    verdict: Literal["good", "bad", "not verified", "not readable"]
+    state: Literal["good", "bad", "not_verified", "not_readable"]
     reason: str
     seal: dict[str, Any] | None
     kind: Literal["block"] = "block"
@@ -73,7 +75,7 @@ class ShownNamespace:
     """A namespace.
 
     Attributes:
-        oldest, newest: times of the last use or write, in Unix seconds; None: there are no blocks.
+        oldest_mtime, newest_mtime: of its blocks; None: there are no blocks.
         identity: the content of its ``config.json``; None: missing or damaged.
     """
 
@@ -81,8 +83,8 @@ class ShownNamespace:
     blocks: int
     bytes: int
     ranks: list[int]
-    oldest: float | None
-    newest: float | None
+    oldest_mtime: float | None
+    newest_mtime: float | None
     identity: dict[str, Any] | None
     siblings: list[Sibling]
     kind: Literal["namespace"] = "namespace"
@@ -92,7 +94,7 @@ class ShownNamespace:
 class Found(TierResult):
     """What has the name in a tier."""
 
-    found: list[ShownBlock | ShownNamespace]
+    matches: list[ShownBlock | ShownNamespace]
 
 
 def show(
@@ -101,8 +103,8 @@ def show(
         typer.Argument(
             metavar="[CONFIG] NAME",
             show_default=False,
-            help=f"The configuration, folder or URL (default: ${CONFIG_VARIABLE}), and the name: of a namespace, of a "
-            f"block, or the first {HASH_DIGITS_MIN} or more digits of a block's hash.",
+            help=f"YAML file, folder or URL (default: ${CONFIG_VARIABLE}), and the name of a namespace or block, or at "
+            f"least the first {HASH_DIGITS_MIN} digits of a block's hash.",
         ),
     ],
     tier: TierName = None,
@@ -116,14 +118,14 @@ def show(
     results = Results[Found]()
     for place in find_places(config, tier):
         with results.of(place), place.open() as store:
-            result = results.add(Found(tier=place.name, where=place.where, found=_describe(store, name)))
+            result = results.add(Found(tier=place.name, where=place.where, matches=_describe(store, name)))
             if not as_json:
-                for one in result.found:
+                for one in result.matches:
                     _show(place, one)
-    found = [one for result in results.done for one in result.found]
+    found = [one for result in results.done for one in result.matches]
     if not found:
         complain(f"no tier has {name!r}; du shows the namespaces, ls the blocks")
-    is_bad = any(isinstance(one, ShownBlock) and one.verdict in ("bad", "not readable") for one in found)
+    is_bad = any(isinstance(one, ShownBlock) and one.state in ("bad", "not_readable") for one in found)
     results.end(as_json=as_json, failed=not found or is_bad)
 
 
@@ -173,11 +175,11 @@ def _describe_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> Show
         if len(reader.data) == info.size:
             block.seal = describe_trailer(reader.data[-TRAILER_BYTES:])
         if bad is not None:
-            block.verdict, block.reason = "not verified" if is_foreign else "bad", str(bad)
+            block.state, block.reason = "not_verified" if is_foreign else "bad", str(bad)
     except BlobNotFoundError:
-        block.verdict, block.reason = "not readable", "removed meanwhile"
+        block.state, block.reason = "not_readable", "removed meanwhile"
     except StoreError as e:
-        block.verdict, block.reason = "not readable", str(e)
+        block.state, block.reason = "not_readable", str(e)
     return block
 
 
@@ -193,13 +195,13 @@ def _describe_namespace(store: Store, name: str) -> list[ShownBlock | ShownNames
             assert block is not None
             ranks.add(block.rank)
             times = [min([info.mtime, *times]), max([info.mtime, *times])]
-    if identity is None and not blocks.blobs:
+    if identity is None and not blocks.blocks:
         return []
     own = None if identity is None else Namespace.of(name, identity)
     oldest, newest = times or (None, None)
     siblings = [] if own is None else _siblings(store, own)
     fields = None if own is None else own.fields
-    return [ShownNamespace(name, blocks.blobs, blocks.bytes, sorted(ranks), oldest, newest, fields, siblings)]
+    return [ShownNamespace(name, blocks.blocks, blocks.bytes, sorted(ranks), oldest, newest, fields, siblings)]
 
 
 def _siblings(store: Store, own: Namespace) -> list[Sibling]:
@@ -221,12 +223,12 @@ def _block_rows(block: ShownBlock) -> list[tuple[str, str]]:
         ("name", block.key),
         ("namespace", f"{block.namespace}, rank {block.rank}, group {block.group}"),
         ("hash", block.hash),
-        ("size", f"{human_bytes(block.size)} ({block.size:,} bytes)"),
+        ("size", f"{human_bytes(block.bytes)} ({block.bytes:,} bytes)"),
         (
             "used or written",
             f"{human_age(time.time() - block.mtime)} ago, {utc(block.mtime)}" if block.mtime else "unknown",
         ),
-        ("verdict", f"{block.verdict}{f' ({block.reason})' if block.reason else ''}"),
+        ("state", f"{block.state.replace('_', ' ')}{f' ({block.reason})' if block.reason else ''}"),
     ]
     seal = block.seal
     if seal is None:
@@ -248,8 +250,8 @@ def _namespace_rows(found: ShownNamespace) -> list[tuple[str, str]]:
         ("name", found.namespace),
         ("blocks", f"{found.blocks:,}, {human_bytes(found.bytes)}, ranks {found.ranks}"),
     ]
-    if found.oldest and found.newest:
-        rows.append(("used or written", f"{utc(found.oldest)} to {utc(found.newest)}"))
+    if found.oldest_mtime and found.newest_mtime:
+        rows.append(("used or written", f"{utc(found.oldest_mtime)} to {utc(found.newest_mtime)}"))
     if found.identity is None:
         rows.append(("identity", "missing or damaged; an engine that uses the namespace writes it again"))
     else:

@@ -46,7 +46,7 @@ class BlockLine:
 
     tier: str
     key: str
-    size: int
+    bytes: int
     mtime: float
     rank: int
     group: int
@@ -60,17 +60,20 @@ class Listed(Share, TierResult):
 def ls(
     config: Config,
     tier: TierName = None,
-    prefix: Annotated[str, typer.Option(help="List only names that start with this text.")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of blocks per tier.")] = None,
+    prefix: Annotated[str, typer.Option(metavar="TEXT", help="List only names that start with this text.")] = "",
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="List at most this many blocks per tier.")
+    ] = None,
     sort: Annotated[
         SortKey | None,
         typer.Option(
-            help="Sort each tier's blocks: name from a to z, size from the largest, age from the last used. "
-            "Holds all blocks in memory, or as many as --limit says; without --sort the list streams."
+            metavar="ORDER",
+            help="Sort each tier's blocks: name (a to z), size (largest first) or age (last used first). Sorting holds "
+            "all blocks in memory, or --limit of them.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per block and line; the last line has the totals.")
+        bool, typer.Option("--json", help="Print a JSON object on a line for each block, and one with the totals.")
     ] = False,
 ) -> None:
     """List the stored blocks: size, time of last use or write, tier, name. Totals go to standard error.
@@ -90,7 +93,7 @@ def ls(
                     print(f"{info.size:>12} {utc(info.mtime)} {place.name} {printable(info.key)}")
             results.add(total)
             if not as_json:
-                note(f"{place.name} at {place.where}: {counted(total.blobs)}, {human_bytes(total.bytes)}")
+                note(f"{place.name} at {place.where}: {counted(total.blocks)}, {human_bytes(total.bytes)}")
     results.end(as_json=as_json)
 
 
@@ -117,25 +120,25 @@ class GroupShare(Share):
 
 
 @dataclass(kw_only=True)
-class Used(TierResult):
+class Used(Share, TierResult):
     """What a tier's storage holds.
 
     Attributes:
         ages: by the time since the last use or write.
-        other: blobs that are not blocks.
+        other_blobs, other_bytes: what is not a block.
         used_bytes: by the collectors' records; None: there are none.
-        namespaces: of those that have siblings: the fields in which they differ.
+        differing_fields: namespace -> its values of the fields in which namespaces of one model differ.
         sampled_seals: kinds of seal in a sample of the blocks.
         sampled_misses: blocks of the sample that engines with this configuration cannot load, by reason.
     """
 
-    blocks: Share
     groups: list[GroupShare]
     ages: dict[str, Share]
-    other: Share
+    other_blobs: int
+    other_bytes: int
     used_bytes: int | None
     max_bytes: int | None
-    namespaces: dict[str, dict[str, str]]
+    differing_fields: dict[str, dict[str, str]]
     sampled_seals: dict[str, int]
     sampled_misses: dict[str, int]
     seconds: float
@@ -153,8 +156,8 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
             if not as_json:
                 _show(result)
     if not as_json and len(results.done) > 1:
-        total = sum_of(result.blocks for result in results.done)
-        say(f"total of {len(results.done)} tiers: {counted(total.blobs)}, {human_bytes(total.bytes)}")
+        total = sum_of(results.done)
+        say(f"total of {len(results.done)} tiers: {counted(total.blocks)}, {human_bytes(total.bytes)}")
     results.end(as_json=as_json)
 
 
@@ -167,19 +170,22 @@ def _measure(place: Place, *, has_config: bool) -> Used:
         seals = dict(sample_seals(store))
         used = used_bytes(store)
         namespaces, _ = namespaces_in(store)
+    total = inventory.total
     return Used(
         tier=place.name,
         where=place.where,
-        blocks=inventory.total,
+        blocks=total.blocks,
+        bytes=total.bytes,
         groups=[
-            GroupShare(namespace=namespace, rank=rank, group=group, blobs=share.blobs, bytes=share.bytes)
+            GroupShare(namespace=namespace, rank=rank, group=group, blocks=share.blocks, bytes=share.bytes)
             for (namespace, rank, group), share in sorted(inventory.blocks.items())
         ],
         ages=inventory.ages,
-        other=inventory.other,
+        other_blobs=inventory.other_blobs,
+        other_bytes=inventory.other_bytes,
         used_bytes=used,
         max_bytes=place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None,
-        namespaces=differences(namespaces),
+        differing_fields=differences(namespaces),
         sampled_seals=seals,
         sampled_misses=misses_of(place.config, seals) if has_config else {},
         seconds=round(time.monotonic() - started_at, 3),
@@ -190,7 +196,7 @@ def sum_of(shares: Iterable[Share]) -> Share:
     """The sum of some shares."""
     total = Share()
     for share in shares:
-        total.blobs += share.blobs
+        total.blocks += share.blocks
         total.bytes += share.bytes
     return total
 
@@ -210,20 +216,21 @@ def misses_of(config: TierConfig, seals: Mapping[str, int]) -> dict[str, int]:
 
 
 def _show(result: Used) -> None:
-    blocks, other = result.blocks, result.other
     bound = ""
     if result.max_bytes is not None:
-        known = "not accounted yet" if result.used_bytes is None else f"{human_bytes(result.used_bytes)} accounted"
-        share = (blocks.bytes + other.bytes) / result.max_bytes
+        known = (
+            "no collector has counted yet" if result.used_bytes is None else f"{human_bytes(result.used_bytes)} counted"
+        )
+        share = (result.bytes + result.other_bytes) / result.max_bytes
         bound = f", {share:.0%} of max_bytes {human_bytes(result.max_bytes)} ({known})"
-    say(f"{result.tier} at {result.where}: {counted(blocks.blobs)}, {human_bytes(blocks.bytes)}{bound}")
-    apart = result.namespaces
+    say(f"{result.tier} at {result.where}: {counted(result.blocks)}, {human_bytes(result.bytes)}{bound}")
+    apart = result.differing_fields
     differs = any(apart.get(group.namespace) for group in result.groups)
     table = Table("namespace", "rank", "group", "blocks", "size")
     if differs:
         table.add_column("differs from its siblings by")
     for group in result.groups:
-        numbers = (str(group.rank), str(group.group), f"{group.blobs:,}", human_bytes(group.bytes))
+        numbers = (str(group.rank), str(group.group), f"{group.blocks:,}", human_bytes(group.bytes))
         by = (cell(differences_in_words(apart.get(group.namespace, {}))),) if differs else ()
         table.add_row(cell(group.namespace), *numbers, *by)
     if result.groups:
@@ -237,9 +244,9 @@ def _show(result: Used) -> None:
     lower = "0"
     for age, share_of_age in result.ages.items():
         label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")
-        if share_of_age.blobs:
-            say(f"  {label}: {counted(share_of_age.blobs)}, {human_bytes(share_of_age.bytes)}")
+        if share_of_age.blocks:
+            say(f"  {label}: {counted(share_of_age.blocks)}, {human_bytes(share_of_age.bytes)}")
         lower = age
-    if other.blobs:
-        kind = "file (not a block)" if other.blobs == 1 else "files (not blocks)"
-        say(f"  {other.blobs:,} other {kind}, {human_bytes(other.bytes)}")
+    if result.other_blobs:
+        kind = "file (not a block)" if result.other_blobs == 1 else "files (not blocks)"
+        say(f"  {result.other_blobs:,} other {kind}, {human_bytes(result.other_bytes)}")

@@ -143,7 +143,7 @@ def examine_reading(config: TierConfig, store: Store) -> Iterator[Finding]:
         some = itertools.islice(store.keys(), LISTED_MAX)
         info = next((info for info in some if info.size <= READ_BYTES_MAX and is_block(info.key)), None)
         if info is None:
-            text = "there are none, and the tier is read_only: no hits"
+            text = "no blocks are stored, and the tier is read_only: nothing can be loaded"
             fix = "check that an engine with the same location and prefix writes here"
             yield Finding("warning", "blocks", text, fix)
             return
@@ -160,15 +160,15 @@ def examine_namespaces(namespaces: list[Namespace], is_cut: bool) -> Iterator[Fi
         by_model.setdefault(namespace.model, []).append(namespace)
     for model, found in sorted(by_model.items()):
         if len(found) == 1 and is_cut:
-            text = f"{model}: one was found, but only a part of the storage was listed"
+            text = f"{model} has at least one namespace; only a part of the storage was listed"
             yield Finding("note", "namespaces", text, "kvtiers ls lists all of it")
             continue
         if len(found) == 1:
-            yield Finding("ok", "namespaces", f"{model}: one, so all replicas that write here share blocks")
+            yield Finding("ok", "namespaces", f"{model} has one namespace: all replicas that write here share blocks")
             continue
         values = "; ".join(f"{name}: {', '.join(shown_values(found, name))}" for name in differing_fields(found))
         least = "at least " if is_cut else ""
-        text = f"{model}: {least}{len(found)}, which share no blocks. They differ in {values}"
+        text = f"{model} has {least}{len(found)} namespaces, which share no blocks. They differ in {values}"
         fix = "give replicas that should share blocks the same values; others may be removed if no engine uses them"
         yield Finding("note", "namespaces", text, fix)
 

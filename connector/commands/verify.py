@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ from ...tiers.tools.verify import (
     repair,
 )
 from ...tiers.tools.verify_processes import verify_units
-from .options import AsJson, Config, TierName
+from .options import AsJson, Config, DryRun, TierName, Yes
 from .output import Ticker, confirm, counted, refuse, say
 from .places import Place, find_places, is_bare
 from .results import Results, TierResult
@@ -74,7 +75,7 @@ class Verified(VerifyReport, TierResult):
     dry_run: bool
     resumed_units: int
     seconds: float = 0.0
-    bytes_per_s: int = 0
+    bytes_per_s: float = 0.0
 
 
 def verify(
@@ -83,30 +84,30 @@ def verify(
     subset: Annotated[
         str | None,
         typer.Option(
-            help="Check only this share of the blocks, such as 5%. A block's hash decides, so each run and each tier "
-            "checks the same blocks."
+            metavar="SHARE",
+            help="Check only this share of the blocks, such as 5%: the same blocks in each run and each tier.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63, help="Choose another subset, such as this week's number.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63, metavar="N", help="Choose another subset, such as this week's number.")
+    ] = 0,
     repairs: Annotated[
         bool,
         typer.Option(
             "--repair",
-            help="Read bad blocks once more and, if they are still bad, move them aside (on S3 and fsspec: delete "
-            "them). Engines then store them again when needed. Asks first if more than 1% are bad, because this "
-            "machine may be reading good blocks wrongly.",
+            help="Read bad blocks again, and move them aside if they are still bad (S3 and fsspec: delete them). Asks "
+            "first if more than 1% are bad, because this machine may read good blocks wrongly.",
         ),
     ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="With --repair: do not ask, however many blocks are bad.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --repair: only show which blocks would be moved aside.")
-    ] = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
     state: Annotated[
-        Path | None, typer.Option(help="Save progress in this file, and resume from it after an interruption.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Save progress in this file, and resume from it after an interruption."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Processes; default: one per core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=256, metavar="N", help="Processes. Default: one per core.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the seals of all stored blocks: that each block matches its name, and is complete and unchanged."""
@@ -117,7 +118,7 @@ def verify(
         raise refuse(f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
     if (dry_run or yes) and not repairs:
         option = "--dry-run" if dry_run else "--yes"
-        raise refuse(f"{option}: without --repair nothing is changed; give both, or neither")
+        raise refuse(f"{option} has no effect without --repair")
     ours = state is not None and _check_state(state)
     n_workers = workers or len(os.sched_getaffinity(0))
     work = _Work(chosen, repairs and not dry_run, dry_run, yes, state, n_workers, is_bare(config))
@@ -138,9 +139,9 @@ def verify(
 
 def _has_problem(result: Verified) -> bool:
     """Whether blocks are bad or cannot be read, or engines with this configuration cannot load them."""
-    is_left = result.bad_count > result.quarantined + result.good_again
+    is_left = result.bad > result.quarantined + result.good_again
     none_loads = 0 < result.blocks == sum(result.misses.values())
-    return bool(is_left or result.errors or result.unknown_keys or none_loads)
+    return bool(is_left or result.failed or result.unknown_keys or none_loads)
 
 
 @dataclass(slots=True)
@@ -250,28 +251,28 @@ def _verify_place(place: Place, work: _Work, *, asks: bool) -> Verified:
     )
     for result in results.values():
         total.add(result)
-    total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
-    if work.repair and total.bad_count > total.kept:
+    total.failed = max(total.failed, damaged)  # a unit of only damaged folders or files is not found, so has no result
+    if work.repair and total.bad > total.kept:
         total.stopped = not _may_remove(place, total, yes=work.yes, asks=asks)
         if not total.stopped:
             with place.open(writes=True) as store:
                 fixed = repair(store, results.values())
             total.quarantined, total.good_again = fixed.removed, fixed.good_again
-            total.errors += fixed.errors
+            total.failed += fixed.failed
     if not work.is_bare:
         total.misses = misses_of(place.config, total.seals)
         total.unknown_keys = unknown_keys(total.seals, key_ids(place.config))
     now_bytes = total.bytes - sum(result.bytes for result in done.values())
-    total.bytes_per_s = round(now_bytes / max(1e-9, time.monotonic() - checked_at))
+    total.bytes_per_s = round(now_bytes / max(1e-9, time.monotonic() - checked_at), 1)
     total.seconds = round(time.monotonic() - started_at, 3)
     return total
 
 
 def _may_remove(place: Place, total: VerifyReport, *, yes: bool, asks: bool) -> bool:
     """Whether bad blocks may be removed. Asks if there are so many that this machine may be at fault."""
-    bad = total.bad_count - total.kept
+    bad = total.bad - total.kept
     is_few = bad <= UNASKED_BLOCKS_MAX or bad <= UNASKED_SHARE_MAX * total.blocks
-    if yes or (is_few and total.bad_count < total.blocks):
+    if yes or (is_few and total.bad < total.blocks):
         return True
     if not asks or sys.stdin is None or not sys.stdin.isatty():
         return False
@@ -322,21 +323,21 @@ def _show(result: Verified) -> None:
     what = counted(result.blocks)
     part = "" if result.subset == 1 else f" (a subset of {result.subset * 100:.4g}%)"
     say(f"{result.tier} at {result.where}: {what}, {size} checked{part} at {speed}{resumed}")
-    for reason, count in Counter(reason for _, reason in result.bad).items():
+    for reason, count in Counter(result.bad_blocks.values()).items():
         say(f"  bad ({reason}): {counted(count)}")
-    for key, reason in result.bad[:BAD_SHOWN_MAX]:
+    for key, reason in islice(result.bad_blocks.items(), BAD_SHOWN_MAX):
         say(f"    {key} ({reason})")
-    if result.bad_count > BAD_SHOWN_MAX:
-        say(f"    … and {result.bad_count - BAD_SHOWN_MAX:,} more; --json names them")
+    if result.bad > BAD_SHOWN_MAX:
+        say(f"    … and {result.bad - BAD_SHOWN_MAX:,} more; --json names them")
     moved = "moved aside" if result.moves_aside else "deleted"
     if result.quarantined:
         say(f"  {moved}: {counted(result.quarantined)}")
     if result.good_again:
         say(f"  good or gone when read again (replaced, or read wrongly before): {counted(result.good_again)}")
     if result.stopped:
-        say(f"  nothing was removed: {_doubt(result.bad_count - result.kept, result.blocks)}")
+        say(f"  nothing was removed: {_doubt(result.bad - result.kept, result.blocks)}")
         say("  If it finds the same blocks bad, repeat this command with --yes.")
-    if result.dry_run and (would := result.bad_count - result.kept):
+    if result.dry_run and (would := result.bad - result.kept):
         say(f"  would be {moved}: {counted(would)}")
     for reason, count in result.misses.items():
         say(f"  misses for engines with this configuration: {counted(count)} {reason}")
@@ -344,9 +345,9 @@ def _show(result: Verified) -> None:
         say("  fix: add the key to this tier's keys, after the first one; or remove these blocks (docs/security.md)")
     if result.foreign:
         say(f"  from another version, not verified: {counted(result.foreign)}")
-    if result.errors:
-        say(f"  could not be read: {counted(result.errors)}")
-    if not result.bad_count and not result.errors:
+    if result.failed:
+        say(f"  could not be read: {counted(result.failed)}")
+    if not result.bad and not result.failed:
         if not result.blocks:
             say("  there are no blocks to verify")
         elif not result.foreign:

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 #: Written by programs that run what they show.
-GENERATED = {"benchmarks.md", "commands.md"}
+GENERATED = {"benchmarks.md"}
 PAGES = sorted(
     path for path in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")] if path.name not in {*GENERATED, "CHANGELOG.md"}
 )

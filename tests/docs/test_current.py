@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector.commands.cli import COMMANDS, load_command
+from kvtiers.connector.commands.json_schemas import DOCUMENTS, document_schema
 from kvtiers.tiers.metrics import METRICS
-from tests.docs import make_benchmarks, make_errors, make_reference, plot_demo
+from tests.docs import make_benchmarks, make_commands, make_errors, make_reference, plot_demo
 from tests.docs.make_reference import DOCS
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -59,11 +59,15 @@ def test_the_plot_of_the_demo() -> None:
     assert (DOCS / "demo.svg").read_text() == plot_demo.draw(report), "run make plot"
 
 
-def test_the_commands_that_take_a_tier() -> None:
-    taking = {name for name in COMMANDS if any("--tier" in option.opts for option in load_command(name).params)}
-    said = re.search(r"one object\. (.*?) take `--tier NAME`", (DOCS / "operations.md").read_text(), re.DOTALL)
-    assert said is not None
-    assert set(re.findall(r"`([\w-]+)`", said[1])) == taking
+def test_commands_page_is_current() -> None:
+    assert make_commands.PAGE.read_text() == make_commands.page(), "run make docs"
+
+
+def test_commands_page_explains_fields_that_the_json_has() -> None:
+    schemas = [document_schema(command) for command in DOCUMENTS]
+    parts = [part for schema in schemas for part in (schema, *schema["$defs"].values())]
+    have = {name for part in parts for name in part.get("properties", ())}
+    assert {name for names in make_commands.FIELDS for name in names.split(", ")} <= have
 
 
 def test_the_source_distribution_has_what_the_pages_name() -> None:

@@ -125,11 +125,12 @@ class TierConfig(Model):
     )
     n_read_threads: Threads = Field(
         default_factory=default_threads,
-        description="Threads that prefer loads. On s3 and fsspec: concurrent requests, at most 8 in the engine.",
+        description="Threads that prefer loads. On s3 and fsspec: concurrent requests, at most 8 in the engine's "
+        "process.",
     )
     n_write_threads: Threads = Field(default_factory=default_threads, description="The same for stores.")
     children: Annotated[int, Field(ge=1, le=64)] = Field(
-        2, description="Processes for the tier's I/O. More than two need many cores."
+        2, description="Processes for the tier's I/O. More than two help only with many cores."
     )
     load: Load = Field(
         "auto",

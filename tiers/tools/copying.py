@@ -52,7 +52,7 @@ class CopyReport:
         present: blocks that the target already had, with the same size and a good trailer. (If the target's store
             cannot read only a blob's end: with the same size.)
         bad: blocks whose seal check failed, and blocks that only a newer version can judge.
-        errors: blocks that could not be read or written, or whose name in the target holds a newer version's block.
+        failed: blocks that could not be read or written, or whose name in the target holds a newer version's block.
         left_out: namespaces whose blocks are not copied, and why.
         skipped: blocks of these namespaces, except those counted as ``present``. (None is ``present`` if the source's
             ``config.json`` is missing: it is needed to check the target's trailers.)
@@ -65,7 +65,7 @@ class CopyReport:
     copied_bytes: int = 0
     present: int = 0
     bad: int = 0
-    errors: int = 0
+    failed: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     skipped: int = 0
     no_room: bool = False
@@ -74,7 +74,7 @@ class CopyReport:
     @property
     def found_none(self) -> bool:
         """Whether there was nothing to copy."""
-        return not (self.copied or self.present or self.bad or self.errors or self.skipped or self.no_room)
+        return not (self.copied or self.present or self.bad or self.failed or self.skipped or self.no_room)
 
 
 def find_blocks(store: Store, prefixes: Iterable[str]) -> Iterator[Block]:
@@ -211,7 +211,7 @@ class Copier:
             # What a longer blob would free does not count: a bad block does not replace it.
             more_bytes = max(0, info.size - (size if isinstance(size, int) else 0))
             if is_wanted is None:
-                self.report.errors += 1
+                self.report.failed += 1
             elif not is_wanted:
                 self.report.present += 1
             elif not self._has_namespace(name.namespace):
@@ -264,7 +264,7 @@ class Copier:
             try:
                 reason, _ = reader.read(info, name)
             except StorePermissionError:  # one file, perhaps written by a command run as root: continue
-                self._count(errors=1)
+                self._count(failed=1)
                 return
             if reason is not None:
                 self._count(bad=1)
@@ -279,7 +279,7 @@ class Copier:
         except StoreError as e:
             if not (e.retryable or _is_refused(e)):
                 raise
-            self._count(errors=1)
+            self._count(failed=1)
 
     @property
     def _reader(self) -> BlockReader:

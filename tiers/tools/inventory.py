@@ -29,14 +29,14 @@ def block_beginnings(folders: Iterable[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Share:
-    """Number of blobs, and their bytes."""
+    """Number of blocks, and their bytes."""
 
-    blobs: int = 0
+    blocks: int = 0
     bytes: int = 0
 
     def add(self, size: int) -> None:
-        """Count one blob."""
-        self.blobs += 1
+        """Count one block."""
+        self.blocks += 1
         self.bytes += size
 
 
@@ -48,18 +48,20 @@ class Inventory:
         blocks: by namespace, rank and group.
         ages: by time since the last use or, if the store does not record uses, since the write; unknown if the server
             does not tell.
-        other: blobs that are not blocks: ``config.json``, records, foreign files.
+        other_blobs, other_bytes: blobs that are not blocks: ``config.json``, records, foreign files.
     """
 
     blocks: defaultdict[tuple[str, int, int], Share] = field(default_factory=lambda: defaultdict(Share))
     ages: dict[str, Share] = field(default_factory=lambda: {name: Share() for name in (*AGES_S, UNKNOWN_AGE)})
-    other: Share = field(default_factory=Share)
+    other_blobs: int = 0
+    other_bytes: int = 0
 
     def add(self, info: KeyInfo, now: float) -> None:
         """Count one blob. ``now``: Unix seconds."""
         name = parse_block_name(info.key)
         if name is None:
-            self.other.add(info.size)
+            self.other_blobs += 1
+            self.other_bytes += info.size
             return
         self.blocks[name[:3]].add(info.size)
         if info.mtime == 0.0:  # the driver does not tell
@@ -71,7 +73,7 @@ class Inventory:
     def total(self) -> Share:
         """All blocks."""
         shares = self.blocks.values()
-        return Share(sum(share.blobs for share in shares), sum(share.bytes for share in shares))
+        return Share(sum(share.blocks for share in shares), sum(share.bytes for share in shares))
 
 
 def list_blocks(store: Store, prefix: str = "") -> Iterator[tuple[KeyInfo, BlockName]]:

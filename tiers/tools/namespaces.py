@@ -129,7 +129,7 @@ class NamespaceRemoval:
             self._remove_identity()
 
     def _remove_identity(self) -> None:
-        if not self.removed.blobs and read_identity(self.store, self.namespace) is None:
+        if not self.removed.blocks and read_identity(self.store, self.namespace) is None:
             return  # a folder of somebody else may have such a name, and a config.json
         try:
             self.store.delete(f"{self.namespace}/{CONFIG_FILE_NAME}")

@@ -34,29 +34,30 @@ class VerifyReport:
     """Result of checking blocks.
 
     Attributes:
-        bad: name and reason of each bad block, up to ``BAD_KEYS_MAX``.
+        bad: number of bad blocks.
+        bad_blocks: name of a bad block -> reason, for up to ``BAD_KEYS_MAX`` of them.
         kept: bad blocks that a repair leaves alone, because the namespace's identity is missing.
         foreign: blocks that only a newer version can judge; they are left alone.
         seals: kind of seal (see ``seal_kinds``) -> number of blocks that are not bad.
-        errors: blocks that could not be read, and files and folders that may not be read or that the disk cannot read.
+        failed: blocks that could not be read, and files and folders that may not be read or that the disk cannot read.
     """
 
     blocks: int = 0
     bytes: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)
-    bad_count: int = 0
+    bad: int = 0
+    bad_blocks: dict[str, str] = field(default_factory=dict)
     foreign: int = 0
-    errors: int = 0
+    failed: int = 0
     kept: int = 0
     seals: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: VerifyReport) -> None:
         """Add the result of other blocks."""
-        for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "kept"):
+        for name in ("blocks", "bytes", "bad", "foreign", "failed", "kept"):
             setattr(self, name, getattr(self, name) + getattr(part, name))
         for kind, count in part.seals.items():
             self.seals[kind] = self.seals.get(kind, 0) + count
-        self.bad += part.bad[: BAD_KEYS_MAX - len(self.bad)]
+        self.bad_blocks.update(islice(part.bad_blocks.items(), BAD_KEYS_MAX - len(self.bad_blocks)))
 
 
 @dataclass
@@ -127,7 +128,7 @@ class Verifier:
             blocks = (block for block in self._list(unit, result) if self._subset.has(block[1]))
             while batch := list(islice(blocks, BATCH_BLOCKS)):
                 list(pool.map(self._check_block, batch, repeat(result)))
-        result.errors += damaged_count(self._store) - damaged
+        result.failed += damaged_count(self._store) - damaged
         return result
 
     def _list(self, unit: str, result: UnitResult) -> Iterator[tuple[KeyInfo, BlockName]]:
@@ -139,12 +140,12 @@ class Verifier:
             try:
                 yield from list_blocks(self._store, f"{unit}{digit:x}/")
             except StorePermissionError:
-                result.errors += 1  # another user's folder; the other folders are still checked
+                result.failed += 1  # another user's folder; the other folders are still checked
             except StoreUnavailableError:
                 self._damaged_folders += 1
                 if self._damaged_folders > DAMAGED_FOLDERS_MAX:
                     raise
-                result.errors += 1
+                result.failed += 1
 
     def _check_block(self, block: tuple[KeyInfo, BlockName], result: UnitResult) -> None:
         info, name = block
@@ -165,16 +166,16 @@ class Verifier:
         with self._lock:
             result.blocks += 1
             result.bytes += info.size
-            result.errors += failed
+            result.failed += failed
             if reason is None or foreign:
                 result.foreign += foreign
                 if kind:
                     result.seals[kind] = result.seals.get(kind, 0) + 1
                 return
-            result.bad_count += 1
+            result.bad += 1
             result.kept += reason == NO_IDENTITY
-            if len(result.bad) < BAD_KEYS_MAX:
-                result.bad.append((info.key, str(reason)))
+            if len(result.bad_blocks) < BAD_KEYS_MAX:
+                result.bad_blocks[info.key] = str(reason)
 
 
 @dataclass(slots=True)
@@ -184,19 +185,19 @@ class RepairResult:
     Attributes:
         removed: bad blocks that were moved aside, or deleted if the store has no quarantine.
         good_again: blocks that are good now, or absent: they were replaced, or the first read was damaged.
-        errors: blocks that could not be read again or removed.
+        failed: blocks that could not be read again or removed.
     """
 
     removed: int = 0
     good_again: int = 0
-    errors: int = 0
+    failed: int = 0
 
 
 def repair(store: Store, results: Iterable[UnitResult]) -> RepairResult:
     """Read the bad blocks once more, and remove those that are still bad. The next store job then writes good ones."""
     done = RepairResult()
     reader = BlockReader(store)
-    for key, was in (bad for result in results for bad in result.bad):
+    for key, was in (bad for result in results for bad in result.bad_blocks.items()):
         name = parse_block_name(key)
         if name is None or was == NO_IDENTITY:
             continue
@@ -206,14 +207,14 @@ def repair(store: Store, results: Iterable[UnitResult]) -> RepairResult:
             if reason is None or foreign:
                 done.good_again += 1
             elif reason == NO_IDENTITY:
-                done.errors += 1
+                done.failed += 1
             else:
                 put_aside(store, key)
                 done.removed += 1
         except BlobNotFoundError:
             done.good_again += 1
         except StoreError:
-            done.errors += 1
+            done.failed += 1
     return done
 
 
@@ -225,6 +226,4 @@ def damaged_count(store: Store) -> int:
 
 def decode_result(content: Mapping[str, object]) -> UnitResult:
     """Decode a result from JSON."""
-    result = UnitResult(**content)  # type: ignore[arg-type]
-    result.bad = [(key, reason) for key, reason in result.bad]
-    return result
+    return UnitResult(**content)  # type: ignore[arg-type]

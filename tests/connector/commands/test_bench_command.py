@@ -50,7 +50,7 @@ def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) 
         *(f"region {way} {tier}" for tier in ("disk", "fsspec", "memory") for way in ("to", "from")),
     ]
     assert all(hop["bytes_per_s"] > 0 for hop in hops)
-    assert [hop["ceiling_is"] for hop in hops[2:5]] == ["plain files", "plain files", "its client"]
+    assert [hop["ceiling_is"] for hop in hops[2:5]] == ["plain files", "plain files", "client alone"]
     left = [os.path.join(folder, name) for folder, _, names in os.walk(tmp_path) for name in names]
     assert left == [config]
     assert [path.name for path in (tmp_path / "kv").iterdir() if not path.name.startswith(".")] == []
@@ -101,7 +101,7 @@ def test_one_tier_as_a_table(config: str) -> None:
 def test_a_tier_of_others_is_told(tmp_path: Path) -> None:
     code, out = run(write_tiers(tmp_path / "c.yaml", "type: Mine, module_path: mine"), "--block-size", "64KiB")
     assert code == 0, out
-    assert "kvtiers bench: skipped: Mine, which is not a tier type of kvtiers" in out
+    assert "kvtiers bench: skipping Mine, which is not a built-in tier type" in out
 
 
 def test_mistakes(config: str, tmp_path: Path) -> None:

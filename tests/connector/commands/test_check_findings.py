@@ -64,11 +64,11 @@ def fs(root: Path, **options: Any) -> dict[str, Any]:
 
 
 def levels(findings: Sequence[Finding], where: str = "") -> dict[str, str]:
-    return {finding.check: finding.level for finding in findings if finding.where.startswith(where)}
+    return {finding.check: finding.level for finding in findings if finding.part.startswith(where)}
 
 
 def one(findings: Sequence[Finding], check: str, where: str = "") -> Finding:
-    (found,) = [f for f in findings if f.check == check and f.where.startswith(where)]
+    (found,) = [f for f in findings if f.check == check and f.part.startswith(where)]
     return found
 
 
@@ -357,7 +357,7 @@ def test_a_file_system_without_hard_links_is_no_matter_of_rights(
 
     monkeypatch.setattr(os, "link", link)
     findings = examine(deployment(fs(tmp_path)))
-    (found,) = [f for f in findings if f.where.startswith("tiers") and f.level == "problem"]
+    (found,) = [f for f in findings if f.part.startswith("tiers") and f.level == "problem"]
     assert "no hard links" in found.message
     assert "give uid" not in found.fix
 
@@ -399,7 +399,7 @@ def test_a_field_that_one_namespace_lacks_is_named() -> None:
     for digest, fields in ("a" * 12, {}), ("b" * 12, {"revision": None}):
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps({"model_name": "m", **fields}).encode())])
     (found,) = examine_namespaces(*neighbors.namespaces_in(store))
-    assert found.message == "m: 2, which share no blocks. They differ in revision: not set, null"
+    assert found.message == "m has 2 namespaces, which share no blocks. They differ in revision: not set, null"
 
 
 def test_options_of_the_engine_that_keep_replicas_apart_are_named() -> None:
@@ -409,7 +409,7 @@ def test_options_of_the_engine_that_keep_replicas_apart_are_named() -> None:
         fields = {"model_name": "m", "model_revision": f"c0ffee+engine:{digest}", "engine": engine}
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps(fields).encode())])
     (found,) = examine_namespaces(*neighbors.namespaces_in(store))
-    assert found.message == 'm: 2, which share no blocks. They differ in VLLM_USE_NEW_ROPE: "1", not set'
+    assert found.message == 'm has 2 namespaces, which share no blocks. They differ in VLLM_USE_NEW_ROPE: "1", not set'
 
 
 def test_single_namespace_of_a_model_is_ok() -> None:
@@ -439,7 +439,7 @@ class InOrder(MemoryStore):
 @pytest.mark.parametrize("blocks", [2, 20])
 def test_namespaces_of_one_model_are_compared(blocks: int) -> None:
     (found,) = examine_namespaces(*neighbors.namespaces_in(InOrder(blocks)))
-    assert found.message.startswith("m: 2, which share no blocks. They differ in model_revision")
+    assert found.message.startswith("m has 2 namespaces, which share no blocks. They differ in model_revision")
 
 
 def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
@@ -461,7 +461,7 @@ def test_control_characters_in_stored_names_are_escaped(tmp_path: Path, capfd: p
     lines = capfd.readouterr().out.split("\n")
     (line,) = [line for line in lines if "namespaces" in line]
     shown = "m\\x1b]0;t\\x07\\u202e[red]\\nproblem all is lost"
-    assert f"namespaces: {shown}: 2, which share no blocks. They differ in {shown}: " in line
+    assert f"namespaces: {shown} has 2 namespaces, which share no blocks. They differ in {shown}: " in line
     assert all(line.isprintable() for line in lines)
 
 
@@ -614,7 +614,7 @@ def test_tiers_that_nothing_can_be_asked_of() -> None:
         {"type": "memory"},
         {"type": "X", "module_path": "m"},
     ]
-    found = [f for f in examine(deployment(*tiers)) if f.where.startswith("tiers")]
+    found = [f for f in examine(deployment(*tiers)) if f.part.startswith("tiers")]
     assert [(f.level, f.check) for f in found] == [
         ("note", "storage"),
         ("problem", "module_path"),
@@ -630,7 +630,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "atomic rename" in out
     code, out = run("check", str(config), "--write", "--json")
     found = result_of(out)["findings"]
-    assert set(found[0]) == {"level", "where", "check", "message", "fix"}
+    assert set(found[0]) == {"level", "part", "check", "message", "fix"}
     assert (code == ExitCode.FAILED) == any(f["level"] == "problem" for f in found)
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv", min_free="900PiB")]}))
     code, out = run("check", str(config))
@@ -655,7 +655,7 @@ def test_each_problem_has_a_fix(tmp_path: Path) -> None:
     ]
     found = examine(deployment(*tiers), writes=False)
     problems = [finding for finding in found if finding.level == "problem"]
-    assert {finding.where for finding in problems} == {f"tiers[{n}] {tier['type']}" for n, tier in enumerate(tiers)}
+    assert {finding.part for finding in problems} == {f"tiers[{n}] {tier['type']}" for n, tier in enumerate(tiers)}
     assert [finding for finding in problems if not finding.fix] == []
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,13 @@ def test_file_is_told_request_by_request_then_by_reason(trace: Path) -> None:
     assert lines[5] == (
         "        2  67%  removed:ttl: tier disk removed the next block 12 min ago: it was not used for its ttl"
     )
-    assert lines[6].strip() == "what to do: raise ttl"
+    assert lines[6].strip() == "fix: raise ttl"
 
 
 def test_json_has_the_latest_requests_and_counts_all(trace: Path) -> None:
     result = result_of(ok("explain", str(trace), "--last", "1", "--json"))
     assert [one["record"]["request"] for one in result["requests"]] == ["c\x1b[2J"]
-    assert [(one["reason"], one["requests"]) for one in result["reasons"]] == [("removed:ttl", 2), ("found", 1)]
+    assert [(one["reason"], one["count"]) for one in result["reasons"]] == [("removed:ttl", 2), ("found", 1)]
     (one,) = result_of(ok("explain", str(trace), "--request", "b", "--json"))["requests"]
     assert (one["record"]["loaded"], one["record"]["found"]) == (2, {"disk": 2})
 
@@ -94,7 +94,7 @@ def test_source_without_requests_is_an_error(
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno length", "does not answer: IncompleteRead"),
         (b'HTTP/1.1 200 OK\r\n\r\nkvtiers_requests_total{reason="found"} +Inf', "has no metrics of kvtiers"),
         (b"", "does not answer"),
-        (None, "does not answer: timed out"),
+        (None, "does not answer: no complete answer within 0.2 s"),
     ],
 )
 def test_server_that_answers_something_else_or_hangs_is_an_error(
@@ -119,6 +119,27 @@ def test_server_that_answers_something_else_or_hangs_is_an_error(
     assert (code, said in out) == (ExitCode.FAILED, True), out
 
 
+def test_server_that_trickles_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the whole answer never."""
+    monkeypatch.setattr("kvtiers.connector.commands.explain.ANSWER_S_MAX", 0.5)
+
+    def serve() -> None:
+        with server.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            with suppress(OSError):
+                while not has_ended.wait(0.05):
+                    connection.sendall(b"#")
+
+    has_ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        code, out = run("explain", f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
+        has_ended.set()
+        served.result()
+    assert (code, "does not answer: no complete answer within 0.5 s" in out) == (ExitCode.FAILED, True), out
+
+
 @pytest.fixture
 def engine() -> Iterator[tuple[Metrics, str]]:
     metrics = Metrics()
@@ -138,7 +159,7 @@ def test_address_of_metrics_gives_counts_and_a_hint_at_trace_requests(engine: tu
     assert "tier disk: 3 GiB stored since it was last loaded from" in out
     assert "set trace_requests" in out
     result = result_of(ok("explain", url, "--json"))
-    assert (result["requests"], result["stored_since_load"]) == ([], {"disk": 3 << 30})
+    assert (result["requests"], result["stored_since_load_bytes"]) == ([], {"disk": 3 << 30})
     assert run("explain", url, "--request", "a")[0] == ExitCode.BAD_INPUT
 
 
@@ -154,8 +175,8 @@ def test_counts_of_vllms_endpoint_are_summed_over_its_engines(monkeypatch: pytes
     )
     monkeypatch.setattr("kvtiers.connector.commands.explain._get", lambda _: page)
     result = result_of(ok("explain", "http://vllm:8000/metrics", "--json"))
-    assert [(one["reason"], one["requests"]) for one in result["reasons"]] == [("found", 5)]
-    assert result["stored_since_load"] == {}
+    assert [(one["reason"], one["count"]) for one in result["reasons"]] == [("found", 5)]
+    assert result["stored_since_load_bytes"] == {}
     monkeypatch.setattr("kvtiers.connector.commands.explain._get", lambda _: "up 1")
     code, out = run("explain", "http://vllm:8000/metrics")
     assert (code, "has no metrics of kvtiers" in out) == (ExitCode.FAILED, True)

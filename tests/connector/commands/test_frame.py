@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,36 @@ def heed_ctrl_c() -> None:
 
 
 def test_the_version() -> None:
-    assert ok("--version") == f"kvtiers {__version__}\n"
+    assert ok("--version") == ok("version") == f"kvtiers {__version__}\n"
+
+
+def test_help_as_a_word_prints_the_help_of_a_command() -> None:
+    assert ok("help", "du") == ok("du", "--help")
+    assert ok("help") == ok("--help")
+    code, out = run("help", "verfy")
+    assert (code, "Did you mean 'verify'?" in out) == (ExitCode.BAD_INPUT, True)
+    assert "The command." in ok("help", "help")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_examples_that_the_command_accepts(command: str) -> None:
+    examples = COMMANDS[command].examples
+    assert 1 <= len(examples) <= 2
+    shown = " ".join(ok(command, "-h").split())
+    assert shown.endswith(" ".join(("Example:" if len(examples) == 1 else "Examples:", *examples)))
+    for example in examples:
+        program, name, *words = shlex.split(example)
+        assert (program, name) == ("kvtiers", command)
+        assert load_command(command).make_context(command, words).params
+
+
+def test_every_dry_run_has_a_short_form() -> None:
+    with_dry_run = []
+    for command in COMMANDS:
+        for param in load_command(command).params:
+            assert ("-n" in param.opts) == (param.name == "dry_run")
+            with_dry_run += [command] if param.name == "dry_run" else []
+    assert with_dry_run == ["verify", "gc", "rm", "copy"]
 
 
 @pytest.mark.parametrize("arguments", ["['--version']", "['--help']", "['-h']"])
@@ -151,7 +181,7 @@ def test_the_environment_names_the_configuration(root: Path, monkeypatch: pytest
     for command in ("vllm-config", "gc", "ls"):
         ok(command)
     assert f"{config} is " in run("check")[1]
-    assert "verdict" in run("show", NAMES[0])[1]
+    assert "state" in run("show", NAMES[0])[1]
     monkeypatch.setenv("KVTIERS_CONFIG", str(root / "absent.yaml"))
     assert "10 blocks" in ok("du", config)
     monkeypatch.delenv("KVTIERS_CONFIG")
@@ -219,6 +249,31 @@ def test_each_schema_is_valid_and_can_be_printed(command: str) -> None:
     failed = {"command": command, "version": "1", "ok": False, "result": None, "errors": ["x"]}
     assert validator.is_valid(failed)
     assert not validator.is_valid(failed | {"command": "other"})
+
+
+def json_fields(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each field of a document's schema, with its type; null aside, which any field may be."""
+    for part in (schema, *schema.get("$defs", {}).values()):
+        for name, field in part.get("properties", {}).items():
+            kinds = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
+            yield name, json.dumps([shape(one) for one in kinds])
+
+
+def shape(field: dict[str, Any]) -> Any:
+    if "const" in field or "enum" in field:
+        return "string" if field.get("type", "string") == "string" else field["type"]
+    if "items" in field:
+        return ["list"]
+    return field.get("type", "object")
+
+
+def test_a_name_in_the_json_has_one_type_in_all_commands() -> None:
+    types: dict[str, set[str]] = {}
+    for command in WITH_JSON:
+        for name, kind in json_fields(document_schema(command)):
+            types.setdefault(name, set()).add(kind)
+    assert {name: kinds for name, kinds in types.items() if len(kinds) > 1} == {}
+    assert len(types) > 80
 
 
 def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
@@ -490,7 +545,7 @@ def test_du_tells_namespaces_of_a_model_apart_and_adds_tiers_up(root: Path) -> N
     assert 'dtype="fp8"' in out
     assert f'dtype="{fields["dtype"]}"' in out
     (tier,) = result_of(ok("du", str(root), "--json"))["tiers"]
-    assert tier["namespaces"] == {
+    assert tier["differing_fields"] == {
         path.parent.name: {"dtype": f'"{fields["dtype"]}"'}, sibling: {"dtype": '"fp8"'}
     }  # fmt: skip
     LocalStore(root.parent / "far").close()
@@ -546,7 +601,7 @@ def test_copy_within_single_tier_file_requires_target(root: Path) -> None:
     config = write_config(root)
     code, out = run("copy", config)
     assert code == 2
-    assert f"{config} has only one tier that outlives its process, fs; give a TARGET, or add a second tier" in out
+    assert f"{config} has only one tier that commands can read, fs; give a TARGET, or add a second tier" in out
 
 
 @pytest.mark.parametrize("rate", ["0", "fast", "1MiB/h"])

@@ -33,7 +33,7 @@ def write(folder: Path, config: dict[str, Any]) -> str:
 
 
 def asked(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
-    result: dict[str, Any] = result_of(size(write(folder, config), "--json", *options))["model"]
+    result: dict[str, Any] = result_of(size(write(folder, config), "--json", *options))["sizing"]
     return result
 
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_asks_for_a_quantized_cache_is_not_guessed(tmp_path: P
     code, out = run("check", "--model", model)
     assert code == 2
     assert "quantization_config.kv_cache_scheme" in out
-    assert result_of(size(model, "--json", "--kv-cache-dtype", "fp8"))["model"]["token_bytes"] == 64 * KIB
+    assert result_of(size(model, "--json", "--kv-cache-dtype", "fp8"))["sizing"]["token_bytes"] == 64 * KIB
 
 
 def test_every_rank_has_all_of_mla(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_check_reports_a_refused_model_as_a_problem_beside_the_other_findings(tm
     assert "tiers[0] memory, storage: in the engine's memory" in out
     assert out.splitlines()[-1] == f"{config} is not usable: --model"
     code, out = run("check", str(config), "--model", model, "--json")
-    assert (code, result_of(out)["model"], json.loads(out)["ok"]) == (1, None, False)
+    assert (code, result_of(out)["sizing"], json.loads(out)["ok"]) == (1, None, False)
     assert run("check", str(config), "--model", write(tmp_path, LLAMA_8B), "--kv-cache-dtype", "int3")[0] == 2
 
 
@@ -299,5 +299,5 @@ def test_limits_that_a_tier_does_not_keep_are_not_room(tmp_path: Path) -> None:
     ]
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps({"region": {"size": "1GiB"}, "tiers": tiers}))
-    fits = result_of(run("check", str(config), "--model", write(tmp_path, LLAMA_8B), "--json")[1])["model"]["fits"]
+    fits = result_of(run("check", str(config), "--model", write(tmp_path, LLAMA_8B), "--json")[1])["sizing"]["fits"]
     assert [room["name"] for room in fits] == ["region.size"]

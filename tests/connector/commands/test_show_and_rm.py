@@ -55,7 +55,7 @@ def tree(root: Path) -> set[str]:
 
 def shown(*arguments: str) -> list[dict[str, Any]]:
     (tier,) = result_of(run("show", *arguments, "--json")[1])["tiers"]
-    found: list[dict[str, Any]] = tier["found"]
+    found: list[dict[str, Any]] = tier["matches"]
     return found
 
 
@@ -66,13 +66,13 @@ def test_a_block_is_described(root: Path) -> None:
     os.utime(root / NAMES[3], (time.time() - 7300, time.time() - 7300))
     out = ok("show", str(root), NAMES[3])
     (block,) = shown(str(root), NAMES[3])
-    assert (block["verdict"], block["size"], block["key"]) == ("good", BLOB, NAMES[3])
+    assert (block["state"], block["bytes"], block["key"]) == ("good", BLOB, NAMES[3])
     seal = block["seal"]
     assert (seal["checksum"], seal["authentication"], seal["payload_bytes"]) == ("xxh3_64", "none", SIZE)
     assert (seal["fingerprint"], seal["rank"], seal["group"]) == (MAPPER.fingerprint.hex(), 0, 0)
     assert seal["block_hash"] == block["hash"] == NAMES[3].rpartition("/")[2].removesuffix(".bin")
     assert abs(seal["written_at"] - time.time()) < 600
-    for text in ("verdict", "good", "2h ago", "12 KiB (12,288 bytes)", "version 1, xxh3_64", MAPPER.fingerprint.hex()):
+    for text in ("state", "good", "2h ago", "12 KiB (12,288 bytes)", "version 1, xxh3_64", MAPPER.fingerprint.hex()):
         assert text in out
 
 
@@ -145,7 +145,7 @@ def test_a_model_is_removed_by_its_identity(root: Path) -> None:
     sibling = add_sibling(root, dtype="fp8")
     other = add_sibling(root, model_name=MODEL.replace("TB/", "TB_"))
     (result,) = result_of(ok("rm", str(root), "--model", MODEL, "--yes", "--json"))["tiers"]
-    assert {one["namespace"]: one["removed"]["blobs"] for one in result["namespaces"]} == {
+    assert {one["namespace"]: one["removed"] for one in result["namespaces"]} == {
         NAMESPACE: COUNT, sibling: COUNT
     }  # fmt: skip
     assert {path.name for path in root.iterdir() if not path.name.startswith(".")} == {other, f"{other}_r0"}
@@ -186,7 +186,7 @@ def test_a_block_that_cannot_be_read_is_not_shown_with_the_seal_of_another(
     monkeypatch.setattr(LocalStore, "get_into", fail_later)
     first, second = shown(str(root), NAMES[3].rpartition("/")[2][:9])
     assert first["seal"] is not None
-    assert (second["verdict"], second["seal"]) == ("not readable", None)
+    assert (second["state"], second["seal"]) == ("not_readable", None)
 
 
 def test_it_asks_unless_yes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_it_survives_an_engine_that_writes(root: Path, monkeypatch: pytest.Monke
     code, out = run("rm", str(root), "--namespace", NAMESPACE, "--yes")
     assert code == 1
     assert f"removed {COUNT} blocks" in out
-    assert "1 block written meanwhile stay: an engine uses this namespace; stop it" in out
+    assert "1 block written during the removal: an engine uses this namespace; stop" in out
     assert tree(root) == {NAMES[0], f"{NAMESPACE}/config.json"}
     assert "all blocks are intact" in ok("verify", str(root))
 

@@ -83,7 +83,7 @@ def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -
     config = write_config(root)
     assert "of unknown age: 3 blocks" in ok("du", config)
     (found, *_) = result_of(ok("du", config, "--json"))["tiers"]
-    assert (found["ages"]["unknown"]["blobs"], found["ages"]["older"]["blobs"]) == (3, 0)
+    assert (found["ages"]["unknown"]["blocks"], found["ages"]["older"]["blocks"]) == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tupl
     out = run(*command, write_config(root, "ttl: 9h"))[1]
     assert left.exists()
     if command[0] == "gc":
-        assert "quarantined and partly written: 4 KiB" in out
+        assert "in quarantine or partly written: 4 KiB" in out
         assert "would be removed, left by dead writers or in quarantine: 1 file" in out
 
 
@@ -125,7 +125,7 @@ def test_ls(root: Path) -> None:
     }
     for item in found:
         jsonschema.validate(item, document_schema("ls"))
-    assert result_of(out)["tiers"] == [{"tier": "fs", "where": str(root), "blobs": 10, "bytes": 10 * SIZE}]
+    assert result_of(out)["tiers"] == [{"tier": "fs", "where": str(root), "blocks": 10, "bytes": 10 * SIZE}]
     assert len(ok("ls", config, "--limit", "3", "-q").splitlines()) == 3
     assert ok("ls", config, "--prefix", NAMES[4], "-q").split()[3:] == [NAMES[4]]
     assert ok("ls", config, "--prefix", "nobody", "-q") == ""
@@ -133,17 +133,17 @@ def test_ls(root: Path) -> None:
 
 def test_du(root: Path) -> None:
     out = ok("du", write_config(root, "max_bytes: 1MiB"))
-    assert "10 blocks, 40 KiB, 4% of max_bytes 1 MiB (not accounted yet)" in out
+    assert "10 blocks, 40 KiB, 4% of max_bytes 1 MiB (no collector has counted yet)" in out
     assert NAMESPACE[:20] in out
     (tier,) = result_of(ok("du", write_config(root), "--json"))["tiers"]
-    assert tier["blocks"] == {"blobs": 10, "bytes": 10 * SIZE}
-    assert [(group["namespace"], group["rank"], group["group"], group["blobs"]) for group in tier["groups"]] == [
+    assert (tier["blocks"], tier["bytes"]) == (10, 10 * SIZE)
+    assert [(group["namespace"], group["rank"], group["group"], group["blocks"]) for group in tier["groups"]] == [
         (NAMESPACE, 0, 0, 5),
         (NAMESPACE, 0, 1, 5),
     ]
-    assert tier["ages"]["1h"]["blobs"] == 1
-    assert tier["ages"]["1d"]["blobs"] == 9
-    assert tier["other"]["blobs"] == 1  # config.json
+    assert tier["ages"]["1h"]["blocks"] == 1
+    assert tier["ages"]["1d"]["blocks"] == 9
+    assert tier["other_blobs"] == 1  # config.json
 
 
 @pytest.mark.parametrize(("columns", "terminal"), [("20", ""), ("300", ""), ("20", "1")])
@@ -166,8 +166,8 @@ def test_gc(root: Path) -> None:
     assert "removed by ttl: 4 blocks, 16 KiB" in ok("gc", config)
     assert {str(path.relative_to(root)) for path in root.rglob("*.bin")} == set(NAMES[:6])
     (tier,) = result_of(ok("gc", config, "--json"))["tiers"]
-    assert tier["removed_blobs"] == {"ttl": 0, "capacity": 0}
-    assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
+    assert tier["removed_by_reason"] == {reason: {"blocks": 0, "bytes": 0} for reason in ("ttl", "capacity")}
+    assert " counted)" in ok("du", write_config(root, "max_bytes: 1MiB"))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_gc_that_could_not_remove_fails(root: Path, monkeypatch: pytest.MonkeyPa
 
 def test_gc_without_limits_says_so(root: Path) -> None:
     config = write_tiers(root.parent / "c.yaml", f"type: fsspec, url: 'file://{root}'")
-    assert "has neither max_bytes nor ttl" in ok("gc", config)
+    assert "neither max_bytes nor ttl is set" in ok("gc", config)
     assert len(list(root.rglob("*.bin"))) == 10
 
 
@@ -210,9 +210,9 @@ def test_gc_with_min_free_alone_makes_room(root: Path, monkeypatch: pytest.Monke
 def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.commands.collect._run", lambda collector, *_: collector.run())
     publish_usage(LocalStore(root), Usage(holder="another"))
-    assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
+    assert "another collector is working here" in ok("gc", write_config(root, "ttl: 1s"))
     (result,) = result_of(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
-    assert result["skipped"] == "another collector is at work"
+    assert result["reason"] == "another collector is working here"
     assert len(list(root.rglob("*.bin"))) == 10
 
 
@@ -226,10 +226,10 @@ def test_which_tier(root: Path) -> None:
         assert run(command, str(root / "none.yaml"))[0] == 2
     code, out = run("du", write_tiers(root / "memory.yaml", "type: memory, max_bytes: 1MiB"))
     assert code == 2
-    assert "no tier whose storage outlives its process" in out
+    assert "no tier that commands can read: a memory tier exists only inside its engine" in out
     code, out = run("du", write_tiers(root / "theirs.yaml", "type: Mine, module_path: mine"))
     assert code == 2
-    assert "no tier that commands can read: Mine is not a tier type of kvtiers" in out
+    assert "no tier that commands can read: Mine is not a built-in tier type" in out
 
 
 def test_a_storage_that_fails(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lifecycle_is_a_buckets(root: Path) -> None:
     code, out = run("gc", write_config(root, "ttl: 1h"), "--lifecycle")
     assert code == 2
-    assert "--lifecycle: accepted are tiers of type s3" in out.replace("\n", "")
+    assert "--lifecycle works only on tiers of type s3" in out.replace("\n", "")
 
 
 @pytest.mark.parametrize("command", ["du", "ls", "gc", "verify"])
@@ -363,7 +363,7 @@ def write_theirs(root: Path, name: str = "theirs.yaml") -> str:
 def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> None:
     config = write_theirs(root)
     result = CliRunner().invoke(app, [command, config])
-    assert f"kvtiers {command}: skipped: Mine, which is not a tier type of kvtiers" in result.stderr
+    assert f"kvtiers {command}: skipping Mine, which is not a built-in tier type" in result.stderr
     assert "left out" not in result.stdout
     if command != "copy":
         assert "left out" not in CliRunner().invoke(app, [command, config, "--tier", "near"]).stderr
@@ -379,7 +379,7 @@ def test_no_tier_is_called_left_out_where_both_are_named(root: Path) -> None:
         ((one, other, "--to", "far"), 1),
         ((one, other), 2),
     ):
-        assert CliRunner().invoke(app, ["copy", *arguments]).stderr.count("skipped: Mine") == told, arguments
+        assert CliRunner().invoke(app, ["copy", *arguments]).stderr.count("skipping Mine") == told, arguments
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "verify", "copy"])

@@ -64,7 +64,7 @@ def test_verify_counts_blocks_under_unknown_keys_and_fails(config: str, tmp_path
     assert code == 1
     assert f"{COUNT} blocks under key {OLD_ID}, which this tier lacks" in out
     (tier,) = result_of(run("verify", config, "--json")[1])["tiers"]
-    assert (tier["unknown_keys"], tier["bad_count"]) == ({OLD_ID: COUNT}, 0)
+    assert (tier["unknown_keys"], tier["bad"]) == ({OLD_ID: COUNT}, 0)
 
 
 def test_sample_of_seals_includes_each_namespace(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,7 +329,7 @@ def test_verify_finds_blocks_that_were_written_without_a_key(bench: Bench, tmp_p
         payload = memoryview(bytes(ROW_BYTES))
         forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
     report = verify(bench, tmp_path)
-    assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
+    assert list(report["bad_blocks"].values()) == ["authentication"] * 4
 
 
 def test_verify_continues_past_blocks_of_an_unknown_protection(bench: Bench, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_verify_continues_past_blocks_of_an_unknown_protection(bench: Bench, tmp
         name = tier.mapper.relative_name(key).replace(config_json.parent.name, namespace)
         store.put(name, [payload, memoryview(trailer.ljust(TRAILER_BYTES, b"\0"))])
     report = verify(bench, tmp_path)
-    assert [reason for _, reason in report["bad"]] == ["authentication"]
+    assert list(report["bad_blocks"].values()) == ["authentication"]
     assert (report["blocks"], report["foreign"]) == (4, 1)
 
 
@@ -388,7 +388,7 @@ def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
         assert not (tmp_path / "target" / planted).exists()
     else:
         expected = ["fingerprint"] * 4 if keeps_config else ["no_identity"] * len(KEYS)
-        assert [reason for _, reason in report["tiers"][0]["bad"]] == expected
+        assert list(report["tiers"][0]["bad_blocks"].values()) == expected
 
 
 def test_processes_of_a_tier_do_not_get_keys_of_another_tier(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
