@@ -11,6 +11,7 @@ The model has random weights. Its steps are as long as those of a model of 8B on
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -53,9 +55,8 @@ class Spent:
     def watch(self, connector: Any) -> None:
         """Count the time in each public method that vLLM may call."""
         for name in dir(type(connector)):
-            method = getattr(connector, name)
-            if not name.startswith("_") and callable(method) and not isinstance(method, type):
-                setattr(connector, name, self._timed(method))
+            if not name.startswith("_") and isinstance(inspect.getattr_static(connector, name), types.FunctionType):
+                setattr(connector, name, self._timed(getattr(connector, name)))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
