@@ -42,13 +42,13 @@ def make_prompts(model: Path) -> Prompts:
         document=document,
         half=document[:shared] + other[:200],
         warm_up=other[400:500],
-        long=_documents(tokenizer),
+        long=_long_prompt(tokenizer),
         half_shared_blocks=HALF_BLOCKS,
     )
 
 
-def _documents(tokenizer: Any) -> list[int]:
-    text = "".join(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md")))
+def _long_prompt(tokenizer: Any) -> list[int]:
+    text = "".join(path.read_text() for path in sorted((REPOSITORY / "connector").rglob("*.py")))
     tokens: list[int] = tokenizer(text)["input_ids"][:LONG_TOKENS]
     assert len(tokens) == LONG_TOKENS
     return tokens
