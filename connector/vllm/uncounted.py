@@ -1,7 +1,7 @@
 """Fields of vLLM's configuration that are not part of a namespace, each with the reason.
 
-``docs/vllm.md`` shows these tables (``make docs``). This module does not import vLLM, so the tables can be read without
-it.
+``docs/sharing.md`` links to these tables, and the documentation site shows them as a page. This module does not import
+vLLM, so the tables can be read without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OBSERVED = "sets logging, monitoring or profiling"
 _RUNTIME = "changes while the engine starts or runs"
 _COMPILED = "sets how kernels are compiled, captured and scheduled; the computation stays the same, up to rounding"
 _BUILD = "describes how vLLM was built or packaged"
-_SOMETIMES = "counts only where it has an effect: see above"
+_SOMETIMES = "counts only where it has an effect"
 
 #: Class of vLLM's config objects -> why -> its fields ("*": all) that cannot change the meaning of stored KV.
 IGNORED: Mapping[str, Mapping[str, str]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,28 +95,12 @@ def metric_table(table: Mapping[str, MetricDef]) -> str:
     return _rows(("metric", "meaning"), rows)
 
 
-def identity_table() -> str:
-    """A table of what is no part of an engine's identity, and why."""
-    tables = runpy.run_path(str(DOCS.parent / "connector/vllm/uncounted.py"))  # its package needs vLLM
-    rows = [
-        (f"`{config}`", why, "all" if names == "*" else ", ".join(f"`{name}`" for name in names.split()))
-        for config, reasons in tables["IGNORED"].items()
-        for why, names in reasons.items()
-    ]
-    rows += [
-        ("variables", why, ", ".join(f"`VLLM_{name}`" for name in names.split()))
-        for why, names in tables["IGNORED_VARIABLES"].items()
-    ]
-    return _rows(("vLLM's config", "why its options do not count", "options"), rows)
-
-
 #: Page -> what stands between its markers, by the name in them.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "metrics.md": {
         "METRICS": lambda: metric_table(METRICS),
         "SEAL_REASONS": lambda: ", ".join(f"`{reason}`" for reason in SealReason) + "\n",
     },
-    "vllm.md": {"IGNORED": identity_table},
 }
 
 

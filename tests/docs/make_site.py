@@ -6,6 +6,7 @@ docs/:
 
 - README.md, ARCHITECTURE.md, CONTRIBUTING.md, CHANGELOG.md and SECURITY.md become pages.
 - configs/ becomes one page that shows each file.
+- connector/vllm/uncounted.py becomes a page with a table of the options of vLLM that do not count.
 - Any other file is copied as it is, so that a link downloads it.
 
 The page of the Python API exists only in the site, where its docstrings are filled in.
@@ -17,9 +18,10 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -40,6 +42,7 @@ MOVED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "configs": "configs.md",
+    "connector/vllm/uncounted.py": "uncounted.md",
 }
 FOREIGN = re.compile(r"(https?:)?//")
 INERT_RELATIONS = ("canonical", "prev", "next", "alternate")  # of <link>: a browser loads nothing for them
@@ -125,6 +128,27 @@ def configs() -> str:
     return "\n".join(parts)
 
 
+def uncounted() -> str:
+    """The page of vLLM's options that are not part of a namespace."""
+    tables = runpy.run_path(str(ROOT / "connector/vllm/uncounted.py"))  # its package needs vLLM
+    parts = [
+        "# Options of vLLM that do not count\n\nThese options and variables are not part of a namespace: "
+        "engines that differ in them [share blocks](sharing.md). Everything else counts.\n"
+    ]
+    for title, reasons in tables["IGNORED"].items():
+        parts.append(_reasons(f"`{title}`", reasons, prefix=""))
+    parts.append(_reasons("Environment variables", tables["IGNORED_VARIABLES"], prefix="VLLM_"))
+    return "\n".join(parts)
+
+
+def _reasons(title: str, reasons: Mapping[str, str], prefix: str) -> str:
+    rows = [
+        f"| {why} | {'all' if names == '*' else ', '.join(f'`{prefix}{name}`' for name in names.split())} |\n"
+        for why, names in reasons.items()
+    ]
+    return "".join([f"## {title}\n\n| why | options |\n|---|---|\n", *rows])
+
+
 def place(path: PurePosixPath) -> tuple[PurePosixPath, str]:
     """Where a file of the repository is in the site, and the heading on that page ("" for its top).
 
@@ -194,6 +218,7 @@ def gather(pages: Path = PAGES) -> None:
             there.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, there)
     _write(pages / "configs.md", configs())
+    _write(pages / "uncounted.md", uncounted())
     _write(pages / "api.md", api())
 
 

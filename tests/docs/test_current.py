@@ -73,9 +73,10 @@ def test_commands_page_explains_fields_that_the_json_has() -> None:
 def test_the_source_distribution_has_what_the_pages_name() -> None:
     root = DOCS.parent.resolve()
     project = tomllib.loads((root / "pyproject.toml").read_text())
-    included = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    assert all(pattern.startswith("/") and list(root.glob(pattern[1:])) for pattern in included)
-    have = {path for pattern in included for path in root.glob(pattern[1:])}
+    target = project["tool"]["hatch"]["build"]["targets"]["sdist"]
+    assert all(pattern.startswith("/") and list(root.glob(pattern[1:])) for pattern in target["include"])
+    have = {path for pattern in target["include"] for path in root.glob(pattern[1:])}
+    have |= {root / folder for folder in target["force-include"]}
     linked = {file.resolve() for page in PAGES for file, _ in local_links(page)}
     assert [path for path in sorted(linked) if have.isdisjoint({path, *path.parents})] == []
 

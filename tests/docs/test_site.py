@@ -23,6 +23,7 @@ from tests.docs import make_site
         ("README.md", "docs/guides/s3.md", "guides/s3.md"),
         ("README.md", "docs/demo.svg", "demo.svg"),
         ("CONTRIBUTING.md", "docs/writing-a-store.md", "writing-a-store.md"),
+        ("docs/sharing.md", "../connector/vllm/uncounted.py", "uncounted.md"),
         ("README.md", "https://example.com/docs/a.md", "https://example.com/docs/a.md"),
     ],
 )
@@ -42,6 +43,9 @@ def test_what_is_gathered_has_no_dead_link(tmp_path: Path) -> None:
             if "://" not in link["target"]:
                 assert (page.parent / link["target"]).is_file(), f"{page}: {link[0]}"
     assert {"index.md", "api.md", "architecture.md", "configs.md"} <= {page.name for page in tmp_path.iterdir()}
+    uncounted = (tmp_path / "uncounted.md").read_text(encoding="utf-8")
+    assert "`enforce_eager`" in uncounted
+    assert "`VLLM_NO_USAGE_STATS`" in uncounted
 
 
 def test_faults_of_a_built_site_are_found(tmp_path: Path) -> None:
