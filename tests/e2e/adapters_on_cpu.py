@@ -1,7 +1,7 @@
 """vLLM alone, without kvtiers or any connector: an adapter changes a request that names none.
 
 ``python -m tests.e2e.adapters_on_cpu FOLDER`` answers one prompt twice with the base model, by itself and beside a LoRA
-request. Both answers should be equal. With vLLM 0.32 on CPUs they differ; with 0.33 they are equal (docs/vllm.md).
+request. Both answers should be equal. With vLLM 0.32 on CPUs they differ; with 0.33 they are equal (docs/sharing.md).
 """
 
 from __future__ import annotations
