@@ -37,7 +37,7 @@ $(VENV)/.stamp: $(VENV)/.stamp-demo
 
 demo: $(VENV)/.stamp-demo
 	@echo "Two processes answer the same prompt of 2,263 tokens, the second from KV on disk: 60 to 90 seconds on two idle cores."
-	@echo "The first run also converts the model, once (half a minute)."
+	@echo "Half a minute of that may be the conversion of the model."
 	$(BIN)/kvtiers demo
 
 # The plot in the README, from a run of the demo.
