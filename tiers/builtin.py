@@ -37,7 +37,6 @@ from .store import Store, SupportsTouch
 from .stores.files.mounts import missing_mount
 from .tier.lookup import TOTAL_S, LookupOptions
 from .tier.store_tier import StoreTierManager, TierOptions
-from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
@@ -298,7 +297,6 @@ def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapp
 def _tier_options(config: TierConfig) -> TierOptions:
     return TierOptions(
         name=config.name,
-        trace_job=make_job_tracer(config.name or config.type),
         make_seal=make_seal(config),
         read_only=isinstance(config, BoundedTierConfig) and config.read_only,
         load=config.load,

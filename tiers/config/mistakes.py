@@ -46,7 +46,7 @@ _REMOVED = {
     "task_bytes": "jobs are divided by what their blocks cost. Leave it out",
     "lookup_threads": "each process of a tier answers lookups on a thread of its own. Leave it out",
     "seal_checksum": "new blocks carry xxh3_64, and blocks with xxh3_128 are still read. Leave it out",
-    "trace": "a process that exports OpenTelemetry spans has them of every tier. Leave it out",
+    "trace": "kvtiers emits no spans; the metric kvtiers_job_seconds has the durations of jobs. Leave it out",
     **dict.fromkeys(
         (
             "jobs_max", "max_bytes_in_flight", "lookup_total_s", "present_ttl_s", "absent_ttl_s", "lookup_cache_keys",

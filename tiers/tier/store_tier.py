@@ -26,7 +26,6 @@ from ..frames import Work
 from ..metrics import Metrics
 from ..plain_logs import get_logger
 from ..store import Capabilities
-from ..tracing import TraceJob
 from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
 from .counts import TierCounts
@@ -61,7 +60,6 @@ class TierOptions:
         circuit_probe_s: how often to check whether a tier that was cut off works again.
         shutdown_s: time limit of shutdown. Accepted jobs get most of it to finish; then the rest are cancelled.
         lookup: limits of presence lookups.
-        trace_job: called on the scheduler's thread with each job that ended.
         load: see ``SecondaryTierManager``.
         read_only: do not write to the store or remove from it: store jobs are refused, and bad blocks stay.
     """
@@ -75,7 +73,6 @@ class TierOptions:
     circuit_probe_s: float = 5.0
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
-    trace_job: TraceJob | None = None
     load: str = "auto"
     read_only: bool = False
 
@@ -84,7 +81,6 @@ class TierOptions:
 class _InFlight:
     keys: tuple[OffloadKey, ...]
     is_load: bool
-    submitted_ns: int
 
 
 class StoreTierManager(SecondaryTierManager):
@@ -175,7 +171,6 @@ class StoreTierManager(SecondaryTierManager):
         self._was_closed = True  # whether the circuit was closed at the last take_answered
         self._openings_counted = 0
         self._doubted = False
-        self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
         self._needs_extra_lookup = False
         self._counts = TierCounts(self.metrics, self.name, clock=clock)
@@ -403,7 +398,6 @@ class StoreTierManager(SecondaryTierManager):
         if not is_load:
             pairs = list(dict(pairs).items())
         keys = tuple(job.keys)
-        submitted_ns = time.time_ns()
         refused = "circuit_open" if not self._circuit.closed else ""
         if not (is_load or self.takes_stores):
             refused = "read_only"
@@ -421,9 +415,8 @@ class StoreTierManager(SecondaryTierManager):
             self._counts.refused(_op(is_load), refused, len(keys), self.full)
             self._results.append(JobResult(job.job_id, success=not keys))
             self._refusals.append((f"{_op(is_load)}:{refused}", keys))
-            self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
-        self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
+        self._in_flight[job.job_id] = _InFlight(keys, is_load)
 
     def _book_ended(self, keys_max: float) -> None:
         """Book ended jobs: count them, note their keys, report them. Stop after about ``keys_max`` keys."""
@@ -488,7 +481,6 @@ class StoreTierManager(SecondaryTierManager):
             done = set(succeeded)
             in_order = tuple(key for key in job.keys if key in done)
         self._results.append(JobResult(finished.job_id, ok, in_order, finished.duration_s, bytes_moved))
-        self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
 
     def _note_reasons(
         self, op: Kind, keys: Sequence[OffloadKey], succeeded: Sequence[OffloadKey], batches: Sequence[Batch]
@@ -542,17 +534,6 @@ class StoreTierManager(SecondaryTierManager):
                 self._collector.note_stored(part)  # otherwise an older removal could be reported after "stored"
             self._events.add(part, removed=False)
             yield len(part)
-
-    def _trace(self, *fields: Any) -> None:
-        """Pass a job that ended to ``trace_job``. ``fields``: see ``TraceJob``."""
-        if self._options.trace_job is None:
-            return
-        try:
-            self._options.trace_job(*fields)
-        except Exception:  # whatever an exporter raises, the job has ended
-            if not self._trace_failed:
-                self._trace_failed = True
-                logger.exception("tier %s: a job was not traced; further failures are not logged", self.name)
 
 
 def _op(is_load: bool) -> Kind:

@@ -598,24 +598,6 @@ def test_loads_are_accepted_while_the_queue_of_stores_is_full(bench: Bench) -> N
     )
 
 
-def test_raising_tracer_loses_no_result(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    traced: list[object] = []
-
-    def trace(*job: object) -> None:
-        traced.append(job)
-        raise RuntimeError("the exporter's")
-
-    tier = bench.tier(trace_job=trace)
-    bench.fill(1)
-    jobs = [bench.job([key]) for key in KEYS[:3]]
-    for job in jobs:
-        tier.submit_store(job)
-    tier.drain_jobs()
-    assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in jobs}
-    assert len(traced) == 3
-    assert caplog.text.count("was not traced") == 1
-
-
 @ONE_BENCH
 def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     gated = GatedStore()
