@@ -97,9 +97,6 @@ METRICS: Mapping[str, MetricDef] = {
         "Blocks that requests looked up in a tier, counted once per request: hit, miss.", "tier", "result"
     ),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot became free in time."),
-    "kvtiers_quarantined_blobs_total": _counter(
-        "Bad blobs that a store had to move aside, because it could not replace them.", "tier"
-    ),
     "kvtiers_requests_total": _counter(
         "Requests that ended, by why no more of their prefix was loaded (kvtiers explain).", "reason"
     ),

@@ -192,8 +192,6 @@ def _show(result: Collected | Skipped) -> None:
     for reason, count in result.removed_blobs.items():
         say(f"  {verb} by {reason}: {counted(count, 'block')}, {human_bytes(result.removed_bytes[reason])}")
     if result.leftovers:
-        say(f"  {verb}, left by dead writers or in quarantine: {counted(result.leftovers, 'file')}")
+        say(f"  {verb}, left by dead writers: {counted(result.leftovers, 'file')}")
     if result.kept_by_error:
         say(f"  could not be removed: {counted(result.kept_by_error, 'block')}")
-    if result.own_bytes:
-        say(f"  quarantined and partly written: {human_bytes(result.own_bytes)}")

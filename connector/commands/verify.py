@@ -21,7 +21,6 @@ from ...tiers.config.open_store import tool_recipe
 from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError, public_url
 from ...tiers.recipe import StoreRecipe
-from ...tiers.store import SupportsQuarantine
 from ...tiers.tools.ownership import check_is_ours
 from ...tiers.tools.seal_kinds import unknown_keys
 from ...tiers.tools.verify import (
@@ -55,7 +54,7 @@ class Verified(VerifyReport, TierResult):
     """What was found in a tier, and what was done.
 
     Attributes:
-        quarantined: bad blocks that were moved aside, or deleted where ``moves_aside`` is false.
+        removed: bad blocks that were deleted.
         good_again: bad blocks that were good or gone when they were read again.
         stopped: nothing was removed, because too many blocks are bad.
         misses: blocks that engines with this configuration cannot load, by reason.
@@ -64,13 +63,12 @@ class Verified(VerifyReport, TierResult):
         resumed_units: parts that an earlier run has checked.
     """
 
-    quarantined: int = 0
+    removed: int = 0
     good_again: int = 0
     stopped: bool = False
     misses: dict[str, int] = field(default_factory=dict)
     unknown_keys: dict[str, int] = field(default_factory=dict)
     subset: float
-    moves_aside: bool
     dry_run: bool
     resumed_units: int
     seconds: float = 0.0
@@ -92,16 +90,15 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Read bad blocks once more and, if they are still bad, move them aside (on S3 and fsspec: delete "
-            "them). Engines then store them again when needed. Asks first if more than 1% are bad, because this "
-            "machine may be reading good blocks wrongly.",
+            help="Read bad blocks once more and, if they are still bad, delete them. Engines then store them again "
+            "when needed. Asks first if more than 1% are bad, because this machine may be reading good blocks wrongly.",
         ),
     ] = False,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="With --repair: do not ask, however many blocks are bad.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --repair: only show which blocks would be moved aside.")
+        bool, typer.Option("--dry-run", help="With --repair: only show which blocks would be deleted.")
     ] = False,
     state: Annotated[
         Path | None, typer.Option(help="Save progress in this file, and resume from it after an interruption.")
@@ -138,7 +135,7 @@ def verify(
 
 def _has_problem(result: Verified) -> bool:
     """Whether blocks are bad or cannot be read, or engines with this configuration cannot load them."""
-    is_left = result.bad_count > result.quarantined + result.good_again
+    is_left = result.bad_count > result.removed + result.good_again
     none_loads = 0 < result.blocks == sum(result.misses.values())
     return bool(is_left or result.errors or result.unknown_keys or none_loads)
 
@@ -185,7 +182,7 @@ def _parse_subset(text: str | None, seed: int) -> Subset:
 def _how_to_continue(work: _Work) -> str:
     done = f"{counted(work.n_blocks)} checked"
     if work.repair:
-        done += "; bad blocks are moved aside at the end"
+        done += "; bad blocks are deleted at the end"
     if work.state is None:
         return f"{done}; run it again to start over (with --state FILE, an interrupted run can be resumed)"
     return f"{done}; run the same command again to resume from {work.state}"
@@ -219,7 +216,6 @@ def _verify_place(place: Place, work: _Work, *, asks: bool) -> Verified:
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         units = find_units(store, ticker.count, subset)
         damaged = damaged_count(store)
-        moves_aside = isinstance(store, SupportsQuarantine)
     make_store, options = tool_recipe(place.config, read_only=True)
     recipe = StoreRecipe.of(make_store, **options)
     # A bucket of the same name at another server is another place.
@@ -244,7 +240,6 @@ def _verify_place(place: Place, work: _Work, *, asks: bool) -> Verified:
         tier=place.name,
         where=place.where,
         subset=subset.share,
-        moves_aside=moves_aside,
         dry_run=work.dry_run,
         resumed_units=len(done),
     )
@@ -256,7 +251,7 @@ def _verify_place(place: Place, work: _Work, *, asks: bool) -> Verified:
         if not total.stopped:
             with place.open(writes=True) as store:
                 fixed = repair(store, results.values())
-            total.quarantined, total.good_again = fixed.removed, fixed.good_again
+            total.removed, total.good_again = fixed.removed, fixed.good_again
             total.errors += fixed.errors
     if not work.is_bare:
         total.misses = misses_of(place.config, total.seals)
@@ -328,16 +323,15 @@ def _show(result: Verified) -> None:
         say(f"    {key} ({reason})")
     if result.bad_count > BAD_SHOWN_MAX:
         say(f"    … and {result.bad_count - BAD_SHOWN_MAX:,} more; --json names them")
-    moved = "moved aside" if result.moves_aside else "deleted"
-    if result.quarantined:
-        say(f"  {moved}: {counted(result.quarantined)}")
+    if result.removed:
+        say(f"  deleted: {counted(result.removed)}")
     if result.good_again:
         say(f"  good or gone when read again (replaced, or read wrongly before): {counted(result.good_again)}")
     if result.stopped:
         say(f"  nothing was removed: {_doubt(result.bad_count - result.kept, result.blocks)}")
         say("  If it finds the same blocks bad, repeat this command with --yes.")
     if result.dry_run and (would := result.bad_count - result.kept):
-        say(f"  would be {moved}: {counted(would)}")
+        say(f"  would be deleted: {counted(would)}")
     for reason, count in result.misses.items():
         say(f"  misses for engines with this configuration: {counted(count)} {reason}")
     if result.unknown_keys:

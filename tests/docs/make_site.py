@@ -84,7 +84,6 @@ API: dict[str, Sequence[str]] = {
 OPTIONAL_PROTOCOLS = (
     "SupportsTail",
     "SupportsPieces",
-    "SupportsQuarantine",
 )
 TEST_KIT = ("contract.StoreContract", "machine.run_store_machine")
 

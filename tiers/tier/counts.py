@@ -113,8 +113,6 @@ class TierCounts:
             metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
         if batch.healed:
             metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
-        if batch.quarantined:
-            metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
 
     def job_ended(self, op: Kind, outcome: str, duration_s: float, bytes_moved: int) -> None:
         """Count an accepted job that has ended."""

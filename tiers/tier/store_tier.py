@@ -39,7 +39,6 @@ REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step,
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
-PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
 REASONS_MAX = 256  # waiting for ``take_reasons``; of an engine side that does not take them, the oldest are dropped
 SAY_EVERY_S = 60.0
 #: Assumed of a store that could not be created yet.
@@ -249,29 +248,16 @@ class StoreTierManager(SecondaryTierManager):
         self.nearest = self._channel.nearest
         is_late = self._note_silence()
         if not is_late and self._circuit.take_probe():
-            if self._health.doubts_reads:
-                self._probe_reads()
-            else:
-                # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
-                self._probe_key = make_offload_key(os.urandom(32), 0)
+            # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
+            self._probe_key = make_offload_key(os.urandom(32), 0)
         if self._circuit.state is CircuitState.HALF_OPEN:
-            if self._health.doubts_reads:
-                self._book_ended(BOOKED_KEYS_PER_CALL)  # the probe ends as a job
-            else:
-                self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
+            self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
         self._lookup.flush()
         if self._collector is not None:
             self._poll_collector(self._collector)
         counts = self._lookup.take_counts()
         self._check_health(counts, is_late=is_late)
         self._counts.looked_up(counts)
-
-    def _probe_reads(self) -> None:
-        """Have some blocks read, and close the circuit if one of them is good."""
-        try:
-            self._channel.probe(PROBE_JOB_ID, self._health.suspects)
-        except (ValueError, QueueFullError) as e:  # the last probe has not ended, or no server runs
-            logger.debug("tier %s: no probe of reads: %s", self.name, e)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         if self._collector is not None:
@@ -433,10 +419,6 @@ class StoreTierManager(SecondaryTierManager):
 
     def _book(self, finished: FinishedJob) -> Iterator[int]:
         """Book a job in parts, then report it. Yield the number of keys in each part."""
-        if finished.job_id == PROBE_JOB_ID:
-            (probed,) = finished.batches
-            self._health.probed(probed)
-            return
         job = self._in_flight.pop(finished.job_id)
         try:
             yield from self._book_outcomes(finished, job)

@@ -17,7 +17,7 @@ import xxhash
 from ..blocks.file_mapper import BlockName, parse_block_name
 from ..blocks.seal import TRAILER_BYTES
 from ..errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
-from ..store import KeyInfo, Store, put_aside
+from ..store import KeyInfo, Store
 from .block_reader import NO_IDENTITY, BlockReader
 from .inventory import Share, list_blocks
 from .seal_kinds import seal_kind
@@ -182,7 +182,7 @@ class RepairResult:
     """Result of repairing blocks.
 
     Attributes:
-        removed: bad blocks that were moved aside, or deleted if the store has no quarantine.
+        removed: bad blocks that were deleted.
         good_again: blocks that are good now, or absent: they were replaced, or the first read was damaged.
         errors: blocks that could not be read again or removed.
     """
@@ -208,7 +208,7 @@ def repair(store: Store, results: Iterable[UnitResult]) -> RepairResult:
             elif reason == NO_IDENTITY:
                 done.errors += 1
             else:
-                put_aside(store, key)
+                store.delete(key)
                 done.removed += 1
         except BlobNotFoundError:
             done.good_again += 1

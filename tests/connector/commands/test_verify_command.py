@@ -150,9 +150,8 @@ def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> 
     make_newer(root / NAMES[6])
     code, out = run(config, "--repair")
     assert code == 0
-    assert "moved aside: 1 block" in out
+    assert "deleted: 1 block" in out
     assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
-    assert len(list((root / ".quarantine").iterdir())) == 1
     assert run(config)[0] == 0
 
 
@@ -170,7 +169,7 @@ def test_repair_of_many_bad_blocks_without_terminal_needs_yes(config: str, root:
     assert socket.gethostname() in out
     assert run_json(config, "--repair")["stopped"]
     code, out = run(config, "--repair", "--yes")
-    assert (code, f"moved aside: {bad} blocks" in out) == (0, True)
+    assert (code, f"deleted: {bad} blocks" in out) == (0, True)
     assert len(list(root.glob("*/*/*/*.bin"))) == COUNT - bad
 
 
@@ -214,24 +213,6 @@ def test_repair_reads_a_bad_block_again_before_it_removes_it(root: Path) -> None
 def test_yes_without_repair_is_refused(config: str) -> None:
     code, out = run(config, "--yes")
     assert (code, "give both, or neither" in out) == (2, True)
-
-
-def test_repair_where_nothing_can_be_moved_aside_deletes(config: str, root: Path) -> None:
-    (root / ".quarantine").touch()
-    flip(root / NAMES[0], SIZE + 9)  # version
-    code, _ = run(config, "--repair")
-    assert code == 0
-    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
-
-
-def test_repair_of_a_storage_without_quarantine_deletes(config: str, root: Path) -> None:
-    write_tiers(Path(config), f"type: fsspec, url: 'file://{root}'")
-    flip(root / NAMES[0], 100)
-    code, out = run(config, "--repair")
-    assert code == 0
-    assert "deleted: 1 block" in out
-    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
-    assert not (root / ".quarantine").exists()
 
 
 class Healed(LocalStore):
@@ -595,9 +576,9 @@ def test_a_dry_run_of_a_repair_moves_nothing(config: str, root: Path) -> None:
     before = sorted(path for path in root.rglob("*"))
     code, out = run(config, "--repair", "--dry-run")
     assert code == 1
-    assert "would be moved aside: 1 block" in out
+    assert "would be deleted: 1 block" in out
     assert sorted(path for path in root.rglob("*")) == before
     next(root.glob("*/config.json")).unlink()
-    assert "would be moved aside" not in run(config, "--repair", "--dry-run")[1]  # no_identity is left alone
+    assert "would be deleted" not in run(config, "--repair", "--dry-run")[1]  # no_identity is left alone
     code, out = run(config, "--dry-run")
     assert (code, "give both, or neither" in out) == (2, True)

@@ -194,31 +194,6 @@ def test_dry_run_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file()) == before
 
 
-def test_dry_run_counts_quarantined_bytes_as_freed(store: LocalStore) -> None:
-    fill(store, [10_000] * 100)
-    for number in range(6):
-        store.quarantine(name(number))
-    told, done = (collect(store, dry_run=dry_run, max_bytes=94 * SIZE) for dry_run in (True, False))
-    assert done.own_bytes == 0
-    assert told.removed_blobs["capacity"] in (done.removed_blobs["capacity"], done.removed_blobs["capacity"] - 1)
-
-
-def test_quarantined_blocks_are_removed_before_good_ones(store: LocalStore) -> None:
-    fill(store, [10_000] * 12)
-    for number in range(6):
-        store.quarantine(name(number))
-    report = collect(store, max_bytes=7 * SIZE)
-    assert blocks(store) == {name(n) for n in range(6, 12)}
-    assert report.own_bytes == 0
-
-
-def test_quarantined_blocks_are_kept_for_quarantine_s(store: LocalStore) -> None:
-    fill(store, [10_000])
-    store.quarantine(name(0))
-    assert collect(store, ttl_s=1).own_bytes == SIZE
-    assert collect(store, ttl_s=1, quarantine_s=0).own_bytes == 0
-
-
 # -- others at work ----------------------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,12 @@
 """LocalStore: one file per blob, ``<root_dir>/<key>``, on a file system of this host. Base of the other file stores.
 
 The docstring of ``posix`` describes how a blob is read, and the docstring of ``publish`` how a blob is published. The
-root also holds ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, kept for an operator to inspect).
+root also holds ``.tmp`` (files being written).
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import threading
 import time
@@ -31,10 +30,10 @@ from ...plain_logs import get_logger
 from ...store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from ..os_errors import ABSENT, store_error
 from ..vectored_io import write_all
-from .cleanup import hidden_names, own_bytes, remove_blobs, sweep, touch_blob
+from .cleanup import hidden_names, remove_blobs, sweep, touch_blob
 from .listing import folder_names, walk
 from .posix import RootFolder, blob_size, read_blob, read_tail, remove_blob
-from .publish import FreeSpace, Publisher, quarantine_blob
+from .publish import FreeSpace, Publisher
 
 T = TypeVar("T")
 
@@ -99,7 +98,7 @@ class LocalStore(Store):
         if read_only:
             return
         try:
-            self._swept_count = self._sweep(root, math.inf)
+            self._swept_count = self._sweep(root)
         except (OSError, StoreError) as e:
             # Blobs can be read even if leftover files cannot be removed (in a read-only root, say).
             # Log the text: a handler that keeps the record would keep the exception's frames, and so the root open.
@@ -149,10 +148,6 @@ class LocalStore(Store):
         """See ``SupportsTail``."""
         return self._call(read_tail, key, length, absent=(errno.ENOENT, errno.ESTALE))
 
-    def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target)."""
-        self._call(quarantine_blob, key)
-
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``Store``. Folders that become empty are removed too."""
         root = self._use_root(None)
@@ -171,19 +166,14 @@ class LocalStore(Store):
         """See ``SupportsTouch``."""
         self._call(touch_blob, key)
 
-    def sweep(self, quarantine_s_max: float) -> int:
+    def sweep(self, *, remove: bool = True) -> int:
         """See ``KeepsFiles``."""
-
-        def sweep_and_sum(root: RootFolder) -> int:
-            if not self._read_only:
-                self._swept_count += self._sweep(root, quarantine_s_max)
-            return own_bytes(root)
-
-        return self._ask(sweep_and_sum)
-
-    def leftovers(self, quarantine_s_max: float) -> int:
-        """See ``KeepsFiles``."""
-        return self._swept_count + self._ask(lambda root: self._sweep(root, quarantine_s_max, remove=False))
+        is_dry = self._read_only or not remove
+        count = self._ask(lambda root: self._sweep(root, remove=not is_dry))
+        if is_dry:
+            return self._swept_count + count
+        self._swept_count += count
+        return self._swept_count
 
     def hidden_names(self) -> list[str]:
         """See ``KeepsFiles``."""
@@ -197,8 +187,8 @@ class LocalStore(Store):
         """See ``SupportsSpace``."""
         return self._ask(RootFolder.space)
 
-    def _sweep(self, root: RootFolder, quarantine_s_max: float, *, remove: bool = True) -> int:
-        return sweep(root, cache(partial(self._time, root)), quarantine_s_max, remove=remove)
+    def _sweep(self, root: RootFolder, *, remove: bool = True) -> int:
+        return sweep(root, cache(partial(self._time, root)), remove=remove)
 
     def _time(self, root: RootFolder) -> float:
         if self._read_only:

@@ -42,18 +42,14 @@ from typing import Any
 from ...errors import StoreConfigError, StoreFullError
 from .posix import (
     FILE_MODE,
-    OPEN_FOLDER,
     OPEN_LISTING,
     RootFolder,
     opened,
 )
 
 PRIVATE_FOLDER = ".tmp"
-QUARANTINE_FOLDER = ".quarantine"
 #: Names that private_name makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
-_PRIVATE = r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+"
-PRIVATE_NAME = re.compile(rf"{_PRIVATE}|\.[0-9a-f]{{32}}")
-QUARANTINED_NAME = re.compile(rf"{_PRIVATE}-.+")
+PRIVATE_NAME = re.compile(r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+|\.[0-9a-f]{32}")
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
@@ -153,17 +149,6 @@ class Publisher:
         write(fd)
         if self._durable:
             os.fdatasync(fd)
-
-
-def quarantine_blob(root: RootFolder, key: str) -> None:
-    """Move the file, link or folder under ``key`` into quarantine."""
-    folder, _, name = key.rpartition("/")
-    with (
-        opened(root.open(folder or ".", OPEN_FOLDER)) as dir_fd,
-        opened(_make_own_folder(root, QUARANTINE_FOLDER)) as aside_fd,
-    ):
-        aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
-        os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
 
 
 class FreeSpace:

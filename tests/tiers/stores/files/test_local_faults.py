@@ -102,7 +102,6 @@ OPERATIONS = {
     "tail": Operation(lambda store: store.get_tail("f/old", 4096), "f/old", OLD, (OLD,), (len(OLD), OLD[-4096:])),
     "delete": Operation(lambda store: store.delete("f/old"), "f/old", None, (OLD, None)),
     "delete nothing": Operation(lambda store: store.delete("f/new"), "f/new", None, (None,)),
-    "quarantine": Operation(lambda store: store.quarantine("f/old"), "f/old", None, (OLD, None)),
     "list": Operation(list_keys, "f/old", OLD, (OLD,), ["f/old", "f/other"], passes_over=True),
     "open": Operation(lambda store: LocalStore(store.root_dir).close(), "f/old", OLD, (OLD,)),
 }
@@ -294,7 +293,7 @@ def test_no_inodes(small: Path) -> None:
 
 
 def test_bad_block_is_healed_without_free_inodes(small: Path) -> None:
-    """Neither the quarantine folder nor a second file next to the bad one can be created."""
+    """No second file can be created next to the bad one."""
     with closing(LocalStore(small / "root")) as store:
         region = np.random.default_rng(1).integers(-128, 128, (2, 4096), np.int8)
         good = region.copy()
@@ -333,11 +332,10 @@ def test_collector_makes_room_without_free_inodes(small: Path, store_class: type
         for block in blocks:
             store.put(block, as_parts(bytes(100)))
             os.utime(small / "root" / block, (0, 0))
-        store.quarantine(blocks.pop())
         with pytest.raises(OSError, match="No space"):  # noqa: PT012 - which of them is the first one refused varies
             for n in range(32):
                 (small / f"somebody_else's_{n}").touch()
-        collector = Collector(store, CapacityPolicy(ttl_s=60.0, quarantine_s=3600.0))
+        collector = Collector(store, CapacityPolicy(ttl_s=60.0))
         collector.note_refused()
         while collector.poll() is None or collector.is_urgent:
             pass
@@ -365,7 +363,6 @@ def test_read_only_file_system(small: Path) -> None:
             lambda: store.put("g/b", as_parts(b"1")),
             lambda: store.put("f/a", as_parts(b"1"), overwrite=True),
             lambda: store.delete("f/a"),
-            lambda: store.quarantine("f/a"),
         ]
         for call in calls:
             with pytest.raises(StorePermissionError, match="EROFS"):
@@ -442,9 +439,8 @@ def test_files_made_by_root_belong_to_the_root_folders_owner(
     for key in ("f/g/a", "f/g/b", "_own/c"):
         store.put(key, as_parts(b"1"))
         store.put(key, as_parts(b"2"), overwrite=True)
-    store.quarantine("f/g/b")
-    store.sweep(1e6)
-    assert {path.name for path in root.iterdir()} == {"f", "_own", ".tmp", ".quarantine"}
+    store.sweep()
+    assert {path.name for path in root.iterdir()} == {"f", "_own", ".tmp"}
     assert owners(root) == {65534}
 
     def use() -> None:
@@ -454,8 +450,8 @@ def test_files_made_by_root_belong_to_the_root_folders_owner(
         for key in ("f/g/a", "f/g/b", "_own/c", "f/h/d"):
             store.put(key, as_parts(b"3"), overwrite=True)
             assert fetch(store, key, 1) == b"3"
-        store.quarantine("f/g/a")
-        assert store.sweep(0.0) == 0
+        store.delete("f/g/a")
+        assert store.sweep() == 0
 
     assert run_in_child(use) == 0
 
@@ -504,19 +500,18 @@ def test_unreadable_folders_are_skipped_and_logged(tmp_path: Path, caplog: pytes
         store = LocalStore(tmp_path / "root")
         for key in ("f/a", "f/theirs/b", "g/c", "theirs/d"):
             store.put(key, as_parts(b"1"))
-        for name in (".quarantine", ".tmp"):
-            (tmp_path / "root" / name).mkdir(exist_ok=True)
-        for name, mode in (("f/theirs", 0), ("theirs", 0), ("g", 0o600), (".quarantine", 0), (".tmp", 0)):
+        (tmp_path / "root" / ".tmp").mkdir(exist_ok=True)
+        for name, mode in (("f/theirs", 0), ("theirs", 0), ("g", 0o600), (".tmp", 0)):
             (tmp_path / "root" / name).chmod(mode)
         for _ in range(2):
             assert list_keys(store) == list_keys(store, "f") == ["f/a"]
-        store.sweep(0.0)
+        store.sweep()
         told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
         assert sorted(text.split()[1] for text in told) == ["f/theirs", "g/c", "theirs"]
         for prefix in ("theirs/", "f/theirs/b"):  # what was asked for by name
             with pytest.raises(StorePermissionError, match="EACCES"):
                 list_keys(store, prefix)
-        for name in ("f/theirs", "theirs", "g", ".quarantine", ".tmp"):
+        for name in ("f/theirs", "theirs", "g", ".tmp"):
             (tmp_path / "root" / name).chmod(0o700)
 
     assert run_in_child(use) == 0
@@ -550,16 +545,14 @@ class Damaged:
 
 def test_sweep_continues_past_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
-    endings = {".tmp": "", ".quarantine": "-a.bin"}
-    names = {folder: [f"{publish.private_name()}{end}" for _ in range(40)] for folder, end in endings.items()}
-    for folder in names:
-        (tmp_path / folder).mkdir()
-        for name in names[folder]:
-            (tmp_path / folder / name).write_bytes(b"x")
-            os.utime(tmp_path / folder / name, (0, 0))
-    monkeypatch.setattr(folder_cleanup, "os", Damaged({each[n] for each in names.values() for n in (7, 23)}, errno.EIO))
-    assert store.sweep(0.0) == 0
-    assert [len(list((tmp_path / folder).iterdir())) for folder in names] == [2, 2]
+    names = [f"elsewhere-{publish.private_name()}" for _ in range(40)]
+    (tmp_path / ".tmp").mkdir()
+    for name in names:
+        (tmp_path / ".tmp" / name).write_bytes(b"x")
+        os.utime(tmp_path / ".tmp" / name, (0, 0))
+    monkeypatch.setattr(folder_cleanup, "os", Damaged({names[7], names[23]}, errno.EIO))
+    assert store.sweep() == 38
+    assert len(list((tmp_path / ".tmp").iterdir())) == 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.ENOTCONN])
