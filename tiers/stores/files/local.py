@@ -42,12 +42,12 @@ logger = get_logger(__name__)
 PUBLISH_ATTEMPTS_MAX = 5  # attempts of a put whose folder is removed while it is being written
 #: Errors of a file that does not exist. ESTALE, after a second attempt: another host removed it.
 GONE = (*ABSENT, errno.ESTALE)
-LOGGED_FOLDERS_MAX = 16  # folders that are logged, each once, because they cannot be read
+SKIPPED_MAX = 32  # folders and files that are logged, each once, because they cannot be read
 
 
 class LocalStore(Store):
     """Stores blobs as files. Any thread may call, also in forked children. ``_lock`` is held to replace ``_root``.
-    ``_logged_folders`` only grows; without a lock, two threads may log the same folder twice.
+    ``skipped`` only grows; without a lock, two threads may log the same folder twice.
 
     Files are created with mode 0600 and folders with 0700. Nothing outside the root is read or written, even if other
     users put links into it: a symbolic link, a FIFO or a device under a key raises BlobCorruptError.
@@ -63,7 +63,8 @@ class LocalStore(Store):
             process that dies leaves no incomplete blob.
 
     Attributes:
-        damaged: number of folders and files that listings skipped because the disk could not read them.
+        skipped: names, relative to the root, of folders and files that listings skipped because this user or the disk
+            cannot read them. The first ``SKIPPED_MAX``, each of which was logged.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -90,8 +91,7 @@ class LocalStore(Store):
         self._publisher = Publisher(durable=durability == "data", unnamed_files=self._unnamed_files)
         self._read_only = read_only
         self._lock = threading.Lock()
-        self._logged_folders: set[str] = set()
-        self.damaged = 0
+        self.skipped: set[str] = set()
         self._swept_count = 0  # set when the store is opened, and by the thread that sweeps
         root = self._open_root(make=not read_only)
         self._root: RootFolder | None = root
@@ -277,11 +277,10 @@ class LocalStore(Store):
         raise StoreUnavailableError(f"its folder was removed during each of {PUBLISH_ATTEMPTS_MAX} attempts", key=key)
 
     def _log_skipped(self, name: str, e: OSError) -> None:
-        is_damaged = not isinstance(e, PermissionError)
-        self.damaged += is_damaged
-        if name not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
-            self._logged_folders.add(name)
-            reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
+        if name not in self.skipped and len(self.skipped) < SKIPPED_MAX:
+            self.skipped.add(name)
+            is_denied = isinstance(e, PermissionError)
+            reason = f"uid {os.geteuid()} has no permission to read it" if is_denied else "it cannot be read"
             logger.warning("%s: %s is skipped, %s: %s", self.root_dir, printable(name), reason, e.strerror or str(e))
 
     def _use_root(self, key: str | None) -> RootFolder:
