@@ -236,17 +236,10 @@ class SupportsTouch(Protocol):
 
 @runtime_checkable
 class SupportsAges(Protocol):
-    """A store in which a copied blob keeps its age."""
+    """A store in which a copied blob keeps its age, because clients may set the ``mtime``."""
 
     def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
         """Like ``put`` with ``overwrite``, for a blob last used at ``used_at`` (Unix seconds, not in the future)."""
-        ...
-
-    def used_at(self, info: KeyInfo) -> float:
-        """When a listed blob was last used, or if unknown, when it was written; 0.0 if neither is known.
-
-        The ``mtime`` if clients can set it; otherwise the time that ``put_aged`` recorded, which costs a request.
-        """
         ...
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 #: Methods of the optional protocols that call the storage.
 CALLING_METHODS: Final = (
     *("size_many", "delete_many", "get_tail", "touch", "sweep", "hidden_names", "space"),
-    *("folders", "used_at", "put_aged"),
+    *("folders", "put_aged"),
 )
 #: Methods that make no storage call; layers pass them on unchanged.
 PASSED_METHODS: Final = ("prepare",)

@@ -111,10 +111,6 @@ class LocalStore(Store):
         """See ``SupportsAges``."""
         return self._put(key, parts, None, overwrite=True, used_at=used_at)
 
-    def used_at(self, info: KeyInfo) -> float:
-        """See ``SupportsAges``."""
-        return info.mtime
-
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
         """See ``SupportsPieces``."""
         return self._put(key, parts, look, overwrite=overwrite)

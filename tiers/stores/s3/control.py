@@ -13,7 +13,7 @@ from botocore import exceptions as boto_errors
 from ...errors import BlobNotFoundError, StoreConfigError, StoreError, StorePermissionError
 from ...store import KeyInfo
 from .boto_errors import BOTO_ERRORS, code_of, is_from_s3
-from .errors import NO_S3, VagueRefusalError, server_error, without_absence
+from .errors import NO_S3, RequestRefusedError, server_error, without_absence
 from .listing import Page
 from .session import S3Session
 
@@ -64,22 +64,17 @@ class S3Control:
         if self._ask_about(key, client.head_object) is not None:
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
 
-    def metadata(self, key: str) -> dict[str, str]:
-        """An object's user-defined metadata; empty if the object is absent."""
-        answer = self._ask_about(key, self._session.client.head_object)
-        return {} if answer is None else dict(answer.get("Metadata", {}))
-
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
         """Delete up to 1,000 objects by their whole names; return the errors of those not deleted.
 
         Raises:
-            VagueRefusalError: the response names no object, so it may not come from S3.
+            RequestRefusedError: the response names no object, so it may not come from S3.
         """
         objects = [{"Key": key} for key in keys]
         # Not "Quiet": its response would be as empty as a page of HTML.
         answer = self._ask_bucket(self._session.client.delete_objects, Delete={"Objects": objects})
         if not (answer.get("Deleted") or answer.get("Errors")):
-            raise VagueRefusalError(NO_S3.format(self._session.endpoint_url))
+            raise RequestRefusedError(NO_S3.format(self._session.endpoint_url))
         failed: dict[str, StoreError] = {}
         for error in answer.get("Errors", ()):
             code = code_of(error)

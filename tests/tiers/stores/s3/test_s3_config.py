@@ -1172,25 +1172,6 @@ def test_loggers_are_capped_whatever_comes_later() -> None:
         logging.root.setLevel(level)
 
 
-def test_busy_machine_is_not_called_a_hung_chain(
-    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtiers.tiers.stores.s3.clients.CLIENTS_S_MIN", 0.01)
-    go_on = threading.Event()
-
-    def hang(*_: object) -> None:
-        go_on.wait(60)
-
-    monkeypatch.setattr(S3Session, "__init__", hang)
-    (tmp_path / "config").write_text("[profile q]\ncredential_process = true\n")
-    (tmp_path / "credentials").write_text("[p]\naws_access_key_id = a\naws_secret_access_key = b\n")
-    for profile, says in ((None, "clients were not made"), ("p", "clients were not made"), ("q", "credential chain")):
-        store = S3Store(replace(options, profile=profile, request_timeout_s=0.02))
-        with pytest.raises(StoreTimeoutError, match=says):
-            store.size("a")
-    go_on.set()
-
-
 def test_server_that_wants_virtual_hosts_is_told(options: S3Options, server: HttpFaultServer) -> None:
     forbidden = tiny_s3.error(403, "SecondLevelDomainForbidden")
     server.answers[Fault.ACCESS_DENIED] = forbidden

@@ -131,9 +131,6 @@ class TestBoto3S3Store(StoreContract):
     def peek(self, store: Store, key: str) -> bytes | None:
         return self.server.get_object("bucket", key)
 
-    def test_put_aged_keeps_an_age_and_replaces(self, store: Store) -> None:
-        pytest.skip("the server keeps no metadata")
-
 
 def test_protocols_and_repr(store: S3Store) -> None:
     assert isinstance(store, SupportsTail)
