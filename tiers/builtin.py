@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,13 +19,12 @@ from .config.open_store import store_recipe, tool_recipe
 from .config.tier_options import (
     BoundedTierConfig,
     FsspecTierConfig,
-    FsTierConfig,
     NetworkTierConfig,
     NfsTierConfig,
     TierConfig,
     shown_place,
 )
-from .errors import ConfigError, RegionError, printable
+from .errors import ConfigError, RegionError
 from .frames import Seats, Work
 from .plain_logs import get_logger
 from .recipe import StoreRecipe
@@ -92,8 +90,6 @@ class BuiltInTier(StoreTierManager):
             if not self.capabilities.shared:
                 check_needs_no_sharing(policy, in_processes=not why_here)
             if policy is not None:
-                if isinstance(config, FsTierConfig):
-                    _check_reserve(name, config)
                 self.collect(_start_collector(name, config, policy, mapper))
         except BaseException:
             self.shutdown()
@@ -242,31 +238,6 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
             f"{policy.max_bytes} bytes do not hold {BLOCKS_OF_BOUND_MIN} blocks of {policy.block_bytes} bytes; write "
             f"at least {least}",
             field=f"tier {name}: max_bytes",
-        )
-
-
-def _check_reserve(name: str, config: FsTierConfig) -> None:
-    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang."""
-    try:
-        status = os.statvfs(config.root_dir)
-    except OSError:  # not made yet, or not accessible, which the store will report
-        return
-    total = status.f_blocks * status.f_frsize
-    if config.min_free and not total:
-        logger.warning(
-            "tier %s: min_free: the file system of %s does not report its size (a FUSE mount?), so no free space is "
-            "kept; set max_bytes",
-            name,
-            printable(config.root_dir),
-        )
-    elif total and config.min_free >= total:
-        logger.warning(
-            "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is "
-            "stored; lower min_free",
-            name,
-            config.min_free,
-            printable(config.root_dir),
-            total,
         )
 
 
