@@ -105,6 +105,7 @@ class Collector:
         self._looks_at = now  # when to look next whether a listing is due
         self._heard = ("", 0), now  # another collector's name and last beat, and since when it is the last
         self._seen_listing: tuple[int, float] | None = None  # number of the last complete listing, and since when
+        self._listing_put = -1, 0, 0  # a listing, and what was put before it, and until it was seen
         self._told_foreign = False
         self._offset_s: float | None = None  # the storage's clock minus ``monotonic``
         self._take_up(Usage())
@@ -237,13 +238,24 @@ class Collector:
             self._looks_at = now + self._policy.every_s
         self._writer.poll(publishes=self._counts_puts)
         usage = self._writer.usage or Usage()
-        counted = usage.put.get(self._writer.name, 0)
+        counted = self._counted_by_others(usage)
         self._lag.note(self._writer.put_bytes if usage.holder not in ("", self._owner) else counted, counted)
         self.full = usage.full
         if late_s := self._lag.late_s:
             self.full = f"the collector of max_bytes is another engine's, and has counted nothing for {late_s:.0f} s"
         is_due = self._is_listing_due(usage)
         return is_active or is_due
+
+    def _counted_by_others(self, usage: Usage) -> int:
+        """How many of the bytes that this engine put another collector has counted: by its record or a listing.
+
+        A collector that cannot read this engine's record still lists its blocks. What was put before a listing was seen
+        is in the next one, but for a poll's worth.
+        """
+        listed, _, put = self._listing_put
+        if usage.listed != listed:
+            self._listing_put = usage.listed, put, self._writer.put_bytes
+        return max(usage.put.get(self._writer.name, 0), self._listing_put[1])
 
     def _is_free(self, usage: Usage) -> bool:
         """Whether no other collector works, or the one that does has been silent for ``lease_s``."""

@@ -22,7 +22,7 @@ from kvtiers.tiers.capacity.policy import CapacityPolicy
 from kvtiers.tiers.capacity.records import OWN_PREFIX
 from kvtiers.tiers.capacity.usage import USAGE, Usage, publish_usage, read_usage
 from kvtiers.tiers.capacity.walker import CollectReport, is_block
-from kvtiers.tiers.capacity.written import Writer, used_bytes
+from kvtiers.tiers.capacity.written import WRITERS_PREFIX, Writer, used_bytes
 from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import KeyInfo, Store
@@ -456,6 +456,37 @@ def test_writers_stop_while_another_engines_collector_counts_nothing() -> None:
         world.put(second)
         world.poll(second)
     assert holder(world.store) == second._owner
+    assert second.full == ""
+
+
+class ForeignRecord(FaultyStore):
+    """A store in which one record belongs to another account."""
+
+    foreign = ""
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key == self.foreign:
+            raise StorePermissionError("another account's", key=key)
+        super().get_into(key, parts)
+
+
+def test_writer_whose_record_cannot_be_read_stores_again_after_listings() -> None:
+    """The collector that works counts its bytes only by listing its blocks."""
+    world = World(max_bytes=1000 * SIZE, every_s=60.0)
+    store = ForeignRecord(world.store)
+    first, second = world.collector(store=store), world.collector()
+    store.foreign = f"{WRITERS_PREFIX}{second._writer.name}"
+    world.put(first)
+    world.poll(first)
+    for _ in range(24):
+        world.put(first, size=1)
+        world.put(second)
+        world.poll(first, second)
+    assert "has counted nothing for" in second.full
+    for _ in range(130):
+        world.put(first, size=1)
+        world.poll(first, second)
+    assert holder(world.store) == first._owner
     assert second.full == ""
 
 
