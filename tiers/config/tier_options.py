@@ -240,9 +240,6 @@ class FsTierConfig(BoundedTierConfig):
     type: Literal["fs"] = "fs"
     root_dir: Folder = Field(description="Folder for the blocks; created if missing, unless read_only.")
     min_free: Size = Field(1 << 30, description=MIN_FREE)
-    durability: Literal["none", "data"] = Field(
-        "none", description="data: fsync each block before it becomes visible (8 ms instead of 0.6 ms at 2 MiB)."
-    )
 
 
 class NfsTierConfig(BoundedTierConfig):

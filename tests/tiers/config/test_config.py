@@ -471,7 +471,7 @@ def test_fs_keys_arrive(tmp_path: Path) -> None:
     with pytest.raises(StoreFullError):
         full.store.put("a/b", [memoryview(b"x")])
     full.shutdown()
-    tier = BuiltInTier(FakeSpec(), view, "fs", root_dir=str(tmp_path / "kv"), durability="data", min_free=0)
+    tier = BuiltInTier(FakeSpec(), view, "fs", root_dir=str(tmp_path / "kv"), min_free=0)
     tier.store.put("a/b", [memoryview(b"x")])
     tier.shutdown()
     assert (tmp_path / "kv" / "a" / "b").read_bytes() == b"x"

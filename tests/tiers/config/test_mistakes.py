@@ -102,7 +102,7 @@ def test_mistake_names_its_field_and_what_is_accepted(data: object, expected: st
         (S3 | {"ca_bundle": ""}, "ca_bundle: '' is too short; write at least 1 character(s)"),
         (FS | {"lookup_deadline_s": True}, "lookup_deadline_s: true is not a duration"),
         (FS | {"n_read_threads": True}, "n_read_threads: true is not a number"),
-        (FS | {"durability": False}, "durability: false is not accepted; write none or data"),
+        (FS | {"isolation": False}, "isolation: false is not accepted; write auto, thread or process"),
         (FS | {"max_byte": 1}, "max_byte: is not a known key; did you mean max_bytes?"),
         (FS | {"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
         (FS | {"zzz": 1}, "zzz: is not a known key; accepted: children"),
@@ -236,12 +236,12 @@ def test_variables_are_expanded_in_every_text(monkeypatch: pytest.MonkeyPatch) -
         "ttl": "$TTL",
         "name": "${NAME}-${EMPTY:-1}",
         "n_read_threads": "$N",
-        "durability": "${NOT_SET:-data}",
+        "isolation": "${NOT_SET:-thread}",
     }
     config = parse_config({"region": {"size": "${NOT_SET:-64MiB}"}, "identity": {"ignore": ["a_$N"]}, "tiers": [tier]})
     (got,) = config.tiers
-    names = ("root_dir", "max_bytes", "ttl", "name", "n_read_threads", "durability")
-    assert [getattr(got, name) for name in names] == ["/mnt/kv/model/$x", 2 << 30, 172_800, "near-1", 7, "data"]
+    names = ("root_dir", "max_bytes", "ttl", "name", "n_read_threads", "isolation")
+    assert [getattr(got, name) for name in names] == ["/mnt/kv/model/$x", 2 << 30, 172_800, "near-1", 7, "thread"]
     assert (config.region.size, config.identity.ignore) == (64 << 20, ("a_7",))
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ...errors import (
     BlobCorruptError,
@@ -49,6 +49,9 @@ class LocalStore(Store):
     """Stores blobs as files. Any thread may call, also in forked children. ``_lock`` is held to replace ``_root``.
     ``skipped`` only grows; without a lock, two threads may log the same folder twice.
 
+    A process that dies leaves no incomplete blob. Nothing is synced: a power failure may lose or corrupt blobs of the
+    last seconds, which their seals reveal.
+
     Files are created with mode 0600 and folders with 0700. Nothing outside the root is read or written, even if other
     users put links into it: a symbolic link, a FIFO or a device under a key raises BlobCorruptError.
 
@@ -58,9 +61,6 @@ class LocalStore(Store):
         read_only: the root must exist; opening and ``sweep`` remove nothing. (Callers make no other writing calls.)
         min_free_bytes: a put that would leave less free space than this raises StoreFullError. 0: no limit. See
             ``FreeSpace`` for several processes.
-        durability: "data": a stored blob survives a power failure; a put of 2 MiB then takes 8 ms instead of 0.6 ms.
-            "none": a power failure may lose or corrupt a blob; its seal reveals the corruption. With either setting, a
-            process that dies leaves no incomplete blob.
 
     Attributes:
         skipped: names, relative to the root, of folders and files that listings skipped because this user or the disk
@@ -80,15 +80,12 @@ class LocalStore(Store):
         *,
         read_only: bool = False,
         min_free_bytes: int = 0,
-        durability: Literal["none", "data"] = "none",
     ) -> None:
-        if durability not in ("none", "data"):
-            raise ConfigError(f"{durability!r} is not accepted; write none or data", field="durability")
         if min_free_bytes < 0:
             raise ConfigError(f"{min_free_bytes} is not accepted; write 0 or more bytes", field="min_free_bytes")
         self.root_dir = os.path.abspath(root_dir)
         self._space = FreeSpace(min_free_bytes) if min_free_bytes else None
-        self._publisher = Publisher(durable=durability == "data", unnamed_files=self._unnamed_files)
+        self._publisher = Publisher(unnamed_files=self._unnamed_files)
         self._read_only = read_only
         self._lock = threading.Lock()
         self.skipped: set[str] = set()

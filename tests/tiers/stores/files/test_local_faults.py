@@ -34,7 +34,6 @@ from kvtiers.tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.store import put_aside
 from kvtiers.tiers.stores.files import cleanup as folder_cleanup
 from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files import publish
@@ -106,7 +105,7 @@ OPERATIONS = {
     "open": Operation(lambda store: LocalStore(store.root_dir).close(), "f/old", OLD, (OLD,)),
 }
 
-WAYS = ("unnamed files", "private names", "durable, with a reserve")
+WAYS = ("unnamed files", "private names", "with a reserve")
 
 
 class Place:
@@ -126,8 +125,8 @@ class Place:
         (self.root / ".tmp").mkdir()
         for name in ("old", "other"):
             (self.root / "f" / name).write_bytes(OLD)
-        if self._way == "durable, with a reserve":
-            return LocalStore(self.root, durability="data", min_free_bytes=1)
+        if self._way == "with a reserve":
+            return LocalStore(self.root, min_free_bytes=1)
         return use_private_names(LocalStore(self.root), self._way == "private names")
 
     def content(self, key: str) -> bytes | None:
@@ -138,7 +137,7 @@ class Place:
 @pytest.fixture(params=WAYS)
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     gc.collect()  # of descriptors that earlier tests left in cycles: they would vanish in the middle of a check
-    # In memory where there is some: it is thousands of stores, and a way that syncs each.
+    # In memory where there is some: it is thousands of stores.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         yield Place(Path(folder), request.param)
 
@@ -373,7 +372,7 @@ def test_read_only_file_system(small: Path) -> None:
 
 
 def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None:
-    """Reading goes on; what would have to be renamed across is an error that says so, or is deleted."""
+    """Reading goes on; what would have to be renamed across is an error that says so."""
     (small / "a").write_bytes(b"1")
     with closing(LocalStore(tmp_path)) as store:
         assert fetch(store, "small/a", 1) == b"1"
@@ -382,7 +381,7 @@ def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None
         with pytest.raises(StoreConfigError, match="EXDEV"):
             store.put("small/a", as_parts(b"2"), overwrite=True)
         assert fetch(store, "small/a", 1) == b"1"
-        put_aside(store, "small/a")
+        store.delete("small/a")
         assert store.size("small/a") is None
 
 

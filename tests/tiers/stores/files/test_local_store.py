@@ -32,7 +32,7 @@ from kvtiers.tiers.stores.files.listing import FOLDERS_DEEP_MAX
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys
-from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
+from kvtiers.tiers.testing.faults import run_in_child
 from tests.leaks import open_fds
 from tests.tiers.stores.files.root_folder import FolderContract, use_private_names
 
@@ -517,24 +517,6 @@ def test_min_free_bytes_refuses_before_anything_is_made(tmp_path: Path) -> None:
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"durability: 'full'.*none or data"):
-        LocalStore(tmp_path / "root", durability="full")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="min_free_bytes: -1"):
         LocalStore(tmp_path / "root", min_free_bytes=-1)
     assert not (tmp_path / "root").exists()
-
-
-@pytest.mark.parametrize("private", [False, True])
-def test_durable_blobs_are_synced_before_and_their_folder_after_they_are_published(
-    tmp_path: Path, private: bool
-) -> None:
-    def syncs(store: LocalStore, *, overwrite: bool) -> list[str]:
-        use_private_names(store, private)
-        with SyscallFaults() as calls:
-            store.put(f"f/{overwrite}", as_parts(b"1"), overwrite=overwrite)
-        return [name for name in calls.calls if name in ("pwritev", "fdatasync", "link", "rename", "fsync")]
-
-    durable = LocalStore(tmp_path / "durable", durability="data")
-    assert syncs(durable, overwrite=False) == ["pwritev", "fdatasync", "link", "fsync"]
-    assert syncs(durable, overwrite=True) == ["pwritev", "fdatasync", "rename", "fsync"]
-    assert syncs(LocalStore(tmp_path / "quick"), overwrite=False) == ["pwritev", "link"]
