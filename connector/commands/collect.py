@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,41 +13,19 @@ from ...tiers.capacity.collector import Collector
 from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.capacity.walker import CollectReport
 from ...tiers.config.deployment import parse_tier
-from ...tiers.config.tier_options import S3TierConfig, TierConfig
+from ...tiers.config.tier_options import TierConfig
 from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError
-from ...tiers.tools.block_reader import read_identity
-from ...tiers.tools.namespaces import blocks_of, namespace_names
 from ...tiers.tools.ownership import check_is_ours
 from .options import AsJson, Config, DryRun, TierName
-from .output import Ticker, counted, human_age, refuse, say
+from .output import Ticker, counted, human_age, say
 from .places import Place, find_places, is_bare
 from .results import Results, TierResult
 from .session import session
 
-DAY_S = 86_400
-
-
-@dataclass(frozen=True, slots=True)
-class Lifecycle:
-    """A bucket's rules.
-
-    Attributes:
-        expire_after_days: blocks are removed so long after their write; None: there is no such rule.
-        expire_versions: noncurrent versions of blocks are removed after a day.
-    """
-
-    expire_after_days: int | None
-    expire_versions: bool
-
 
 @dataclass(kw_only=True)
-class _Gc(TierResult):
-    lifecycle: Lifecycle | None = None
-
-
-@dataclass(kw_only=True)
-class Skipped(_Gc):
+class Skipped(TierResult):
     """Nothing was collected.
 
     Attributes:
@@ -59,7 +36,7 @@ class Skipped(_Gc):
 
 
 @dataclass(kw_only=True)
-class Collected(CollectReport, _Gc):
+class Collected(CollectReport, TierResult):
     """What was collected."""
 
 
@@ -73,20 +50,10 @@ def gc(
     ttl: Annotated[
         str | None, typer.Option(help="The maximum age of blocks in a bare folder or URL, such as 7d.")
     ] = None,
-    lifecycle: Annotated[
-        bool,
-        typer.Option(
-            "--lifecycle",
-            help="S3: also set a bucket rule that removes blocks one ttl after their write; without ttl, remove that "
-            "rule.",
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove blocks past their ttl and, above max_bytes, the least recently used blocks."""
     places = _with_bounds(config, find_places(config, tier), {"max_bytes": max_bytes, "ttl": ttl})
-    if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
-        raise refuse("--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
     if not dry_run:
         session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
     results = Results[Collected | Skipped]()
@@ -95,10 +62,6 @@ def gc(
             result = results.add(_collect(place, dry_run=dry_run))
             if not as_json:
                 _show(result)
-            if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
-                result.lifecycle = _set_lifecycle(place, place.config.ttl)
-                if not as_json:
-                    _show_lifecycle(place, result.lifecycle)
     failed = any(isinstance(result, Collected) and result.kept_by_error for result in results.done)
     results.end(as_json=as_json, failed=failed)
 
@@ -154,31 +117,6 @@ def _run(
     while (report := collector.run(dry_run=dry_run, on_progress=on_progress)) is None and time.monotonic() < deadline:
         time.sleep(min(1.0, collector.seconds_to_wait + 0.05))
     return report
-
-
-def _set_lifecycle(place: Place, ttl_s: float | None) -> Lifecycle:
-    """Set the bucket's rules: expire blocks after ``ttl`` (None: remove the rule), and expire old versions."""
-    from ...tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
-
-    days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
-    with place.open(writes=True) as store:
-        assert isinstance(store, S3Store)
-        # A lifecycle rule removes everything that begins with a name, and a foreign folder may look like a namespace.
-        own = [
-            name
-            for name in namespace_names(store)
-            if read_identity(store, name) is not None or any(blocks_of(store, name))
-        ]
-        return Lifecycle(days, store.expire_after(days, [f"{name}_r" for name in own]))
-
-
-def _show_lifecycle(place: Place, rules: Lifecycle) -> None:
-    where = f"{place.name} at {place.where}"
-    versions = "; it removes noncurrent versions of blocks after a day" if rules.expire_versions else ""
-    if rules.expire_after_days is None:
-        say(f"{where}: the bucket has no kvtiers rule that removes blocks{versions}")
-    else:
-        say(f"{where}: the bucket removes blocks {rules.expire_after_days} days after they were written{versions}")
 
 
 def _show(result: Collected | Skipped) -> None:

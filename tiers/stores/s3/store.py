@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
@@ -32,7 +31,7 @@ from ...errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from ...plain_logs import get_logger, log_once
+from ...plain_logs import get_logger
 from ...store import (
     KEY_LENGTH_MAX,
     KEY_PART_LENGTH_MAX,
@@ -101,6 +100,7 @@ class S3Store(Store):
         self.options = options
         self._clock = clock
         self._ways = PutWays(clock)
+        self._warned: set[str] = set()
         self._attempts = Attempts(options, clock=clock, sleep=sleep, rng=rng)
 
     def __repr__(self) -> str:
@@ -263,26 +263,13 @@ class S3Store(Store):
         own = self.options.object_key("")
         return [name[len(own) : -1] for _, folders in self._pages(own, "/") for name in folders]
 
-    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
-        """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
-
-        The rules cover keys with the prefixes ``beginnings``. They replace those of earlier calls for the store's
-        prefix; the bucket's other rules stay. Returns whether the bucket may keep old versions; if so, the rules
-        delete these a day after they were replaced or deleted, whatever ``days`` is.
-
-        Raises:
-            ValueError: ``days`` is below 1; S3 counts whole days.
-            StoreError: the bucket refused the rules, or does not support any.
-        """
-        return self._attempts.run("", lambda clients: clients.control.expire_after(days, beginnings))
-
-    def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps old versions of keys with the prefixes ``beginnings``, and no rule removes them all.
+    def keeps_versions(self) -> bool:
+        """Whether the bucket keeps old versions of blobs, and no lifecycle rule for the whole prefix removes them.
 
         Raises:
             StoreError: the bucket does not say; the request needs a permission of its own.
         """
-        return self._attempts.run("", lambda clients: clients.control.keeps_versions(beginnings))
+        return self._attempts.run("", lambda clients: clients.control.keeps_versions())
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -339,11 +326,15 @@ class S3Store(Store):
     def _tell_refusals(self, taken: PutWay, refused: Collection[PutWay]) -> None:
         """Log, once, what the server refuses. ``taken``: the way that it accepted."""
         if any(way.create == taken.create for way in refused):
-            log_once(logger, logging.WARNING, f"{self!r}: {describe_refusal(taken.form)}")
+            self._warn_once(describe_refusal(taken.form))
         if not taken.create and any(way.create for way in refused):
             self.capabilities = replace(self.capabilities, exclusive_create=False)
-            text = f"{self!r}: the server refuses If-None-Match; each put first checks for the object"
-            log_once(logger, logging.WARNING, text)
+            self._warn_once("the server refuses If-None-Match; each put first checks for the object")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%r: %s", self, text)
 
     def _put_in(self, way: PutWay, key: str, name: str, plain: list[memoryview], latest_start: float) -> bool:
         def send(clients: Clients) -> bool:

@@ -272,7 +272,7 @@ def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path
         lambda: store.get_tail("a", 10),
         lambda: store.delete("a"),
         lambda: list(store.keys()),
-        lambda: store.expire_after(1),
+        lambda: store.keeps_versions(),
         store.check,
     )
     for call in calls:
@@ -1047,23 +1047,6 @@ def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
 
 
 # -- answers that no test server gives ---------------------------------------------------------------------------------
-
-
-def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Options) -> None:
-    """A put without it sets AWS's default."""
-    sent: dict[str, Any] = {}
-    session = S3Session(options)
-    session._client = SimpleNamespace(
-        get_bucket_lifecycle_configuration=lambda **_: {
-            "Rules": [],
-            "TransitionDefaultMinimumObjectSize": "varies_by_storage_class",
-        },
-        get_bucket_versioning=lambda **_: {},
-        put_bucket_lifecycle_configuration=lambda **arguments: sent.update(arguments),
-    )
-    S3Control(session).expire_after(1, ["m_r"])
-    assert sent["TransitionDefaultMinimumObjectSize"] == "varies_by_storage_class"
-    assert len(sent["LifecycleConfiguration"]["Rules"]) == 1
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
