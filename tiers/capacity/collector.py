@@ -242,7 +242,9 @@ class Collector:
         self._lag.note(self._writer.put_bytes if usage.holder not in ("", self._owner) else counted, counted)
         self.full = usage.full
         if late_s := self._lag.late_s:
-            self.full = f"the collector of max_bytes is another engine's, and has counted nothing for {late_s:.0f} s"
+            self.full = (
+                f"another engine's collector of max_bytes has not counted this engine's blocks for {late_s:.0f} s"
+            )
         is_due = self._is_listing_due(usage)
         return is_active or is_due
 

@@ -70,7 +70,7 @@ class Circuit:
         """
         self._failures[kind] = self._failures["store"] = 0
         if self.state is CircuitState.HALF_OPEN:
-            self._become(CircuitState.CLOSED, "it answers again", logger.info)
+            self._become(CircuitState.CLOSED, "the storage answers again", logger.info)
 
     def fail(self, kind: Kind, why: str) -> None:
         """Record that an operation or the probe failed."""

@@ -136,7 +136,9 @@ class TierCounts:
                 f" ({batch.full})" if batch.full else "",
             )
         elif self._not_stored and batch.succeeded:
-            logger.info("tier %s: blocks are stored again; %d were not stored", self._name, self._not_stored)
+            logger.info(
+                "tier %s: storing works again; %d blocks were not stored meanwhile", self._name, self._not_stored
+            )
             self._not_stored = 0
         else:
             return

@@ -290,7 +290,8 @@ class StoreTierManager(SecondaryTierManager):
             if self._circuit.closed:
                 self.metrics.inc("kvtiers_deadline_expired_total", self.name, "job")
             self._circuit.trip(
-                f"a task has been running for {late_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
+                f"a load or store has not ended after {late_s:.1f} s (job_deadline_s: "
+                f"{self._options.job_deadline_s:g} s)"
             )
         return late_s > 0
 
@@ -354,7 +355,7 @@ class StoreTierManager(SecondaryTierManager):
         while not self._channel.wait_idle(timeout_s=0.5):
             if self._channel.silent_s > self._options.job_deadline_s:
                 in_flight = self._channel.jobs_in_flight
-                logger.warning("tier %s: I/O is stuck; not waiting for %d jobs", self.name, in_flight)
+                logger.warning("tier %s: the storage hangs; not waiting for %d jobs", self.name, in_flight)
                 break
         self._book_ended(math.inf)
 
@@ -373,7 +374,7 @@ class StoreTierManager(SecondaryTierManager):
             self._rows.release()
         else:
             # A stuck thread may still use a descriptor of the store. After a close, another file could get its number.
-            logger.error("tier %s: I/O is stuck; its store and region are left open", self.name)
+            logger.error("tier %s: the storage hangs: its store and the region stay open after shutdown", self.name)
 
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
         blocks = self._rows.check_ids(job.block_ids)
