@@ -232,7 +232,8 @@ class BlockMover:
         batch.gone.append(key)
         if not (isinstance(failure, SealError) and failure.foreign):
             batch.bad.append(key)
-            batch.fault = f"{name} is not the block it should be ({failure})"
+            if reason is not SealReason.AUTHENTICATION:  # compared last: such a block was read well
+                batch.fault = f"{name} is not the block it should be ({failure})"
         if reason is SealReason.UNKNOWN_KEY:
             self._warn_of_key(failure)
         else:
