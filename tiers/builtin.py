@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +20,12 @@ from .config.open_store import store_recipe, tool_recipe
 from .config.tier_options import (
     BoundedTierConfig,
     FsspecTierConfig,
-    FsTierConfig,
     NetworkTierConfig,
     NfsTierConfig,
     TierConfig,
     shown_place,
 )
-from .errors import ConfigError, RegionError, printable
+from .errors import ConfigError, RegionError
 from .frames import Seats, Work
 from .plain_logs import get_logger
 from .recipe import StoreRecipe
@@ -38,7 +36,6 @@ from .store import Store, SupportsTouch
 from .stores.files.mounts import missing_mount
 from .tier.lookup import TOTAL_S, LookupOptions
 from .tier.store_tier import StoreTierManager, TierOptions
-from .tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
@@ -94,8 +91,6 @@ class BuiltInTier(StoreTierManager):
             if not self.capabilities.shared:
                 check_needs_no_sharing(policy, in_processes=not why_here)
             if policy is not None:
-                if isinstance(config, FsTierConfig):
-                    _check_reserve(name, config)
                 self.collect(_start_collector(name, config, policy, mapper))
         except BaseException:
             self.shutdown()
@@ -249,31 +244,6 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
         )
 
 
-def _check_reserve(name: str, config: FsTierConfig) -> None:
-    """Warn about a ``min_free`` that this disk cannot keep. For NFS the collector warns, because a mount may hang."""
-    try:
-        status = os.statvfs(config.root_dir)
-    except OSError:  # not made yet, or not accessible, which the store will report
-        return
-    total = status.f_blocks * status.f_frsize
-    if config.min_free and not total:
-        logger.warning(
-            "tier %s: min_free: the file system of %s does not report its size (a FUSE mount?), so no free space is "
-            "kept; set max_bytes",
-            name,
-            printable(config.root_dir),
-        )
-    elif total and config.min_free >= total:
-        logger.warning(
-            "tier %s: min_free = %d bytes is not less than the size of the file system of %s, %d bytes: nothing is "
-            "stored; lower min_free",
-            name,
-            config.min_free,
-            printable(config.root_dir),
-            total,
-        )
-
-
 def key_ids(config: TierConfig) -> frozenset[str] | None:
     """The ids of a tier's keys, as commands show them. None if this user cannot read the keys.
 
@@ -301,7 +271,6 @@ def _start_collector(name: str, config: TierConfig, policy: CapacityPolicy, mapp
 def _tier_options(config: TierConfig) -> TierOptions:
     return TierOptions(
         name=config.name,
-        trace_job=make_job_tracer(config.name or config.type),
         make_seal=make_seal(config),
         read_only=isinstance(config, BoundedTierConfig) and config.read_only,
         load=config.load,

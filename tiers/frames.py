@@ -4,7 +4,6 @@ A frame is two lengths (big-endian u32), the connection's tag, a JSON list, raw 
 
     engine   ["load", number, deadline]            raw: pairs
              ["store", number, deadline, [places of blocks to overwrite]]   raw: pairs
-             ["probe", number, deadline]           raw: pairs; reads blocks until one is good, into no slot
              ["look", number, name prefix]         raw: pairs; the slots mean nothing. The prefix: of another namespace
              ["open", number]                      creates the store, and opens the namespace
              ["cut", reason]                       drops blocks that have not begun; "" lets them begin again
@@ -45,7 +44,7 @@ FOUND: Final[tuple[bool | None, ...]] = (False, True, None)
 
 _HEAD: Final = struct.Struct(f"!II{TAG_BYTES}s")
 _COUNT: Final = struct.Struct("=I")
-_KEY_FIELDS: Final = frozenset({"succeeded", "found", "gone", "unreadable", "bad", "suspects"})
+_KEY_FIELDS: Final = frozenset({"succeeded", "found", "gone", "unreadable", "bad"})
 _COUNTERS: Final = frozenset({"outcomes", "errors", "verify_failures"})
 
 

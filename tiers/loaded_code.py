@@ -1,4 +1,4 @@
-"""LoadedCode: checks that the package on disk is still the one that this process runs.
+"""Checks that the package on disk is still the one that this process runs.
 
 A tier's processes are fresh interpreters and import the package from disk. If it was upgraded in place, the engine
 would talk to processes of another release. Their messages have no version, because both ends belong to the same
@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import suppress
-
-from .plain_logs import get_logger
-
-logger = get_logger(__name__)
 
 
 class LoadedCode:
     """A digest of the package's source code, taken at import, so that it matches the code that was loaded.
 
     It covers the contents and not the version: not every change has a new version, and not every installation has new
-    contents. The replacement of a package in an archive, or without sources, is not detected.
-    Any thread may call. If two call at once, both read the files.
+    contents. The replacement of a package in an archive, or without sources, is not detected. Any thread may call.
     """
 
     def __init__(self, package: str) -> None:
         self._package = package
-        self._told = False
         self._loaded = self._digest()
 
     def check(self) -> None:
@@ -36,36 +29,20 @@ class LoadedCode:
             RuntimeError: the package was replaced or removed.
             OSError: the package cannot be read.
         """
-        if self._digest() == self._loaded:
-            return
-        text = "kvtiers was replaced on disk while this engine runs: restart it"
-        if not self._told:
-            self._told = True
-            logger.error("%s; until then no process is started, and a tier without processes is cut off", text)
-        raise RuntimeError(text)
+        if self._digest() != self._loaded:
+            raise RuntimeError("kvtiers was replaced on disk while this engine runs: restart it")
 
     def _digest(self) -> bytes:
         digest = hashlib.blake2b()
-        for folder, folders, names in os.walk(self._package, onerror=_raise_unless_gone):
+        for folder, folders, names in os.walk(self._package):
             folders.sort()
             for name in sorted(names):
                 if name.endswith(".py"):
                     path = os.path.join(folder, name)
-                    content = b""
-                    # A file that is being replaced right now counts as empty, so the digest differs as well.
-                    with suppress(*_GONE), open(path, "rb", buffering=0) as f:
+                    with open(path, "rb", buffering=0) as f:
                         content = f.read()
                     digest.update(f"{path} {len(content)}\n".encode(errors="surrogateescape") + content)
         return digest.digest()
-
-
-_GONE = (FileNotFoundError, NotADirectoryError, PermissionError)
-
-
-def _raise_unless_gone(e: OSError) -> None:
-    # Other errors (out of descriptors, a failing disk) do not mean that the code was replaced.
-    if not isinstance(e, _GONE):
-        raise e
 
 
 OWN_CODE = LoadedCode(os.path.dirname(os.path.abspath(__file__)))

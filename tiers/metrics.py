@@ -93,9 +93,6 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_lookups_refused_total": _counter("Lookups that missed because too many requests waited."),
     "kvtiers_lookups_total": _counter("Blocks that requests looked up in the tier: hit, miss.", "tier", "result"),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot was free in time."),
-    "kvtiers_quarantined_blobs_total": _counter(
-        "Bad blocks that a store moved aside, because it could not replace them.", "tier"
-    ),
     "kvtiers_requests_total": _counter("Requests by why no more was loaded (kvtiers explain).", "reason"),
     "kvtiers_schedule_end_seconds": MetricDef(
         MetricKind.HISTOGRAM, "Seconds on the scheduler's thread at the end of an engine step.", (), _STEP_SECONDS

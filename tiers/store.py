@@ -31,12 +31,8 @@ from .errors import (
     InvalidKeyError,
     StoreClosedError,
     StoreError,
-    StoreTimeoutError,
     StoreUnavailableError,
 )
-from .plain_logs import get_logger
-
-logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -230,18 +226,6 @@ class SupportsTail(Protocol):
 
 
 @runtime_checkable
-class SupportsQuarantine(Protocol):
-    """A store that can move a bad blob aside: it is no longer under any key, but an operator can still inspect it."""
-
-    def quarantine(self, key: str) -> None:
-        """Move the content of ``key`` aside, so that the key is absent. Succeeds if the key is already absent.
-
-        Other keys that merely start with ``key`` stay.
-        """
-        ...
-
-
-@runtime_checkable
 class SupportsTouch(Protocol):
     """A store that can record the use of a blob in the ``mtime`` that ``keys`` lists."""
 
@@ -252,34 +236,26 @@ class SupportsTouch(Protocol):
 
 @runtime_checkable
 class SupportsAges(Protocol):
-    """A store in which a copied blob keeps its age."""
+    """A store in which a copied blob keeps its age, because clients may set the ``mtime``."""
 
     def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
         """Like ``put`` with ``overwrite``, for a blob last used at ``used_at`` (Unix seconds, not in the future)."""
         ...
 
-    def used_at(self, info: KeyInfo) -> float:
-        """When a listed blob was last used, or if unknown, when it was written; 0.0 if neither is known.
-
-        The ``mtime`` if clients can set it; otherwise the time that ``put_aged`` recorded, which costs a request.
-        """
-        ...
-
 
 @runtime_checkable
 class KeepsFiles(Protocol):
-    """A store that keeps its own files besides the blobs: leftovers of dead writers, and quarantined blobs."""
+    """A store that writes a blob under a private name first. A writer that dies may leave such a file."""
 
-    def sweep(self, quarantine_s_max: float) -> int:
-        """Remove leftovers of dead writers, and blobs quarantined for at least ``quarantine_s_max`` (0: all of them).
+    def sweep(self, *, remove: bool = True) -> int:
+        """Remove the files that dead writers left.
+
+        Args:
+            remove: False: only count them.
 
         Returns:
-            Bytes that the store's own files still take.
+            How many were removed since the store was opened, including those that are only counted now.
         """
-        ...
-
-    def leftovers(self, quarantine_s_max: float) -> int:
-        """Number of files that were removed by sweeps since the store was opened, or that ``sweep`` would remove."""
         ...
 
     def hidden_names(self) -> list[str]:
@@ -394,20 +370,3 @@ def client_errors(classify: Callable[[Exception], type[StoreError] | None], *, k
         if kind is None:
             raise
         raise kind(f"{type(e).__name__}: {e}", key=key) from e
-
-
-def put_aside(store: Store, key: str) -> None:
-    """Quarantine a bad blob; delete it if the store has no quarantine or if the quarantine fails.
-
-    Raises:
-        StoreError: the blob may still be there.
-    """
-    if isinstance(store, SupportsQuarantine):
-        try:
-            store.quarantine(key)
-            return
-        except (StoreClosedError, StoreTimeoutError):  # deleting would fail the same way
-            raise
-        except StoreError as e:
-            logger.debug("%s could not be quarantined and is deleted instead: %s", key, str(e))
-    store.delete(key)

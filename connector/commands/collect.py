@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,42 +13,20 @@ from ...tiers.capacity.collector import Collector
 from ...tiers.capacity.policy import CapacityPolicy
 from ...tiers.capacity.walker import CollectReport
 from ...tiers.config.deployment import parse_tier
-from ...tiers.config.tier_options import S3TierConfig, TierConfig
+from ...tiers.config.tier_options import TierConfig
 from ...tiers.config.values import human_bytes
 from ...tiers.errors import ConfigError
-from ...tiers.tools.block_reader import read_identity
 from ...tiers.tools.inventory import Share
-from ...tiers.tools.namespaces import blocks_of, namespace_names
 from ...tiers.tools.ownership import check_is_ours
 from .options import AsJson, Config, DryRun, TierName
-from .output import Ticker, counted, human_age, refuse, say
+from .output import Ticker, counted, human_age, say
 from .places import Place, find_places, is_bare
 from .results import Results, TierResult
 from .session import session
 
-DAY_S = 86_400
-
-
-@dataclass(frozen=True, slots=True)
-class Lifecycle:
-    """A bucket's rules.
-
-    Attributes:
-        expire_after_days: blocks are removed so long after their write; None: there is no such rule.
-        expire_versions: noncurrent versions of blocks are removed after a day.
-    """
-
-    expire_after_days: int | None
-    expire_versions: bool
-
 
 @dataclass(kw_only=True)
-class _Gc(TierResult):
-    lifecycle: Lifecycle | None = None
-
-
-@dataclass(kw_only=True)
-class Skipped(_Gc):
+class Skipped(TierResult):
     """Nothing was collected.
 
     Attributes:
@@ -60,7 +37,7 @@ class Skipped(_Gc):
 
 
 @dataclass(kw_only=True)
-class Collected(_Gc):
+class Collected(TierResult):
     """What was collected; with ``dry_run``, what would be.
 
     Attributes:
@@ -68,8 +45,7 @@ class Collected(_Gc):
         removed, removed_bytes: blocks.
         removed_by_reason: the same by reason, "ttl" or "capacity".
         failed: blocks that could not be removed.
-        leftovers: files of dead writers, and blobs in quarantine, that were removed.
-        own_bytes: of what is quarantined and partly written.
+        leftovers: files of dead writers that were removed.
     """
 
     dry_run: bool
@@ -80,7 +56,6 @@ class Collected(_Gc):
     removed_by_reason: dict[str, Share] = field(default_factory=dict)
     failed: int
     leftovers: int
-    own_bytes: int
     seconds: float
 
 
@@ -95,20 +70,10 @@ def gc(
     ttl: Annotated[
         str | None, typer.Option(metavar="DURATION", help="For a folder or URL: the maximum age of blocks, such as 7d.")
     ] = None,
-    lifecycle: Annotated[
-        bool,
-        typer.Option(
-            "--lifecycle",
-            help="S3: also set a bucket rule that removes blocks one ttl after their write. A tier without ttl: remove "
-            "that rule.",
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove blocks past their ttl and, above max_bytes, the least recently used blocks."""
     places = _with_bounds(config, find_places(config, tier), {"max_bytes": max_bytes, "ttl": ttl})
-    if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
-        raise refuse("--lifecycle works only on tiers of type s3")
     if not dry_run:
         session().if_interrupted = lambda: "what was removed stays removed; run the same command again to continue"
     results = Results[Collected | Skipped]()
@@ -117,10 +82,6 @@ def gc(
             result = results.add(_collect(place, dry_run=dry_run))
             if not as_json:
                 _show(result)
-            if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
-                result.lifecycle = _set_lifecycle(place, place.config.ttl)
-                if not as_json:
-                    _show_lifecycle(place, result.lifecycle)
     failed = any(isinstance(result, Collected) and result.failed for result in results.done)
     results.end(as_json=as_json, failed=failed)
 
@@ -170,7 +131,6 @@ def _collect(place: Place, *, dry_run: bool) -> Collected | Skipped:
         removed_by_reason={reason: Share(count, sizes[reason]) for reason, count in counts.items()},
         failed=report.kept_by_error,
         leftovers=report.leftovers,
-        own_bytes=report.own_bytes,
         seconds=round(report.seconds, 3),
     )
 
@@ -192,31 +152,6 @@ def _run(
     return report
 
 
-def _set_lifecycle(place: Place, ttl_s: float | None) -> Lifecycle:
-    """Set the bucket's rules: expire blocks after ``ttl`` (None: remove the rule), and expire old versions."""
-    from ...tiers.stores.s3.store import S3Store  # here, because it imports the S3 clients
-
-    days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
-    with place.open(writes=True) as store:
-        assert isinstance(store, S3Store)
-        # A lifecycle rule removes everything that begins with a name, and a foreign folder may look like a namespace.
-        own = [
-            name
-            for name in namespace_names(store)
-            if read_identity(store, name) is not None or any(blocks_of(store, name))
-        ]
-        return Lifecycle(days, store.expire_after(days, [f"{name}_r" for name in own]))
-
-
-def _show_lifecycle(place: Place, rules: Lifecycle) -> None:
-    where = f"{place.name} at {place.where}"
-    versions = "; it removes noncurrent versions of blocks after a day" if rules.expire_versions else ""
-    if rules.expire_after_days is None:
-        say(f"{where}: the bucket has no kvtiers rule that removes blocks{versions}")
-    else:
-        say(f"{where}: the bucket removes blocks {rules.expire_after_days} days after they were written{versions}")
-
-
 def _show(result: Collected | Skipped) -> None:
     place = f"{result.tier} at {result.where}"
     if isinstance(result, Skipped):
@@ -228,8 +163,6 @@ def _show(result: Collected | Skipped) -> None:
     for reason, share in result.removed_by_reason.items():
         say(f"  {verb} by {reason}: {counted(share.blocks)}, {human_bytes(share.bytes)}")
     if result.leftovers:
-        say(f"  {verb}, left by dead writers or in quarantine: {counted(result.leftovers, 'file')}")
+        say(f"  {verb}, left by dead writers: {counted(result.leftovers, 'file')}")
     if result.failed:
         say(f"  could not be removed: {counted(result.failed)}")
-    if result.own_bytes:
-        say(f"  in quarantine or partly written: {human_bytes(result.own_bytes)}")

@@ -23,6 +23,7 @@ from ...tiers.errors import ConfigError, StoreError
 from ...tiers.store import Store, SupportsSpace
 from ...tiers.stores.memory import MemoryStore
 from ...tiers.tools.copying import Copier, CopyReport, RateLimit, find_blocks
+from ...tiers.tools.inventory import unreadable_count
 from .options import AsJson, Config, DryRun, size_option
 from .output import Ticker, answer, complain, counted, refuse, say
 from .places import Place, find_places
@@ -176,7 +177,7 @@ def _copy(
             session().if_interrupted = lambda: _how_to_continue(copier.report)
             report = copier.copy(find_blocks(from_store, prefixes))
             progress.end()
-    return report, getattr(from_store, "damaged", 0)
+    return report, unreadable_count(from_store)
 
 
 def _estimated_bytes(store: Store) -> int | None:

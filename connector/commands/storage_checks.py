@@ -32,7 +32,6 @@ from ...tiers.config.tier_options import (
 from ...tiers.errors import StoreConfigError, StoreError, printable
 from ...tiers.store import Store, SupportsTail
 from ...tiers.stores.files.mounts import file_system_type
-from ...tiers.tools.inventory import block_beginnings
 from ...tiers.tools.neighbors import Namespace, differing_fields, namespaces_in, shown_values
 from ...tiers.tools.seal_kinds import count_misses, sample_seals, unknown_keys
 from .findings import Finding, Level, of_error
@@ -116,13 +115,13 @@ def examine_bucket(config: S3TierConfig, store: Store) -> Iterator[Finding]:
 
     assert isinstance(store, S3Store)
     try:
-        keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
+        keeps_versions = store.keeps_versions()
     except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
         keeps_versions = False
     yield Finding("ok", "bucket", f"{config.bucket} exists, and the credentials are valid")
     if keeps_versions and not config.read_only:
         text = "the bucket keeps deleted blocks, so max_bytes and ttl free no space"
-        fix = "use a bucket without versioning, or expire noncurrent versions: kvtiers gc --lifecycle"
+        fix = "use a bucket without versioning, or expire noncurrent versions with a lifecycle rule for the prefix"
         yield Finding("problem", "versioning", text, fix)
     if config.allow_insecure:
         text = "http is allowed, which sends blocks and signatures in clear text"

@@ -38,7 +38,7 @@ from ...tiers.stores.files.mounts import (
     mount_findings,
     unmounted_point,
 )
-from ...tiers.stores.fsspec_driver import LOCAL, check_drivers, misspelt_options
+from ...tiers.stores.fsspec_driver import LOCAL, check_drivers
 from .findings import Finding, of_error, of_text
 
 INODES_FREE_MIN = 100_000
@@ -140,9 +140,6 @@ def _url(tier: FsspecTierConfig) -> Iterator[Finding]:
     if refused := _refusals(lambda: check_drivers(tier.url), tier, "url"):
         yield from refused
         return
-    for name, meant in misspelt_options(tier.url, tier.storage_options).items():
-        text = f"the driver's constructor has no parameter {name}"
-        yield Finding("warning", "storage_options", text, f"did you mean {meant}?")
     if (root := root_of(tier)) is not None:
         yield from _folder(tier, Path(root), "url")
     else:

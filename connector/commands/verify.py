@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...tiers.builtin import key_ids
-from ...tiers.config.open_store import tool_recipe
 from ...tiers.config.values import human_bytes
-from ...tiers.errors import ConfigError, public_url
-from ...tiers.recipe import StoreRecipe
-from ...tiers.store import SupportsQuarantine
+from ...tiers.errors import ConfigError
 from ...tiers.tools.ownership import check_is_ours
 from ...tiers.tools.seal_kinds import unknown_keys
-from ...tiers.tools.verify import (
-    ALL,
-    Subset,
-    UnitResult,
-    VerifyReport,
-    damaged_count,
-    decode_result,
-    find_units,
-    repair,
-)
-from ...tiers.tools.verify_processes import verify_units
+from ...tiers.tools.verify import ALL, Subset, VerifyReport, repair, verify_blocks
 from .options import AsJson, Config, DryRun, TierName, Yes
 from .output import Ticker, confirm, counted, refuse, say
 from .places import Place, find_places, is_bare
@@ -48,7 +31,6 @@ BAD_SHOWN_MAX = 20
 #: single blocks; a host with bad memory or a bad network reads many good blocks as bad.
 UNASKED_BLOCKS_MAX = 3
 UNASKED_SHARE_MAX = 0.01
-STATE_BEGINS = '{"place": '
 
 
 @dataclass(kw_only=True)
@@ -56,24 +38,21 @@ class Verified(VerifyReport, TierResult):
     """What was found in a tier, and what was done.
 
     Attributes:
-        quarantined: bad blocks that were moved aside, or deleted where ``moves_aside`` is false.
+        removed: bad blocks that were deleted.
         good_again: bad blocks that were good or gone when they were read again.
         stopped: nothing was removed, because too many blocks are bad.
         misses: blocks that engines with this configuration cannot load, by reason.
         unknown_keys: ID of a key that the tier lacks -> blocks under it.
         subset: the share of the blocks that was checked.
-        resumed_units: parts that an earlier run has checked.
     """
 
-    quarantined: int = 0
+    removed: int = 0
     good_again: int = 0
     stopped: bool = False
     misses: dict[str, int] = field(default_factory=dict)
     unknown_keys: dict[str, int] = field(default_factory=dict)
     subset: float
-    moves_aside: bool
     dry_run: bool
-    resumed_units: int
     seconds: float = 0.0
     bytes_per_s: float = 0.0
 
@@ -95,18 +74,17 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Read bad blocks again, and move them aside if they are still bad (S3 and fsspec: delete them). Asks "
-            "first if more than 1% are bad, because this machine may read good blocks wrongly.",
+            help="Read bad blocks once more, and delete them if they are still bad. Asks first if more than 1% are "
+            "bad, because this machine may read good blocks wrongly.",
         ),
     ] = False,
     yes: Yes = False,
     dry_run: DryRun = False,
-    state: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Save progress in this file, and resume from it after an interruption."),
-    ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=256, metavar="N", help="Processes. Default: one per core.")
+        int | None,
+        typer.Option(
+            min=1, max=256, metavar="N", help="Threads (8 times as many across a network). Default: one per core."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -119,9 +97,8 @@ def verify(
     if (dry_run or yes) and not repairs:
         option = "--dry-run" if dry_run else "--yes"
         raise refuse(f"{option} has no effect without --repair")
-    ours = state is not None and _check_state(state)
     n_workers = workers or len(os.sched_getaffinity(0))
-    work = _Work(chosen, repairs and not dry_run, dry_run, yes, state, n_workers, is_bare(config))
+    work = _Work(chosen, repairs and not dry_run, dry_run, yes, n_workers, is_bare(config))
     session().if_interrupted = lambda: _how_to_continue(work)
     results = Results[Verified]()
     for place in places:
@@ -132,14 +109,12 @@ def verify(
             result = results.add(_verify_place(place, work, asks=not as_json))
             if not as_json:
                 _show(result)
-    if state is not None and not results.has_errors:  # all is done
-        state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
     results.end(as_json=as_json, failed=any(map(_has_problem, results.done)))
 
 
 def _has_problem(result: Verified) -> bool:
     """Whether blocks are bad or cannot be read, or engines with this configuration cannot load them."""
-    is_left = result.bad > result.quarantined + result.good_again
+    is_left = result.bad > result.removed + result.good_again
     none_loads = 0 < result.blocks == sum(result.misses.values())
     return bool(is_left or result.failed or result.unknown_keys or none_loads)
 
@@ -151,14 +126,13 @@ class _Work:
     Attributes:
         yes: remove bad blocks without asking.
         is_bare: the place has no configuration, so nothing is known of engines' keys.
-        n_blocks: blocks checked so far, earlier runs included.
+        n_blocks: blocks checked so far.
     """
 
     subset: Subset
     repair: bool
     dry_run: bool
     yes: bool
-    state: Path | None
     n_workers: int
     is_bare: bool
     n_blocks: int = 0
@@ -186,84 +160,39 @@ def _parse_subset(text: str | None, seed: int) -> Subset:
 def _how_to_continue(work: _Work) -> str:
     done = f"{counted(work.n_blocks)} checked"
     if work.repair:
-        done += "; bad blocks are moved aside at the end"
-    if work.state is None:
-        return f"{done}; run it again to start over (with --state FILE, an interrupted run can be resumed)"
-    return f"{done}; run the same command again to resume from {work.state}"
-
-
-def _check_state(path: Path) -> bool:
-    """Check that the state file can be written and belongs to verify.
-
-    This comes first, because otherwise hours of work could not be saved, or a foreign file would be removed at the end.
-
-    Returns:
-        Whether the file belongs to verify, which removes it at the end. False: the file existed and was empty, so
-        verify only empties it.
-    """
-    try:
-        was_there = path.exists()
-        if was_there and not path.is_file():
-            raise ValueError("it is not a regular file")
-        path.open("a").close()
-        text = path.read_text()
-    except (OSError, ValueError) as e:
-        raise refuse(f"--state {path} cannot be used: {e}") from e
-    if not STATE_BEGINS.startswith(text[: len(STATE_BEGINS)]):
-        raise refuse(f"--state {path} is not a state file of verify; name another file")
-    return not was_there or text.startswith(STATE_BEGINS)
+        done += "; bad blocks are deleted at the end"
+    return f"{done}; run it again to start over (with --subset and --seed, a run checks only a part)"
 
 
 def _verify_place(place: Place, work: _Work, *, asks: bool) -> Verified:
-    subset = work.subset
     started_at = time.monotonic()
-    with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
-        units = find_units(store, ticker.count, subset)
-        damaged = damaged_count(store)
-        moves_aside = isinstance(store, SupportsQuarantine)
-    make_store, options = tool_recipe(place.config, read_only=True)
-    recipe = StoreRecipe.of(make_store, **options)
-    # A bucket of the same name at another server is another place.
-    server = getattr(place.config, "endpoint_url", None)
-    where = place.where if server is None else f"{place.where} at {public_url(server)}"
-    task = f"check{'' if subset == ALL else f' {subset.share} {subset.seed}'}"
-    with _state_file(work.state, f"{place.name} {where} {task}") as (done, remember):
-        work.n_blocks += sum(result.blocks for result in done.values())
-        results = dict(done)
-        left = [unit for unit in units if unit not in done]
-        total_bytes = sum(share.bytes for share in units.values())
-        checked_at = time.monotonic()
-        checked = sum(result.bytes for result in done.values())
-        with Ticker(f"verifying {place.name}", total_bytes, unit="bytes", done=checked) as ticker:
-            for result in verify_units(recipe, left, n_workers=work.n_workers, subset=subset):
-                results[result.unit] = result
-                remember(result)
-                work.n_blocks += result.blocks
-                checked += result.bytes
-                ticker.tell(checked, f"{human_bytes(checked)} of {human_bytes(total_bytes)}")
+    with place.open() as store, Ticker(f"verifying {place.name}", unit="bytes") as ticker:
+
+        def on_progress(report: VerifyReport) -> None:
+            work.n_blocks = before + report.blocks
+            ticker.count(report.bytes)
+
+        before = work.n_blocks
+        report = verify_blocks(store, workers=work.n_workers, subset=work.subset, on_progress=on_progress)
+    took_s = time.monotonic() - started_at
     total = Verified(
         tier=place.name,
         where=place.where,
-        subset=subset.share,
-        moves_aside=moves_aside,
+        subset=work.subset.share,
         dry_run=work.dry_run,
-        resumed_units=len(done),
+        bytes_per_s=round(report.bytes / max(1e-9, took_s)),
+        **vars(report),
     )
-    for result in results.values():
-        total.add(result)
-    total.failed = max(total.failed, damaged)  # a unit of only damaged folders or files is not found, so has no result
     if work.repair and total.bad > total.kept:
         total.stopped = not _may_remove(place, total, yes=work.yes, asks=asks)
         if not total.stopped:
             with place.open(writes=True) as store:
-                fixed = repair(store, results.values())
-            total.quarantined, total.good_again = fixed.removed, fixed.good_again
+                fixed = repair(store, report.bad_blocks)
+            total.removed, total.good_again = fixed.removed, fixed.good_again
             total.failed += fixed.failed
     if not work.is_bare:
         total.misses = misses_of(place.config, total.seals)
         total.unknown_keys = unknown_keys(total.seals, key_ids(place.config))
-    now_bytes = total.bytes - sum(result.bytes for result in done.values())
-    total.bytes_per_s = round(now_bytes / max(1e-9, time.monotonic() - checked_at), 1)
     total.seconds = round(time.monotonic() - started_at, 3)
     return total
 
@@ -286,59 +215,27 @@ def _doubt(bad: int, blocks: int) -> str:
     )
 
 
-@contextmanager
-def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitResult], Callable[[UnitResult], None]]]:
-    """Yield a place's earlier results, and a function that appends a new one as a line. Skips incomplete lines."""
-    if path is None:
-        yield {}, lambda _: None
-        return
-    done = {}
-    text = path.read_text() if path.exists() else ""
-    for line in text.splitlines():
-        try:
-            content = json.loads(line)
-            result = decode_result(content["result"])
-            if content["place"] == place:
-                done[result.unit] = result
-        except (ValueError, KeyError, TypeError):
-            continue
-    # Unbuffered, because after a failed write, closing a buffered file would fail again.
-    with path.open("ab", buffering=0) as file:
-
-        def end_line(text: str) -> None:
-            try:
-                file.write(f"{text}\n".encode())
-            except OSError as e:
-                raise refuse(f"--state {path} cannot be written: {e.strerror}") from e
-
-        if text and not text.endswith("\n"):
-            end_line("")
-        yield done, lambda result: end_line(json.dumps({"place": place, "result": asdict(result)}))
-
-
 def _show(result: Verified) -> None:
-    resumed = f", {result.resumed_units} parts in an earlier run" if result.resumed_units else ""
     speed = f"{human_bytes(result.bytes_per_s)}/s"
     size = human_bytes(result.bytes)
     what = counted(result.blocks)
     part = "" if result.subset == 1 else f" (a subset of {result.subset * 100:.4g}%)"
-    say(f"{result.tier} at {result.where}: {what}, {size} checked{part} at {speed}{resumed}")
+    say(f"{result.tier} at {result.where}: {what}, {size} checked{part} at {speed}")
     for reason, count in Counter(result.bad_blocks.values()).items():
         say(f"  bad ({reason}): {counted(count)}")
     for key, reason in islice(result.bad_blocks.items(), BAD_SHOWN_MAX):
         say(f"    {key} ({reason})")
     if result.bad > BAD_SHOWN_MAX:
         say(f"    … and {result.bad - BAD_SHOWN_MAX:,} more; --json names them")
-    moved = "moved aside" if result.moves_aside else "deleted"
-    if result.quarantined:
-        say(f"  {moved}: {counted(result.quarantined)}")
+    if result.removed:
+        say(f"  deleted: {counted(result.removed)}")
     if result.good_again:
         say(f"  good or gone when read again (replaced, or read wrongly before): {counted(result.good_again)}")
     if result.stopped:
         say(f"  nothing was removed: {_doubt(result.bad - result.kept, result.blocks)}")
         say("  If it finds the same blocks bad, repeat this command with --yes.")
     if result.dry_run and (would := result.bad - result.kept):
-        say(f"  would be {moved}: {counted(would)}")
+        say(f"  would be deleted: {counted(would)}")
     for reason, count in result.misses.items():
         say(f"  misses for engines with this configuration: {counted(count)} {reason}")
     if result.unknown_keys:

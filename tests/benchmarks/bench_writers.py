@@ -27,8 +27,8 @@ import numpy as np
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.capacity.policy import POLLS_TO_STOP
 from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.store_layer import Layer
 from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.testing.store_layer import Layer
 from tests.identity import FakeSpec, block_key
 
 ROOT = Path(__file__).parents[2]

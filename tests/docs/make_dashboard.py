@@ -225,9 +225,8 @@ ROWS: dict[str, list[Panel]] = {
             ("kvtiers_verify_failures_total", "tier, reason", "{{instance}} {{tier}} {{reason}}"),
         ),
         _events(
-            "Bad blobs moved aside and healed",
-            "The next store of a bad block replaces it. It is moved aside only if it cannot be replaced.",
-            ("kvtiers_quarantined_blobs_total", "tier", "{{instance}} {{tier}} moved aside"),
+            "Bad blobs healed",
+            "The next store of a bad block replaces it.",
             ("kvtiers_healed_blobs_total", "tier", "{{instance}} {{tier}} healed"),
         ),
         _events(

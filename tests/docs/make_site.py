@@ -88,10 +88,6 @@ API: dict[str, Sequence[str]] = {
 OPTIONAL_PROTOCOLS = (
     "SupportsTail",
     "SupportsPieces",
-    "SupportsQuarantine",
-    "SupportsTouch",
-    "SupportsAges",
-    "KeepsFiles",
 )
 TEST_KIT = ("contract.StoreContract", "machine.run_store_machine")
 

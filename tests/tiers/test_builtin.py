@@ -315,7 +315,7 @@ def test_tier_whose_store_cannot_be_made_starts_cut_off_and_comes_back(
             return bool(tier.circuit_state is CircuitState.CLOSED)
 
         wait_for(is_back)
-        assert "tier store: circuit closed: it answers again" in caplog.text
+        assert "tier store: circuit closed: the storage answers again" in caplog.text
         wait_for(lambda: is_back() and list((tmp_path / "root").glob("**/config.json")))
         if how != "hang":  # the other's deadline is short
             store_and_load(tier, np.asarray(view))

@@ -1,25 +1,18 @@
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, MetricsHandler, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtiers.connector.spec import DeploymentSpec
-from kvtiers.tiers import exporter
 from kvtiers.tiers.config.deployment import parse_config
 from kvtiers.tiers.errors import SealReason
-from kvtiers.tiers.exporter import CONNECTIONS_MAX, MetricsCollector, MetricsServer
+from kvtiers.tiers.exporter import MetricsCollector, MetricsServer
 from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics
 from tests.identity import CONFIG
 
@@ -112,81 +105,6 @@ def test_an_engine_serves_its_metrics_and_stops(tmp_path: Path) -> None:
         assert f'kvtiers_verify_failures_total{{reason="{reason}",tier="fs"}} 0.0' in text
     with pytest.raises(OSError, match="refused"):
         scrape(port)
-
-
-@pytest.fixture
-def server() -> Iterator[MetricsServer]:
-    server = MetricsServer([Metrics()], port=0)
-    yield server
-    server.close()
-
-
-@contextmanager
-def waiting_clients(port: int, count: int) -> Iterator[list[socket.socket]]:
-    """Connections that have sent half a request."""
-    with ExitStack() as stack:
-        clients = []
-        for _ in range(count):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), 120))
-            client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-            clients.append(client)
-        yield clients
-
-
-def descriptors_of_sockets() -> int:
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-    return count
-
-
-def test_waiting_connections_beyond_the_limit_end_and_a_scrape_is_answered(server: MetricsServer) -> None:
-    before, threads = descriptors_of_sockets(), threading.active_count()
-    count = 5 * CONNECTIONS_MAX
-    with waiting_clients(server.port, count) as clients:
-        assert "kvtiers_slots" in scrape(server.port)
-        assert descriptors_of_sockets() <= before + count + CONNECTIONS_MAX
-        assert threading.active_count() <= threads + CONNECTIONS_MAX
-        assert clients[0].recv(1) == b""  # the oldest
-
-
-def test_request_that_takes_too_long_is_ended_although_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "REQUEST_S_MAX", 0.5)
-    server = MetricsServer([Metrics()], port=0)
-    try:
-        with waiting_clients(server.port, 1) as (client,):
-            client.settimeout(0.02)
-            until = time.monotonic() + 120
-            while time.monotonic() < until:
-                try:
-                    client.sendall(b"x")
-                    ended = client.recv(1) == b""
-                except TimeoutError:
-                    continue
-                except OSError:
-                    ended = True
-                assert ended
-                break
-            else:
-                pytest.fail("the connection goes on")
-            assert "kvtiers_slots" in scrape(server.port)
-    finally:
-        server.close()
-
-
-def test_client_that_does_not_read_its_answer_is_ended(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = bytes(64 << 20)  # more than sockets buffer
-    monkeypatch.setattr(MetricsHandler, "do_GET", lambda handler: handler.wfile.write(answer))
-    with socket.create_connection(("127.0.0.1", server.port), 120) as client:
-        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        received = len(client.recv(1))
-        with waiting_clients(server.port, 2 * CONNECTIONS_MAX) as others:
-            assert others[0].recv(1) == b""  # accepted after this client, and ended
-            with suppress(OSError):
-                while part := client.recv(1 << 20):
-                    received += len(part)
-    assert received < len(answer)
 
 
 def test_nothing_is_served_by_default(tmp_path: Path) -> None:

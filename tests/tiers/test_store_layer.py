@@ -11,21 +11,19 @@ import pytest
 from kvtiers.tiers.store import (
     KeepsFiles,
     Store,
-    SupportsQuarantine,
     SupportsSpace,
     SupportsTail,
     SupportsTouch,
 )
-from kvtiers.tiers.store_layer import Layer
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import FaultyStore
+from kvtiers.tiers.testing.store_layer import Layer
 
 #: Each protocol, and its methods.
 PROTOCOLS: dict[type, tuple[str, ...]] = {
     SupportsTail: ("get_tail",),
-    SupportsQuarantine: ("quarantine",),
     SupportsTouch: ("touch",),
-    KeepsFiles: ("sweep", "leftovers", "hidden_names"),
+    KeepsFiles: ("sweep", "hidden_names"),
     SupportsSpace: ("space",),
 }
 

@@ -56,7 +56,7 @@ for _ in range(2):
 """
 STARTED = "tier fs: started: "
 OPENED = "tier fs: circuit open: 1 failures in a row, the last: no answer"
-BACK = "tier fs: circuit closed: it answers again"
+BACK = "tier fs: circuit closed: the storage answers again"
 
 
 def lines_of(root: Path, script: str, **environ: str) -> list[str]:

@@ -9,10 +9,6 @@ from operator import itemgetter, methodcaller
 
 from .keys import GROUP_INDEX_BYTES, OffloadKey
 
-#: This many different bad blocks, without a good block between them, are blamed on this host's reads. Storage rots in
-#: single blocks, and two in a row are still likely near a bad sector. Bad memory or a bad network damages every block.
-BAD_READS_MAX = 3
-
 Pair = tuple[OffloadKey, int]  # a key and its slot
 
 
@@ -53,13 +49,11 @@ class Batch:
     bad: list[OffloadKey] = field(
         default_factory=list
     )  # loads: blocks in ``gone`` that are bad, so the next store must overwrite them
-    suspects: list[OffloadKey] = field(default_factory=list)  # bad blocks that may have been read wrongly
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     verify_failures: Counter[str] = field(default_factory=Counter)
     healed: int = 0
-    quarantined: int = 0
     perhaps_stored: int = 0  # failed blocks that may be stored: a retryable error may be a lost acknowledgement
     fault: str = ""  # the last error that tells something about the storage's health
     full: str = ""  # the last error of a storage without room

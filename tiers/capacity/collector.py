@@ -105,6 +105,7 @@ class Collector:
         self._looks_at = now  # when to look next whether a listing is due
         self._heard = ("", 0), now  # another collector's name and last beat, and since when it is the last
         self._seen_listing: tuple[int, float] | None = None  # number of the last complete listing, and since when
+        self._listing_put = -1, 0, 0  # a listing, and what was put before it, and until it was seen
         self._told_foreign = False
         self._offset_s: float | None = None  # the storage's clock minus ``monotonic``
         self._take_up(Usage())
@@ -186,8 +187,6 @@ class Collector:
             for _ in range(1 if self._now() is not None else 2):  # the first one finds the newest blob
                 self._run_pass(report, Wanted(self._ttl_s()), on_progress)
             freed, removed = report.removed_bytes["ttl"] if dry_run else 0, 1
-            if self._excess_bytes(freed=freed)[0] > 0:
-                self._sweep(report, is_short=True)
             while removed and (excess := self._excess_bytes(freed=freed)[0]) > 0:
                 share = excess / max(1, self._removable_bytes())
                 part = CollectReport(dry_run=dry_run)
@@ -206,7 +205,7 @@ class Collector:
         return report
 
     def _run_pass(self, report: CollectReport, wanted: Wanted, on_progress: Callable[[int], None]) -> None:
-        self._begin_pass(report, is_short=wanted.excess_bytes > 0)
+        self._begin_pass(report)
         is_end = False
         while not is_end:
             until = self._monotonic() + STEP_S
@@ -239,13 +238,26 @@ class Collector:
             self._looks_at = now + self._policy.every_s
         self._writer.poll(publishes=self._counts_puts)
         usage = self._writer.usage or Usage()
-        counted = usage.put.get(self._writer.name, 0)
+        counted = self._counted_by_others(usage)
         self._lag.note(self._writer.put_bytes if usage.holder not in ("", self._owner) else counted, counted)
         self.full = usage.full
         if late_s := self._lag.late_s:
-            self.full = f"the collector of max_bytes is another engine's, and has counted nothing for {late_s:.0f} s"
+            self.full = (
+                f"another engine's collector of max_bytes has not counted this engine's blocks for {late_s:.0f} s"
+            )
         is_due = self._is_listing_due(usage)
         return is_active or is_due
+
+    def _counted_by_others(self, usage: Usage) -> int:
+        """How many of the bytes that this engine put another collector has counted: by its record or a listing.
+
+        A collector that cannot read this engine's record still lists its blocks. What was put before a listing was seen
+        is in the next one, but for a poll's worth.
+        """
+        listed, _, put = self._listing_put
+        if usage.listed != listed:
+            self._listing_put = usage.listed, put, self._writer.put_bytes
+        return max(usage.put.get(self._writer.name, 0), self._listing_put[1])
 
     def _is_free(self, usage: Usage) -> bool:
         """Whether no other collector works, or the one that does has been silent for ``lease_s``."""
@@ -289,7 +301,6 @@ class Collector:
         self._put = self._put_at_pass = max(0, self._writer.put_bytes - usage.put.get(self._writer.name, 0))
         self._put_at_base = 0
         self._removed = 0  # since the listing that ``_base`` is from
-        self._own_bytes: int | None = None  # of the store's own files, as far as ``_base`` includes them
         self._written.begin(usage.put)
         self._counted_at: float | None = None
         self._put_at_count = self._put
@@ -355,7 +366,7 @@ class Collector:
         if not (is_fast or self._walker.current is not None or self._is_listing_due(usage)):
             return
         if self._walker.current is None:
-            self._begin_pass(report, is_short=excess > 0)
+            self._begin_pass(report)
         wanted = Wanted(self._ttl_s(), excess if is_fast else 0, share)
         keys_max = float("inf") if is_fast else max(1, int(KEYS_PER_S * self._policy.poll_s))
         until = now + STEP_S
@@ -376,29 +387,16 @@ class Collector:
         still_missing = self._excess_bytes()[0] > 0 and self._monotonic() >= self._rest_until
         self.is_urgent = still_missing or (lists_first and not is_end)
 
-    def _begin_pass(self, report: CollectReport, *, is_short: bool) -> None:
-        self._sweep(report, is_short=is_short)
+    def _begin_pass(self, report: CollectReport) -> None:
         if isinstance(self._store, KeepsFiles):
-            report.leftovers = self._store.leftovers(self._policy.quarantine_s)
+            report.leftovers = self._store.sweep(remove=not report.dry_run)
         self._put_at_pass = self._put
-
-    def _sweep(self, report: CollectReport, *, is_short: bool) -> None:
-        """Remove the store's own leftovers; if space is short all bad blobs, because they go before good ones."""
-        if not isinstance(self._store, KeepsFiles):
-            return
-        age_s = 0.0 if is_short else self._policy.quarantine_s
-        own_bytes = self._store.sweep(float("inf") if report.dry_run else age_s)
-        if report.dry_run and is_short:
-            own_bytes = 0
-        if self._own_bytes is not None:
-            self._base += own_bytes - self._own_bytes
-        report.own_bytes = self._own_bytes = own_bytes
 
     def _end_pass(self, report: CollectReport) -> None:
         """Take the sum of a pass that has ended for what is stored."""
         last = self._walker.last
         assert last is not None
-        self._base, self._put_at_base, self._removed = last.bytes + (self._own_bytes or 0), self._put_at_pass, 0
+        self._base, self._put_at_base, self._removed = last.bytes, self._put_at_pass, 0
         self._blobs = last.blobs
         self._listed += 1
         self._listed_at = self._clock()
@@ -416,7 +414,7 @@ class Collector:
     def _removable_bytes(self) -> int:
         """Bytes of blocks, as far as is known."""
         passed = self._walker.last or self._walker.current
-        return max(1, self._used() - (self._own_bytes or 0) - (0 if passed is None else passed.foreign_bytes))
+        return max(1, self._used() - (0 if passed is None else passed.foreign_bytes))
 
     def _marks(self) -> Marks | None:
         return self._policy.marks(self._rate)

@@ -127,8 +127,8 @@ class CollectorLink(Connections[Child]):
     def is_full(self) -> str:
         """Why nothing may be put now; "": puts are allowed. It is known one poll late, so the bound is soft."""
         if late_s := self._lag.late_s:
-            why = self._error or "its process hangs, or gets no processor"
-            return f"max_bytes is set, and the collector has not counted what is stored for {late_s:.0f} s: {why}"
+            why = self._error or "its process hangs or gets no CPU"
+            return f"the collector of max_bytes has not counted new blocks for {late_s:.0f} s: {why}"
         return self._full
 
     def note_put(self, size: int) -> None:
@@ -231,7 +231,7 @@ class CollectorLink(Connections[Child]):
             if keys := [key for key, its_place in removed if its_place == place]:
                 self._reasons.append((reason, keys))
         if error is not None:
-            logger.warning("tier %s: its collector: %s", self._name, error["error"])
+            logger.warning("tier %s: the collector failed: %s", self._name, error["error"])
             self._report_error(error)
         if full is not None:
             self._full, self._error = full, ""
@@ -256,15 +256,15 @@ class CollectorLink(Connections[Child]):
             self._silent_s += LISTEN_S
         if self._silent_s > self._silent_s_max:
             logger.warning(
-                "tier %s: its collector (process %s) has not answered for %.0f s: the process or its storage hangs. "
-                "Killing it and starting another one", self._name, child.handle.pid, self._silent_s,
+                "tier %s: the collector (process %s) has not answered for %.0f s, because it or the storage hangs; "
+                "killing and replacing it", self._name, child.handle.pid, self._silent_s,
             )  # fmt: skip
             self._silent_s_max = min(SILENT_S_MAX, 2 * self._silent_s_max)
             self._end(child, "it hung")
 
     def _lost(self, child: Child, why: str) -> None:
         if not self._closing:
-            text = "tier %s: its collector ended: %s; another is started in %.1f s"
+            text = "tier %s: the collector's process ended: %s; starting another one in %.1f s"
             logger.warning(text, self._name, why, child.pause_s)
             self._report_error({"error": f"it ended: {why}", "runs": 1})  # else nobody would notice if all of them die
 

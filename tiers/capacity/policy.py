@@ -42,7 +42,6 @@ class CapacityPolicy:
             or a ``ttl``.
         poll_s: how often writers publish what they put, and how often the collector reads these records.
         grace_s: younger blocks are never removed, because their writer may be about to read them.
-        quarantine_s: how long bad blobs are kept for inspection.
         lease_s: a collector that has published nothing for this long is considered dead.
         writer_s: the record of a writer that has not renewed it for this long is removed.
     """
@@ -54,7 +53,6 @@ class CapacityPolicy:
     every_s: float = 600.0
     poll_s: float = 0.25
     grace_s: float = 2.0
-    quarantine_s: float = 7 * 86_400.0
     lease_s: float = 30.0
     writer_s: float = 900.0
 

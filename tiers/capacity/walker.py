@@ -41,9 +41,8 @@ class CollectReport:
         blobs, bytes: totals of the last complete listing, 0 before the first.
         removed_blobs, removed_bytes: totals by reason, "ttl" or "capacity".
         kept_by_error: number of blobs that could not be removed.
-        own_bytes: bytes of the store's own files, quarantine included.
-        leftovers: files of dead writers and quarantined blobs that were removed since the store was opened; with
-            ``dry_run``, that a run would remove.
+        leftovers: files of dead writers that were removed since the store was opened; with ``dry_run``, that a run
+            would remove.
     """
 
     dry_run: bool = False
@@ -52,7 +51,6 @@ class CollectReport:
     removed_blobs: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
     removed_bytes: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
     kept_by_error: int = 0
-    own_bytes: int = 0
     leftovers: int = 0
     seconds: float = 0.0
 

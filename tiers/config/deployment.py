@@ -126,21 +126,6 @@ class DeploymentConfig(Model):
     )
 
 
-#: Known key -> where it belongs, for a key that is written elsewhere. Of a key in several places, the last one counts.
-_HOMES = {
-    **{name: "in tiers" for model in TIER_MODELS.values() for name in model.model_fields},
-    **{
-        name: f"in {section}"
-        for section, model in (
-            ("region", RegionConfig), ("handler", HandlerConfig),
-            ("metrics", MetricsConfig), ("identity", IdentityConfig),
-        )
-        for name in model.model_fields
-    },
-    **dict.fromkeys(DeploymentConfig.model_fields, "at the top level of the file"),
-}  # fmt: skip
-
-
 def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) -> DeploymentConfig:
     """Read a deployment's YAML file. Relative paths in it are relative to the file's folder.
 
@@ -195,7 +180,7 @@ def parse_config(data: object, registered: Collection[str] = (), *, folder: str 
     try:
         config = DeploymentConfig.model_validate(data | {"tiers": ()}, context={"folder": folder})
     except ValidationError as e:
-        mistakes = explain(e, DeploymentConfig, data, _HOMES) + mistakes
+        mistakes = explain(e, DeploymentConfig, data) + mistakes
     if mistakes:
         raise Mistakes(mistakes)
     return config.model_copy(update={"tiers": tuple(_with_unique_names(list(tiers.values())))})
@@ -259,23 +244,13 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         tier = model.model_validate(data, context={"folder": folder})
     except ValidationError as e:
         # "from None": pydantic's exception contains the values, which may be secret.
-        raise Mistakes(explain(e, model, data, _homes_of_tier_keys(model))) from None
+        raise Mistakes(explain(e, model, data)) from None
     if isinstance(tier, TierConfig):
         try:
             tier.check()
         except ConfigError as e:
             raise Mistakes([(e.field, e.message)]) from None
     return tier
-
-
-def _homes_of_tier_keys(model: type[BaseModel]) -> dict[str, str]:
-    """Where a key that this tier does not have belongs: to another type, or outside the tiers."""
-    types: dict[str, list[str]] = {}
-    for tier_type, other in TIER_MODELS.items():
-        for name in other.model_fields.keys() - model.model_fields.keys():
-            types.setdefault(name, []).append(tier_type)
-    of_types = {name: f"to type: {' or '.join(names)}" for name, names in types.items()}
-    return {name: home for name, home in _HOMES.items() if home != "in tiers"} | of_types
 
 
 def as_store_tier(data: dict[str, Any]) -> dict[str, Any]:

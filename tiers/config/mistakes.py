@@ -16,55 +16,24 @@ from .values import show_duration, show_size
 from .variables import AS_WRITTEN, VariableError
 
 CLOSE = 0.7  # difflib's ratio: "teirs" is 0.8 of "tiers"; at 0.6, unrelated keys are suggested
-CLOSE_SHORT = 0.6  # for names of up to 4 letters that begin alike: "nsf" is 0.67 of "nfs", but "path" 0.75 of "auth"
 _MAY_HOLD_SECRETS = {"options", "storage_options", "url", "endpoint_url", "keys_file", "keys_env"}
 _CREDENTIAL = re.compile(
     r"secret|passw|passphrase|token|credential|connection_?string|(access|api|account|private|sas|shared)_?key|signature"
 )
-#: Where credentials belong, by the tier's type; "": everywhere else.
-_CREDENTIALS: Mapping[str, str] = {
-    "s3": "S3's come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), ~/.aws/credentials (choose a "
-    "profile) or a role",
-    "fsspec": "leave them to the environment variables that the driver reads, or else write them into storage_options",
-    "store": "leave them to the environment variables that the store reads, or else write them into options",
-    "": "keys for encrypt come from keys_file or keys_env, and S3's credentials from the environment, "
-    "~/.aws/credentials or a role",
+_CREDENTIALS = (
+    "credentials do not belong here: S3's come from the environment, ~/.aws/credentials (choose a profile) or a role, "
+    "those of fsspec drivers from their own environment variables, keys for encrypt from keys_file or keys_env "
+    "(docs/security.md)"
+)
+#: Options of commits before 0.1.0 that have a successor.
+_REPLACED = {
+    "auth": "write encrypt: aes-gcm, which authenticates as well",
+    "request_timeout": "it is two thirds of job_deadline_s",
+    "sse_kms_key_id": "write sse: with the key's ARN or id",
+    "addressing_style": "for virtual, write endpoint_url: https://BUCKET.HOST",
+    "role_arn": "write the role into a profile of ~/.aws/config, and profile: its name",
+    "verify": "write the server's certificate authority into ca_bundle",
 }
-#: Keys of other programs, and the key that is meant, where the model has it.
-_MEANT = {
-    **dict.fromkeys(("path", "dir", "directory", "folder", "root"), "root_dir"),
-    **dict.fromkeys(("size", "capacity", "limit", "max_size", "size_limit"), "max_bytes"),
-    **dict.fromkeys(("expire", "expiry", "max_age"), "ttl"),
-}
-#: Keys of earlier versions -> what became of them.
-_REMOVED = {
-    "auth": "write encrypt: aes-gcm in its place, which authenticates as well; blocks stored with gmac are not found",
-    "format": "every tier stores sealed blocks. Leave it out; blocks stored with vllm-raw are not found",
-    "unverified": "blocks without a seal are never loaded. Leave it out",
-    **dict.fromkeys(("gc_high", "gc_low"), "the collector finds its marks below max_bytes by itself. Leave it out"),
-    "gc_every_s": "the collector lists a little at a time, at a pace of its own. Leave it out",
-    "task_bytes": "jobs are divided by what their blocks cost. Leave it out",
-    "lookup_threads": "each process of a tier answers lookups on a thread of its own. Leave it out",
-    "seal_checksum": "new blocks carry xxh3_64, and blocks with xxh3_128 are still read. Leave it out",
-    "trace": "a process that exports OpenTelemetry spans has them of every tier. Leave it out",
-    **dict.fromkeys(
-        (
-            "jobs_max", "max_bytes_in_flight", "lookup_total_s", "present_ttl_s", "absent_ttl_s", "lookup_cache_keys",
-            "circuit_failures", "circuit_probe_s", "shutdown_s", "n_threads_max", "worker_memory", "connect_timeout",
-            "retries",
-        ),
-        "it is a constant now. Leave it out",
-    ),
-    "request_timeout": "it is two thirds of job_deadline_s. Leave it out, or change job_deadline_s",
-    "client": "kvtiers has a client of its own, and boto3 is used where that cannot be. Leave it out",
-    "checksum": "crc64nvme is sent, and payloads are signed where a server refuses it. Leave it out",
-    "sse_kms_key_id": "write sse: with the key's ARN or id, which means aws:kms",
-    "addressing_style": "the bucket is part of the host on AWS and where endpoint_url has it before its host, else of "
-    "the path. Leave it out, or write endpoint_url: https://BUCKET.HOST for virtual",
-    "role_arn": "write the role into a profile of ~/.aws/config (role_arn, source_profile), and profile: its name",
-    "verify": "certificates are always verified; write the server's certificate authority into ca_bundle",
-    "embedded": "only the demo has such a server; it starts it for endpoint_url: https://kvtiers-demo.invalid",
-}  # fmt: skip
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"
@@ -93,14 +62,11 @@ class Mistakes(ConfigError):
             super().__init__("\n".join(f"{field}: {message}" for field, message in found))
 
 
-def explain(
-    error: ValidationError, model: type[BaseModel], data: object, homes: Mapping[str, str]
-) -> list[tuple[str, str]]:
+def explain(error: ValidationError, model: type[BaseModel], data: object) -> list[tuple[str, str]]:
     """Explain pydantic's errors, as (field, message).
 
     Args:
         data: what was validated. pydantic's errors hold values whose variables were replaced, which may be secret.
-        homes: known key -> where it belongs, for keys that are written elsewhere.
     """
     schema = _schema_of(model)
     items = error.errors(include_url=False)
@@ -108,7 +74,7 @@ def explain(
     unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
     meant = {(*loc[:-1], _meant_key(loc, schema)) for loc in unknown}
     told = [item for item in items if item["type"] != "missing" or item["loc"] not in meant]
-    return [_explain_one(item, schema, data, homes) for item in told]
+    return [_explain_one(item, schema, data) for item in told]
 
 
 def _meant_key(loc: tuple[int | str, ...], schema: dict[str, Any]) -> str:
@@ -120,7 +86,7 @@ def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema()
 
 
-def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object, homes: Mapping[str, str]) -> tuple[str, str]:
+def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object) -> tuple[str, str]:
     loc, kind = item["loc"], item["type"]
     path = ""
     for part in loc:
@@ -128,7 +94,7 @@ def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object, homes
         path = f"{path}[{part}]" if is_index else join(path, str(part))
         data = _child(data, part)
     if kind == "extra_forbidden":
-        return path, _unknown_key(str(loc[-1]), _schema_at(schema, loc[:-1]), homes)
+        return path, _unknown_key(str(loc[-1]), _schema_at(schema, loc[:-1]))
     shown = kind_of(data) if _MAY_HOLD_SECRETS.intersection(loc) else show(data)
     context = item.get("ctx", {})
     cause = context.get("error")
@@ -136,8 +102,6 @@ def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object, homes
         shown += ", with its variables replaced,"
     accepted = in_words(_schema_at(schema, loc))
     words = _WORDS.get(kind, _ACCEPTED if accepted else _OTHERS)
-    if kind == "string_type" and (looks := _looks_like(data)):
-        words += f"; put a text that looks like {looks} in quotes"
     plain = f"{item['msg'][:1].lower()}{item['msg'][1:]}"
     return path, words.format(**context, shown=shown, accepted=accepted, plain=plain)
 
@@ -145,26 +109,17 @@ def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object, homes
 def did_you_mean(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """The known name that was probably meant; "" if none is close."""
     normal = re.sub(r"[-\s]+", "_", name.lower())
-    if (meant := _MEANT.get(normal, "")) in known:
-        return meant
-    if len(normal) > 4:
-        return next(iter(get_close_matches(normal, list(known), 1, CLOSE)), "")
-    alike = [each for each in known if each[:1] == normal[:1]]
-    return next(iter(get_close_matches(normal, alike, 1, CLOSE_SHORT)), "")
+    return next(iter(get_close_matches(normal, list(known), 1, CLOSE)), "")
 
 
-def _unknown_key(name: str, owner: dict[str, Any], homes: Mapping[str, str]) -> str:
+def _unknown_key(name: str, owner: dict[str, Any]) -> str:
     known: dict[str, Any] = owner.get("properties", {})
-    if became := _REMOVED.get(name):
-        return f"was removed: {became}"
+    if successor := _REPLACED.get(name):
+        return f"was removed: {successor}"
     if _CREDENTIAL.search(name.lower()):
-        tier_type = known.get("type", {}).get("const", "")
-        where = _CREDENTIALS.get(tier_type, _CREDENTIALS[""])
-        return f"is not a known key; credentials do not belong here: {where} (docs/security.md)"
+        return f"is not a known key; {_CREDENTIALS}"
     if meant := did_you_mean(name, known):
         return f"is not a known key; did you mean {meant}?"
-    if name in homes:
-        return f"is not a known key here; it belongs {homes[name]}"
     return f"is not a known key; accepted: {', '.join(sorted(known))}"
 
 
@@ -237,13 +192,6 @@ def kind_of(value: object) -> str:
     """The kind of a value, without its content, which may be secret."""
     kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", bytes: "binary", type(None): "nothing"}
     return kinds.get(type(value), f"a {type(value).__name__}")
-
-
-def _looks_like(value: object) -> str:
-    """The type that YAML gave to text without quotes; "" if the value cannot come from such text."""
-    if isinstance(value, bool):
-        return "true or false (yes, no, on, off)"
-    return "a number" if isinstance(value, int | float) else ""
 
 
 def _child(data: object, part: int | str) -> object:

@@ -31,10 +31,9 @@ def store_recipe(config: TierConfig) -> Recipe:
         ConfigError: the tier type has no built-in store, or the options do not fit.
     """
     if isinstance(config, FsTierConfig):
-        options = _folder_options(config) | {"durability": config.durability}
         from ..stores.files.local import LocalStore
 
-        return LocalStore, options
+        return LocalStore, _folder_options(config)
     if isinstance(config, NfsTierConfig):
         from ..stores.files.nfs import NfsStore
 

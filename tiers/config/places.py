@@ -1,16 +1,15 @@
 """Where each tier keeps its blocks; finds two tiers in the same location, or one inside another.
 
-It finds mistakes of a copied section. Two ways to spell one server, and two protocols of one server, are not compared.
+It finds mistakes of a copied section. Links are not followed, and two ways to spell one server, or two protocols of one
+server, are not compared.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass, field
 from itertools import permutations
 
-from ..stores.files.mounts import follow_links
 from ..stores.fsspec_driver import LOCAL
 from ..stores.s3.options import without_bucket
 from .tier_options import (
@@ -22,8 +21,6 @@ from .tier_options import (
     StoreTierConfig,
 )
 
-RESOLVE_S_MAX = 2.0  # time limit for resolving a root's symbolic links: on a hung mount the call does not return
-
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
@@ -32,45 +29,37 @@ class TierPlace:
     Attributes:
         name: the config field that gives the location.
         storage: identifies the storage; only paths in the same storage can be compared.
-        paths: the location in the storage, without a trailing slash: as configured and, unless a mount hangs, with
-            symbolic links in its parent folders resolved.
+        path: the location in the storage, without a trailing slash.
     """
 
     name: str
     storage: object = field(repr=False)  # holds a driver's options, which may be secret
-    paths: frozenset[str]
+    path: str
 
     def is_same(self, other: TierPlace) -> bool:
         """Whether both are the same location."""
-        return self.storage == other.storage and not self.paths.isdisjoint(other.paths)
+        return self.storage == other.storage and self.path == other.path
 
     def is_inside(self, other: TierPlace) -> bool:
         """Whether this location is below the other."""
-        return self.storage == other.storage and any(
-            path.startswith(f"{above}/") for path in self.paths for above in other.paths
-        )
+        return self.storage == other.storage and self.path.startswith(f"{other.path}/")
 
 
 def place_of(tier: AnyTierConfig) -> TierPlace | None:
     """Where a tier keeps its blocks; None for memory tiers and external tiers."""
-    if isinstance(tier, FsTierConfig):
-        return TierPlace("root_dir", "files", frozenset((_spelled(tier.root_dir), _resolved(tier.root_dir))))
-    if isinstance(tier, NfsTierConfig):
-        return TierPlace(
-            "root_dir", "files", frozenset((_spelled(tier.root_dir), _spelled(follow_links(tier.root_dir))))
-        )
+    if isinstance(tier, FsTierConfig | NfsTierConfig):
+        return TierPlace("root_dir", "files", _spelled(tier.root_dir))
     if isinstance(tier, S3TierConfig):
         endpoint, _ = without_bucket(tier.endpoint_url or _endpoint_of_environment(), tier.bucket)
         path = "/".join(filter(None, (tier.bucket, tier.prefix.strip("/"))))
-        return TierPlace("prefix" if tier.prefix else "bucket", ("s3", endpoint), frozenset((path,)))
+        return TierPlace("prefix" if tier.prefix else "bucket", ("s3", endpoint), path)
     if isinstance(tier, FsspecTierConfig):
         protocol, _, path = tier.url.rpartition("::")[2].partition("://")
         if protocol in LOCAL:
-            # The driver follows links, also of the root.
-            return TierPlace("url", "files", frozenset((_spelled(path), _resolved(path, whole=True))))
-        return TierPlace("url", (protocol, tier.storage_options), frozenset((path.strip("/"),)))
+            return TierPlace("url", "files", _spelled(path))
+        return TierPlace("url", (protocol, tier.storage_options), path.strip("/"))
     if isinstance(tier, StoreTierConfig):  # its options are opaque: equal options count as the same location
-        return TierPlace("options", ("store", tier.module_path, tier.options), frozenset(("",)))
+        return TierPlace("options", ("store", tier.module_path, tier.options), "")
     return None
 
 
@@ -96,15 +85,3 @@ def shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
 def _spelled(path: str) -> str:
     # abspath keeps a leading "//"; "/" becomes "", so that every absolute path starts with it plus "/".
     return f"/{os.path.abspath(path).strip('/')}".rstrip("/")
-
-
-def _resolved(path: str, *, whole: bool = False) -> str:
-    """Resolve links in the parent folders, and in the last part if ``whole``. Unresolved if a mount hangs."""
-    parent, name = (_spelled(path), "") if whole else os.path.split(_spelled(path))
-    found: list[str] = []
-    thread = threading.Thread(
-        target=lambda: found.append(os.path.realpath(parent)), name="kvtiers-resolve", daemon=True
-    )
-    thread.start()
-    thread.join(RESOLVE_S_MAX)
-    return _spelled(os.path.join(found[0] if found else parent, name))

@@ -239,9 +239,6 @@ class FsTierConfig(BoundedTierConfig):
         description="Free space to leave on the file system. Below it, stores are dropped until the collector has made "
         "room.",
     )
-    durability: Literal["none", "data"] = Field(
-        "none", description="data: fsync each block, which makes stores slower."
-    )
 
 
 class NfsTierConfig(BoundedTierConfig):

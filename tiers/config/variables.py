@@ -16,7 +16,7 @@ from ..errors import public_url
 #: Fields whose texts are used as they are written: they may hold a password with a dollar, or name a variable.
 AS_WRITTEN = frozenset({"keys_env", "options", "storage_options"})
 
-_VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)(?::-([^{}]*))?\}|(\{|\((\w+)\)|))", re.ASCII)
+_VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)(?::-([^{}]*))?\}|(\{|))", re.ASCII)
 
 
 class VariableError(ValueError):
@@ -39,17 +39,12 @@ def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     shown = public_url(value)
 
     def replace(found: re.Match[str]) -> str:
-        dollar, plain, braced, default, other, in_parentheses = found.groups()
+        dollar, plain, braced, default, other = found.groups()
         if dollar:
             return "$"
         if other is not None:
             if found[0] not in shown:
                 return found[0]
-            if in_parentheses:
-                raise VariableError(
-                    f"has {found[0]}, which Kubernetes replaces only in a container's command, args and env; write "
-                    f"${{{in_parentheses}}}, and set that variable in the container's env"
-                )
             raise VariableError(
                 f"has a '{found[0]}' that does not begin a variable; "
                 "write ${NAME} or ${NAME:-default}, and $$ for a dollar"

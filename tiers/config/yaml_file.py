@@ -14,8 +14,6 @@ from yaml.reader import ReaderError
 from ..errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
-NODES_MAX = 10_000  # an alias counts as all values that it repeats: a few hundred bytes may expand to billions
-DEPTH_MAX = 32
 _TAG = "tag:yaml.org,2002:"
 MERGE_TAG, INT_TAG, FLOAT_TAG, DATE_TAG = (f"{_TAG}{name}" for name in ("merge", "int", "float", "timestamp"))
 _QUOTED = re.compile(r"( alias| tag| handle|:) ['\"].*", re.DOTALL)  # where PyYAML's messages quote the file
@@ -50,41 +48,7 @@ def read_yaml(path: str | os.PathLike[str]) -> object:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that rejects duplicate keys. As in YAML 1.2, dates, 12:00 (720 in YAML 1.1) and 0755 are text.
-
-    It counts values and their depth before it builds any.
-    """
-
-    def __init__(self, raw: bytes) -> None:
-        super().__init__(raw)
-        self._nodes = 0
-        self._depth = self._deepest = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # anchor -> its value's nodes and depth, once it is complete
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        mark = event.start_mark
-        nodes, deepest = self._nodes, self._deepest
-        self._depth += 1
-        self._deepest = self._depth
-        self._nodes += 1
-        if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
-            if event.anchor not in self._sizes:
-                raise ComposerError(None, None, "an alias repeats the value that contains it", mark)
-            size, depth = self._sizes[event.anchor]
-            self._nodes += size - 1
-            self._deepest += depth - 1
-        if self._nodes > NODES_MAX:
-            problem = f"it has more than {NODES_MAX:,} values, counting each alias as the values that it repeats"
-            raise ComposerError(None, None, problem, mark)
-        if self._deepest > DEPTH_MAX:
-            raise ComposerError(None, None, "it is nested too deeply", mark)
-        node = super().compose_node(parent, index)
-        if not isinstance(event, yaml.AliasEvent) and event.anchor is not None:
-            self._sizes[event.anchor] = (self._nodes - nodes, self._deepest - self._depth + 1)
-        self._depth -= 1
-        self._deepest = max(deepest, self._deepest)
-        return node
+    """SafeLoader that rejects duplicate keys. As in YAML 1.2, dates, 12:00 (720 in YAML 1.1) and 0755 are text."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked here, not when dicts are built: by then "<<" has merged other mappings' keys in.

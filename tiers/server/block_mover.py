@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from ..blocks.batches import BAD_READS_MAX, Batch, Pair
+from ..blocks.batches import Batch, Pair
 from ..blocks.file_mapper import block_name
 from ..blocks.keys import OffloadKey
 from ..blocks.rows import Rows
@@ -29,7 +29,7 @@ from ..errors import (
     StoreUnavailableError,
 )
 from ..plain_logs import get_logger
-from ..store import Store, SupportsPieces, SupportsTail, put_aside
+from ..store import Store, SupportsPieces, SupportsTail
 
 logger = get_logger(__name__)
 
@@ -45,14 +45,12 @@ class BlockMover:
 
     A load never removes a bad block: this host's memory or network may have damaged the read, and other hosts may read
     the block well. The next store overwrites the block with the same content (``must_replace``), which does no harm if
-    the block was good. A store that cannot overwrite a bad block reads it once more and moves it aside, but not after
-    ``BAD_READS_MAX`` bad blocks in a row.
+    the block was good. A store that cannot overwrite a bad block deletes it first.
 
     Args:
         name: the tier's name, for logs.
         name_prefix: prefix of the blocks' names in the store; see ``tiers.blocks.file_mapper.block_name``.
         rows: the region.
-        clock: seconds, monotonic; deadlines are by this clock.
         say: called with errors that only an operator can fix, each time; whoever logs them limits how often.
 
     Attributes:
@@ -66,13 +64,11 @@ class BlockMover:
         name_prefix: str,
         seal: Seal,
         rows: Rows,
-        clock: Callable[[], float],
         say: Callable[[str], None],
     ) -> None:
         self.name = name
         self.store = store
         self.must_replace: Callable[[OffloadKey], bool] = lambda _: False
-        self._bad_in_a_row = 0  # since the last good block; threads that race may lose a count
         # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
         is_large = rows.row_bytes >= PIECEWISE_BYTES_MIN
@@ -81,12 +77,6 @@ class BlockMover:
         self._say = say
         self._seal = seal
         self._rows = rows
-        self._clock = clock
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a block."""
-        return self._rows.row_bytes
 
     def store_batch(self, pairs: Iterable[Pair]) -> Batch:
         """Store blocks, except those that are already stored intact."""
@@ -124,7 +114,6 @@ class BlockMover:
         overwrite = self.must_replace(key)
         try:
             self._check_stored(key, name)
-            self._bad_in_a_row = 0
             if not overwrite:
                 return "already_stored" if published is False else "moved"  # None: the store does not tell
         except BlobNotFoundError:
@@ -134,7 +123,7 @@ class BlockMover:
                 raise
         except BlobCorruptError:
             batch.verify_failures[SealReason.SIZE] += 1
-            overwrite = True  # no suspect: a power cut leaves many short files, and a size is not read with the data
+            overwrite = True
         except SealError as e:
             batch.verify_failures[e.reason] += 1
             if e.foreign:  # perhaps an intact block of a newer version, which must not be replaced
@@ -142,44 +131,18 @@ class BlockMover:
                 if e.reason is SealReason.UNKNOWN_KEY:
                     self._warn_of_key(e)
                 return "failed"
-            self._note_suspect(key, e, batch)
             overwrite = True
         try:
             self._put(name, key, row, overwrite=overwrite)
         except StoreError as e:
             if not overwrite or e.retryable:
                 raise
-            # There may be no room for a second block beside the bad one, or a folder has the block's name.
-            if self._is_good(key, name):
-                return "already_stored"
-            if self._bad_in_a_row >= BAD_READS_MAX:
-                raise
-            put_aside(self.store, name)
-            batch.quarantined += 1
-            self._put(name, key, row, overwrite=False)
+            # There may be no room for a second block beside the bad one.
+            self.store.delete(name)
+            if self._put(name, key, row, overwrite=False) is False:
+                raise  # a folder has this name, or another writer was faster
         batch.healed += overwrite
         return "moved"
-
-    def _is_good(self, key: OffloadKey, name: str) -> bool:
-        """Read a stored block once more, outside the region. Raises SealError if it is foreign, or StoreError."""
-        row, trailer = memoryview(bytearray(self._rows.row_bytes)), bytearray(TRAILER_BYTES)
-        try:
-            self.store.get_into(name, (row, memoryview(trailer)))
-            self._seal.open_in_place(key, row, trailer)
-        except (BlobCorruptError, BlobNotFoundError):
-            return False
-        except SealError as e:
-            if e.foreign:
-                raise
-            return False
-        self._bad_in_a_row = 0
-        return True
-
-    def _note_suspect(self, key: OffloadKey, failure: SealError | BlobCorruptError, batch: Batch) -> None:
-        # The tag is compared last: if the checksums are right, and only the tag is wrong, the block was read well.
-        if not (isinstance(failure, SealError) and failure.reason is SealReason.AUTHENTICATION):
-            self._bad_in_a_row += 1
-            batch.suspects.append(key)
 
     def _put(self, name: str, key: OffloadKey, row: memoryview, *, overwrite: bool) -> bool:
         if self._pieces is None or not self._seal.stores_as_is:
@@ -251,7 +214,6 @@ class BlockMover:
                     seen = self._seal.running_checksum(row)
                     self._pieces.get_pieces_into(name, (row, memoryview(trailer)), seen.look)
                 self._seal.open_in_place(key, row, trailer, seen)
-                self._bad_in_a_row = 0
                 return True
             except (SealError, StoreError) as e:
                 # A log's handler or the store may keep the error, and ``failure`` would refer to this frame.
@@ -270,7 +232,8 @@ class BlockMover:
         batch.gone.append(key)
         if not (isinstance(failure, SealError) and failure.foreign):
             batch.bad.append(key)
-            self._note_suspect(key, failure, batch)
+            if reason is not SealReason.AUTHENTICATION:  # compared last: such a block was read well
+                batch.fault = f"{name} is not the block it should be ({failure})"
         if reason is SealReason.UNKNOWN_KEY:
             self._warn_of_key(failure)
         else:
@@ -283,35 +246,11 @@ class BlockMover:
             "rotated, add the old key after the new one; if other engines have a newer key file, use it here, too"
         )
 
-    def probe_reads(
-        self, keys: Sequence[OffloadKey], sample: Callable[[], Iterable[OffloadKey]], deadline: float
-    ) -> Batch:
-        """Read blocks of a sample, and then ``keys``, until one is good; reads into memory of its own.
-
-        Args:
-            sample: some stored blocks of this namespace and rank. May raise StoreError.
-            deadline: by the mover's clock; no block is read after it.
-        """
-        batch = Batch()
-        try:
-            keys = [*sample(), *keys]
-        except StoreError as e:  # listing may be forbidden
-            self._note("listing", e)
-        row, trailer = memoryview(bytearray(self._rows.row_bytes)), bytearray(TRAILER_BYTES)
-        for key in keys:
-            if self._clock() >= deadline:
-                batch.fault = "reading a few blocks took too long"
-                break
-            if self._load_one(key, row, trailer, batch):
-                batch.succeeded.append(key)
-                break
-        return batch
-
-    def _note_load(self, key: OffloadKey | None, error: StoreError, batch: Batch) -> None:
+    def _note_load(self, key: OffloadKey, error: StoreError, batch: Batch) -> None:
         self._note("load", error)
         batch.errors[type(error).__name__] += 1
         batch.fault = str(error)
-        if key is not None and isinstance(error, _SINGLE_BLOCK_ERRORS):
+        if isinstance(error, _SINGLE_BLOCK_ERRORS):
             batch.unreadable.append(key)
 
     def _note(self, what: str, error: StoreError) -> None:

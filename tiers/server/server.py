@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -41,7 +40,6 @@ PIECE_BYTES_MIN: Final = 1 << 20  # a smaller piece is not worth waking another 
 PIECE_BYTES_MAX: Final = 8 << 20  # so that blocks are spread evenly, and the engine hears of progress
 ALIVE_EVERY_S: Final = 1.0
 LATE_LOOK_S: Final = 0.25  # between looks for late blocks, while blocks wait
-SAMPLE_BLOCKS: Final = 3  # read by a probe; more than one, because some stored blocks may really be bad
 
 
 @dataclass(slots=True, eq=False)
@@ -175,12 +173,6 @@ class Server:
             self._drop_late()
         elif kind == "open":
             threading.Thread(target=self._open, args=arguments, name="kvtiers-open", daemon=True).start()
-        elif kind == "probe":
-            number, deadline = arguments
-            thread = threading.Thread(
-                target=self._probe, args=(number, deadline, unpack_pairs(raw)), name="kvtiers-probe", daemon=True
-            )
-            thread.start()
         else:
             number, deadline, *to_replace = arguments
             self._take_part(kind == "load", number, deadline, unpack_pairs(raw), *to_replace)
@@ -286,7 +278,7 @@ class Server:
         if ends:
             if self._to_replace:
                 self._to_replace.difference_update(part.keys)
-            self._send_batch(part.number, batch, part.keys)
+            self._send("moved", part.number, encode_batch(batch, part.keys), self._take_said())
         elif time.monotonic() - self._sent_at > ALIVE_EVERY_S:
             self._send("alive")
 
@@ -323,7 +315,7 @@ class Server:
         except BaseException as e:  # such as SystemExit: a library that gives up must not end this process
             raise StoreUnavailableError(f"the store raised {type(e).__name__}: {e}") from e
         work = self._work
-        mover = BlockMover(work.tier, store, work.mapper.name_prefix, work.seal, self._rows, self._clock, self._say)
+        mover = BlockMover(work.tier, store, work.mapper.name_prefix, work.seal, self._rows, self._say)
         mover.must_replace = self._to_replace.__contains__
         return mover
 
@@ -344,32 +336,10 @@ class Server:
                 logger.exception("tier %s: its storage cannot be opened", self._work.tier)
         self._send("opened", number, capabilities, error)
 
-    def _probe(self, number: int, deadline: float, pairs: Sequence[Pair]) -> None:
-        """Read blocks until one is good: those of ``pairs`` and a few others; into memory of its own."""
-        keys = [key for key, _ in pairs]
-        try:
-            batch = self._get_mover().probe_reads(keys, self._sample, deadline)
-        except BaseException as e:  # noqa: BLE001 - a thread's edge: the probe must end
-            batch = Batch(fault=str(e) or type(e).__name__)
-        self._send_batch(number, batch, keys)
-
-    def _sample(self) -> Iterator[OffloadKey]:
-        """A few stored blocks of this namespace and rank, from a random folder if it has any. May raise StoreError."""
-        mapper = self._work.mapper
-        digit = os.urandom(1).hex()[0]
-        for prefix in (f"{mapper.block_prefix}{digit}", mapper.block_prefix):
-            names = (info.key for info in islice(self._get_mover().store.keys(prefix), SAMPLE_BLOCKS))
-            if keys := [key for name in names if (key := mapper.key_of(name)) is not None]:
-                yield from keys
-                return
-
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
         self._said.append(text)
-
-    def _send_batch(self, number: int, batch: Batch, keys: Sequence[OffloadKey]) -> None:
-        self._send("moved", number, encode_batch(batch, keys), self._take_said())
 
     def _take_said(self) -> list[str]:
         # One text is enough: the next answer says it again, and the engine's half logs only few of them.

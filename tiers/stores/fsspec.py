@@ -210,10 +210,8 @@ class FsspecStore(Store):
         return True
 
     def _connect(self) -> tuple[Any, str]:
-        # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.
-        options = {"skip_instance_cache": True, **self._storage_options}
         try:
-            made = open_driver(self._url, options)
+            made = open_driver(self._url, self._storage_options)
         except StoreError as e:
             raise type(e)(f"{self!r}: {e}") from None
         cap_chatty_loggers()  # S3 drivers have created their loggers by now
@@ -383,7 +381,7 @@ class FsspecStore(Store):
         except StoreError as e:
             error = type(e)(str(e), key=key)
         except Exception as e:  # noqa: BLE001 - drivers may raise anything
-            error = translate(e, key, lambda: explain_options(self._url, self._storage_options))
+            error = translate(e, key, explain_options(self._storage_options))
         raise copy.copy(error)  # ``error`` is in this frame; a traceback would refer back to it in a cycle
 
 

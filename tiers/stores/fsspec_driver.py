@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from difflib import get_close_matches
 from json import JSONDecodeError
 from typing import Any, Final
 
@@ -61,7 +59,6 @@ _ABSENT_STATUSES: Final = (404, 410)
 #: Options of fsspec itself that are not accepted.
 _OURS: Final = ("asynchronous", "loop")
 _LINK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*", re.ASCII)  # a protocol
-_CLOSE: Final = 0.75  # difflib's ratio: "endpiont_url" is 0.92 of "endpoint_url"; "region" is 0.67 of "session"
 
 
 class OptionsError(StoreConfigError):
@@ -145,11 +142,11 @@ def mtime_of(info: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> StoreError:
+def translate(error: Exception, key: str, hint: str = "") -> StoreError:
     """Translate any exception of a driver into a StoreError, by its class or errno, never by its text.
 
     Args:
-        explain: returns what ``explain_options`` says. Called for errors that a wrong option may have caused.
+        hint: from ``explain_options``, for errors that a wrong option may have caused.
     """
     error = _unwrap_not_found(error)
     name = type(error).__name__
@@ -171,50 +168,16 @@ def translate(error: Exception, key: str, explain: Callable[[], str] = str) -> S
         return StoreConfigError(f"the driver does not support this operation ({name})", key=key)
     is_unreadable = isinstance(error, (UnicodeError, JSONDecodeError))  # a server's response
     if isinstance(error, (ValueError, TypeError)) and not is_unreadable:
-        text = f"the driver does not support this operation or its options ({name}){explain()}"
+        text = f"the driver does not support this operation or its options ({name}){hint}"
         return OptionsError(text, key=key)
-    if isinstance(error, (AssertionError, AttributeError)) and (told := explain()):
-        return OptionsError(f"the driver failed ({name}){told}", key=key)
+    if isinstance(error, (AssertionError, AttributeError)) and hint:
+        return OptionsError(f"the driver failed ({name}){hint}", key=key)
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
 
 
-def explain_options(url: str, options: Mapping[str, Any]) -> str:
-    """Say which of a driver's options may be wrong, for the end of an error message. "": there are no options.
-
-    Shows only the options' names.
-    """
-    if not options:
-        return ""
-    wrong = [f"{name}: did you mean {meant}?" for name, meant in misspelt_options(url, options).items()]
-    if wrong:
-        return f"; storage_options: the driver's constructor has no parameter {' '.join(wrong)}"
-    return f"; check the names and values of storage_options ({', '.join(map(str, options))})"
-
-
-def misspelt_options(url: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Options that are no parameters of the driver and resemble one of its parameters: name -> probably meant name.
-
-    Drivers drop unknown options, pass them on or fail on them, so an unknown name is not an error by itself.
-    """
-    known = _known_options(url)
-    close = {name: get_close_matches(str(name), known, 1, _CLOSE) for name in options if name not in known}
-    return {name: meant[0] for name, meant in close.items() if meant}
-
-
-def _known_options(url: str) -> list[str]:
-    """Options that fsspec or a constructor of a driver in the URL's chain names."""
-    from fsspec.core import get_filesystem_class
-    from fsspec.dircache import DirCache
-    from fsspec.spec import AbstractFileSystem
-
-    protocols = [link.partition("://")[0] for link in url.split("::")]
-    classes = [base for protocol in protocols for base in get_filesystem_class(protocol).__mro__]
-    named = {*protocols, "skip_instance_cache"}  # a protocol's name: options for this link of the chain
-    for owner in (*classes, DirCache, AbstractFileSystem):
-        for parameter in inspect.signature(owner.__init__).parameters.values():
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                named.add(parameter.name)
-    return sorted(named - {"self", *_OURS})
+def explain_options(options: Mapping[str, Any]) -> str:
+    """Name a driver's options, one of which may be wrong, for the end of an error message. "": there are none."""
+    return f"; check the names and values of storage_options ({', '.join(map(str, options))})" if options else ""
 
 
 def _unwrap_not_found(error: Exception) -> Exception:
@@ -272,9 +235,6 @@ def open_driver(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
     Errors do not contain the URL or the driver's text, which may contain a password.
 
-    Args:
-        options: the driver's options, and fsspec's own.
-
     Returns:
         The driver, and the root's path in it.
 
@@ -289,12 +249,13 @@ def open_driver(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         text = f"storage_options: {name} is not accepted, because kvtiers calls the driver from threads"
         raise OptionsError(f"{text}; leave it out")
     try:
-        fs, root = url_to_fs(url, **options)
+        # A new instance, so that turning off the listings cache, which returns stale listings, affects no one else.
+        fs, root = url_to_fs(url, **{"skip_instance_cache": True, **options})
     except ImportError as e:
         raise StoreConfigError(f"the driver is not installed: pip install {missing_package(e)}") from None
     except (ValueError, TypeError, FileNotFoundError, AssertionError, AttributeError, LookupError) as e:
-        told = explain_options(url, options)
-        raise OptionsError(f"fsspec does not accept the URL or an option: {type(e).__name__}{told}") from None
+        text = f"fsspec does not accept the URL or an option: {type(e).__name__}{explain_options(options)}"
+        raise OptionsError(text) from None
     except Exception as e:  # noqa: BLE001 - drivers may raise anything
         raise translate(e, "") from None
     return fs, str(root).rstrip("/")

@@ -122,10 +122,6 @@ class MemoryStore(Store):
         size = blob.data.size
         return size, blob.data[size - min(length, size) :].tobytes()
 
-    def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Drops the blob, because no operator could inspect it in this process's memory."""
-        self.delete(key)
-
     def _find(self, key: str, *, used: bool = True) -> _Blob | None:
         with self._lock:
             self._raise_if_closed(key)

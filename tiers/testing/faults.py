@@ -37,7 +37,6 @@ from typing import Any, Self, TypeVar
 from unittest import mock
 
 from ..store import KeyInfo, Store
-from ..store_layer import Layer
 from ..stores import vectored_io
 from ..stores.files import (
     cleanup as folder_cleanup,
@@ -49,6 +48,7 @@ from ..stores.files import (
     posix,
     publish,
 )
+from .store_layer import Layer
 
 T = TypeVar("T")
 

@@ -201,19 +201,6 @@ class Channel(Connections[_Server]):
                 arguments.append([place for place, (key, _) in enumerate(part) if key in replaced])
             self._send(server, _Request(now, job, [key for key, _ in part]), arguments, pack_pairs(part))
 
-    def probe(self, job_id: int, keys: Sequence[OffloadKey]) -> None:
-        """Read these blocks and a few others until one is good. It ends as a job.
-
-        Raises:
-            QueueFullError: no server runs.
-            ValueError: a job with this id is still under way.
-        """
-        now = self._clock()
-        server = self._servers_for(job_id, True, now)[0]
-        job = self._jobs[job_id] = _Job(job_id, True, 0, 0, now, 1)
-        raw = pack_pairs([(key, 0) for key in keys])
-        self._send(server, _Request(now, job, list(keys)), ["probe", None, now + self._deadline_s], raw)
-
     def look(self, keys: Sequence[OffloadKey], name_prefix: str = "") -> int:
         """Ask whether keys are stored. Returns the lookup's number; see ``take_looked``.
 
@@ -438,7 +425,7 @@ class Channel(Connections[_Server]):
             self._add_work(child, request, -1)
             if request.job is not None:
                 batch = Batch()
-                count = len(request.keys) if request.job.blocks else 0
+                count = len(request.keys)
                 batch.outcomes["failed" if is_loss else "dropped"] += count
                 batch.errors[kind.__name__ if is_loss else why] += count
                 batch.perhaps_stored = count

@@ -1,15 +1,15 @@
 """Circuit: a circuit breaker. Cuts off a tier that fails, and lets it back in on its own. No I/O but log lines.
 
 - closed (in use) -> open (cut off): after ``failures_max`` consecutive failures of one kind of operation, or at once
-  when a task overran its deadline, or when blocks read in a row are bad (``health``).
-- open -> half-open: every ``probe_every_s``, to probe the storage with one harmless lookup, or, after bad blocks, with
-  a read of some blocks.
+  when a task overran its deadline.
+- open -> half-open: every ``probe_every_s``, to probe the storage with one harmless lookup.
 - half-open -> closed: the probe was answered. In LMCache#4368, a circuit that never closed again left pods without
   their cache for 45 hours.
 - half-open -> open: the probe failed.
 
-Loads are counted separately. If only small packets pass, lookups are answered but each load waits for its deadline. The
-probe, a lookup, does not reset the count of failed loads: the next load shows whether loads work again.
+Loads are counted separately. If only small packets pass, lookups are answered but each load waits for its deadline. If
+this host's memory or network damages what it reads, lookups are answered but all loaded blocks are bad. The probe, a
+lookup, does not reset the count of failed loads: the next load shows whether loads work again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Circuit:
         """
         self._failures[kind] = self._failures["store"] = 0
         if self.state is CircuitState.HALF_OPEN:
-            self._become(CircuitState.CLOSED, "it answers again", logger.info)
+            self._become(CircuitState.CLOSED, "the storage answers again", logger.info)
 
     def fail(self, kind: Kind, why: str) -> None:
         """Record that an operation or the probe failed."""
@@ -78,12 +78,8 @@ class Circuit:
         if self.state is CircuitState.HALF_OPEN or self._failures[kind] >= self._failures_max:
             self.trip(f"{self._failures[kind]} failures in a row, the last: {why}")
 
-    def trip(self, why: str, *, is_error: bool = False) -> None:
-        """Open at once: an operation overran its deadline, or reads cannot be trusted.
-
-        Args:
-            is_error: log an error instead of a warning, because an operator must act.
-        """
+    def trip(self, why: str) -> None:
+        """Open at once: an operation overran its deadline."""
         if self.state is CircuitState.OPEN:
             return
         self._probe_at = self._clock() + self._probe_every_s
@@ -91,7 +87,7 @@ class Circuit:
             self.state = CircuitState.OPEN  # not logged: it tells nothing new
         else:
             self.openings += 1
-            self._become(CircuitState.OPEN, why, logger.error if is_error else logger.warning)
+            self._become(CircuitState.OPEN, why, logger.warning)
 
     def take_probe(self) -> bool:
         """Whether the caller must probe the storage now. True once every ``probe_every_s`` while open."""

@@ -113,8 +113,6 @@ class TierCounts:
             metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
         if batch.healed:
             metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
-        if batch.quarantined:
-            metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
 
     def job_ended(self, op: Kind, outcome: str, duration_s: float, bytes_moved: int) -> None:
         """Count an accepted job that has ended."""
@@ -138,7 +136,9 @@ class TierCounts:
                 f" ({batch.full})" if batch.full else "",
             )
         elif self._not_stored and batch.succeeded:
-            logger.info("tier %s: blocks are stored again; %d were not stored", self._name, self._not_stored)
+            logger.info(
+                "tier %s: storing works again; %d blocks were not stored meanwhile", self._name, self._not_stored
+            )
             self._not_stored = 0
         else:
             return

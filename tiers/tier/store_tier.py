@@ -26,7 +26,6 @@ from ..frames import Work
 from ..metrics import Metrics
 from ..plain_logs import get_logger
 from ..store import Capabilities
-from ..tracing import TraceJob
 from .channel import Backend, Channel, FinishedJob, Opened
 from .circuit import Circuit, CircuitState, Kind
 from .counts import TierCounts
@@ -40,7 +39,6 @@ REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step,
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
-PROBE_JOB_ID = -1  # of the pool's job that probes reads; jobs of an engine have other numbers
 REASONS_MAX = 256  # waiting for ``take_reasons``; of an engine side that does not take them, the oldest are dropped
 SAY_EVERY_S = 60.0
 #: Assumed of a store that could not be created yet.
@@ -61,7 +59,6 @@ class TierOptions:
         circuit_probe_s: how often to check whether a tier that was cut off works again.
         shutdown_s: time limit of shutdown. Accepted jobs get most of it to finish; then the rest are cancelled.
         lookup: limits of presence lookups.
-        trace_job: called on the scheduler's thread with each job that ended.
         load: see ``SecondaryTierManager``.
         read_only: do not write to the store or remove from it: store jobs are refused, and bad blocks stay.
     """
@@ -75,7 +72,6 @@ class TierOptions:
     circuit_probe_s: float = 5.0
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
-    trace_job: TraceJob | None = None
     load: str = "auto"
     read_only: bool = False
 
@@ -84,7 +80,6 @@ class TierOptions:
 class _InFlight:
     keys: tuple[OffloadKey, ...]
     is_load: bool
-    submitted_ns: int
 
 
 class StoreTierManager(SecondaryTierManager):
@@ -175,7 +170,6 @@ class StoreTierManager(SecondaryTierManager):
         self._was_closed = True  # whether the circuit was closed at the last take_answered
         self._openings_counted = 0
         self._doubted = False
-        self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
         self._needs_extra_lookup = False
         self._counts = TierCounts(self.metrics, self.name, clock=clock)
@@ -254,29 +248,16 @@ class StoreTierManager(SecondaryTierManager):
         self.nearest = self._channel.nearest
         is_late = self._note_silence()
         if not is_late and self._circuit.take_probe():
-            if self._health.doubts_reads:
-                self._probe_reads()
-            else:
-                # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
-                self._probe_key = make_offload_key(os.urandom(32), 0)
+            # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
+            self._probe_key = make_offload_key(os.urandom(32), 0)
         if self._circuit.state is CircuitState.HALF_OPEN:
-            if self._health.doubts_reads:
-                self._book_ended(BOOKED_KEYS_PER_CALL)  # the probe ends as a job
-            else:
-                self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
+            self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
         self._lookup.flush()
         if self._collector is not None:
             self._poll_collector(self._collector)
         counts = self._lookup.take_counts()
         self._check_health(counts, is_late=is_late)
         self._counts.looked_up(counts)
-
-    def _probe_reads(self) -> None:
-        """Have some blocks read, and close the circuit if one of them is good."""
-        try:
-            self._channel.probe(PROBE_JOB_ID, self._health.suspects)
-        except (ValueError, QueueFullError) as e:  # the last probe has not ended, or no server runs
-            logger.debug("tier %s: no probe of reads: %s", self.name, e)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         if self._collector is not None:
@@ -309,7 +290,8 @@ class StoreTierManager(SecondaryTierManager):
             if self._circuit.closed:
                 self.metrics.inc("kvtiers_deadline_expired_total", self.name, "job")
             self._circuit.trip(
-                f"a task has been running for {late_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
+                f"a load or store has not ended after {late_s:.1f} s (job_deadline_s: "
+                f"{self._options.job_deadline_s:g} s)"
             )
         return late_s > 0
 
@@ -373,7 +355,7 @@ class StoreTierManager(SecondaryTierManager):
         while not self._channel.wait_idle(timeout_s=0.5):
             if self._channel.silent_s > self._options.job_deadline_s:
                 in_flight = self._channel.jobs_in_flight
-                logger.warning("tier %s: I/O is stuck; not waiting for %d jobs", self.name, in_flight)
+                logger.warning("tier %s: the storage hangs; not waiting for %d jobs", self.name, in_flight)
                 break
         self._book_ended(math.inf)
 
@@ -392,7 +374,7 @@ class StoreTierManager(SecondaryTierManager):
             self._rows.release()
         else:
             # A stuck thread may still use a descriptor of the store. After a close, another file could get its number.
-            logger.error("tier %s: I/O is stuck; its store and region are left open", self.name)
+            logger.error("tier %s: the storage hangs: its store and the region stay open after shutdown", self.name)
 
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
         blocks = self._rows.check_ids(job.block_ids)
@@ -403,7 +385,6 @@ class StoreTierManager(SecondaryTierManager):
         if not is_load:
             pairs = list(dict(pairs).items())
         keys = tuple(job.keys)
-        submitted_ns = time.time_ns()
         refused = "circuit_open" if not self._circuit.closed else ""
         if not (is_load or self.takes_stores):
             refused = "read_only"
@@ -421,9 +402,8 @@ class StoreTierManager(SecondaryTierManager):
             self._counts.refused(_op(is_load), refused, len(keys), self.full)
             self._results.append(JobResult(job.job_id, success=not keys))
             self._refusals.append((f"{_op(is_load)}:{refused}", keys))
-            self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
-        self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
+        self._in_flight[job.job_id] = _InFlight(keys, is_load)
 
     def _book_ended(self, keys_max: float) -> None:
         """Book ended jobs: count them, note their keys, report them. Stop after about ``keys_max`` keys."""
@@ -440,10 +420,6 @@ class StoreTierManager(SecondaryTierManager):
 
     def _book(self, finished: FinishedJob) -> Iterator[int]:
         """Book a job in parts, then report it. Yield the number of keys in each part."""
-        if finished.job_id == PROBE_JOB_ID:
-            (probed,) = finished.batches
-            self._health.probed(probed)
-            return
         job = self._in_flight.pop(finished.job_id)
         try:
             yield from self._book_outcomes(finished, job)
@@ -488,7 +464,6 @@ class StoreTierManager(SecondaryTierManager):
             done = set(succeeded)
             in_order = tuple(key for key in job.keys if key in done)
         self._results.append(JobResult(finished.job_id, ok, in_order, finished.duration_s, bytes_moved))
-        self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
 
     def _note_reasons(
         self, op: Kind, keys: Sequence[OffloadKey], succeeded: Sequence[OffloadKey], batches: Sequence[Batch]
@@ -542,17 +517,6 @@ class StoreTierManager(SecondaryTierManager):
                 self._collector.note_stored(part)  # otherwise an older removal could be reported after "stored"
             self._events.add(part, removed=False)
             yield len(part)
-
-    def _trace(self, *fields: Any) -> None:
-        """Pass a job that ended to ``trace_job``. ``fields``: see ``TraceJob``."""
-        if self._options.trace_job is None:
-            return
-        try:
-            self._options.trace_job(*fields)
-        except Exception:  # whatever an exporter raises, the job has ended
-            if not self._trace_failed:
-                self._trace_failed = True
-                logger.exception("tier %s: a job was not traced; further failures are not logged", self.name)
 
 
 def _op(is_load: bool) -> Kind:

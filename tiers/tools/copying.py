@@ -7,7 +7,8 @@ source.
 What the target has under a block's name is replaced if its size or trailer is wrong, as a store job does. A newer
 version's block stays.
 
-A block keeps its age (``SupportsAges``), so the target's collector considers it as old as the source's does.
+In a folder a block keeps its age (``SupportsAges``), so the target's collector considers it as old as the source's
+does.
 """
 
 from __future__ import annotations
@@ -290,9 +291,8 @@ class Copier:
         return reader
 
     def _put(self, info: KeyInfo, parts: list[memoryview]) -> None:
-        used_at = self._source.used_at(info) if isinstance(self._source, SupportsAges) else info.mtime
-        if used_at > 0 and isinstance(self._target, SupportsAges):
-            self._target.put_aged(info.key, parts, used_at=min(used_at, time.time()))
+        if info.mtime > 0 and isinstance(self._target, SupportsAges):
+            self._target.put_aged(info.key, parts, used_at=min(info.mtime, time.time()))
         else:
             self._target.put(info.key, parts, overwrite=True)
 

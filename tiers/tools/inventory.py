@@ -82,3 +82,9 @@ def list_blocks(store: Store, prefix: str = "") -> Iterator[tuple[KeyInfo, Block
         name = parse_block_name(info.key)
         if name is not None:
             yield info, name
+
+
+def unreadable_count(store: Store) -> int:
+    """How many folders and files of namespaces a store's listings have skipped because they cannot be read."""
+    skipped: Iterable[str] = getattr(store, "skipped", ())
+    return sum(_FOLDER.fullmatch(name.partition("/")[0]) is not None for name in skipped)

@@ -1,32 +1,27 @@
-"""Verify: check the seals of all stored blocks, unit by unit, in worker processes.
-
-A unit holds the blocks of one namespace and rank whose hashes start with the same two hexadecimal digits, 1/256 of all.
-Units are independent, so they can be checked in parallel, and a finished unit is not repeated after an interruption.
-"""
+"""Verify: check the seals of all stored blocks, on threads. Neither reads nor checksums hold the GIL."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import islice
+from typing import NamedTuple
 
 import xxhash
 
 from ..blocks.file_mapper import BlockName, parse_block_name
 from ..blocks.seal import TRAILER_BYTES
-from ..errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
-from ..store import KeyInfo, Store, put_aside
+from ..errors import BlobNotFoundError, StoreError
+from ..store import KeyInfo, Store
 from .block_reader import NO_IDENTITY, BlockReader
-from .inventory import Share, list_blocks
+from .inventory import list_blocks, unreadable_count
 from .seal_kinds import seal_kind
 
-UNIT_DIGITS = 2
-DAMAGED_FOLDERS_MAX = 16  # that cannot be listed; more mean that the device or its connection is gone
-BAD_KEYS_MAX = 10_000  # listed by name in a result; further bad blocks are only counted
-NETWORK_THREADS = 8  # threads of a worker, if reads mostly wait for a network
-BATCH_BLOCKS = 64  # given to the threads at once, so that a listing need not fit in memory
+BAD_KEYS_MAX = 10_000  # listed by name in a report; further bad blocks are only counted
+NETWORK_THREADS = 8  # in place of one, if reads mostly wait for a network
+BATCH_BLOCKS = 256  # given to the threads at once, so that a listing need not fit in memory
 
 
 @dataclass(kw_only=True)
@@ -51,21 +46,6 @@ class VerifyReport:
     kept: int = 0
     seals: dict[str, int] = field(default_factory=dict)
 
-    def add(self, part: VerifyReport) -> None:
-        """Add the result of other blocks."""
-        for name in ("blocks", "bytes", "bad", "foreign", "failed", "kept"):
-            setattr(self, name, getattr(self, name) + getattr(part, name))
-        for kind, count in part.seals.items():
-            self.seals[kind] = self.seals.get(kind, 0) + count
-        self.bad_blocks.update(islice(part.bad_blocks.items(), BAD_KEYS_MAX - len(self.bad_blocks)))
-
-
-@dataclass
-class UnitResult(VerifyReport):
-    """Result of checking a unit."""
-
-    unit: str
-
 
 @dataclass(frozen=True, slots=True)
 class Subset:
@@ -87,95 +67,69 @@ class Subset:
 ALL = Subset(1.0)
 
 
-def find_units(
-    store: Store, on_progress: Callable[[int], None] = lambda _: None, subset: Subset = ALL
-) -> dict[str, Share]:
-    """Find the units that have blocks of the subset: prefix of the blocks' names -> total of the unit's part of it."""
-    units: dict[str, Share] = {}
-    for count, (info, name) in enumerate(list_blocks(store)):
-        if subset.has(name):
-            prefix = f"{name.namespace}_r{name.rank}/{name.digits[:UNIT_DIGITS]}"
-            units.setdefault(prefix, Share()).add(info.size)
-        if count % 1000 == 0:
-            on_progress(count)
-    return units
+class _Finding(NamedTuple):
+    """What was found of a block: why it is bad, whether only another version can judge it, its kind of seal."""
+
+    reason: str | None = None
+    foreign: bool = False
+    kind: str = ""
+    failed: bool = False
 
 
-class Verifier:
-    """Checks units. For one thread; it starts worker threads of its own if reads mostly wait for a network.
+def verify_blocks(
+    store: Store, *, workers: int, subset: Subset = ALL, on_progress: Callable[[VerifyReport], None] = lambda _: None
+) -> VerifyReport:
+    """Check the blocks of a subset.
 
     Args:
-        subset: the blocks to check.
+        workers: threads, or ``NETWORK_THREADS`` times as many if reads mostly wait for a network.
+        on_progress: called with the report now and then.
+
+    Raises:
+        StoreError: the blocks cannot be listed.
     """
+    report = VerifyReport()
+    own = threading.local()  # each thread's BlockReader
 
-    def __init__(self, store: Store, *, subset: Subset = ALL) -> None:
-        self._store = store
-        self._subset = subset
-        self._threads = NETWORK_THREADS if store.capabilities.latency_bound else 1
-        self._own = threading.local()  # each thread's BlockReader
-        self._lock = threading.Lock()  # guards a result
-        self._damaged_folders = 0
+    def check(block: tuple[KeyInfo, BlockName]) -> _Finding:
+        if not hasattr(own, "reader"):
+            own.reader = BlockReader(store)
+        return _check_block(own.reader, *block)
 
-    def check(self, unit: str) -> UnitResult:
-        """Check the blocks of a unit.
+    blocks = (block for block in list_blocks(store) if subset.has(block[1]))
+    with ThreadPoolExecutor(workers * (NETWORK_THREADS if store.capabilities.latency_bound else 1)) as pool:
+        while batch := list(islice(blocks, BATCH_BLOCKS)):
+            for (info, _), found in zip(batch, pool.map(check, batch), strict=True):
+                _count(report, info, found)
+            on_progress(report)
+    report.failed += unreadable_count(store)
+    return report
 
-        Raises:
-            StoreError: the unit cannot be listed.
-        """
-        result = UnitResult(unit)
-        damaged = damaged_count(self._store)
-        with ThreadPoolExecutor(self._threads) as pool:
-            blocks = (block for block in self._list(unit, result) if self._subset.has(block[1]))
-            while batch := list(islice(blocks, BATCH_BLOCKS)):
-                list(pool.map(self._check_block, batch, repeat(result)))
-        result.failed += damaged_count(self._store) - damaged
-        return result
 
-    def _list(self, unit: str, result: UnitResult) -> Iterator[tuple[KeyInfo, BlockName]]:
-        """List the unit. If listings cost no requests, list folder by folder, which avoids scanning their parent."""
-        if self._store.capabilities.latency_bound:
-            yield from list_blocks(self._store, unit)
-            return
-        for digit in range(16):
-            try:
-                yield from list_blocks(self._store, f"{unit}{digit:x}/")
-            except StorePermissionError:
-                result.failed += 1  # another user's folder; the other folders are still checked
-            except StoreUnavailableError:
-                self._damaged_folders += 1
-                if self._damaged_folders > DAMAGED_FOLDERS_MAX:
-                    raise
-                result.failed += 1
+def _check_block(reader: BlockReader, info: KeyInfo, name: BlockName) -> _Finding:
+    try:
+        reason, foreign = reader.read(info, name)
+    except BlobNotFoundError:  # removed since it was listed
+        return _Finding()
+    except StoreError:
+        return _Finding(failed=True)
+    kind = seal_kind(reader.data[-TRAILER_BYTES:]) if len(reader.data) == info.size else ""
+    return _Finding(reason, foreign, kind)
 
-    def _check_block(self, block: tuple[KeyInfo, BlockName], result: UnitResult) -> None:
-        info, name = block
-        if not hasattr(self._own, "reader"):
-            self._own.reader = BlockReader(self._store)
-        reader: BlockReader = self._own.reader
-        reason: str | None = None
-        foreign = failed = False
-        kind = ""
-        try:
-            reason, foreign = reader.read(info, name)
-            if len(reader.data) == info.size:
-                kind = seal_kind(reader.data[-TRAILER_BYTES:])
-        except BlobNotFoundError:
-            pass  # removed since it was listed
-        except StoreError:
-            failed = True
-        with self._lock:
-            result.blocks += 1
-            result.bytes += info.size
-            result.failed += failed
-            if reason is None or foreign:
-                result.foreign += foreign
-                if kind:
-                    result.seals[kind] = result.seals.get(kind, 0) + 1
-                return
-            result.bad += 1
-            result.kept += reason == NO_IDENTITY
-            if len(result.bad_blocks) < BAD_KEYS_MAX:
-                result.bad_blocks[info.key] = str(reason)
+
+def _count(report: VerifyReport, info: KeyInfo, found: _Finding) -> None:
+    report.blocks += 1
+    report.bytes += info.size
+    report.failed += found.failed
+    if found.reason is None or found.foreign:
+        report.foreign += found.foreign
+        if found.kind:
+            report.seals[found.kind] = report.seals.get(found.kind, 0) + 1
+        return
+    report.bad += 1
+    report.kept += found.reason == NO_IDENTITY
+    if len(report.bad_blocks) < BAD_KEYS_MAX:
+        report.bad_blocks[info.key] = str(found.reason)
 
 
 @dataclass(slots=True)
@@ -183,7 +137,7 @@ class RepairResult:
     """Result of repairing blocks.
 
     Attributes:
-        removed: bad blocks that were moved aside, or deleted if the store has no quarantine.
+        removed: bad blocks that were deleted.
         good_again: blocks that are good now, or absent: they were replaced, or the first read was damaged.
         failed: blocks that could not be read again or removed.
     """
@@ -193,11 +147,15 @@ class RepairResult:
     failed: int = 0
 
 
-def repair(store: Store, results: Iterable[UnitResult]) -> RepairResult:
-    """Read the bad blocks once more, and remove those that are still bad. The next store job then writes good ones."""
+def repair(store: Store, bad: Mapping[str, str]) -> RepairResult:
+    """Read the bad blocks once more, and remove those that are still bad. The next store job then writes good ones.
+
+    Args:
+        bad: ``VerifyReport.bad_blocks``.
+    """
     done = RepairResult()
     reader = BlockReader(store)
-    for key, was in (bad for result in results for bad in result.bad_blocks.items()):
+    for key, was in bad.items():
         name = parse_block_name(key)
         if name is None or was == NO_IDENTITY:
             continue
@@ -209,21 +167,10 @@ def repair(store: Store, results: Iterable[UnitResult]) -> RepairResult:
             elif reason == NO_IDENTITY:
                 done.failed += 1
             else:
-                put_aside(store, key)
+                store.delete(key)
                 done.removed += 1
         except BlobNotFoundError:
             done.good_again += 1
         except StoreError:
             done.failed += 1
     return done
-
-
-def damaged_count(store: Store) -> int:
-    """How many files and folders a store's listings have skipped because the disk could not read them."""
-    count: int = getattr(store, "damaged", 0)
-    return count
-
-
-def decode_result(content: Mapping[str, object]) -> UnitResult:
-    """Decode a result from JSON."""
-    return UnitResult(**content)  # type: ignore[arg-type]

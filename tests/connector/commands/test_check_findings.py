@@ -39,8 +39,7 @@ from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.servers import S3Server, moto_server
 from kvtiers.tiers.tools import neighbors
-from tests.connector.commands.test_storage_commands import ok, result_of, run
-from tests.connector.commands.test_verify_command import put_blocks
+from tests.connector.commands.test_storage_commands import result_of, run
 from tests.identity import FakeSpec
 from tests.s3_clients import use_credentials
 
@@ -275,24 +274,19 @@ def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "bucket" in one(missing, "storage", "tiers[0]").message
 
 
-def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtiers.tiers.stores.s3.control import S3Control
-    from kvtiers.tiers.stores.s3.store import S3Store
 
     options = s3_tier(moto, monkeypatch) | {"bucket": "kv-versions"}
     moto.client().create_bucket(Bucket="kv-versions")
     moto.client().put_bucket_versioning(Bucket="kv-versions", VersioningConfiguration={"Status": "Enabled"})
     found = one(examine(deployment(options)), "versioning", "tiers[0]")
     assert (found.level, "noncurrent versions" in found.fix) == ("problem", True)
-    store = S3Store(s3_options(options))
-    put_blocks(store)
-    store.close()
-    config = tmp_path / "c.json"
-    config.write_text(deployment(options | {"max_bytes": "1GiB"}).model_dump_json())
-    assert "it removes noncurrent versions of blocks" in ok("gc", str(config), "--lifecycle")
+    rule = {"ID": "a", "Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 1}, "Prefix": ""}
+    moto.client().put_bucket_lifecycle_configuration(Bucket="kv-versions", LifecycleConfiguration={"Rules": [rule]})
     assert "versioning" not in levels(examine(deployment(options)), "tiers[0] s3")
 
-    def refuse(self: S3Control, beginnings: Sequence[str]) -> bool:
+    def refuse(self: S3Control) -> bool:
         raise StorePermissionError("secret: AccessDenied")
 
     monkeypatch.setattr(S3Control, "keeps_versions", refuse)

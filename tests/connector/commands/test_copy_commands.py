@@ -362,19 +362,6 @@ def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
     assert all(at <= time.time() + 1 for at in used_at(near).values())
 
 
-def test_blocks_keep_their_age_in_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
-    before = make_old(far)
-    there, further = (
-        write_tiers(tmp_path / f"{name}.yaml", bucket.replace("prefix: p", f"prefix: aged/{name}"))
-        for name in ("s3", "further")
-    )
-    config = write_config(near, far)
-    ok("copy", config, there, "--from", "far")
-    ok("copy", there, further)
-    ok("copy", further, config, "--to", "near")
-    assert used_at(near) == pytest.approx(before, abs=1e-3)
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_dry_run_writes_nothing(near: Path, far: Path, exists: bool) -> None:
     if exists:

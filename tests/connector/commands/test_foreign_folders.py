@@ -30,7 +30,7 @@ def strange(tmp_path: Path) -> Path:
     """A folder that kvtiers never wrote, with some names that kvtiers uses, too."""
     strange = tmp_path / "strange"
     for name in (
-        *(".tmp/thesis.txt", ".quarantine/sample", f"{DATED}/config.json", f"{DATED}_r0/000/00_g0/mine.bin"),
+        *(".tmp/thesis.txt", f"{DATED}/config.json", f"{DATED}_r0/000/00_g0/mine.bin"),
         *("prefixes/notes", "notes.bin", ".ssh/id_ed25519"),
     ):
         (strange / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kept", ["all", ".tmp", ".quarantine", DATED, ".ssh"])
+@pytest.mark.parametrize("kept", ["all", ".tmp", DATED, ".ssh"])
 def test_destructive_command_refuses_folder_without_mark_of_kvtiers(
     strange: Path, command: tuple[str, ...], kept: str
 ) -> None:
@@ -120,20 +120,16 @@ def test_gc_of_shared_folder_removes_only_own_files_and_dry_run_counts_them(root
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (strange / name).rename(root / name)
     before = contents(root).keys() - {*NAMES, "_kvtiers/measured"}
-    own = [
-        root / ".tmp" / f"elsewhere-{private_name()}",
-        root / ".quarantine" / f"{private_name()}-a.bin",
-    ]
-    for path in own:
-        path.write_bytes(b"12345")
-        os.utime(path, (0, 0))
+    own = root / ".tmp" / f"elsewhere-{private_name()}"
+    own.write_bytes(b"12345")
+    os.utime(own, (0, 0))
     config = write_config(root, "ttl: 1h")
     (result, *_) = result_of(ok("gc", config, "--dry-run", "--json"))["tiers"]
-    assert (result["leftovers"], result["own_bytes"]) == (1, 10)  # the time since a blob was quarantined is below a day
-    assert all(path.exists() for path in own)
+    assert result["leftovers"] == 1
+    assert own.exists()
     (result, *_) = result_of(ok("gc", config, "--json"))["tiers"]
-    assert (result["leftovers"], result["own_bytes"]) == (1, 5)
-    assert [path.exists() for path in own] == [False, True]
+    assert result["leftovers"] == 1
+    assert not own.exists()
     assert contents(root).keys() >= before
     assert not (root / NAMES[-1]).exists()
 
@@ -144,8 +140,7 @@ def test_engine_started_on_folder_with_foreign_files_keeps_them(strange: Path) -
     open_namespace(store, FileMapper.from_offloading_spec("", FakeSpec()))
     for name in NAMES:
         store.put(name, as_parts(b"1"))
-    store.quarantine(NAMES[0])
-    store.sweep(0.0)
+    store.sweep()
     store.delete_many(NAMES)
     store.close()
     assert contents(strange).items() >= before.items()
@@ -190,14 +185,10 @@ def test_bucket_with_foreign_objects_is_refused_until_kvtiers_has_written_to_it(
         client.put_object(Bucket="shared", Key=key, Body=b"{}")
     config = tmp_path / "c.yaml"
     config.write_text("region: {size: 1MiB}\ntiers:\n- {type: s3, bucket: shared, ttl: 7d}\n")
-    for command in (("gc",), ("gc", "--lifecycle"), ("verify", "--repair")):
+    for command in (("gc",), ("verify", "--repair")):
         code, out = run(command[0], str(config), *command[1:])
         assert (code, "is not a storage of kvtiers" in out) == (2, True)
-    with pytest.raises(client.exceptions.ClientError, match="NoSuchLifecycleConfiguration"):
-        client.get_bucket_lifecycle_configuration(Bucket="shared")
     open_namespace(bucket, FileMapper.from_offloading_spec("", FakeSpec()))
-    ok("gc", str(config), "--lifecycle")
-    rules = client.get_bucket_lifecycle_configuration(Bucket="shared")["Rules"]
-    assert [rule["Filter"]["Prefix"] for rule in rules if "Expiration" in rule] == [f"{NAMESPACE}_r"]
+    ok("gc", str(config))
     found = {item["Key"] for item in client.list_objects_v2(Bucket="shared")["Contents"]}
     assert found >= set(others)

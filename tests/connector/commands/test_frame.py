@@ -351,7 +351,7 @@ def test_what_ctrl_c_says_without_changes(root: Path, monkeypatch: pytest.Monkey
         ("gc",): "what was removed stays removed; run the same command again to continue",
         (
             "verify",
-        ): "0 blocks checked; run it again to start over (with --state FILE, an interrupted run can be resumed)",
+        ): "0 blocks checked; run it again to start over (with --subset and --seed, a run checks only a part)",
     }
     for (command, *options), text in said.items():
         assert run(command, config, *options) == (

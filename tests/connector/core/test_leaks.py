@@ -56,7 +56,6 @@ PLAN = [
     Fault("put", count=None, error=full, share=0.2 * SHARE),
     Fault("put", count=None, error=SystemExit, share=0.2 * SHARE),
     Fault("put", count=None, truncate_to=100, share=0.2 * SHARE),
-    Fault("quarantine", count=None, error=unavailable, share=SHARE),
 ]
 
 

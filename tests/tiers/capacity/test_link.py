@@ -207,7 +207,7 @@ def test_engine_stops_storing_while_its_collector_counts_nothing(bench: Bench, f
     bench.wait(limit_s - 0.2)
     assert link.is_full == ""
     bench.wait(0.3)
-    assert f"the collector has not counted what is stored for {limit_s:.0f} s" in link.is_full
+    assert f"the collector of max_bytes has not counted new blocks for {limit_s:.0f} s" in link.is_full
     assert why in link.is_full
     bench.wait(PAUSE_S[1])
     if fault == "ending":  # the next process counts what the first one did not
@@ -258,7 +258,7 @@ def test_silent_process_is_killed_and_the_next_one_has_twice_the_time(
     bench.wait(100 * link_module.SILENT_S)  # this process was stopped, or had nothing to do: one round
     first = silence()
     assert link_module.SILENT_S - 2 <= first <= link_module.SILENT_S
-    assert "its collector (process None) has not answered for" in caplog.text
+    assert "the collector (process None) has not answered for" in caplog.text
     assert silence() >= 2 * first
     bench.say(report={"report": {}, "used": 1, "runs": 1})
     assert silence() >= 4 * first - 2  # a storage that is slow once is slow again

@@ -72,7 +72,7 @@ def test_error_comes_before_or_after_the_call() -> None:
     assert list_keys(inner) == ["a"]
 
 
-@pytest.mark.parametrize("method", ["size", "keys", "close", "quarantine"])
+@pytest.mark.parametrize("method", ["size", "keys", "close", "delete"])
 def test_a_base_exception_comes_out_of_any_method(method: str) -> None:
     store = FaultyStore(MemoryStore(), [Fault(method, error=SystemExit)])
     with pytest.raises(SystemExit):

@@ -366,8 +366,6 @@ def test_requests_fail_at_once_while_no_server_runs(single: Bench) -> None:
     single.settle()
     with pytest.raises(QueueFullError, match="processes"):
         single.submit(1)
-    with pytest.raises(QueueFullError, match="processes"):
-        single.channel.probe(-1, KEYS)
     number = single.channel.look(KEYS)
     assert single.channel.take_looked() == [(number, [None] * 8)]
     single.channel.open()

@@ -98,5 +98,5 @@ def test_each_change_of_state_is_logged_once(
     circuit.succeed("lookup")
     assert [record.getMessage() for record in caplog.records] == [
         "tier fs: circuit open: 3 failures in a row, the last: io",
-        "tier fs: circuit closed: it answers again",
+        "tier fs: circuit closed: the storage answers again",
     ]

@@ -41,6 +41,7 @@ from kvtiers.tiers.store import Capabilities, Store
 from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.contract import list_keys
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
 from kvtiers.tiers.tier import channel, health, store_tier
 from kvtiers.tiers.tier.circuit import CircuitState
@@ -339,12 +340,9 @@ def test_many_bad_blocks_are_overwritten_by_the_next_store_once(bench: Bench, mo
 
 
 @ONE_BENCH
-@pytest.mark.parametrize("quarantine", [None, StoreUnavailableError, StoreConfigError, StoreFullError])
 @pytest.mark.parametrize("error", [StoreFullError, StoreConfigError, StorePermissionError])
-def test_bad_block_that_cannot_be_overwritten_is_moved_aside_or_deleted_first(
-    bench: Bench, error: type[StoreError], quarantine: type[StoreError] | None
-) -> None:
-    store = NeverReplaces(error, on_quarantine=quarantine)
+def test_bad_block_that_cannot_be_overwritten_is_deleted_first(bench: Bench, error: type[StoreError]) -> None:
+    store = NeverReplaces(error)
     tier = bench.tier(store=store)
     original = bench.fill(1)
     bench.store(tier, KEYS[:2])
@@ -434,7 +432,6 @@ def test_block_of_a_newer_version_is_a_miss_and_kept(bench: Bench) -> None:
     assert not bench.load(tier, KEYS[:1]).success
     assert not bench.store(tier, KEYS[:1]).success
     assert read(tier.store, name) == blob
-    assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 0
 
 
 def test_duplicate_key_is_stored_once_and_loaded_into_both_slots(bench: Bench) -> None:
@@ -596,24 +593,6 @@ def test_loads_are_accepted_while_the_queue_of_stores_is_full(bench: Bench) -> N
     assert {result.job_id: result.success for result in tier.get_finished()} == dict.fromkeys(
         [waiting.job_id, *(job.job_id for job in loads)], True
     )
-
-
-def test_raising_tracer_loses_no_result(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    traced: list[object] = []
-
-    def trace(*job: object) -> None:
-        traced.append(job)
-        raise RuntimeError("the exporter's")
-
-    tier = bench.tier(trace_job=trace)
-    bench.fill(1)
-    jobs = [bench.job([key]) for key in KEYS[:3]]
-    for job in jobs:
-        tier.submit_store(job)
-    tier.drain_jobs()
-    assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in jobs}
-    assert len(traced) == 3
-    assert caplog.text.count("was not traced") == 1
 
 
 @ONE_BENCH
@@ -1077,6 +1056,32 @@ class TestLiveness:
             bench.store(tier, KEYS[10 + n : 11 + n])
         assert tier.circuit_state == "open"
 
+    def test_loads_of_only_bad_blocks_cut_tier_off_and_remove_no_block(self, bench: Bench, clock: Clock) -> None:
+        """As on a host whose memory or network damages each read: other hosts may read the blocks well."""
+        store = FlippingStore()
+        tier = bench.tier(store=store, circuit_failures=3)
+        original = bench.fill(1)
+        bench.store(tier, KEYS)
+        stored = list_keys(store)
+        store.flips = True
+        for _ in range(5):
+            assert not bench.load(tier, KEYS[:1]).success
+        assert tier.circuit_state == "closed", "one bad block says little, however often it is asked for"
+        for key in KEYS[1:3]:
+            assert not bench.load(tier, [key]).success
+        assert tier.circuit_state == "open"
+        assert list_keys(store) == stored
+        clock.now += 5
+        bench.wait_until_closed(tier)
+        assert not bench.load(tier, KEYS[3:4]).success
+        assert tier.circuit_state == "open", "the probe is a lookup, which says nothing about loads"
+        store.flips = False
+        clock.now += 5
+        bench.wait_until_closed(tier)
+        bench.fill(2)
+        assert bench.load(tier, KEYS).success
+        assert (bench.region == original).all()
+
     @pytest.mark.parametrize("what", ["load", "store"])
     def test_partly_successful_job_is_not_a_failure_of_the_storage(self, bench: Bench, what: str) -> None:
         """If each block is a batch, three consecutive failures mean little: a server that sheds load refuses many."""
@@ -1354,37 +1359,35 @@ class PartlyRefused(MemoryStore):
         return published
 
 
-class KeepsAll(MemoryStore):
-    """No blob can be moved aside or deleted."""
+class FlippingStore(MemoryStore):
+    """``flips``: each read of a blob gets a bit wrong."""
 
-    def quarantine(self, key: str) -> None:
-        raise StorePermissionError("cannot be moved", key=key)
+    flips = False
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        super().get_into(key, parts)
+        if self.flips:
+            parts[0][0] ^= 1
+
+
+class KeepsAll(MemoryStore):
+    """No blob can be deleted."""
 
     def delete(self, key: str) -> None:
         raise StorePermissionError("cannot be deleted", key=key)
 
 
 class NeverReplaces(MemoryStore):
-    """A store without room for a new blob while the blob that it replaces exists.
+    """A store without room for a new blob while the blob that it replaces exists."""
 
-    Args:
-        on_quarantine: raised if a blob is to be moved aside; None: it can be.
-    """
-
-    def __init__(self, error: type[StoreError], *, on_quarantine: type[StoreError] | None = None) -> None:
+    def __init__(self, error: type[StoreError]) -> None:
         super().__init__()
         self._error = error
-        self._on_quarantine = on_quarantine
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         if overwrite:
             raise self._error("no room", key=key)
         return super().put(key, parts)
-
-    def quarantine(self, key: str) -> None:
-        if self._on_quarantine is not None:
-            raise self._on_quarantine("cannot be moved", key=key)
-        super().quarantine(key)
 
 
 @ONE_BENCH

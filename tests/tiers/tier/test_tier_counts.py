@@ -55,7 +55,7 @@ def test_end_of_refusals_is_logged_once(counts: TierCounts, clock: Clock, caplog
     for _ in range(2):
         counts.moved(stored(), "store")
         clock.advance(SAY_EVERY_S)
-    assert caplog.messages[1:] == ["tier fs: blocks are stored again; 1 were not stored"]
+    assert caplog.messages[1:] == ["tier fs: storing works again; 1 blocks were not stored meanwhile"]
 
 
 @pytest.mark.parametrize("reason", ["circuit_open", "shutdown", "StorePermissionError"])

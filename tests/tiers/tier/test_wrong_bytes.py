@@ -6,8 +6,6 @@ The tiers are made as from a config file, and their blobs are changed behind the
 from __future__ import annotations
 
 import random
-import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -142,8 +140,6 @@ class Rig:
         before = refused(tier)
         assert self.load(tier) == set(range(ROWS)) - bad.keys()
         assert refused(tier) - before == len(bad), "some were absent, which shows nothing"
-        if self._root is not None:
-            shutil.rmtree(self._root / ".quarantine", ignore_errors=True)  # the fuller, the slower
 
     def heals(self, tier: StoreTierManager, bad: dict[int, bytes]) -> None:
         """Plant bad blobs. The next store heals each; if only a load can find the damage, after that load."""
@@ -159,11 +155,6 @@ class Rig:
         kept = ("encrypt", "keys_env", "n_read_threads", "n_write_threads", "job_deadline_s")
         config = {name: value for name, value in self._config.items() if name in kept}
         return Rig(config | {"type": "memory", "isolation": "thread"})
-
-    def refuse_quarantine(self) -> None:
-        """Make every move to quarantine fail."""
-        assert self._root is not None
-        (self._root / ".quarantine").touch()
 
     def close(self) -> None:
         for tier in self._tiers:
@@ -375,7 +366,7 @@ def test_block_with_any_flipped_trailer_bit_is_healed(make_seal: Callable[[bytes
     payload = np.random.default_rng(7).integers(-128, 128, (1, PAGE_BYTES), np.int8)
     seal = make_seal(bytes(32), 0)
     store = MemoryStore()
-    mover = BlockMover("test", store, "test_r0", seal, Rows(payload.data), time.monotonic, print)
+    mover = BlockMover("test", store, "test_r0", seal, Rows(payload.data), print)
     name = block_name("test_r0", KEYS[0])
     pairs = [(KEYS[0], 0)]
     assert mover.store_batch(pairs).outcomes == {"moved": 1}
@@ -399,25 +390,18 @@ def test_block_with_any_flipped_trailer_bit_is_healed(make_seal: Callable[[bytes
 
 @pytest.mark.timeout(3600)  # ends a hang: three kinds of S3 side by side on two cores take over 20 minutes
 @pytest.mark.parametrize(
-    ("rig", "count", "has_quarantine"),
+    ("rig", "count"),
     [
-        *((kind, 31, True) for kind in (*IN_MEMORY, "fs in processes", "fsspec in threads")),
-        *((kind, 31, False) for kind in ("fs in threads", "nfs in processes")),
-        *(
-            pytest.param(kind, 8 * TRAILER_BYTES, has_quarantine, marks=pytest.mark.full)
-            for kind in KINDS
-            for has_quarantine in ((True, False) if kind.split()[0] in ("fs", "nfs") else (True,))
-        ),
+        *((kind, 31) for kind in (*IN_MEMORY, "fs in processes", "nfs in processes", "fsspec in threads")),
+        *(pytest.param(kind, 8 * TRAILER_BYTES, marks=pytest.mark.full) for kind in KINDS),
     ],
     indirect=["rig"],
 )
-def test_block_with_any_flipped_bit_is_healed(rig: Rig, count: int, has_quarantine: bool, record: Record) -> None:
+def test_block_with_any_flipped_bit_is_healed(rig: Rig, count: int, record: Record) -> None:
     """W7: all bits of the trailer's first fields, and so many of each other part."""
     dice = random.Random(7)
     tier = rig.tier()
     good = rig.store(tier, 1)
-    if not has_quarantine:
-        rig.refuse_quarantine()
     identity_end, fields_end = 8 * (ROW_BYTES + 24), 8 * (ROW_BYTES + TRAILER_FIELDS_BYTES)
     parts = (range(identity_end, fields_end), range(fields_end, 8 * BLOB_BYTES))
     of_trailer = [*range(8 * ROW_BYTES, identity_end)]

@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..os_errors import is_absent
 from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, opened
-from .publish import PRIVATE_FOLDER, PRIVATE_NAME, QUARANTINE_FOLDER, QUARANTINED_NAME, is_writer_dead
+from .publish import PRIVATE_FOLDER, PRIVATE_NAME, is_writer_dead
 
-#: The store's own folders, and the names of its files there.
-OWN_FOLDERS: Mapping[str, re.Pattern[str]] = {PRIVATE_FOLDER: PRIVATE_NAME, QUARANTINE_FOLDER: QUARANTINED_NAME}
 STALE_AGE_S_MAX = 3600.0  # no writer needs an hour for one blob, and hosts' clocks differ by less than an hour
 
 
@@ -78,45 +74,41 @@ def touch_blob(root: RootFolder, key: str) -> None:
         os.utime(name, dir_fd=dir_fd, follow_symlinks=False)
 
 
-def sweep(root: RootFolder, now: Callable[[], float], quarantine_s_max: float, *, remove: bool = True) -> int:
-    """Remove the private files of dead writers, and bad blobs that were quarantined long enough ago.
+def sweep(root: RootFolder, now: Callable[[], float], *, remove: bool = True) -> int:
+    """Remove the private files of dead writers.
 
     A file that cannot be removed does not keep the others from being removed.
 
     Args:
         now: Unix seconds by the clock that sets files' times; called for files whose removal depends on their age.
-        quarantine_s_max: age of the bad blobs that are removed, in seconds. 0: remove all; inf: none.
         remove: False: only count the files.
 
     Returns:
         How many files were removed.
     """
     count = 0
-    for folder in OWN_FOLDERS if quarantine_s_max < math.inf else (PRIVATE_FOLDER,):
-        for fd, name, status in _own_files(root, folder):
-            if folder == PRIVATE_FOLDER:
-                is_leftover = is_writer_dead(name) or now() - status.st_mtime > STALE_AGE_S_MAX
-            else:  # a rename changes only ctime, so ctime is the time when the blob was moved here
-                is_leftover = quarantine_s_max <= 0 or now() - status.st_ctime >= quarantine_s_max
-            if is_leftover:
-                with contextlib.suppress(OSError):
-                    if remove:
-                        os.unlink(name, dir_fd=fd)
-                    count += 1
+    for fd, name in _names_in(root, PRIVATE_FOLDER):
+        # Others may use a folder with this name, too: only regular files that are named like a store's own count.
+        if PRIVATE_NAME.fullmatch(name) is None:
+            continue
+        with contextlib.suppress(OSError):  # removed meanwhile, or damaged
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            if is_writer_dead(name) or now() - status.st_mtime > STALE_AGE_S_MAX:
+                if remove:
+                    os.unlink(name, dir_fd=fd)
+                count += 1
     return count
 
 
-def own_bytes(root: RootFolder) -> int:
-    """Total bytes of the store's own files, which listings do not include."""
-    return sum(status.st_size for folder in OWN_FOLDERS for _, _, status in _own_files(root, folder))
-
-
 def hidden_names(root: RootFolder) -> list[str]:
-    """Names that listings leave out and that no store wrote: other dot names, and others' files in our own folders."""
-    found = [name for _, name in _names_in(root, ".") if name[0] == "." and name not in OWN_FOLDERS]
-    for folder, own in OWN_FOLDERS.items():
-        found += [f"{folder}/{name}" for _, name in _names_in(root, folder) if own.fullmatch(name) is None]
-    return found
+    """Names that listings leave out and that no store wrote: other dot names, and others' files in our own folder."""
+    found = [name for _, name in _names_in(root, ".") if name[0] == "." and name != PRIVATE_FOLDER]
+    inside = [
+        f"{PRIVATE_FOLDER}/{name}" for _, name in _names_in(root, PRIVATE_FOLDER) if not PRIVATE_NAME.fullmatch(name)
+    ]
+    return found + inside
 
 
 def _names_in(root: RootFolder, folder: str) -> Iterator[tuple[int, str]]:
@@ -133,24 +125,6 @@ def _names_in(root: RootFolder, folder: str) -> Iterator[tuple[int, str]]:
     with opened(fd), os.scandir(fd) as entries:
         for entry in entries:
             yield fd, entry.name
-
-
-def _own_files(root: RootFolder, folder: str) -> Iterator[tuple[int, str, os.stat_result]]:
-    """The folder's descriptor, and the name and status of each of the store's own files in it.
-
-    Other programs may use folders with these names, so only files that are named like the store's own count. Stores
-    write only regular files, but also quarantine links and special files. Unlinking these does not touch their targets.
-    """
-    for fd, name in _names_in(root, folder):
-        if OWN_FOLDERS[folder].fullmatch(name) is None:
-            continue
-        try:
-            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        except OSError:  # removed meanwhile, or damaged
-            continue
-        is_file = stat.S_ISREG(status.st_mode)
-        if is_file or (folder == QUARANTINE_FOLDER and not stat.S_ISDIR(status.st_mode)):
-            yield fd, name, status
 
 
 def _is_gone(e: OSError) -> bool:

@@ -1,19 +1,18 @@
 """LocalStore: one file per blob, ``<root_dir>/<key>``, on a file system of this host. Base of the other file stores.
 
 The docstring of ``posix`` describes how a blob is read, and the docstring of ``publish`` how a blob is published. The
-root also holds ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, kept for an operator to inspect).
+root also holds ``.tmp`` (files being written).
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ...errors import (
     BlobCorruptError,
@@ -31,10 +30,10 @@ from ...plain_logs import get_logger
 from ...store import Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from ..os_errors import ABSENT, store_error
 from ..vectored_io import write_all
-from .cleanup import hidden_names, own_bytes, remove_blobs, sweep, touch_blob
+from .cleanup import hidden_names, remove_blobs, sweep, touch_blob
 from .listing import folder_names, walk
 from .posix import RootFolder, blob_size, read_blob, read_tail, remove_blob
-from .publish import FreeSpace, Publisher, quarantine_blob
+from .publish import FreeSpace, Publisher
 
 T = TypeVar("T")
 
@@ -43,12 +42,15 @@ logger = get_logger(__name__)
 PUBLISH_ATTEMPTS_MAX = 5  # attempts of a put whose folder is removed while it is being written
 #: Errors of a file that does not exist. ESTALE, after a second attempt: another host removed it.
 GONE = (*ABSENT, errno.ESTALE)
-LOGGED_FOLDERS_MAX = 16  # folders that are logged, each once, because they cannot be read
+SKIPPED_MAX = 32  # folders and files that are logged, each once, because they cannot be read
 
 
 class LocalStore(Store):
     """Stores blobs as files. Any thread may call, also in forked children. ``_lock`` is held to replace ``_root``.
-    ``_logged_folders`` only grows; without a lock, two threads may log the same folder twice.
+    ``skipped`` only grows; without a lock, two threads may log the same folder twice.
+
+    A process that dies leaves no incomplete blob. Nothing is synced: a power failure may lose or corrupt blobs of the
+    last seconds, which their seals reveal.
 
     Files are created with mode 0600 and folders with 0700. Nothing outside the root is read or written, even if other
     users put links into it: a symbolic link, a FIFO or a device under a key raises BlobCorruptError.
@@ -59,12 +61,10 @@ class LocalStore(Store):
         read_only: the root must exist; opening and ``sweep`` remove nothing. (Callers make no other writing calls.)
         min_free_bytes: a put that would leave less free space than this raises StoreFullError. 0: no limit. See
             ``FreeSpace`` for several processes.
-        durability: "data": a stored blob survives a power failure; a put of 2 MiB then takes 8 ms instead of 0.6 ms.
-            "none": a power failure may lose or corrupt a blob; its seal reveals the corruption. With either setting, a
-            process that dies leaves no incomplete blob.
 
     Attributes:
-        damaged: number of folders and files that listings skipped because the disk could not read them.
+        skipped: names, relative to the root, of folders and files that listings skipped because this user or the disk
+            cannot read them. The first ``SKIPPED_MAX``, each of which was logged.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -80,26 +80,22 @@ class LocalStore(Store):
         *,
         read_only: bool = False,
         min_free_bytes: int = 0,
-        durability: Literal["none", "data"] = "none",
     ) -> None:
-        if durability not in ("none", "data"):
-            raise ConfigError(f"{durability!r} is not accepted; write none or data", field="durability")
         if min_free_bytes < 0:
             raise ConfigError(f"{min_free_bytes} is not accepted; write 0 or more bytes", field="min_free_bytes")
         self.root_dir = os.path.abspath(root_dir)
         self._space = FreeSpace(min_free_bytes) if min_free_bytes else None
-        self._publisher = Publisher(durable=durability == "data", unnamed_files=self._unnamed_files)
+        self._publisher = Publisher(unnamed_files=self._unnamed_files)
         self._read_only = read_only
         self._lock = threading.Lock()
-        self._logged_folders: set[str] = set()
-        self.damaged = 0
+        self.skipped: set[str] = set()
         self._swept_count = 0  # set when the store is opened, and by the thread that sweeps
         root = self._open_root(make=not read_only)
         self._root: RootFolder | None = root
         if read_only:
             return
         try:
-            self._swept_count = self._sweep(root, math.inf)
+            self._swept_count = self._sweep(root)
         except (OSError, StoreError) as e:
             # Blobs can be read even if leftover files cannot be removed (in a read-only root, say).
             # Log the text: a handler that keeps the record would keep the exception's frames, and so the root open.
@@ -111,10 +107,6 @@ class LocalStore(Store):
     def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
         """See ``SupportsAges``."""
         return self._put(key, parts, None, overwrite=True, used_at=used_at)
-
-    def used_at(self, info: KeyInfo) -> float:
-        """See ``SupportsAges``."""
-        return info.mtime
 
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
         """See ``SupportsPieces``."""
@@ -149,10 +141,6 @@ class LocalStore(Store):
         """See ``SupportsTail``."""
         return self._call(read_tail, key, length, absent=(errno.ENOENT, errno.ESTALE))
 
-    def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Also moves a folder or a link (the link itself, not its target)."""
-        self._call(quarantine_blob, key)
-
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``Store``. Folders that become empty are removed too."""
         root = self._use_root(None)
@@ -171,19 +159,14 @@ class LocalStore(Store):
         """See ``SupportsTouch``."""
         self._call(touch_blob, key)
 
-    def sweep(self, quarantine_s_max: float) -> int:
+    def sweep(self, *, remove: bool = True) -> int:
         """See ``KeepsFiles``."""
-
-        def sweep_and_sum(root: RootFolder) -> int:
-            if not self._read_only:
-                self._swept_count += self._sweep(root, quarantine_s_max)
-            return own_bytes(root)
-
-        return self._ask(sweep_and_sum)
-
-    def leftovers(self, quarantine_s_max: float) -> int:
-        """See ``KeepsFiles``."""
-        return self._swept_count + self._ask(lambda root: self._sweep(root, quarantine_s_max, remove=False))
+        is_dry = self._read_only or not remove
+        count = self._ask(lambda root: self._sweep(root, remove=not is_dry))
+        if is_dry:
+            return self._swept_count + count
+        self._swept_count += count
+        return self._swept_count
 
     def hidden_names(self) -> list[str]:
         """See ``KeepsFiles``."""
@@ -197,8 +180,8 @@ class LocalStore(Store):
         """See ``SupportsSpace``."""
         return self._ask(RootFolder.space)
 
-    def _sweep(self, root: RootFolder, quarantine_s_max: float, *, remove: bool = True) -> int:
-        return sweep(root, cache(partial(self._time, root)), quarantine_s_max, remove=remove)
+    def _sweep(self, root: RootFolder, *, remove: bool = True) -> int:
+        return sweep(root, cache(partial(self._time, root)), remove=remove)
 
     def _time(self, root: RootFolder) -> float:
         if self._read_only:
@@ -287,11 +270,10 @@ class LocalStore(Store):
         raise StoreUnavailableError(f"its folder was removed during each of {PUBLISH_ATTEMPTS_MAX} attempts", key=key)
 
     def _log_skipped(self, name: str, e: OSError) -> None:
-        is_damaged = not isinstance(e, PermissionError)
-        self.damaged += is_damaged
-        if name not in self._logged_folders and len(self._logged_folders) < LOGGED_FOLDERS_MAX:
-            self._logged_folders.add(name)
-            reason = "it cannot be read" if is_damaged else f"uid {os.geteuid()} has no permission to read it"
+        if name not in self.skipped and len(self.skipped) < SKIPPED_MAX:
+            self.skipped.add(name)
+            is_denied = isinstance(e, PermissionError)
+            reason = f"uid {os.geteuid()} has no permission to read it" if is_denied else "it cannot be read"
             logger.warning("%s: %s is skipped, %s: %s", self.root_dir, printable(name), reason, e.strerror or str(e))
 
     def _use_root(self, key: str | None) -> RootFolder:

@@ -53,11 +53,6 @@ def is_mount_point(path: str, *, mountinfo: str = MOUNTINFO) -> bool:
     return any(mount.point == path for mount in _read_mounts(mountinfo))
 
 
-def follow_links(path: str) -> str:
-    """Follow the symbolic links on this host's own file systems. Touches no mount that may hang."""
-    return _follow(os.path.abspath(path), _read_mounts(MOUNTINFO))[0]
-
-
 def missing_mount(root_dir: str | os.PathLike[str]) -> str:
     """A warning if an NFS folder is on this host's own file system, as when its mount is missing; otherwise ""."""
     kind = file_system_type(root_dir)

@@ -5,15 +5,13 @@ Way 1, for a new blob on a file system with unnamed files (O_TMPFILE: ext4, XFS,
     openat(root, folder)        created with its parents if missing, 0700
     openat(folder, O_TMPFILE)   0600; the file has no name, so a writer that dies leaves nothing
     pwritev                     directly from the parts, until all is written (in pieces if the caller passed ``look``)
-    [fdatasync]                 durability "data"
     linkat(folder, name)        through /proc; publishes. EEXIST: the key was stored before, which is success
     close
-    [fsync(folder)]             durability "data"
 
 Way 2, for a blob that replaces another (linkat never replaces), and for every blob without unnamed files (NFS, FUSE)::
 
     openat(<root>/.tmp, private name, O_CREAT|O_EXCL)
-    pwritev, [fdatasync]
+    pwritev
     close                       before publishing, because NFS reports a failed write only here
     renameat(private, name)     to replace; otherwise linkat(private, name) and unlinkat(private)
 
@@ -42,18 +40,13 @@ from typing import Any
 from ...errors import StoreConfigError, StoreFullError
 from .posix import (
     FILE_MODE,
-    OPEN_FOLDER,
-    OPEN_LISTING,
     RootFolder,
     opened,
 )
 
 PRIVATE_FOLDER = ".tmp"
-QUARANTINE_FOLDER = ".quarantine"
 #: Names that private_name makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
-_PRIVATE = r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+"
-PRIVATE_NAME = re.compile(rf"{_PRIVATE}|\.[0-9a-f]{{32}}")
-QUARANTINED_NAME = re.compile(rf"{_PRIVATE}-.+")
+PRIVATE_NAME = re.compile(r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+|\.[0-9a-f]{32}")
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
@@ -67,12 +60,10 @@ class Publisher:
     """Publishes blobs below a root. Any thread may call. Holds no descriptor, so it works in forked children.
 
     Args:
-        durable: a published blob survives a power failure.
         unnamed_files: use O_TMPFILE if the file system supports it. False: do not try, it is known to be unsupported.
     """
 
-    def __init__(self, *, durable: bool = False, unnamed_files: bool = True) -> None:
-        self._durable = durable
+    def __init__(self, *, unnamed_files: bool = True) -> None:
         # Any thread may set this to False. A thread that still reads True finds out by its own failed attempt.
         self._unnamed_files = unnamed_files and os.path.isdir(FDS)  # /proc may be hidden
 
@@ -90,14 +81,10 @@ class Publisher:
         with opened(root.make_folder(folder)) as dir_fd:
             # This check only saves needless writes. If two writers both find no file, the link call decides.
             if not overwrite and os.access(name, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
-                published = False
-            elif not overwrite and self._unnamed_files and (fd := self._open_unnamed(dir_fd)) >= 0:
-                published = self._publish_unnamed(root, fd, dir_fd, name, write)
-            else:
-                published = self._publish_private(root, dir_fd, name, write, overwrite=overwrite)
-            if self._durable:
-                _sync_folder(dir_fd)
-            return published
+                return False
+            if not overwrite and self._unnamed_files and (fd := self._open_unnamed(dir_fd)) >= 0:
+                return _publish_unnamed(root, fd, dir_fd, name, write)
+            return _publish_private(root, dir_fd, name, write, overwrite=overwrite)
 
     def _open_unnamed(self, dir_fd: int) -> int:
         """Open an unnamed file and return its descriptor; -1 if this file system has no unnamed files."""
@@ -109,61 +96,48 @@ class Publisher:
             self._unnamed_files = False
             return -1
 
-    def _publish_unnamed(self, root: RootFolder, fd: int, dir_fd: int, name: str, write: Callable[[int], None]) -> bool:
-        """Write an unnamed file and link it. Closes ``fd``. Returns False if the name exists already."""
-        published = False
-        try:
-            self._write(root, fd, write)
-            # With a dir_fd Python calls linkat with AT_SYMLINK_FOLLOW. AT_EMPTY_PATH in place of /proc would save
-            # 0.3 µs of 20, but needs a capability before Linux 6.10.
-            published = _link(f"{FDS}/{fd}", name, dst_dir_fd=dir_fd)
-        finally:
-            try:
-                os.close(fd)
-            except OSError:
-                # A FUSE server may reject the data only at close, after the file was published.
-                if published:
-                    _unlink_quietly(name, dir_fd)
-                raise
-        return published
 
-    def _publish_private(
-        self, root: RootFolder, dir_fd: int, name: str, write: Callable[[int], None], *, overwrite: bool
-    ) -> bool:
-        with opened(_make_own_folder(root, PRIVATE_FOLDER)) as temp_fd:
-            temp = private_name()
-            fd = os.open(temp, OPEN_PRIVATE, FILE_MODE, dir_fd=temp_fd)
-            renamed = False
-            try:
-                try:
-                    self._write(root, fd, write)
-                finally:
-                    os.close(fd)
-                if not overwrite:
-                    return _link(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
-                os.rename(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd)
-                renamed = True
-                return True
-            finally:
-                if not renamed:
-                    _unlink_quietly(temp, temp_fd)
-
-    def _write(self, root: RootFolder, fd: int, write: Callable[[int], None]) -> None:
+def _publish_unnamed(root: RootFolder, fd: int, dir_fd: int, name: str, write: Callable[[int], None]) -> bool:
+    """Write an unnamed file and link it. Closes ``fd``. Returns False if the name exists already."""
+    published = False
+    try:
         root.give(fd)
         write(fd)
-        if self._durable:
-            os.fdatasync(fd)
+        # With a dir_fd Python calls linkat with AT_SYMLINK_FOLLOW. AT_EMPTY_PATH in place of /proc would save 0.3 µs of
+        # 20, but needs a capability before Linux 6.10.
+        published = _link(f"{FDS}/{fd}", name, dst_dir_fd=dir_fd)
+    finally:
+        try:
+            os.close(fd)
+        except OSError:
+            # A FUSE server may reject the data only at close, after the file was published.
+            if published:
+                _unlink_quietly(name, dir_fd)
+            raise
+    return published
 
 
-def quarantine_blob(root: RootFolder, key: str) -> None:
-    """Move the file, link or folder under ``key`` into quarantine."""
-    folder, _, name = key.rpartition("/")
-    with (
-        opened(root.open(folder or ".", OPEN_FOLDER)) as dir_fd,
-        opened(_make_own_folder(root, QUARANTINE_FOLDER)) as aside_fd,
-    ):
-        aside = f"{private_name()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
-        os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
+def _publish_private(
+    root: RootFolder, dir_fd: int, name: str, write: Callable[[int], None], *, overwrite: bool
+) -> bool:
+    with opened(_make_own_folder(root, PRIVATE_FOLDER)) as temp_fd:
+        temp = private_name()
+        fd = os.open(temp, OPEN_PRIVATE, FILE_MODE, dir_fd=temp_fd)
+        renamed = False
+        try:
+            try:
+                root.give(fd)
+                write(fd)
+            finally:
+                os.close(fd)
+            if not overwrite:
+                return _link(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+            os.rename(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd)
+            renamed = True
+            return True
+        finally:
+            if not renamed:
+                _unlink_quietly(temp, temp_fd)
 
 
 class FreeSpace:
@@ -278,11 +252,6 @@ def _make_own_folder(root: RootFolder, name: str) -> int:
         if e.errno in (errno.ENOTDIR, errno.ELOOP):  # callers would take this errno for an absent key
             raise StoreConfigError(f"{name!r} in the root must be a folder") from e
         raise
-
-
-def _sync_folder(dir_fd: int) -> None:
-    with opened(os.open(".", OPEN_LISTING, dir_fd=dir_fd)) as fd:  # O_PATH descriptors cannot be synced
-        os.fsync(fd)
 
 
 def _unlink_quietly(name: str, dir_fd: int) -> None:

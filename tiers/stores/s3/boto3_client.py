@@ -43,21 +43,11 @@ class Boto3Client:
             if value is not None
         }
 
-    def put(
-        self,
-        key: str,
-        parts: Sequence[memoryview],
-        *,
-        create: bool,
-        form: PutForm,
-        metadata: Mapping[str, str] | None = None,
-    ) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """See ``DataPlane``."""
         arguments = dict(self._put_arguments)
         if create:
             arguments["IfNoneMatch"] = "*"
-        if metadata:
-            arguments["Metadata"] = metadata
         client = self._client
         if form is PutForm.CHECKED:
             client = self._unsigned

@@ -6,9 +6,7 @@ import os
 from typing import Any, Final
 
 import botocore.session
-from botocore.configloader import load_config, raw_config_parse
-from botocore.credentials import EnvProvider, ReadOnlyCredentials
-from botocore.exceptions import BotoCoreError
+from botocore.credentials import ReadOnlyCredentials
 
 from ...errors import ConfigError, StoreConfigError, StorePermissionError, printable
 from .boto_http import BoundedBotocoreSession, BoundedHttp
@@ -16,20 +14,7 @@ from .options import check_region
 
 _PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # in botocore's order
 _PROFILES_MAX: Final = 32  # longest chain of source_profile that is followed; it may be circular
-
-#: Field of the credentials -> its environment variables, its key in a file, its key in credential_process's output.
-_NAMES: Final[dict[str, tuple[tuple[str, ...], str, str]]] = {
-    "access_key": ((EnvProvider.ACCESS_KEY,), "aws_access_key_id", "AccessKeyId"),
-    "secret_key": ((EnvProvider.SECRET_KEY,), "aws_secret_access_key", "SecretAccessKey"),
-    "token": (tuple(EnvProvider.TOKENS), "aws_session_token", "SessionToken"),
-}
 IN_QUOTES: Final = "is in quotes, which count as part of the value (docker --env-file keeps them); remove the quotes"
-_CHARACTERS: Final = {"\n": "a newline", "\r": "a carriage return", "\t": "a tab", " ": "a space"}
-
-#: Profile keys that make botocore ask a server or program for credentials before it uses the profile's own.
-_CHAINS: Final = frozenset(
-    ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url", "credential_process", "login_session")
-)
 
 
 class BotoConfig:
@@ -46,7 +31,6 @@ class BotoConfig:
         self._given = profile
         self._profile = profile or next(environment, "default")
         self._config_file = os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
-        self._credentials_file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
 
     def __str__(self) -> str:
         return printable(f"profile {self._profile!r} of {self._config_file}")
@@ -60,22 +44,6 @@ class BotoConfig:
             if len(set_ones) < len(names):
                 variables[name] = (key, set_ones or None, default, convert)
         return BoundedBotocoreSession(http, session_vars=variables, profile=self._given)
-
-    def may_ask_others(self) -> bool:
-        """Whether the credential chain may start programs or ask servers; False if variables or files hold the keys."""
-        if self._given is None and all(
-            os.environ.get(name) for name in (EnvProvider.ACCESS_KEY, EnvProvider.SECRET_KEY)
-        ):
-            return False
-        try:
-            config = load_config(self._config_file).get("profiles", {}).get(self._profile, {})
-        except BotoCoreError:
-            config = {}
-        try:
-            keys = raw_config_parse(self._credentials_file).get(self._profile, {})
-        except BotoCoreError:
-            keys = {}
-        return "aws_access_key_id" not in {**keys, **config} or not _CHAINS.isdisjoint(config)
 
     def check_region(self, region: str) -> None:
         """Refuse a region that boto3 would refuse, because boto3's error does not name the region's source.
@@ -110,19 +78,15 @@ class BotoConfig:
             method: botocore's name for the credentials' source.
 
         Raises:
-            StorePermissionError: names the bad character, and the variable or the file and key.
+            StorePermissionError: names the credential, its source and the bad character.
         """
-        for field in _NAMES:
+        for field in ("access_key", "secret_key", "token"):
             value = getattr(credentials, field) or ""
+            source = f"secret: the {field} from {method} (see {self})"
             if is_in_quotes(value):
-                raise StorePermissionError(f"secret: {self._source_of(field, value, method)} {IN_QUOTES}")
-            for index, char in enumerate(value):
-                if not "!" <= char <= "~":
-                    name = _CHARACTERS.get(char, f"the character {char!a}")
-                    where = "ends in" if index == len(value.rstrip()) or index == len(value) - 1 else "has"
-                    raise StorePermissionError(
-                        f"secret: {self._source_of(field, value, method)} {where} {name} ({char!a}); remove it"
-                    )
+                raise StorePermissionError(f"{source} {IN_QUOTES}")
+            if bad := next((char for char in value if not "!" <= char <= "~"), ""):
+                raise StorePermissionError(f"{source} has the character {bad!a}; remove it")
 
     def refuse_mfa(self, session: botocore.session.Session, credentials: Any) -> None:
         """Refuse a role that requires an MFA code: botocore would ask for it on the terminal and wait.
@@ -142,18 +106,6 @@ class BotoConfig:
                     "code here; use a role without MFA, or the credentials of aws sts get-session-token"
                 )
             name = profile.get("source_profile", "")
-
-    def _source_of(self, field: str, value: str, method: str) -> str:
-        variables, key, printed = _NAMES[field]
-        if method == EnvProvider.METHOD:
-            return next((name for name in variables if os.environ.get(name) == value), variables[0])
-        if method == "shared-credentials-file":
-            return printable(f"{key} of profile {self._profile!r} of {self._credentials_file}")
-        if method == "config-file":
-            return f"{key} of {self}"
-        if method == "custom-process":
-            return f"{printed} that credential_process of {self} prints"
-        return f"{key} of boto3's credential chain ({method})"
 
 
 def is_in_quotes(value: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -33,15 +33,7 @@ RENEW_EVERY_S: Final = 2.0  # shortest time between renewals: the credential cha
 class DataPlane(Protocol):
     """Each method makes one attempt at one object. Keys are the objects' whole names. Raises only StoreError."""
 
-    def put(
-        self,
-        key: str,
-        parts: Sequence[memoryview],
-        *,
-        create: bool,
-        form: PutForm,
-        metadata: Mapping[str, str] | None = None,
-    ) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """Put an object; with ``create``, only if it does not exist yet. False: it exists."""
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
@@ -126,15 +118,9 @@ class ProcessClients:
         try:
             error = made.exception(wait_s)
         except TimeoutError:
-            from .boto_config import BotoConfig
-
-            if not BotoConfig(self._options.profile).may_ask_others():
-                raise StoreTimeoutError(
-                    f"the S3 clients were not made within {wait_s:.3g} s; is this machine busy?"
-                ) from None
             raise StoreTimeoutError(
                 f"secret: boto3's credential chain did not end within {wait_s:.3g} s (credential_process, SSO, STS or "
-                "metadata)"
+                "metadata), or this machine is busy"
             ) from None
         if error is None:
             self.ready = made.result()

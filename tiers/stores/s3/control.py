@@ -1,24 +1,19 @@
-"""S3Control: rare requests to an S3 bucket, made with boto3: listing, deletion, checks and lifecycle rules."""
+"""S3Control: rare requests to an S3 bucket, made with boto3: listing, deletion and checks."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from botocore import exceptions as boto_errors
 
-from ...errors import BlobNotFoundError, StoreConfigError, StoreError, StorePermissionError
+from ...errors import BlobNotFoundError, StoreConfigError, StoreError
 from ...store import KeyInfo
 from .boto_errors import BOTO_ERRORS, code_of, is_from_s3
-from .errors import NO_S3, VagueRefusalError, server_error, without_absence
+from .errors import NO_S3, RequestRefusedError, server_error, without_absence
 from .listing import Page
 from .session import S3Session
-
-LIFECYCLE_ID = "kvtiers"
-RULE_DIGITS = 12  # hex digits that tell rules' IDs apart; S3 accepts IDs of 255 characters
 
 
 class S3Control:
@@ -64,22 +59,17 @@ class S3Control:
         if self._ask_about(key, client.head_object) is not None:
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
 
-    def metadata(self, key: str) -> dict[str, str]:
-        """An object's user-defined metadata; empty if the object is absent."""
-        answer = self._ask_about(key, self._session.client.head_object)
-        return {} if answer is None else dict(answer.get("Metadata", {}))
-
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
         """Delete up to 1,000 objects by their whole names; return the errors of those not deleted.
 
         Raises:
-            VagueRefusalError: the response names no object, so it may not come from S3.
+            RequestRefusedError: the response names no object, so it may not come from S3.
         """
         objects = [{"Key": key} for key in keys]
         # Not "Quiet": its response would be as empty as a page of HTML.
         answer = self._ask_bucket(self._session.client.delete_objects, Delete={"Objects": objects})
         if not (answer.get("Deleted") or answer.get("Errors")):
-            raise VagueRefusalError(NO_S3.format(self._session.endpoint_url))
+            raise RequestRefusedError(NO_S3.format(self._session.endpoint_url))
         failed: dict[str, StoreError] = {}
         for error in answer.get("Errors", ()):
             code = code_of(error)
@@ -97,39 +87,15 @@ class S3Control:
         if region != self._session.region and self._session.is_aws:
             raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")
 
-    def keeps_versions(self, beginnings: Sequence[str]) -> bool:
+    def keeps_versions(self) -> bool:
         """See ``S3Store.keeps_versions``."""
-        if self._versioning() != "Enabled":
+        if self._ask_bucket(self._session.client.get_bucket_versioning).get("Status") != "Enabled":
             return False
         try:
-            rules = self._lifecycle().get("Rules", [])
-        except StoreError:  # reading rules needs a permission of its own
+            found = self._session.client.get_bucket_lifecycle_configuration(Bucket=self._options.bucket)
+        except BOTO_ERRORS:  # there are no rules, or reading them needs a permission of its own
             return True
-        names = [self._own + beginning for beginning in beginnings or ("",)]
-        prefixes = tuple(prefix for rule in rules if (prefix := _expires_versions_of(rule)) is not None)
-        return not all(name.startswith(prefixes) for name in names)
-
-    def expire_after(self, days: int | None, beginnings: Sequence[str]) -> bool:
-        """See ``S3Store.expire_after``."""
-        rule_id = f"{LIFECYCLE_ID}:{self._options.prefix}"
-        # An ID without digits is a rule of an earlier kvtiers version, for everything below the prefix.
-        ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
-        new = []
-        versions = bool(beginnings) and self._may_have_versions()
-        for beginning in beginnings if versions or days is not None else ():
-            digits = hashlib.sha256(beginning.encode()).hexdigest()[:RULE_DIGITS]
-            new.append(lifecycle_rule(f"{rule_id}:{digits}", self._own + beginning, days, versions=versions))
-        found = self._lifecycle()
-        before = found.get("Rules", [])
-        # A setting of the bucket, which AWS would reset to its default if we left it out.
-        also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
-        rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
-        if rules:
-            change = self._session.client.put_bucket_lifecycle_configuration
-            self._ask_bucket(change, LifecycleConfiguration={"Rules": rules}, **also)
-        elif before:
-            self._ask_bucket(self._session.client.delete_bucket_lifecycle)
-        return versions
+        return not any(_removes_versions(rule, self._own) for rule in found.get("Rules", ()))
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -148,28 +114,6 @@ class S3Control:
             return call(Bucket=self._options.bucket, **arguments)
         except BOTO_ERRORS as e:
             raise without_absence(self._session.translate(e), self._session.place) from None
-
-    def _versioning(self) -> str:
-        """Enabled, Suspended, or "" if the bucket never had versions."""
-        return str(self._ask_bucket(self._session.client.get_bucket_versioning).get("Status", ""))
-
-    def _may_have_versions(self) -> bool:
-        try:
-            return self._versioning() != ""
-        except StoreError as e:
-            if e.retryable:
-                raise
-            return isinstance(e, StorePermissionError)  # otherwise it has no versions, and perhaps no such rules
-
-    def _lifecycle(self) -> dict[str, Any]:
-        try:
-            rules: dict[str, Any] = self._session.client.get_bucket_lifecycle_configuration(Bucket=self._options.bucket)
-        except BOTO_ERRORS as e:
-            code = code_of(e.response.get("Error", {})) if isinstance(e, boto_errors.ClientError) else ""
-            if code == "NoSuchLifecycleConfiguration":
-                return {}
-            raise without_absence(self._session.translate(e), self._session.place) from None
-        return rules
 
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
@@ -213,28 +157,10 @@ class S3Control:
         return following
 
 
-def lifecycle_rule(rule_id: str, prefix: str, days: int | None, *, versions: bool) -> dict[str, Any]:
-    """A lifecycle rule that deletes objects whose whole names begin with ``prefix`` after ``days``.
-
-    Args:
-        days: None: never.
-        versions: also delete the old versions that a bucket with versioning keeps.
-
-    Raises:
-        ValueError: ``days`` is below 1; S3 counts whole days.
-    """
-    if days is not None and days < 1:
-        raise ValueError(f"days is {days}; a bucket expires blobs after whole days, 1 or more")
-    # Delete markers outlive the deleted versions, so a rule must remove them, too; a rule with Days does so by itself.
-    expiration = {"ExpiredObjectDeleteMarker": True} if days is None else {"Days": days}
-    rule = {"ID": rule_id, "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": expiration}
-    return rule | {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}} if versions else rule
-
-
-def _expires_versions_of(rule: dict[str, Any]) -> str | None:
-    """The prefix below which a rule deletes all old versions; None if the rule deletes none or only some of them."""
+def _removes_versions(rule: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a lifecycle rule deletes all old versions below a prefix, not only some of them."""
     expires = rule.get("NoncurrentVersionExpiration", {})
     if rule.get("Status") != "Enabled" or "NoncurrentDays" not in expires or "NewerNoncurrentVersions" in expires:
-        return None
-    found: dict[str, str] = rule.get("Filter", {"Prefix": rule.get("Prefix", "")})
-    return found.get("Prefix", "") if found.keys() <= {"Prefix"} else None
+        return False
+    found: Mapping[str, str] = rule.get("Filter", {"Prefix": rule.get("Prefix", "")})
+    return found.keys() <= {"Prefix"} and prefix.startswith(found.get("Prefix", ""))

@@ -62,21 +62,11 @@ class DirectClient:
             if value is not None
         }
 
-    def put(
-        self,
-        key: str,
-        parts: Sequence[memoryview],
-        *,
-        create: bool,
-        form: PutForm,
-        metadata: Mapping[str, str] | None = None,
-    ) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """See ``DataPlane``."""
         headers = dict(self._put_headers)
         if create:
             headers["if-none-match"] = "*"
-        for name, value in (metadata or {}).items():
-            headers[f"x-amz-meta-{name}"] = value
         payload = UNSIGNED
         if form is PutForm.CHECKED:
             headers[f"x-amz-checksum-{CHECKSUM}"] = crc64nvme(parts)

@@ -45,10 +45,6 @@ class RequestRefusedError(StoreConfigError):
     """The server does not accept requests of this form. Another form (checksum, signature, header) may be accepted."""
 
 
-class VagueRefusalError(RequestRefusedError):
-    """Either the server refuses the request's form, or a proxy failed briefly. Callers must not remember it."""
-
-
 class DigestRefusedError(StoreUnavailableError):
     """The server rejected the digest: the bytes changed in transit, or it does not accept this kind of digest."""
 
@@ -181,23 +177,6 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }
 
-#: Codes by which servers refuse the form of a request, whatever its bytes.
-_REFUSALS = frozenset(
-    (
-        "InvalidArgument",
-        "InvalidHeader",
-        "InvalidRequest",
-        "MalformedXML",
-        "MethodNotAllowed",
-        "MissingContentMD5",
-        "NotImplemented",
-        "NotSupported",
-        "UnsupportedArgument",
-        "UnsupportedHeader",
-        "UnsupportedOperation",
-    )
-)
-
 #: For responses without a known code: HEAD has no body, and proxies have codes of their own.
 _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
     **dict.fromkeys((301, 302, 303, 307, 308), (StoreConfigError, _REDIRECTS)),
@@ -234,8 +213,6 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
         else (RequestRefusedError, _FORM)
     )
     error, hint = CODES.get(code) or _STATUSES.get(status) or fallback
-    if error is RequestRefusedError and status != 501 and code not in _REFUSALS:
-        error = VagueRefusalError
     if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:  # only proxies send it
         return proxy_error(status, place)
     said = f"{code}, HTTP {status}" if code else f"HTTP {status}"

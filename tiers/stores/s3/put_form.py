@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -12,7 +12,6 @@ from .errors import (
     DigestRefusedError,
     RequestRefusedError,
     SignatureRefusedError,
-    VagueRefusalError,
 )
 from .options import S3Options
 
@@ -20,9 +19,8 @@ CHECKSUM: Final = "crc64nvme"  # S3's own default: it costs AWS's and most other
 #: Errors with which a server may refuse a way.
 REFUSALS: Final = (RequestRefusedError, StorePermissionError, DigestRefusedError)
 
-#: After this many detours in a row, the detour is taken at once, although the refusals had no known error code.
-VAGUE_DETOURS_MAX: Final = 3
-#: How long such a detour is taken, and how long only the first way is tried after all ways were refused.
+#: How long a way is tried first that was accepted after refusals, and how long only the first way is tried after all
+#: were refused. A refusal may come from a load balancer whose servers restart.
 REMEMBERED_S: Final = 60.0
 
 
@@ -45,74 +43,46 @@ class PutWay(NamedTuple):
 FORMS: Final = (PutForm.CHECKED, PutForm.SIGNED, PutForm.PLAIN)
 
 
-class Detour:
-    """Whether requests take a detour at once, because the server refuses the straight way. Any thread may call.
-
-    A refusal with a known code is remembered for good. Other refusals may come from a load balancer whose servers
-    restart: after ``VAGUE_DETOURS_MAX`` detours in a row, the detour is taken for ``REMEMBERED_S``. Then the straight
-    way is tried again. Two threads that race cost at most one more request.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._is_lasting = False
-        self._in_a_row = 0
-        self._until = float("-inf")
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether to take the detour at once."""
-        return self._is_lasting or self._clock() < self._until
-
-    def was_not_needed(self) -> None:
-        """Note that the straight way succeeded."""
-        self._in_a_row = 0
-
-    def helped(self, refusals: Sequence[StoreError]) -> bool:
-        """Note that the detour succeeded after these refusals. Returns whether it is now taken for good."""
-        if not any(isinstance(refused, VagueRefusalError) for refused in refusals):
-            self._is_lasting = True
-        self._in_a_row += 1
-        if self._in_a_row >= VAGUE_DETOURS_MAX:
-            self._until = self._clock() + REMEMBERED_S
-        return self._is_lasting
+#: The ways of a put, in order: those of a put that must not replace a blob, and those of any other.
+ALL_WAYS: Final = {
+    create: tuple(PutWay(condition, form) for condition in ([True, False] if create else [False]) for form in FORMS)
+    for create in (True, False)
+}
 
 
 class PutWays:
-    """Remembers which ways of putting a bucket accepts. Any thread may call; a race costs at most one more upload.
+    """Remembers for ``REMEMBERED_S`` which ways of putting a bucket accepts.
 
-    After all ways were refused, only the first way is tried for ``REMEMBERED_S``. The cause is then something else (a
-    proxy, a permission, the encryption), and each further try would send a large blob.
+    Any thread may call; a race costs at most one more upload.
+
+    After all ways were refused, only the first way is tried. The cause is then something else (a proxy, a permission,
+    the encryption), and each further try would send a large blob.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._detours = {form: Detour(clock) for form in FORMS[1:]}  # to this form from the ones before
-        self._unconditional = Detour(clock)
+        self._accepted: tuple[PutWay, float] | None = None  # after refusals, and until when it is tried first
         self._in_vain_until = float("-inf")
-        self._was_refused = False
-        self._straight = {create: self._all_ways(create=create) for create in (False, True)}
 
     @property
     def first_form(self) -> PutForm:
         """The form that a put tries first."""
-        return next((form for form in reversed(FORMS[1:]) if self._detours[form].is_taken), FORMS[0])
+        return self.to_try(create=False)[0].form
 
-    def to_try(self, *, create: bool) -> list[PutWay]:
+    def to_try(self, *, create: bool) -> Sequence[PutWay]:
         """The ways of one put, in order.
 
         Args:
             create: the put must not replace a blob.
         """
-        if not self._was_refused:
-            return self._straight[create]
-        ways = self._all_ways(create=create)
+        ways: Sequence[PutWay] = ALL_WAYS[create]
+        if self._accepted is not None:
+            accepted, until = self._accepted
+            if self._clock() < until:
+                ways = [way for way in ways if way.create <= accepted.create and way.form in _from(accepted.form)]
+            else:
+                self._accepted = None
         return ways[:1] if self.are_all_refused else ways
-
-    def _all_ways(self, *, create: bool) -> list[PutWay]:
-        forms = FORMS[FORMS.index(self.first_form) :]
-        conditions = [False] if not create or self._unconditional.is_taken else [True, False]
-        return [PutWay(condition, form) for condition in conditions for form in forms]
 
     @property
     def are_all_refused(self) -> bool:
@@ -121,29 +91,18 @@ class PutWays:
 
     def all_refused(self) -> None:
         """Note that the server refused all ways."""
-        self._was_refused = True
         self._in_vain_until = self._clock() + REMEMBERED_S
 
-    def accepted(self, way: PutWay, refusals: Mapping[PutWay, StoreError]) -> tuple[bool, bool]:
-        """Note that the server accepted a way after it had refused others.
-
-        Returns:
-            Whether this way's form, and whether its lack of If-None-Match, are now used for good.
-        """
-        if not (refusals or self._was_refused):  # nothing to remember: each put of most servers
-            return False, False
-        self._was_refused = True
+    def accepted(self, way: PutWay, refused: Collection[PutWay]) -> None:
+        """Note that the server accepted a way after it had refused others."""
         self._in_vain_until = float("-inf")
-        form_refusals = [error for refused, error in refusals.items() if refused.create == way.create]
-        for form in FORMS[FORMS.index(way.form) + 1 :]:
-            self._detours[form].was_not_needed()
-        if way.create:
-            self._unconditional.was_not_needed()
-        condition_refusals = [error for refused, error in refusals.items() if refused.create != way.create]
-        return (
-            bool(form_refusals) and self._detours[way.form].helped(form_refusals),
-            bool(condition_refusals) and self._unconditional.helped(condition_refusals),
-        )
+        if refused:
+            takes_condition = way.create or not any(each.create for each in refused)
+            self._accepted = PutWay(takes_condition, way.form), self._clock() + REMEMBERED_S
+
+
+def _from(form: PutForm) -> Sequence[PutForm]:
+    return FORMS[FORMS.index(form) :]
 
 
 def may_depend_on_way(error: StoreError, way: PutWay, other: PutWay) -> bool:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -51,11 +50,8 @@ from .errors import (
     BareRefusalError,
     CredentialsLateError,
     CredentialsRefusedError,
-    MissingHeaderError,
     Place,
     RequestRefusedError,
-    SignatureRefusedError,
-    VagueRefusalError,
     deadline_error,
 )
 from .listing import Page, follow
@@ -63,7 +59,6 @@ from .options import S3Options
 from .polling import Threads, run_all
 from .put_form import (
     REFUSALS,
-    Detour,
     PutForm,
     PutWay,
     PutWays,
@@ -76,18 +71,14 @@ logger = get_logger(__name__)
 
 DELETE_KEYS_MAX: Final = 1000  # S3's limit for one batch delete
 DELETERS_MAX: Final = 8
-SCRATCH_BYTES: Final = 1 << 20
-SKIPPED_BYTES_MAX: Final = 1 << 30  # largest blob whose tail is read if the server ignores ranges
-USED_AT: Final = "kvtiers-used-at"  # metadata name; the value is Unix seconds
-_UNIX_S: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 CHECK_S_MAX: Final = 10.0  # making the clients takes seconds on a busy machine; an unknown host, half a minute
 
 
 class S3Store(Store):
     """Keeps blobs in an S3 bucket.
 
-    Any thread may call. The constructor does no I/O; the first call makes the clients. ``_ways``, ``_without_batches``
-    and ``_without_head`` remember what the server refuses. ``capabilities.exclusive_create`` may become False.
+    Any thread may call. The constructor does no I/O; the first call makes the clients. ``_ways`` remembers what the
+    server refuses. ``capabilities.exclusive_create`` may become False.
 
     Args:
         options: bucket, endpoint and request settings.
@@ -109,8 +100,7 @@ class S3Store(Store):
         self.options = options
         self._clock = clock
         self._ways = PutWays(clock)
-        self._without_batches = Detour(clock)
-        self._without_head = Detour(clock)
+        self._warned: set[str] = set()
         self._attempts = Attempts(options, clock=clock, sleep=sleep, rng=rng)
 
     def __repr__(self) -> str:
@@ -118,19 +108,6 @@ class S3Store(Store):
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         return self._put(key, _as_bytes(parts), create=not overwrite)
-
-    def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
-        """See ``SupportsAges``. The age is stored as metadata, because S3 itself sets each object's time."""
-        metadata = {USED_AT: f"{used_at:.9f}"}
-        return self._put(key, _as_bytes(parts), create=False, metadata=metadata)
-
-    def used_at(self, info: KeyInfo) -> float:
-        """See ``SupportsAges``."""
-        name = self._name(info.key)
-        noted = self._attempts.run(info.key, lambda clients: clients.control.metadata(name)).get(USED_AT, "")
-        # S3 truncates an object's time to whole seconds.
-        is_past = _UNIX_S.fullmatch(noted) is not None and float(noted) < info.mtime + 1.0
-        return float(noted) if is_past else info.mtime
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._get_into(key, parts, None)
@@ -199,14 +176,7 @@ class S3Store(Store):
         size = self._size(key, latest_start)
         if size is None or min(size, length) == 0:
             return None if size is None else (size, b"")
-        if size > SKIPPED_BYTES_MAX:
-            raise BlobCorruptError(f"{size} bytes are stored, and the server ignores ranges", key=key)
-        # All bytes before the tail go into one scratch buffer: only the server vouches for the size, which may be huge.
-        tail = bytearray(min(size, length))
-        skipped, rest = divmod(size - len(tail), SCRATCH_BYTES)
-        scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._get_into(key, [*[scratch] * skipped, scratch[:rest], memoryview(tail)], None, latest_start)
-        return size, bytes(tail)
+        raise BlobCorruptError("the server ignores ranges", key=key)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``Store``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors.
@@ -293,26 +263,13 @@ class S3Store(Store):
         own = self.options.object_key("")
         return [name[len(own) : -1] for _, folders in self._pages(own, "/") for name in folders]
 
-    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
-        """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
-
-        The rules cover keys with the prefixes ``beginnings``. They replace those of earlier calls for the store's
-        prefix; the bucket's other rules stay. Returns whether the bucket may keep old versions; if so, the rules
-        delete these a day after they were replaced or deleted, whatever ``days`` is.
-
-        Raises:
-            ValueError: ``days`` is below 1; S3 counts whole days.
-            StoreError: the bucket refused the rules, or does not support any.
-        """
-        return self._attempts.run("", lambda clients: clients.control.expire_after(days, beginnings))
-
-    def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps old versions of keys with the prefixes ``beginnings``, and no rule removes them all.
+    def keeps_versions(self) -> bool:
+        """Whether the bucket keeps old versions of blobs, and no lifecycle rule for the whole prefix removes them.
 
         Raises:
             StoreError: the bucket does not say; the request needs a permission of its own.
         """
-        return self._attempts.run("", lambda clients: clients.control.keeps_versions(beginnings))
+        return self._attempts.run("", lambda clients: clients.control.keeps_versions())
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -332,9 +289,7 @@ class S3Store(Store):
                 outcomes[key] = e
         return names
 
-    def _put(
-        self, key: str, plain: list[memoryview], *, create: bool, metadata: Mapping[str, str] | None = None
-    ) -> bool:
+    def _put(self, key: str, plain: list[memoryview], *, create: bool) -> bool:
         """Put a blob in the first way that the server accepts."""
         latest_start = self._attempts.latest_start()
         name = self._name(key)
@@ -348,11 +303,13 @@ class S3Store(Store):
                     return False
                 may_exist = False
             try:
-                published = self._put_in(way, key, name, plain, latest_start, metadata)
+                published = self._put_in(way, key, name, plain, latest_start)
             except REFUSALS as e:
                 refusals[way] = e.with_traceback(None)
                 continue
-            self._note_accepted(way, refusals)
+            self._ways.accepted(way, refusals)
+            if refusals:
+                self._tell_refusals(way, refusals)
             return published
         if self._clock() <= latest_start:
             self._ways.all_refused()
@@ -362,61 +319,31 @@ class S3Store(Store):
 
     def _may_go_on(self, refusals: dict[PutWay, StoreError], way: PutWay, latest_start: float) -> bool:
         """Whether the server may accept ``way`` after these refusals, and there is time for it."""
-        last = next(reversed(refusals))
-        error = refusals[last]
+        last, error = next(reversed(refusals.items()))
         is_futile = self._ways.are_all_refused or not may_depend_on_way(error, last, way)
-        if is_futile or self._clock() > latest_start:
-            return False
-        # A request without a blob shows whether the secret is wrong.
-        return not isinstance(error, SignatureRefusedError) or len(refusals) > 1 or self._is_secret_right(latest_start)
+        return not is_futile and self._clock() <= latest_start
 
-    def _is_secret_right(self, latest_start: float) -> bool:
-        try:
-            self._attempts.run("", lambda clients: clients.control.check(), latest_start)
-        except CredentialsRefusedError:
-            return False
-        except StoreError as e:
-            return not e.retryable  # the signature is right, although the bucket may not be listed
-        return True
-
-    def _note_accepted(self, way: PutWay, refusals: Mapping[PutWay, StoreError]) -> None:
-        form_changed, condition_dropped = self._ways.accepted(way, refusals)
-        if form_changed:
-            logger.warning("%r: %s", self, describe_refusal(way.form))
-        if condition_dropped and self.capabilities.exclusive_create:
+    def _tell_refusals(self, taken: PutWay, refused: Collection[PutWay]) -> None:
+        """Log, once, what the server refuses. ``taken``: the way that it accepted."""
+        if any(way.create == taken.create for way in refused):
+            self._warn_once(describe_refusal(taken.form))
+        if not taken.create and any(way.create for way in refused):
             self.capabilities = replace(self.capabilities, exclusive_create=False)
-            logger.warning("%r: the server refuses If-None-Match; each put first checks for the object", self)
+            self._warn_once("the server refuses If-None-Match; each put first checks for the object")
 
-    def _put_in(
-        self,
-        way: PutWay,
-        key: str,
-        name: str,
-        plain: list[memoryview],
-        latest_start: float,
-        metadata: Mapping[str, str] | None,
-    ) -> bool:
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%r: %s", self, text)
+
+    def _put_in(self, way: PutWay, key: str, name: str, plain: list[memoryview], latest_start: float) -> bool:
         def send(clients: Clients) -> bool:
             try:
-                return clients.data.put(name, plain, create=way.create, form=way.form, metadata=metadata)
+                return clients.data.put(name, plain, create=way.create, form=way.form)
             except (RequestRefusedError, StorePermissionError) as e:
                 raise with_asked_for(e, self.options) from None
 
-        try:
-            return self._attempts.run(key, send, latest_start)
-        except MissingHeaderError as e:
-            missing = e.with_traceback(None)
-        if self._is_listed(name, parts_size(plain), latest_start):
-            return True
-        raise copy.copy(missing)  # as in ``_put``
-
-    def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
-        """Whether the bucket lists the object. Decides a put whose response lacks the header that proves success."""
-        try:
-            found, _, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
-        except StoreError:
-            return False
-        return bool(found) and (found[0].key, found[0].size) == (name, size)
+        return self._attempts.run(key, send, latest_start)
 
     def _pages(self, prefix: str, delimiter: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
         """List the objects and folders below a prefix of whole names, 1,000 per request."""
@@ -427,17 +354,10 @@ class S3Store(Store):
         return follow(list_page, self.options.endpoint_url or "the endpoint")
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
-        if self._without_batches.is_taken:
-            return self._delete_each(names)
         try:
-            failed = self._attempts.run("", lambda clients: clients.control.delete_batch(names))
-        except RequestRefusedError as e:  # MissingContentMD5, NotImplemented and the like
-            failed = self._delete_each(names)
-            if len(failed) < len(names) and self._without_batches.helped([e]):
-                logger.warning("%r: the server refuses DeleteObjects; blobs are deleted one by one instead", self)
-        else:
-            self._without_batches.was_not_needed()
-        return failed
+            return self._attempts.run("", lambda clients: clients.control.delete_batch(names))
+        except RequestRefusedError:  # MissingContentMD5, NotImplemented and the like
+            return self._delete_each(names)
 
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
         """Delete objects one by one, for servers that refuse DeleteObjects. Returns the errors of objects not deleted.
@@ -489,10 +409,7 @@ class S3Store(Store):
         latest_start = self._attempts.latest_start()
         failed: StoreError | None = None
         try:
-            if not self._without_head.is_taken:
-                size = await self._attempts.try_now(lambda clients: clients.data.ask_size(name))
-                self._without_head.was_not_needed()
-                return size
+            return await self._attempts.try_now(lambda clients: clients.data.ask_size(name))
         except OSError:
             pass
         except StoreError as e:
@@ -502,28 +419,16 @@ class S3Store(Store):
     def _size(self, key: str, latest_start: float, failed: StoreError | None = None) -> int | None:
         """See ``size``. ``failed``: see ``Attempts.run``."""
         name = self._name(key)
-        if self._without_head.is_taken:
-            with contextlib.suppress(BlobCorruptError):
-                return self._size_by_get(key, name, latest_start)
         try:
-            size = self._attempts.run(key, lambda clients: clients.data.size(name), latest_start, failed)
+            return self._attempts.run(key, lambda clients: clients.data.size(name), latest_start, failed)
         except (RequestRefusedError, BareRefusalError) as e:
             refused = e.with_traceback(None)
-        else:
-            self._without_head.was_not_needed()
-            return size
         # The response to a HEAD has no body, so an expired session token is a bare 400. A GET returns the reason.
         if self._clock() <= latest_start:
-            with contextlib.suppress(BlobCorruptError):
-                size = self._size_by_get(key, name, latest_start)
-                self._without_head.helped([VagueRefusalError("")])
-                return size
+            with contextlib.suppress(BlobCorruptError):  # the object is empty, or the server ignores ranges
+                tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
+                return tail and tail[0]
         raise copy.copy(refused)  # as in ``_put``, which may be the caller
-
-    def _size_by_get(self, key: str, name: str, latest_start: float) -> int | None:
-        """Ask with a GET of one byte. Raises BlobCorruptError if the object is empty, or the server ignores ranges."""
-        tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
-        return tail and tail[0]
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -11,7 +11,7 @@ from concurrent.futures import wait
 from itertools import pairwise
 
 from ...daemon_pool import DaemonPool
-from ...store import Store, SupportsPieces, SupportsQuarantine, SupportsTail, SupportsTouch
+from ...store import Store, SupportsPieces, SupportsTail, SupportsTouch
 
 SIZES_BYTES = (0, 1, 4095, 4096, 4097, (1 << 20) + 4096)
 LARGE_BYTES = (9 << 20) + 4096  # more than 8 MiB, from which clients of object stores split blobs
@@ -92,8 +92,6 @@ def calls_by_key(store: Store) -> dict[str, Callable[[str], object]]:
     }
     if isinstance(store, SupportsTail):
         calls["get_tail"] = lambda key: store.get_tail(key, 1)
-    if isinstance(store, SupportsQuarantine):
-        calls["quarantine"] = store.quarantine
     if isinstance(store, SupportsTouch):
         calls["touch"] = store.touch
     if isinstance(store, SupportsPieces):

@@ -116,7 +116,7 @@ class SharingRules(StorePlace):
                 while not ended.is_set():
                     other = self.reopen(store)
                     if isinstance(other, KeepsFiles):
-                        other.sweep(0.0)
+                        other.sweep()
                     other.close()
                     visits += 1
             finally:
@@ -224,7 +224,7 @@ class SharingRules(StorePlace):
         calls.append(lambda: store.size_many(["a"]))
         calls.append(lambda: store.delete_many(["a"]))
         if isinstance(store, KeepsFiles):
-            calls.append(lambda: store.sweep(0.0))
+            calls.append(lambda: store.sweep())
         calls.append(store.folders)
         if isinstance(store, SupportsSpace):
             calls.append(store.space)

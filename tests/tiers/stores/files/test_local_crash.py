@@ -47,13 +47,13 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], L
 
 
 def check_after_restart(store: LocalStore, root: Path) -> dict[str, bytes]:
-    """Every file below the root is a listed and whole blob, or was quarantined. Returns the blobs."""
+    """Every file below the root is a listed and whole blob. Returns the blobs."""
     blobs = {}
     for info in store.keys():  # noqa: SIM118 - a Store is no dict
         blobs[info.key] = fetch(store, info.key, info.size)
         assert is_blob_of(info.key, blobs[info.key]), f"{info.key} is bad"
     found = {str(path.relative_to(root)) for path, _ in files_below(root)}
-    assert {name for name in found if not name.startswith(".quarantine/")} == set(blobs), "something was left over"
+    assert found == set(blobs), "something was left over"
     return blobs
 
 
@@ -62,7 +62,6 @@ OPERATIONS: dict[str, Callable[[LocalStore], object]] = {
     "put into a new folder": lambda store: store.put("g/h/new", as_parts(make_blob("g/h/new", 2), 4096)),
     "overwrite": lambda store: store.put("f/old", as_parts(make_blob("f/old", 2), 4096), overwrite=True),
     "delete": lambda store: store.delete("f/old"),
-    "quarantine": lambda store: store.quarantine("f/old"),
 }
 
 
@@ -154,10 +153,8 @@ def test_many_processes_write_read_and_delete_the_same_keys(
                 store.put(key, as_parts(make_blob(key, choices.randrange(4)), 4096))
             elif action < 0.5:
                 store.put(key, as_parts(make_blob(key, choices.randrange(4)), 4096), overwrite=True)
-            elif action < 0.55:
-                store.delete(key)
             elif action < 0.6:
-                store.quarantine(key)
+                store.delete(key)
             else:
                 try:
                     assert is_blob_of(key, fetch(store, key, BLOB_BYTES))

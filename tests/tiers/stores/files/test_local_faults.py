@@ -34,7 +34,6 @@ from kvtiers.tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from kvtiers.tiers.store import put_aside
 from kvtiers.tiers.stores.files import cleanup as folder_cleanup
 from kvtiers.tiers.stores.files import listing as folder_listing
 from kvtiers.tiers.stores.files import publish
@@ -102,12 +101,11 @@ OPERATIONS = {
     "tail": Operation(lambda store: store.get_tail("f/old", 4096), "f/old", OLD, (OLD,), (len(OLD), OLD[-4096:])),
     "delete": Operation(lambda store: store.delete("f/old"), "f/old", None, (OLD, None)),
     "delete nothing": Operation(lambda store: store.delete("f/new"), "f/new", None, (None,)),
-    "quarantine": Operation(lambda store: store.quarantine("f/old"), "f/old", None, (OLD, None)),
     "list": Operation(list_keys, "f/old", OLD, (OLD,), ["f/old", "f/other"], passes_over=True),
     "open": Operation(lambda store: LocalStore(store.root_dir).close(), "f/old", OLD, (OLD,)),
 }
 
-WAYS = ("unnamed files", "private names", "durable, with a reserve")
+WAYS = ("unnamed files", "private names", "with a reserve")
 
 
 class Place:
@@ -127,8 +125,8 @@ class Place:
         (self.root / ".tmp").mkdir()
         for name in ("old", "other"):
             (self.root / "f" / name).write_bytes(OLD)
-        if self._way == "durable, with a reserve":
-            return LocalStore(self.root, durability="data", min_free_bytes=1)
+        if self._way == "with a reserve":
+            return LocalStore(self.root, min_free_bytes=1)
         return use_private_names(LocalStore(self.root), self._way == "private names")
 
     def content(self, key: str) -> bytes | None:
@@ -139,7 +137,7 @@ class Place:
 @pytest.fixture(params=WAYS)
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     gc.collect()  # of descriptors that earlier tests left in cycles: they would vanish in the middle of a check
-    # In memory where there is some: it is thousands of stores, and a way that syncs each.
+    # In memory where there is some: it is thousands of stores.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         yield Place(Path(folder), request.param)
 
@@ -294,7 +292,7 @@ def test_no_inodes(small: Path) -> None:
 
 
 def test_bad_block_is_healed_without_free_inodes(small: Path) -> None:
-    """Neither the quarantine folder nor a second file next to the bad one can be created."""
+    """No second file can be created next to the bad one."""
     with closing(LocalStore(small / "root")) as store:
         region = np.random.default_rng(1).integers(-128, 128, (2, 4096), np.int8)
         good = region.copy()
@@ -333,11 +331,10 @@ def test_collector_makes_room_without_free_inodes(small: Path, store_class: type
         for block in blocks:
             store.put(block, as_parts(bytes(100)))
             os.utime(small / "root" / block, (0, 0))
-        store.quarantine(blocks.pop())
         with pytest.raises(OSError, match="No space"):  # noqa: PT012 - which of them is the first one refused varies
             for n in range(32):
                 (small / f"somebody_else's_{n}").touch()
-        collector = Collector(store, CapacityPolicy(ttl_s=60.0, quarantine_s=3600.0))
+        collector = Collector(store, CapacityPolicy(ttl_s=60.0))
         collector.note_refused()
         while collector.poll() is None or collector.is_urgent:
             pass
@@ -365,7 +362,6 @@ def test_read_only_file_system(small: Path) -> None:
             lambda: store.put("g/b", as_parts(b"1")),
             lambda: store.put("f/a", as_parts(b"1"), overwrite=True),
             lambda: store.delete("f/a"),
-            lambda: store.quarantine("f/a"),
         ]
         for call in calls:
             with pytest.raises(StorePermissionError, match="EROFS"):
@@ -376,7 +372,7 @@ def test_read_only_file_system(small: Path) -> None:
 
 
 def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None:
-    """Reading goes on; what would have to be renamed across is an error that says so, or is deleted."""
+    """Reading goes on; what would have to be renamed across is an error that says so."""
     (small / "a").write_bytes(b"1")
     with closing(LocalStore(tmp_path)) as store:
         assert fetch(store, "small/a", 1) == b"1"
@@ -385,7 +381,7 @@ def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None
         with pytest.raises(StoreConfigError, match="EXDEV"):
             store.put("small/a", as_parts(b"2"), overwrite=True)
         assert fetch(store, "small/a", 1) == b"1"
-        put_aside(store, "small/a")
+        store.delete("small/a")
         assert store.size("small/a") is None
 
 
@@ -442,9 +438,8 @@ def test_files_made_by_root_belong_to_the_root_folders_owner(
     for key in ("f/g/a", "f/g/b", "_own/c"):
         store.put(key, as_parts(b"1"))
         store.put(key, as_parts(b"2"), overwrite=True)
-    store.quarantine("f/g/b")
-    store.sweep(1e6)
-    assert {path.name for path in root.iterdir()} == {"f", "_own", ".tmp", ".quarantine"}
+    store.sweep()
+    assert {path.name for path in root.iterdir()} == {"f", "_own", ".tmp"}
     assert owners(root) == {65534}
 
     def use() -> None:
@@ -454,8 +449,8 @@ def test_files_made_by_root_belong_to_the_root_folders_owner(
         for key in ("f/g/a", "f/g/b", "_own/c", "f/h/d"):
             store.put(key, as_parts(b"3"), overwrite=True)
             assert fetch(store, key, 1) == b"3"
-        store.quarantine("f/g/a")
-        assert store.sweep(0.0) == 0
+        store.delete("f/g/a")
+        assert store.sweep() == 0
 
     assert run_in_child(use) == 0
 
@@ -504,19 +499,18 @@ def test_unreadable_folders_are_skipped_and_logged(tmp_path: Path, caplog: pytes
         store = LocalStore(tmp_path / "root")
         for key in ("f/a", "f/theirs/b", "g/c", "theirs/d"):
             store.put(key, as_parts(b"1"))
-        for name in (".quarantine", ".tmp"):
-            (tmp_path / "root" / name).mkdir(exist_ok=True)
-        for name, mode in (("f/theirs", 0), ("theirs", 0), ("g", 0o600), (".quarantine", 0), (".tmp", 0)):
+        (tmp_path / "root" / ".tmp").mkdir(exist_ok=True)
+        for name, mode in (("f/theirs", 0), ("theirs", 0), ("g", 0o600), (".tmp", 0)):
             (tmp_path / "root" / name).chmod(mode)
         for _ in range(2):
             assert list_keys(store) == list_keys(store, "f") == ["f/a"]
-        store.sweep(0.0)
+        store.sweep()
         told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
         assert sorted(text.split()[1] for text in told) == ["f/theirs", "g/c", "theirs"]
         for prefix in ("theirs/", "f/theirs/b"):  # what was asked for by name
             with pytest.raises(StorePermissionError, match="EACCES"):
                 list_keys(store, prefix)
-        for name in ("f/theirs", "theirs", "g", ".quarantine", ".tmp"):
+        for name in ("f/theirs", "theirs", "g", ".tmp"):
             (tmp_path / "root" / name).chmod(0o700)
 
     assert run_in_child(use) == 0
@@ -550,16 +544,14 @@ class Damaged:
 
 def test_sweep_continues_past_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
-    endings = {".tmp": "", ".quarantine": "-a.bin"}
-    names = {folder: [f"{publish.private_name()}{end}" for _ in range(40)] for folder, end in endings.items()}
-    for folder in names:
-        (tmp_path / folder).mkdir()
-        for name in names[folder]:
-            (tmp_path / folder / name).write_bytes(b"x")
-            os.utime(tmp_path / folder / name, (0, 0))
-    monkeypatch.setattr(folder_cleanup, "os", Damaged({each[n] for each in names.values() for n in (7, 23)}, errno.EIO))
-    assert store.sweep(0.0) == 0
-    assert [len(list((tmp_path / folder).iterdir())) for folder in names] == [2, 2]
+    names = [f"elsewhere-{publish.private_name()}" for _ in range(40)]
+    (tmp_path / ".tmp").mkdir()
+    for name in names:
+        (tmp_path / ".tmp" / name).write_bytes(b"x")
+        os.utime(tmp_path / ".tmp" / name, (0, 0))
+    monkeypatch.setattr(folder_cleanup, "os", Damaged({names[7], names[23]}, errno.EIO))
+    assert store.sweep() == 38
+    assert len(list((tmp_path / ".tmp").iterdir())) == 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.ENOTCONN])
@@ -575,7 +567,7 @@ def test_damaged_files_are_skipped_and_counted(
     monkeypatch.setattr(folder_listing, "os", Damaged({"b", "2", folder}, code))
     for _ in range(2):
         assert list_keys(store) == ["a/1", "c/3"]
-    assert store.damaged == 6
+    assert store.skipped == {"a/2", "b", folder}
     told = [record.getMessage() for record in caplog.records]
     assert sorted(text.split()[1] for text in told) == ["a/2", "b", "x\\nERROR"]
     assert all("is skipped, it cannot be read: " in text and text.isprintable() for text in told)
@@ -666,7 +658,7 @@ def test_short_outage_is_not_taken_for_a_damaged_folder(
     last = Collector(store, policy).run()
     assert last is not None
     assert last.bytes >= report.bytes
-    assert store.damaged == 0
+    assert not store.skipped
 
 
 def test_listing_fails_if_many_folders_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,13 @@ from kvtiers.tiers.errors import (
     StoreError,
     StoreFullError,
 )
-from kvtiers.tiers.store import Store, put_aside
+from kvtiers.tiers.store import Store
 from kvtiers.tiers.stores.files import cleanup, publish
 from kvtiers.tiers.stores.files.listing import FOLDERS_DEEP_MAX
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys
-from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
+from kvtiers.tiers.testing.faults import run_in_child
 from tests.leaks import open_fds
 from tests.tiers.stores.files.root_folder import FolderContract, use_private_names
 
@@ -76,12 +76,10 @@ def test_modes_under_any_umask(tmp_path: Path, umask: int, private: bool) -> Non
             use_private_names(store)
         store.put("f/g/a", as_parts(b"1"))
         store.put("f/g/a", as_parts(b"2"), overwrite=True)
-        store.put("f/bad", as_parts(b"3"))
-        store.quarantine("f/bad")
     finally:
         os.umask(before)
     modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
-    assert {path.name for path in modes} >= {"not", "yet", "root", "f", "g", "a", ".tmp", ".quarantine"}
+    assert {path.name for path in modes} >= {"not", "yet", "root", "f", "g", "a", ".tmp"}
     for path, mode in modes.items():
         assert mode == (0o700 if path.is_dir() else 0o600), path
 
@@ -148,7 +146,9 @@ def test_non_file_under_a_key_is_a_corrupt_blob(store: LocalStore, tmp_path: Pat
     store.put("f/a", as_parts(b"1"))  # taken for stored: whoever is to know reads the tail first
     assert not path.is_file() or path.is_symlink()
 
-    store.quarantine("f/a")
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()  # a folder may hold other keys, so the store leaves it
+    store.delete("f/a")
     assert not os.path.lexists(path)
     assert store.get_tail("f/a", 4096) is None
     store.put("f/a", as_parts(b"healed"))
@@ -193,27 +193,21 @@ def test_link_in_place_of_a_folder_is_not_followed(
             store.get_tail(key, 4096)
         assert store.size(key) is None
         store.delete(key)
-        store.quarantine(key)
     assert [list_keys(store, prefix) for prefix in ("", "f/", "f/sub/")] == [[], [], []]
     assert open_fds() <= fds
 
 
-@pytest.mark.parametrize("name", [".tmp", ".quarantine"])
 def test_link_in_place_of_the_stores_own_folders_is_not_followed(
-    store: LocalStore, tmp_path: Path, outside: Path, name: str
+    store: LocalStore, tmp_path: Path, outside: Path
 ) -> None:
     store.put("f/a", as_parts(b"1"))
-    own = tmp_path / "root" / name
+    own = tmp_path / "root" / ".tmp"
     if own.is_dir():
         own.rmdir()
     own.symlink_to(outside)
-    if name == ".quarantine":
-        put_aside(store, "f/a")  # it is deleted instead
-        assert list(store.keys()) == []
-    else:
-        with pytest.raises(StoreConfigError, match=name):
-            store.put("f/a", as_parts(b"2"), overwrite=True)
-        assert fetch(store, "f/a", 1) == b"1"
+    with pytest.raises(StoreConfigError, match=r"\.tmp"):
+        store.put("f/a", as_parts(b"2"), overwrite=True)
+    assert fetch(store, "f/a", 1) == b"1"
     assert own.is_symlink()
 
 
@@ -239,7 +233,7 @@ def test_folder_exchanged_with_a_link_during_calls_is_not_followed(
         lambda: fetch(store, "f/secret", len(SECRET)) == b"1" * len(SECRET),
         lambda: fetch(store, "f/sub/secret", len(SECRET)) == b"1" * len(SECRET),
         lambda: store.delete("f/secret"),
-        lambda: store.quarantine("f/sub/secret"),
+        lambda: store.delete("f/sub/secret"),
     ]
     thread = threading.Thread(target=exchange)
     thread.start()
@@ -304,7 +298,6 @@ def test_root_removed_while_running_is_made_again(store: LocalStore, tmp_path: P
     assert store.get_tail("f/a", 1) is None
     assert list_keys(store) == []
     store.delete("f/a")
-    store.quarantine("f/a")
     assert not (tmp_path / "root").exists()
     store.put("f/b", as_parts(b"2"))
     assert (tmp_path / "root" / "f" / "b").read_bytes() == b"2"
@@ -318,7 +311,6 @@ MISSES: dict[str, Callable[[LocalStore], object]] = {
     "get_tail": lambda store: store.get_tail("f/a", 1),
     "delete": lambda store: store.delete("f/a"),
     "keys": lambda store: list_keys(store),
-    "quarantine": lambda store: store.quarantine("f/a"),
 }
 
 
@@ -432,69 +424,38 @@ def test_foreign_files_in_the_stores_folders_are_kept_and_not_counted(
     own = publish.private_name()
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine")
-    others = []
-    for folder, ending in ((".tmp", ""), (".quarantine", "-a.bin")):
-        inside = tmp_path / "root" / folder
-        inside.mkdir(parents=True)
-        torn = own.rpartition("-")[0]
-        for name in ("thesis.txt", "sample", f"{own}.txt", torn, "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
-            (inside / name).write_bytes(b"mine")
-        if folder == ".tmp":  # stores write only regular files, but move whatever has a block's name aside
-            (inside / publish.private_name()).symlink_to(outside)
-            os.mkfifo(inside / publish.private_name())
-        (inside / f"{publish.private_name()}{ending}").mkdir()
-        others += list(inside.iterdir())
-        for path in inside.iterdir():
-            os.utime(path, (0, 0), follow_symlinks=False)
+    inside = tmp_path / "root" / ".tmp"
+    inside.mkdir(parents=True)
+    torn = own.rpartition("-")[0]
+    for name in ("thesis.txt", "sample", f"{own}.txt", torn, "a-b-c-1-2-3-4", "-1-2-3-4", "x" * 250):
+        (inside / name).write_bytes(b"mine")
+    (inside / publish.private_name()).symlink_to(outside)
+    os.mkfifo(inside / publish.private_name())
+    (inside / publish.private_name()).mkdir()
+    others = list(inside.iterdir())
+    for path in others:
+        os.utime(path, (0, 0), follow_symlinks=False)
     store = store_class(tmp_path / "root")
-    assert store.leftovers(0.0) == 0
-    assert store.sweep(0.0) == 0
+    assert store.sweep(remove=False) == store.sweep() == 0
     assert [path for path in others if not os.path.lexists(path)] == []
     assert outside.read_bytes() == b"mine"
     assert {name.rpartition("/")[2] for name in store.hidden_names()} >= {"thesis.txt", "sample"}
-
-
-def test_quarantined_links_and_special_files_are_removed_without_their_targets(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "root")
-    outside = tmp_path / "outside"
-    outside.write_bytes(b"mine")
-    (tmp_path / "root" / "f").mkdir()
-    (tmp_path / "root" / "f" / "link").symlink_to(outside)
-    os.mkfifo(tmp_path / "root" / "f" / "fifo")
-    for key in ("f/link", "f/fifo"):
-        store.quarantine(key)
-    assert store.leftovers(0.0) == 2
-    assert store.sweep(0.0) == 0
-    assert list((tmp_path / "root" / ".quarantine").iterdir()) == []
-    assert outside.read_bytes() == b"mine"
 
 
 def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -> None:
     root = tmp_path / "root"
     store = LocalStore(root)
     store.put("f/a", as_parts(b"1"), overwrite=True)
-    store.quarantine("f/a")
     stale = root / ".tmp" / f"elsewhere-{publish.private_name()}"
     stale.write_bytes(b"half a blob")
     os.utime(stale, (0, 0))
     store = LocalStore(root, read_only=True)
-    assert (store.leftovers(3600.0), store.leftovers(0.0), store.sweep(0.0)) == (1, 2, 12)
-    assert store.leftovers(0.0) == 2
+    assert [store.sweep(remove=remove) for remove in (False, True, False)] == [1, 1, 1]
+    assert stale.exists()
     store = LocalStore(root)  # opening removes what dead writers left
     assert not stale.exists()
-    assert (store.leftovers(3600.0), store.leftovers(0.0)) == (1, 2)
-    assert store.sweep(0.0) == 0
-    assert store.leftovers(0.0) == 2
+    assert [store.sweep(remove=remove) for remove in (False, True, False)] == [1, 1, 1]
     assert store.hidden_names() == []
-
-
-def test_quarantined_blob_shows_its_key(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "root")
-    store.put(f"f/{'n' * 251}.bin", as_parts(b"bad"))
-    store.quarantine(f"f/{'n' * 251}.bin")
-    (aside,) = (tmp_path / "root" / ".quarantine").iterdir()
-    assert aside.read_bytes() == b"bad"
-    assert "nnnn" in aside.name
 
 
 # ---- descriptors, threads, processes ---------------------------------------------------------------------------------
@@ -556,24 +517,6 @@ def test_min_free_bytes_refuses_before_anything_is_made(tmp_path: Path) -> None:
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"durability: 'full'.*none or data"):
-        LocalStore(tmp_path / "root", durability="full")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="min_free_bytes: -1"):
         LocalStore(tmp_path / "root", min_free_bytes=-1)
     assert not (tmp_path / "root").exists()
-
-
-@pytest.mark.parametrize("private", [False, True])
-def test_durable_blobs_are_synced_before_and_their_folder_after_they_are_published(
-    tmp_path: Path, private: bool
-) -> None:
-    def syncs(store: LocalStore, *, overwrite: bool) -> list[str]:
-        use_private_names(store, private)
-        with SyscallFaults() as calls:
-            store.put(f"f/{overwrite}", as_parts(b"1"), overwrite=overwrite)
-        return [name for name in calls.calls if name in ("pwritev", "fdatasync", "link", "rename", "fsync")]
-
-    durable = LocalStore(tmp_path / "durable", durability="data")
-    assert syncs(durable, overwrite=False) == ["pwritev", "fdatasync", "link", "fsync"]
-    assert syncs(durable, overwrite=True) == ["pwritev", "fdatasync", "rename", "fsync"]
-    assert syncs(LocalStore(tmp_path / "quick"), overwrite=False) == ["pwritev", "link"]

@@ -20,6 +20,7 @@ from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files import cleanup, mounts
 from kvtiers.tiers.stores.files.mounts import mount_findings
 from kvtiers.tiers.stores.files.nfs import NfsStore
+from kvtiers.tiers.stores.files.publish import private_name
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child
 from tests.tiers.stores.files.root_folder import FolderContract
@@ -43,7 +44,7 @@ def test_nfs_store_uses_no_call_that_nfs_lacks(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(os, "open", record)
         store.put("f/a", as_parts(b"1"))
         store.put("f/a", as_parts(b"2"), overwrite=True)
-        store.quarantine("f/a")
+        store.delete("f/a")
         monkeypatch.undo()
     assert not [flags for flags in opened if flags & os.O_TMPFILE == os.O_TMPFILE or flags & os.O_DIRECT]
     assert opened, "the seam must have seen the calls"
@@ -66,18 +67,20 @@ def test_close_is_checked_before_the_name_is_given(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "root" / ".tmp") == []
 
 
-def test_bad_blobs_make_room_on_a_full_quota(tmp_path: Path) -> None:
-    """The server's clock cannot be asked there: that takes a file."""
+def test_sweep_keeps_files_of_other_hosts_while_quota_is_full(tmp_path: Path) -> None:
+    """Reading the server's clock takes a file."""
     store = NfsStore(tmp_path / "root")
-    store.put("f/a", as_parts(b"bad"))
-    store.quarantine("f/a")
+    store.put("f/a", as_parts(b"1"), overwrite=True)
+    left = tmp_path / "root" / ".tmp" / f"elsewhere-{private_name()}"
+    left.touch()
+    os.utime(left, (0, 0))
     with SyscallFaults() as dry:
-        assert store.sweep(1e6) == 3
-    at = dry.calls.index("fstat", dry.calls.index("stat")) - 1
+        assert store.sweep(remove=False) == 1
+    at = len(dry.calls) - 1 - dry.calls[::-1].index("open")
     with SyscallFaults(at=at, error=errno.EDQUOT) as faults:
-        assert store.sweep(1e6) == 3
+        assert store.sweep() == 0
     assert faults.failed == ["open"]
-    assert store.sweep(0.0) == 0
+    assert store.sweep() == 1
 
 
 OPERATIONS: dict[str, tuple[Callable[[NfsStore], object], object]] = {
@@ -87,7 +90,6 @@ OPERATIONS: dict[str, tuple[Callable[[NfsStore], object], object]] = {
     "put": (lambda store: store.put("f/b", as_parts(b"1")), True),
     "overwrite": (lambda store: store.put("f/a", as_parts(make_data(5000)), overwrite=True), True),
     "delete": (lambda store: store.delete("f/c"), None),
-    "quarantine": (lambda store: store.quarantine("f/d"), None),
 }
 
 

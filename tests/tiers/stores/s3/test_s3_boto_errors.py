@@ -128,18 +128,20 @@ def test_unknown_exception_of_credential_chain_error_names_credentials(error: Ex
 # -- credentials -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
+FIELDS = {"AWS_ACCESS_KEY_ID": "access_key", "AWS_SECRET_ACCESS_KEY": "secret_key", "AWS_SESSION_TOKEN": "token"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("canary\n", r"ends in a newline \('\\n'\)"),
-        ("canary\r\n", r"ends in a carriage return \('\\r'\)"),
-        ("canary # prod", r"has a space \(' '\)"),
+        ("canary\n", r"has the character '\\n'"),
+        ("canary # prod", r"has the character ' '"),
         ("can\u200bary", r"has the character '\\u200b'"),
         ('"canary"', "is in quotes, which count as part of the value"),
         ("'canary'", "is in quotes, which count as part of the value"),
     ],
-    ids=["newline", "CRLF", "comment", "zero width", "double quotes", "single quotes"],
+    ids=["newline", "comment", "zero width", "double quotes", "single quotes"],
 )
 def test_character_that_is_none_of_a_credential_is_named(
     options: S3Options, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
@@ -152,7 +154,7 @@ def test_character_that_is_none_of_a_credential_is_named(
         store.check,
     ]
     for call in calls:
-        with pytest.raises(StorePermissionError, match=rf"^secret: {name} {says}") as caught:
+        with pytest.raises(StorePermissionError, match=rf"^secret: the {FIELDS[name]} from env .*{says}") as caught:
             call()
         assert "canary" not in str(caught.value)
     store.close()
@@ -184,12 +186,12 @@ def test_file_of_a_credential_with_a_bad_character_is_named(options: S3Options, 
     (tmp_path / "config").write_text("[profile team]\n")
     with pytest.raises(
         StorePermissionError,
-        match=rf"^secret: aws_access_key_id of profile 'team' of {tmp_path}/credentials has a space",
+        match=r"^secret: the access_key from shared-credentials-file \(see profile 'team' of .*has the character ' '",
     ):
         S3Store(replace(options, profile="team")).size("a")
     printed = r'{"Version":1,"AccessKeyId":"a","SecretAccessKey":"s","SessionToken":"t\n"}'
     make_program(tmp_path, f"#!{sys.executable}\nprint({printed!r})\n")
-    with pytest.raises(StorePermissionError, match=r"^secret: SessionToken that credential_process of .* ends in"):
+    with pytest.raises(StorePermissionError, match=r"^secret: the token from custom-process .* has the character"):
         S3Store(replace(options, profile="p")).size("a")
 
 

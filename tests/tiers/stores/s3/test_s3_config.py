@@ -272,7 +272,7 @@ def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path
         lambda: store.get_tail("a", 10),
         lambda: store.delete("a"),
         lambda: list(store.keys()),
-        lambda: store.expire_after(1),
+        lambda: store.keeps_versions(),
         store.check,
     )
     for call in calls:
@@ -1049,23 +1049,6 @@ def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
 # -- answers that no test server gives ---------------------------------------------------------------------------------
 
 
-def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Options) -> None:
-    """A put without it sets AWS's default."""
-    sent: dict[str, Any] = {}
-    session = S3Session(options)
-    session._client = SimpleNamespace(
-        get_bucket_lifecycle_configuration=lambda **_: {
-            "Rules": [],
-            "TransitionDefaultMinimumObjectSize": "varies_by_storage_class",
-        },
-        get_bucket_versioning=lambda **_: {},
-        put_bucket_lifecycle_configuration=lambda **arguments: sent.update(arguments),
-    )
-    S3Control(session).expire_after(1, ["m_r"])
-    assert sent["TransitionDefaultMinimumObjectSize"] == "varies_by_storage_class"
-    assert len(sent["LifecycleConfiguration"]["Rules"]) == 1
-
-
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_deletion_with_a_bare_200_is_good_where_the_object_is_gone(options: S3Options, is_gone: bool) -> None:
     """Of a server without request ids; a proxy's page looks alike."""
@@ -1170,25 +1153,6 @@ def test_loggers_are_capped_whatever_comes_later() -> None:
             assert not logging.getLogger(name).isEnabledFor(logging.DEBUG)
     finally:
         logging.root.setLevel(level)
-
-
-def test_busy_machine_is_not_called_a_hung_chain(
-    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtiers.tiers.stores.s3.clients.CLIENTS_S_MIN", 0.01)
-    go_on = threading.Event()
-
-    def hang(*_: object) -> None:
-        go_on.wait(60)
-
-    monkeypatch.setattr(S3Session, "__init__", hang)
-    (tmp_path / "config").write_text("[profile q]\ncredential_process = true\n")
-    (tmp_path / "credentials").write_text("[p]\naws_access_key_id = a\naws_secret_access_key = b\n")
-    for profile, says in ((None, "clients were not made"), ("p", "clients were not made"), ("q", "credential chain")):
-        store = S3Store(replace(options, profile=profile, request_timeout_s=0.02))
-        with pytest.raises(StoreTimeoutError, match=says):
-            store.size("a")
-    go_on.set()
 
 
 def test_server_that_wants_virtual_hosts_is_told(options: S3Options, server: HttpFaultServer) -> None:

@@ -406,7 +406,7 @@ def test_what_needs_a_thread_that_is_not_to_be_had_is_unavailable(
     """The clients', of a first call; or the watchdog of a request of the control plane."""
     if not first:
         stored.prepare()
-    calls: list[Callable[[], object]] = [stored.check, lambda: list(stored.keys()), lambda: stored.expire_after(1)]
+    calls: list[Callable[[], object]] = [stored.check, lambda: list(stored.keys()), stored.keeps_versions]
     with monkeypatch.context() as scarce:
         refuse_threads(scarce, "kvtiers-s3-")
         for call in calls:
@@ -490,14 +490,6 @@ def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultSer
         seal.verify(key, memoryview(slot), trailer)
 
 
-def test_tail_of_a_large_object_without_ranges(stored: S3Store, server: HttpFaultServer) -> None:
-    server.inject(Fault.IGNORE_RANGE)
-    for size in (3 << 20, (1 << 20) + 4096, 5000, 100):
-        data = make_data(size)
-        server.put_object("bucket", "f/large", data)
-        assert stored.get_tail("f/large", 4096) == (size, data[-4096:])
-
-
 def test_tail_of_what_is_said_to_be_huge_takes_no_memory(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,30 +497,6 @@ def test_tail_of_what_is_said_to_be_huge_takes_no_memory(
     server.inject(Fault.IGNORE_RANGE)
     with pytest.raises(BlobCorruptError, match="ignores ranges"):
         stored.get_tail("f/a", 4096)
-
-
-@pytest.mark.parametrize(("took", "methods"), [(0.6, ["GET"]), (0.3, ["GET", "HEAD"]), (0.1, ["GET", "HEAD", "GET"])])
-def test_tail_without_ranges_is_one_operation(
-    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, took: float, methods: list[str]
-) -> None:
-    """None of its requests begins in the second half of its time."""
-    now = [0.0]
-    store = S3Store(stored.options, clock=lambda: now[0])
-    begin = server.begin
-
-    def begin_late(request: Request) -> Fault | Hostile | None:
-        now[0] += store.options.request_timeout_s * took
-        return begin(request)
-
-    monkeypatch.setattr(server, "begin", begin_late)
-    server.inject(Fault.IGNORE_RANGE)
-    if len(methods) < 3:
-        with pytest.raises(StoreTimeoutError, match=r"no time is left|did not answer within 30 s"):
-            store.get_tail("f/a", 4096)
-    else:
-        assert store.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
-    assert [request.method for request in server.requests()] == methods
-    store.close()
 
 
 def test_region_beside_an_error_is_no_redirect(stored: S3Store, server: HttpFaultServer) -> None:
@@ -690,27 +658,6 @@ def test_a_server_that_refuses_conditions_is_asked_first(
     assert "refuses crc64nvme" not in caplog.text
 
 
-@pytest.mark.parametrize("code", ["", "SomethingOfAProxys"])
-def test_refusals_that_do_not_say_of_what_are_not_remembered(
-    store: S3Store,
-    server: HttpFaultServer,
-    caplog: pytest.LogCaptureFixture,
-    code: str,
-) -> None:
-    """A load balancer's, while its backends restart: each put gets around them by itself."""
-    server.answers[Fault.INTERNAL_ERROR] = tiny_s3.error(400, code)
-    for times in (1, 2):  # the checksum is left out, then the condition
-        server.inject(Fault.INTERNAL_ERROR, methods=("PUT",), times=times)
-        assert store.put(f"f/{times}", as_parts(DATA)) is True
-    assert not store.checksum_refused
-    assert store.capabilities.exclusive_create
-    server.inject(Fault.INTERNAL_ERROR, methods=("POST",), times=1)
-    assert store.delete_many(["f/1", "f/2"]) == [None, None]
-    assert store.delete_many(["f/1"]) == [None]
-    assert len(server.requests("POST")) == 2
-    assert "refuses" not in caplog.text
-
-
 @pytest.mark.parametrize(
     ("code", "error"),
     [
@@ -851,9 +798,7 @@ def test_one_bad_answer_is_one_keys_affair(stored: S3Store, server: HttpFaultSer
 # -- many deletions -------------------------------------------------------------------------------------------------
 
 
-def test_blobs_are_deleted_one_by_one_where_batches_are_refused(
-    store: S3Store, server: HttpFaultServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blobs_are_deleted_one_by_one_where_batches_are_refused(store: S3Store, server: HttpFaultServer) -> None:
     """By servers without DeleteObjects, and by those that want Content-MD5 with it, which boto3 no longer sends."""
     keys = [f"f/{i}" for i in range(20)]
     for key in keys:
@@ -866,9 +811,6 @@ def test_blobs_are_deleted_one_by_one_where_batches_are_refused(
     assert outcomes[7].key == "f/7"
     assert [key for key in keys if server.get_object("bucket", key) is not None] == ["f/7"]
     assert store.delete_many(["f/0", "f/absent"]) == [None, None]
-    assert len(server.requests("POST")) == 1  # it is remembered
-    said = [record.getMessage() for record in caplog.records if "DeleteObjects" in record.getMessage()]
-    assert said == [f"{store!r}: the server refuses DeleteObjects; blobs are deleted one by one instead"]
 
 
 def test_page_that_is_no_answer_to_a_deletion_deletes_nothing(stored: S3Store, server: HttpFaultServer) -> None:
@@ -977,7 +919,7 @@ def test_what_is_about_no_object_is_never_told_that_one_is_absent(
     calls: list[Callable[[], object]] = [
         lambda: store.put("f/a", as_parts(DATA)),
         lambda: store.put("f/a", as_parts(DATA), overwrite=True),
-        lambda: store.expire_after(1, ["m_r"]),
+        store.keeps_versions,
     ]
     server.answers[Fault.HTML_WITH_200] = Answer(404, PAGES[page])
     for fault, says in (
@@ -1151,20 +1093,10 @@ def test_header_that_is_missing_is_named_and_asked_for_once(stored: S3Store, ser
         assert len(server.requests(method)) == before + 1
 
 
-def test_head_without_etag_is_told(stored: S3Store, server: HttpFaultServer) -> None:
-    leave_out(server, "ETag", "HEAD")
-    with pytest.raises(StoreError, match="without the header ETag"):
-        stored.size("f/a")
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_put_that_is_answered_without_etag_is_looked_up(
-    store: S3Store, server: HttpFaultServer, overwrite: bool
-) -> None:
-    leave_out(server, "ETag", "PUT", "HEAD")
-    assert store.put("f/a", as_parts(DATA), overwrite=overwrite) is True
-    assert server.get_object("bucket", "f/a") == DATA
+def test_answer_without_etag_is_told(stored: S3Store, server: HttpFaultServer) -> None:
+    leave_out(server, "ETag", "HEAD", "PUT")
+    calls: list[Callable[[], object]] = [lambda: stored.size("f/a"), lambda: stored.put("f/b", as_parts(DATA))]
+    for call in calls:
+        with pytest.raises(StoreError, match="without the header ETag"):
+            call()
     assert len(server.requests("PUT")) == 1
-    server.inject(Fault.HTML_WITH_200, methods=("PUT",))
-    with pytest.raises(StoreError, match="without the header ETag"):
-        store.put("f/b", as_parts(DATA), overwrite=overwrite)

@@ -291,7 +291,7 @@ def test_lookup_starts_no_more_threads_than_max_connections_where_heads_are_refu
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.inject(Fault.ACCESS_DENIED, methods=("HEAD",))
-    wait_for(lambda: store._without_head.is_taken or not store.size_many(KEYS))
+    store.prepare()
     started = note_threads(monkeypatch)
     assert store.size_many(KEYS) == SIZES
     assert 0 < started.count("kvtiers-s3-head") <= store.options.max_connections < len(KEYS)

@@ -131,9 +131,6 @@ class TestBoto3S3Store(StoreContract):
     def peek(self, store: Store, key: str) -> bytes | None:
         return self.server.get_object("bucket", key)
 
-    def test_put_aged_keeps_an_age_and_replaces(self, store: Store) -> None:
-        pytest.skip("the server keeps no metadata")
-
 
 def test_protocols_and_repr(store: S3Store) -> None:
     assert isinstance(store, SupportsTail)
@@ -194,91 +191,25 @@ class TestSizeMany:
         assert store.size_many([f"k{i}" for i in range(4)]) == [None] * 4
 
 
-class TestLifecycle:
-    def test_rule_is_set_replaced_and_removed(self, moto: S3Server, options: S3Options) -> None:
-        client = moto.client()
-        foreign = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 90}}
-        client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": [foreign]})
-        store = S3Store(replace(options, prefix="kv"))
-
-        def rules() -> dict[str, tuple[str, int]]:
-            found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
-            return {rule["ID"]: (rule["Filter"]["Prefix"], rule["Expiration"]["Days"]) for rule in found}
-
-        store.expire_after(7, ["m_r"])
-        store.expire_after(30, ["m_r", "n_r"])
-        by_prefix = sorted(rules().values())
-        assert by_prefix == [("kv/m_r", 30), ("kv/n_r", 30), ("logs/", 90)]
-        found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
-        assert not [rule for rule in found if "NoncurrentVersionExpiration" in rule]  # not every server knows it
-        store.expire_after(7, ["n_r"])  # the namespace m is gone
-        assert sorted(rules().values()) == [("kv/n_r", 7), ("logs/", 90)]
-        store.expire_after(None)
-        assert rules() == {"theirs": ("logs/", 90)}
-        store.close()
-
-    @pytest.mark.parametrize("status", ["Enabled", "Suspended"])
-    def test_versions_expire_without_days_as_well(self, moto: S3Server, options: S3Options, status: str) -> None:
-        client = moto.client()
-        bucket = f"versions-{status.lower()}"
-        client.create_bucket(Bucket=bucket)
-        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": status})
-        store = S3Store(replace(options, bucket=bucket, prefix="kv"))
-        for days in (7, None):
-            assert store.expire_after(days, ["m_r"])
-            (rule,) = client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
-            assert rule["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1}
-            assert rule["Expiration"].get("Days") == days
-            assert not store.keeps_versions(["m_r"])
-        store.close()
-
-    def test_versions_are_kept_where_no_rule_matches_all_blocks(self, moto: S3Server, options: S3Options) -> None:
-        client = moto.client()
-        bucket = "versions"
-        client.create_bucket(Bucket=bucket)
-        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-        store = S3Store(replace(options, bucket=bucket, prefix="kv"))
-        assert store.keeps_versions([])
-        store.expire_after(None, ["m_r"])
-        assert (store.keeps_versions(["m_r"]), store.keeps_versions(["m_r", "n_r"])) == (False, True)
-        good = {"ID": "theirs", "Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 3}}
-        tagged = {"Filter": {"And": {"Prefix": "kv/", "Tags": [{"Key": "a", "Value": "b"}]}}}
-        for rule, kept in (
-            (good | {"Filter": {"Prefix": "kv/"}}, False),
-            (good | {"Prefix": ""}, False),
-            (good | {"Filter": {"Prefix": "other/"}}, True),
-            (good | tagged, True),
-            (good | {"Filter": {"Prefix": ""}, "Status": "Disabled"}, True),
-        ):
-            client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
-            assert store.keeps_versions(["m_r", "n_r"]) == kept, rule
-            assert store.keeps_versions([]) == kept, rule
-        store.close()
-
-    def test_the_rule_for_everything_that_was_set_once_is_replaced(self, moto: S3Server, options: S3Options) -> None:
-        client = moto.client()
-        rule = {"Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 7}}
-        old = [rule | {"ID": "kvtiers:"}, rule | {"ID": "kvtiers:other"}]
-        client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": old})
-        store = S3Store(replace(options, prefix=""))
-        store.expire_after(7, ["m_r"])
-        found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
-        assert (
-            sorted((rule["Filter"]["Prefix"], rule["ID"][:13]) for rule in found)
-            == [
-                ("", "kvtiers:other"),  # of a tier with this prefix
-                ("m_r", found[-1]["ID"][:13]),
-            ]
-        )
-        store.expire_after(None)
-        store.close()
-
-    def test_days_are_whole_and_positive(self, options: S3Options) -> None:
-        store = S3Store(options)
-        with pytest.raises(ValueError, match="1 or more"):
-            store.expire_after(0, ["m_r"])
-        store.expire_after(None)  # nothing to remove is fine
-        store.close()
+def test_versions_are_kept_unless_a_rule_removes_them_below_the_prefix(moto: S3Server, options: S3Options) -> None:
+    client = moto.client()
+    client.create_bucket(Bucket="versions")
+    store = S3Store(replace(options, bucket="versions", prefix="kv"))
+    assert not store.keeps_versions()
+    client.put_bucket_versioning(Bucket="versions", VersioningConfiguration={"Status": "Enabled"})
+    assert store.keeps_versions()
+    good = {"ID": "theirs", "Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 3}}
+    tagged = {"Filter": {"And": {"Prefix": "kv/", "Tags": [{"Key": "a", "Value": "b"}]}}}
+    for rule, kept in (
+        (good | {"Filter": {"Prefix": "kv/"}}, False),
+        (good | {"Prefix": ""}, False),
+        (good | {"Filter": {"Prefix": "kv/m_r"}}, True),
+        (good | tagged, True),
+        (good | {"Filter": {"Prefix": ""}, "Status": "Disabled"}, True),
+    ):
+        client.put_bucket_lifecycle_configuration(Bucket="versions", LifecycleConfiguration={"Rules": [rule]})
+        assert store.keeps_versions() == kept, rule
+    store.close()
 
 
 def test_folders(moto: S3Server, options: S3Options) -> None:

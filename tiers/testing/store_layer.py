@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from .store import KeyInfo, Store
+from ..store import KeyInfo, Store
 
 T = TypeVar("T")
 
 #: Methods of the optional protocols that call the storage.
 CALLING_METHODS: Final = (
-    *("size_many", "delete_many", "get_tail", "quarantine", "touch", "sweep", "leftovers"),
-    *("hidden_names", "space", "folders", "used_at"),
+    *("size_many", "delete_many", "get_tail", "touch", "sweep", "hidden_names", "space"),
+    *("folders", "put_aged"),
 )
 #: Methods that make no storage call; layers pass them on unchanged.
 PASSED_METHODS: Final = ("prepare",)
@@ -45,8 +45,6 @@ class Layer(Store):
         for name in PASSED_METHODS:
             if _adds(inner, name) and not _adds(self, name):
                 setattr(self, name, getattr(inner, name))
-        if hasattr(inner, "put_aged"):
-            self.put_aged = self._put_aged
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -69,13 +67,8 @@ class Layer(Store):
     def close(self) -> None:
         self.inner.close()
 
-    def _put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
-        inner: Any = self.inner
-        published: bool = self._around("put_aged", lambda: inner.put_aged(key, parts, used_at=used_at))
-        return published
-
-    def _pass_on(self, method: str, *arguments: Any) -> Any:
-        return self._around(method, lambda: getattr(self.inner, method)(*arguments))
+    def _pass_on(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._around(method, lambda: getattr(self.inner, method)(*arguments, **options))
 
     def _around(self, method: str, call: Callable[[], T]) -> T:  # noqa: ARG002 - for subclasses
         """Make one call of the method with this name."""
