@@ -162,7 +162,7 @@ class BlockManager(OffloadingManager):
         for tier in self._tiers:
             tier.on_schedule_end()
             self.slots.record.take(tier.name, tier.take_reasons(), tier.nearest())
-        self.slots.record.look_at_use(tier.name for tier in self._tiers)
+        self.slots.record.look_at_use(tier.name for tier in self._tiers if tier.load != "never")
         slots = self.slots.counts()
         if slots != self._slots_told:
             self._slots_told = slots

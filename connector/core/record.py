@@ -269,7 +269,11 @@ class Record:
     # -- tiers that are never loaded from ----------------------------------------------------------------------------
 
     def look_at_use(self, tiers: Iterable[str]) -> None:
-        """Warn of a tier that is stored to and not loaded from. Once a minute; other calls do nothing."""
+        """Warn of a tier that is stored to and not loaded from. Once a minute; other calls do nothing.
+
+        Args:
+            tiers: names of the tiers that may be loaded from.
+        """
         now = self._clock()
         if 0 <= self._look_at - now <= LOOK_S:  # a clock that was set back must not end the looks
             return

@@ -25,10 +25,10 @@ from lmcache.v1.platform import create_event_notifier
 from ....tiers.blocks.keys import OffloadKey, make_offload_key
 from ....tiers.daemon_pool import DaemonPool
 from ....tiers.errors import ConfigError, KVTiersError
+from ....tiers.metrics import Metrics
 from ....tiers.plain_logs import get_logger
 from ...base import CacheConfig, ModelConfig
-from ...ranks.place import rank_tier
-from ..door import Door, EngineConfig, check_options, counted_revision, staging_bytes, tier_options, weights_digest
+from ..door import Door, EngineConfig, check_options, counted_revision, serve_metrics, weights_digest
 from ..release import Release
 
 logger = get_logger(__name__)
@@ -74,9 +74,9 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         RELEASE.check(KVTiersL2Adapter)
         super().__init__()
         check_options(config, ("revision",))
-        rank_tier(tier_options(config))
-        staging_bytes(config)
         self._options = dict(config)
+        self._metrics = Metrics()  # of all tiers; each writes only series with its own name
+        self._server = serve_metrics(config, self._metrics)
         self._lock = threading.Lock()  # guards the fields below
         self._doors: dict[tuple[str, Layout], tuple[Door | None, float]] = {}  # and when to try again
         self._opening = threading.Lock()
@@ -215,12 +215,13 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def _open(self, model: str, layout: Layout) -> Door:
         if not layout or (len(layout) == 1 and len(layout[0][0]) == 1 and layout[0][1] == "uint8"):
             raise ConfigError("LMCache gives no layout, or serialized bytes; leave serde out", field="serde")
-        if sum(door is not None for door, _ in self._doors.values()) >= DOORS_MAX:
+        number = sum(door is not None for door, _ in self._doors.values())
+        if number >= DOORS_MAX:
             raise ConfigError(f"{DOORS_MAX} models and layouts are open; start another server", field="model")
         weights = self._options.get("revision") or weights_digest(model, None)
         if weights is None:
-            text = "is missing, and the model is neither a folder nor in the hub cache here; write what tells apart"
-            raise ConfigError(f"{text} weights and options under this name, such as the commit", field="revision")
+            text = f"is missing, and {model} is neither a folder nor in the hub cache here; write a text that"
+            raise ConfigError(f"{text} differs for other weights and options, such as the commit", field="revision")
         options = {"lmcache": RELEASE.version, "layout": str(layout)}
         shape = layout[0][0]
         config = EngineConfig(
@@ -229,7 +230,7 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             inference_engine="lmcache",
             engine=options,
         )
-        return Door(config, self._options, sum(map(_part_bytes, layout)))
+        return Door(config, self._options, sum(map(_part_bytes, layout)), self._metrics, str(number))
 
     def report_status(self) -> dict[str, Any]:
         with self._lock:
@@ -247,6 +248,8 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 return
             self._is_closed = True
             doors = [door for door, _ in self._doors.values() if door is not None]
+        if self._server is not None:
+            self._server.close()
         # All at once: each may take its tier's shutdown_s.
         closing = [threading.Thread(target=door.close, name="kvtiers-lmcache-close") for door in doors]
         for thread in closing:
