@@ -92,7 +92,6 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_lookup_probes_total": _counter(
         "Lookups sent to storage (cache misses), by result: hit, miss, error, deadline.", "tier", "result"
     ),
-    "kvtiers_lookups_refused_total": _counter("Lookups that became misses because too many requests were waiting."),
     "kvtiers_lookups_total": _counter(
         "Blocks that requests looked up in a tier, counted once per request: hit, miss.", "tier", "result"
     ),

@@ -218,13 +218,13 @@ class BlockManager(OffloadingManager):
                 wait.note_found(block)
             return True
         if not self._tiers:
-            return self._miss(key, req_context) if block is None else None
+            if block is not None:
+                return None
+            self.slots.record.missed(req_context.req_id, key)
+            return False
         if wait is None:
             prompt = self._prompt if self._prompt_of == req_context.req_id else None
             wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context), prompt)
-            if wait is None:  # a block that another request loads is worth asking again
-                is_coming = block is not None and block.state is not BlockState.QUARANTINED
-                return None if is_coming else self._miss(key, req_context, "lookup:refused")
             self._loads.judge_unasked(wait, self._tier_lookups)
         # Not ``wait.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
         if block is None or (
@@ -264,11 +264,6 @@ class BlockManager(OffloadingManager):
             return False
         wait.hit(key, hit)
         return None
-
-    def _miss(self, key: OffloadKey, req_context: ReqContext, reason: str = "", tier: str = "") -> bool:
-        """Record that a key is absent for a request. Returns False."""
-        self.slots.record.missed(req_context.req_id, key, reason, tier)
-        return False
 
     def _note_miss(self, key: OffloadKey, wait: Wait, owing: int) -> None:
         """Record why a key is absent. ``owing``: the tiers that did not answer, as bits."""

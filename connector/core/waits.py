@@ -22,7 +22,8 @@ from .worth import Way
 EVERY_TIER = -1  # as a bit mask
 Lookup = tuple[int, int, Callable[[OffloadKey, ReqContext], bool | None]]  # index of a tier, its bit, its ``lookup``
 _GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups: an engine whose batch is full looks nothing up
-_ASKED_LATELY_S = 5.0  # a request without lookups for this long may be forgotten
+#: Unfinished requests that are remembered. Of the oldest beyond these, a wait begins anew at its next lookup.
+REQUESTS_MAX = 65_536
 
 
 @dataclass(slots=True, eq=False)
@@ -323,7 +324,6 @@ class Waits:
         self._found: tuple[str, list[Block]] = "", []  # by the request of the latest lookup, which is not remembered
         self._step = 0
         self._took_answers = False  # whether the tiers' answers were taken in this step
-        slots.metrics.inc("kvtiers_lookups_refused_total", by=0)  # a rate misses the first 1 of a new series
 
     def continue_wait(self, req_id: str) -> bool:
         """Begin a request's step without a lookup. False: lookups may have new answers, or it waits for nothing."""
@@ -345,25 +345,10 @@ class Waits:
             self._found = req_id, []
         self._found[1].append(block)
 
-    def add(
-        self, context: ReqContext, came_after: int, excluded_tiers: int, prompt: Prompt | None = None
-    ) -> Wait | None:
-        """Remember a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
-
-        A new request must not replace one that still waits. The replaced request would be new at its next lookup and
-        replace another one in turn, so no request's wait would ever end.
-        """
-        if len(self.by_id) >= self._options.requests_max:
-            oldest = next(iter(self.by_id.values()))
-            if self._clock() - oldest.asked_at < _ASKED_LATELY_S:
-                self._slots.metrics.inc("kvtiers_lookups_refused_total")
-                self._slots.log_once(
-                    "requests_max",
-                    f"{len(self.by_id)} requests wait for the tiers: new requests are computed, not loaded "
-                    "(see kvtiers_lookups_refused_total)",
-                )
-                return None
-            self.end(oldest.req_id)
+    def add(self, context: ReqContext, came_after: int, excluded_tiers: int, prompt: Prompt | None = None) -> Wait:
+        """Remember a new request, and forget the one without lookups for longest if there are too many."""
+        if len(self.by_id) >= REQUESTS_MAX:
+            self.end(next(iter(self.by_id)))
         wait = Wait(context, self._slots, self._options, self.served, came_after, excluded_tiers, prompt)
         self.by_id[context.req_id] = wait
         self.begin_round(wait)

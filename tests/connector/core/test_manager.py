@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.core import guard
+from kvtiers.connector.core import guard, waits
 from kvtiers.connector.core.guard import JOB_DEADLINE_S, REPORT_S, GuardedTier
 from kvtiers.connector.core.manager import BlockManager
 from kvtiers.connector.core.options import ManagerOptions
@@ -637,14 +637,6 @@ def test_drain_goes_on_while_jobs_end() -> None:
     assert not engine.tier.jobs
 
 
-def test_request_beyond_requests_max_waits_for_a_block_that_another_loads() -> None:
-    engine = Engine(num_blocks=8, auto=False, requests_max=1)
-    engine.tier.put(KEYS[0])
-    engine.lookup(KEYS[:1], ReqContext("first"))
-    assert engine.lookup(KEYS[:1], ReqContext("second")) == [None]
-    assert engine.lookup(KEYS[1:2], ReqContext("second")) == [False]
-
-
 @pytest.mark.parametrize("reported", [False, True])
 def test_requests_that_wait_for_one_failed_load_do_not_retry_it_in_turn(reported: bool) -> None:
     engine = Engine(num_blocks=64, auto=False, load_deadline_s=20.0)
@@ -1071,59 +1063,17 @@ def test_hit_that_the_engine_stores_meanwhile_is_not_loaded() -> None:
     assert engine.lookup([KEYS[0]]) == [True]
 
 
-def test_remembered_requests_are_bounded() -> None:
-    engine = Engine(num_blocks=4, requests_max=3)
+def test_remembered_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "REQUESTS_MAX", 3)
+    engine = Engine(num_blocks=4)
     engine.tier.put(KEYS[0])
     engine.lookup([KEYS[0]], ReqContext("first"))
     engine.manager.on_schedule_end()
     assert engine.counts.pinned == 1
-    engine.clock.advance(10)
-    for number in range(5):
+    for number in range(3):
         engine.lookup([KEYS[9]], ReqContext(str(number)))
     assert engine.counts.pinned == 0
-
-
-@pytest.mark.parametrize("waiting_for", ["answers", "room"])
-def test_requests_beyond_requests_max_do_not_restart_the_waits_of_others(waiting_for: str) -> None:
-    engine = Engine(num_blocks=4, auto=False, requests_max=4, lookup_total_s=0.2)
-    engine.tier.silent = waiting_for == "answers"
-    engine.tier.put(*KEYS[:6])
-    assert engine.manager.prepare_store(KEYS[50:54], REQ) is not None  # the engine holds every slot
-    requests = [ReqContext(str(number)) for number in range(6)]
-
-    def ask_all() -> list[bool | None]:
-        answers = [engine.manager.lookup(key, request) for key, request in zip(KEYS, requests, strict=False)]
-        engine.manager.on_schedule_end()
-        engine.clock.advance(0.1)
-        return answers
-
-    assert ask_all() == [None] * 4 + [False] * 2  # who comes too late is computed at once
-    assert engine.counted("kvtiers_lookups_refused_total") == 2
-    for _ in range(8):
-        answers = ask_all()
-    assert answers == [False] * 6
-    engine.manager.on_request_finished(requests[0])
-    engine.tier.silent = False
-    assert engine.manager.lookup(KEYS[4], requests[4]) is None  # there is a place again
-
-
-def test_new_request_replaces_the_one_that_was_idle_longest() -> None:
-    engine = Engine(num_blocks=4, auto=False, requests_max=2)
-    engine.tier.put(KEYS[0], KEYS[1])
-    first, second = ReqContext("first"), ReqContext("second")
-    engine.lookup([KEYS[0]], first)
-    engine.lookup([KEYS[1]], second)
-    engine.tier.finish(1)
-    engine.manager.on_schedule_end()
-    engine.clock.advance(10)
-    engine.lookup([KEYS[2]], first)
-    engine.tier.finish(2)
-    engine.manager.on_schedule_end()
-    assert engine.counts.pinned == 1  # that of second: first's was due
-    engine.tier.silent = True
-    assert engine.lookup([KEYS[3]], ReqContext("third")) == [None]
-    assert engine.counts.pinned == 0
-    assert engine.lookup([KEYS[3]], ReqContext("fourth")) == [False]
+    assert [*engine.manager._waits.by_id] == ["0", "1", "2"]
 
 
 # ---- a tier's share of the region for loads
@@ -2000,7 +1950,6 @@ def test_manager_without_tiers_is_the_region_alone() -> None:
         {"store_backlog_share": 0},
         {"store_backlog_share": 1.1},
         {"load_share": 0},
-        {"requests_max": 0},
         {"step_tokens_max": 0},
     ],
 )
