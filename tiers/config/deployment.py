@@ -71,20 +71,14 @@ class MetricsConfig(Model):
 
 
 class HandlerConfig(Model):
-    """Copies between a GPU and the region. Defaults are vLLM's H100 thresholds. The first use of a method is logged."""
+    """Copies between a GPU and the region. The first use of a method is logged."""
 
     method: Literal["batch", "kernel", "copy"] | None = Field(
         None,
         description="Always copy with this method. batch: batched driver calls. kernel: a copy kernel. copy: torch's "
         "copy_ in a loop. A job that the method cannot copy (kernel: page sizes that are not a multiple of 8 bytes) "
-        "uses the next method in the order kernel, batch, copy. null: chosen per job by the thresholds below.",
-    )
-    store_kernel_bytes_max: Size | None = Field(
-        None, description="Use the kernel for stores whose average copy is at most this long. null: never."
-    )
-    load_kernel_bytes_max: Size | None = Field(None, description="The same for loads. null: just below 28 KiB.")
-    kernel_copies_min: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="Do not use the kernel for jobs with fewer copies. null: 16."
+        "uses the next method in the order kernel, batch, copy. null: chosen per job; kernel for loads of 16 and more "
+        "copies that are shorter than 28 KiB on average.",
     )
     pin: bool = Field(True, description="Page-lock the region's memory, for faster copies.")
 

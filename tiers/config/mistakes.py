@@ -51,7 +51,7 @@ _REMOVED = {
         (
             "jobs_max", "max_bytes_in_flight", "lookup_total_s", "present_ttl_s", "absent_ttl_s", "lookup_cache_keys",
             "circuit_failures", "circuit_probe_s", "shutdown_s", "n_threads_max", "worker_memory", "connect_timeout",
-            "retries",
+            "retries", "store_kernel_bytes_max", "load_kernel_bytes_max", "kernel_copies_min",
         ),
         "it is a constant now. Leave it out",
     ),
