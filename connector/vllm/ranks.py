@@ -132,9 +132,7 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wh
             raise
 
     def _engine(self, *, in_worker: bool) -> translate.EngineSpec:
-        vllm_config = self._handed.vllm_config
-        by_token = kv_groups.is_in_token_order(self._layers, self.config, vllm_config)
-        return translate.engine_spec(self.config, vllm_config, by_token=by_token, in_worker=in_worker)
+        return translate.engine_spec(self.config, self._handed.vllm_config, in_worker=in_worker)
 
     def _apart(self, engine: translate.EngineSpec) -> translate.EngineSpec:
         """Return the identity of the ranks' namespace, which the scheduler and the workers see alike."""

@@ -126,10 +126,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     def _join(self, rank: int | None) -> DeploymentSpec:
         try:
-            by_token = kv_groups.is_in_token_order(self._layers, self.config, self._handed.vllm_config)
-            spec = translate.engine_spec(
-                self.config, self._handed.vllm_config, by_token=by_token, in_worker=rank is not None
-            )
+            spec = translate.engine_spec(self.config, self._handed.vllm_config, in_worker=rank is not None)
             return DeploymentSpec(
                 spec.config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),

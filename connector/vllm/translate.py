@@ -152,11 +152,10 @@ def check_adapters(vllm_config: Any) -> None:
         )
 
 
-def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_worker: bool = False) -> EngineSpec:
+def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> EngineSpec:
     """Build the engine's identity from vLLM's OffloadingConfig and VllmConfig.
 
     Args:
-        by_token: stored bytes are in token order, whatever block size kernels use.
         in_worker: do not log what counts; the scheduler's process logs it, once per engine.
 
     Raises:
@@ -200,7 +199,7 @@ def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_wor
             canonical_layout=canonical,
             kv_cache_layout=getattr(config, "kv_cache_layout", None),
             replicated_layout=bool(getattr(config, "replicated_layout", False)),
-            platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups], by_token=by_token),
+            platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups]),
             engine=readable(found),
         ),
         Metrics(),
@@ -257,7 +256,7 @@ def _identity_of(vllm_config: Any) -> dict[str, Any]:
     return identity(vllm_config, ignore=ignore)
 
 
-def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool = False) -> str:
+def kv_platform(vllm_config: Any, block_sizes: Iterable[int]) -> str:
     """Return the kernels that lay out the KV: "cuda", "cuda:" and a digest, or "cpu:amx".
 
     The same KV can have the same size but another byte order, and loading it with the other order gives wrong tokens:
@@ -266,19 +265,17 @@ def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool 
     - ROCm: attention backends order the K tensor differently under the same layout name.
     - CUDA: kernels may use smaller blocks than vLLM. With kernel blocks of 64 tokens, a block of 128 has its heads
       twice. No config tells the kernels' block size; it is only known that no kernel splits blocks of 16 tokens.
-      (``kv_groups.is_in_token_order`` finds other blocks that all kernels lay out alike.)
 
     The digest covers everything that vLLM chooses a backend by, besides the options in ``identity``.
 
     Args:
         block_sizes: tokens per block of each group.
-        by_token: see ``engine_spec``.
     """
     if current_platform.is_cpu():
         return f"cpu:{_cpu_kernels(vllm_config.model_config, block_sizes)}"
     is_rocm = current_platform.is_rocm()
     name = "rocm" if is_rocm else str(current_platform.device_name or current_platform.device_type or "unknown")
-    if not is_rocm and (by_token or max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS):
+    if not is_rocm and max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS:
         return name
     gpu = None
     with suppress(Exception):  # a driver error must not keep the engine from starting
