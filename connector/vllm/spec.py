@@ -39,7 +39,7 @@ from ..vllm_config import deployment_from, keeps_storage
 from . import kv_groups, refusals, translate
 from .contract import implements
 from .handed import handed_over
-from .metrics import StatsExporter, definitions, tiering_definitions
+from .metrics import StatsExporter, definitions
 from .open_lookups import OpenLookups
 
 logger = get_logger(__name__)
@@ -78,7 +78,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
-        return definitions() | tiering_definitions()
+        return definitions()
 
     def get_manager(self) -> KVTiersManager:
         spec = self._join(None)
@@ -185,7 +185,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._pacer = Pacer()
         self.open_lookups = OpenLookups(self._pacer, self.core.continue_wait)
         self._from_tiers: dict[OffloadKey, int] = {}  # keys of the latest prepare_load -> tier they were read from
-        self._stats = StatsExporter(self.core.metrics, tiering_names=True)
+        self._stats = StatsExporter(self.core.metrics)
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
         self._stale_stores: set[OffloadKey] = set()

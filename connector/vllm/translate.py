@@ -4,7 +4,6 @@ Changes by release (source: ``vllm/v1/kv_offload`` of each release):
 
 - 0.28: adds TransferJob, LookupResult, ``get_worker`` and OffloadingConfig.
 - 0.29: sha256 block hashes are the same in every process even without PYTHONHASHSEED.
-- 0.30: renames the metric names ``BLOCK_QUERIES`` and ``BLOCK_HITS`` to ``CHUNK_…``.
 - 0.31: renames ``block_ids`` of a job to ``chunk_ids``; adds ``transfer_bytes`` of a result, ``backpressure_detector``,
   and ``max_load_tokens`` of a request.
 - 0.32: adds ``cache_hit_source``.
@@ -35,7 +34,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
-from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from ...tiers.base import JobMetadata, JobResult, OffloadingEvent
 from ...tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX
@@ -51,12 +49,6 @@ from .identity import identity, log_identity
 from .weights import kv_revision
 
 logger = get_logger(__name__)
-
-#: Names of vLLM's metrics. In 0.28 and 0.29 these constants are called BLOCK_…
-if hasattr(TieringOffloadingMetrics, "CHUNK_QUERIES"):
-    CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS
-else:
-    CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.BLOCK_QUERIES, TieringOffloadingMetrics.BLOCK_HITS
 
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
 _READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)

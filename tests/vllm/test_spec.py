@@ -561,11 +561,11 @@ def test_metrics_are_defined_before_they_are_used(engines: Any) -> None:
     reader = engines()
     reader.load(keys(3), [1, 2, 3])
     defined = KVTiersSpec.build_metric_definitions({})
-    for engine, bytes_name in ((writer, "write_bytes"), (reader, "read_bytes")):
+    for engine, op in ((writer, "store"), (reader, "load")):
         stats = engine.manager.get_stats()
         assert stats is not None
         seen = stats.data["data"]
-        assert seen[f"vllm:kv_offload_tiering_{bytes_name}"] == {("fs",): 3 * BLOCK_BYTES}
+        assert seen["vllm:kvtiers_bytes"][("fs", op)] == 3 * BLOCK_BYTES
         for name, values in seen.items():
             for labels in values:
                 assert len(labels) == len(defined[name].labelnames), name
@@ -580,8 +580,7 @@ def test_vllms_own_counts_of_lookups_are_those_of_requests(engines: Any) -> None
     reader.manager.on_schedule_end(STEP)
     stats = reader.manager.get_stats()
     assert stats is not None
-    assert stats.data["data"][translate.CHUNK_QUERIES] == {("fs",): 10}
-    assert stats.data["data"][translate.CHUNK_HITS] == {("fs",): 6}
+    assert stats.data["data"]["vllm:kvtiers_lookups"] == {("fs", "hit"): 6, ("fs", "miss"): 4}
 
 
 def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:
