@@ -25,7 +25,6 @@ from kvtiers.connector.core.guard import SHUTDOWN_SHARE
 from kvtiers.connector.core.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
 from kvtiers.connector.transfer.host_copy import HostCopier
 from kvtiers.connector.vllm import spec as spec_module
-from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.connector import KVTiersConnector
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
