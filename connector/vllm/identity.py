@@ -46,7 +46,6 @@ _IGNORED_VARIABLES = frozenset(name for names in IGNORED_VARIABLES.values() for 
 COUNTING_VARIABLES = frozenset(_COUNTING["variables"])
 
 _DEVICE = "device_config.device_type"
-FOREIGN_MAX = 10  # names of variables in one log line
 
 
 def identity(
@@ -80,8 +79,8 @@ def identity(
     return {name: value for name, value in sorted(found.items()) if name not in ignore}
 
 
-def log_identity(vllm_config: Any, found: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Log the options that count and that vLLM did not derive itself, and the ``VLLM_*`` variables that are not vLLM's.
+def log_identity(vllm_config: Any, found: Mapping[str, Any]) -> None:
+    """Log the options that count and that vLLM did not derive itself.
 
     Call this in the scheduler's process. It logs once per process.
 
@@ -99,11 +98,6 @@ def log_identity(vllm_config: Any, found: Mapping[str, Any], environ: Mapping[st
     if chosen:
         shown = ", ".join(f"{name}={value}" for name, value in readable(chosen).items())
         log_once(logger, logging.INFO, f"part of the namespace, as not at its default: {shown}")
-    names = variables.foreign(environ, _IGNORED_VARIABLES)
-    if names:
-        more = f" and {len(names) - FOREIGN_MAX} more" if len(names) > FOREIGN_MAX else ""
-        text = f"not part of the namespace, as vLLM {versions.VERSION} has no such variables: "
-        log_once(logger, logging.INFO, f"{text}{', '.join(names[:FOREIGN_MAX])}{more}")
 
 
 def _check_option(vllm_config: Any, name: str) -> None:

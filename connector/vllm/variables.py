@@ -55,12 +55,6 @@ def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tu
         yield f"{PREFIX}PLUGINS", f"without {plugins}"
 
 
-def foreign(environ: Mapping[str, str], ignored: Collection[str]) -> list[str]:
-    """Names of the variables that begin with ``VLLM_`` and are not vLLM's."""
-    known = _registered()
-    return [] if known is None else sorted(name for name in _unlisted(environ, ignored) if name not in known)
-
-
 def _unlisted(environ: Mapping[str, str], ignored: Collection[str]) -> list[str]:
     names = (name for name in environ if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in ignored)
     return [name for name in names if _SERVICE_LINK.fullmatch(name) is None]

@@ -181,9 +181,7 @@ def test_the_config_reaches_the_handlers(make: Callable[..., DeploymentSpec], mo
 
     monkeypatch.setattr("kvtiers.connector.transfer.gpu_handler.create_handlers", handlers)
     spec = make()
-    spec.deployment = spec.deployment.model_copy(
-        update={"handler": HandlerConfig(method="copy", pin=False)}
-    )
+    spec.deployment = spec.deployment.model_copy(update={"handler": HandlerConfig(method="copy", pin=False)})
     Worker(spec, kv_caches(1))
     assert given == {"method": "copy", "pin": False}
 

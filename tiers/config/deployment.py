@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from .mistakes import Mistakes, did_you_mean, explain, join, kind_of, show
 from .places import shared_places
 from .tier_options import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, TierConfig
-from .values import AbsolutePath, DurationIn, Size, SizeIn, matching
+from .values import AbsolutePath, DurationIn, SizeIn, matching
 from .variables import AS_WRITTEN, expand
 from .yaml_file import read_yaml
 
