@@ -19,6 +19,9 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 #: Shares of a term's weight that count against it. They decide what the samples leave open: if all have one size, the
 #: term that is proportional to the size explains them.
 _RIDGE = 1e-6
@@ -42,9 +45,9 @@ class Fit:
     """
 
     def __init__(self, num_terms: int) -> None:
-        self._products = [[0.0] * num_terms for _ in range(num_terms)]
-        self._sums = [0.0] * num_terms
-        self._solved: list[float] | None = None
+        self._products = np.zeros((num_terms, num_terms))
+        self._sums = np.zeros(num_terms)
+        self._solved: NDArray[np.float64] | None = None
 
     def add(self, terms: Sequence[float], seconds: float, keep: float) -> None:
         """Add a sample. Earlier samples keep this share of their weight.
@@ -54,56 +57,37 @@ class Fit:
         if seconds <= 0:
             return
         scale_s = self.seconds(terms) or seconds
-        shares = [term / scale_s for term in terms]
-        ratio = min(seconds / scale_s, SLOWER_MAX)
-        for row, (products, share) in enumerate(zip(self._products, shares, strict=True)):
-            self._sums[row] = self._sums[row] * keep + share * ratio
-            for column, other in enumerate(shares):
-                products[column] = products[column] * keep + share * other
+        shares = np.array(terms) / scale_s
+        self._products = self._products * keep + np.outer(shares, shares)
+        self._sums = self._sums * keep + shares * min(seconds / scale_s, SLOWER_MAX)
         self._solved = None
 
     def scale(self, factor: float) -> None:
         """Multiply the seconds of all samples."""
-        self._products = [[product / factor**2 for product in products] for products in self._products]
-        self._sums = [total / factor for total in self._sums]
+        self._products /= factor**2
+        self._sums /= factor
         self._solved = None
 
     def seconds(self, terms: Sequence[float]) -> float:
         """Seconds expected for these terms; 0 without samples."""
         if self._solved is None:
             self._solved = self._solve()
-        return sum(map(math.prod, zip(self._solved, terms, strict=True)))
+        return float(self._solved.dot(terms))
 
-    def _solve(self) -> list[float]:
+    def _solve(self) -> NDArray[np.float64]:
         """The coefficients. A term whose coefficient would be negative explains nothing and is left out."""
-        used = [row for row, products in enumerate(self._products) if products[row] > 0]
-        while used:
-            solved = self._solve_for(used)
-            worst = min(range(len(used)), key=lambda at: solved[at])
-            if solved[worst] >= 0:
-                found = dict(zip(used, solved, strict=True))
-                return [found.get(row, 0.0) for row in range(len(self._sums))]
-            del used[worst]
-        return [0.0] * len(self._sums)
-
-    def _solve_for(self, used: Sequence[int]) -> list[float]:
-        scales = [math.sqrt(self._products[row][row]) for row in used]
-        rows = [
-            [self._products[row][column] / (scale * other) for column, other in zip(used, scales, strict=True)]
-            + [self._sums[row] / scale]
-            for row, scale in zip(used, scales, strict=True)
-        ]
-        for at, row in enumerate(rows):
-            row[at] += _RIDGE if used[at] == 1 else _RIDGE_OF_OTHERS
-            for below in rows[at + 1 :]:  # the matrix is positive definite: no pivoting
-                factor = below[at] / row[at]
-                for column in range(at, len(row)):
-                    below[column] -= factor * row[column]
-        solved = [0.0] * len(used)
-        for at in reversed(range(len(used))):
-            rest = sum(rows[at][column] * solved[column] for column in range(at + 1, len(used)))
-            solved[at] = (rows[at][-1] - rest) / rows[at][at]
-        return [value / scale for value, scale in zip(solved, scales, strict=True)]
+        solved = np.zeros(len(self._sums))
+        used = np.flatnonzero(self._products.diagonal() > 0)
+        while used.size:
+            scales = np.sqrt(self._products.diagonal()[used])
+            matrix = self._products[np.ix_(used, used)] / np.outer(scales, scales)
+            matrix += np.diag(np.where(used == 1, _RIDGE, _RIDGE_OF_OTHERS))
+            found = np.linalg.solve(matrix, self._sums[used] / scales) / scales
+            if found.min() >= 0:
+                solved[used] = found
+                break
+            used = np.delete(used, found.argmin())
+        return solved
 
 
 class Prefill:

@@ -277,10 +277,7 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
                 field="--config",
             ) from e
         return start_embedded_s3(config.model_dump() | {"tiers": [dict(tier) for tier in config.tiers]}, cleanup)
-    if options.root_dir is not None:
-        root = options.root_dir.absolute()
-    else:
-        root = _folder_of_run(cleanup)
+    root = _folder_of_run(cleanup) if options.root_dir is None else options.root_dir.absolute()
     return {"tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}]}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...tiers.blocking import BlockingTier, Pieces, open_tier
@@ -13,7 +12,7 @@ from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ...tiers.tier.circuit import CircuitState
-from ..base import OffloadingConfig
+from ..base import EngineSpec, OffloadingConfig
 from ..identity.model_files import files_digest, hub_commit, value_digest
 from ..ranks.place import SETTINGS, rank_tier, staging_bytes
 from ..region.region_header import row_stride
@@ -29,25 +28,6 @@ _TIER = ("shared_storage_path", "storage_options", "tier", "config_file", "index
 #: Options of every door.
 OPTIONS = (*_TIER, "staging", "metrics_port")
 SAY_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig(OffloadingConfig):
-    """The identity of an engine without an OffloadingSpec.
-
-    Attributes:
-        inference_engine: defines the layout of the bytes.
-        engine: further options that count, for people who compare two namespaces.
-    """
-
-    inference_engine: str = ""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Spec:
-    config: EngineConfig
-    metrics: Metrics
 
 
 def weights_digest(model: str, revision: str | None, download_dir: str | None = None) -> str | None:
@@ -117,7 +97,7 @@ class Door:
     """
 
     def __init__(
-        self, config: EngineConfig, options: Mapping[str, Any], block_bytes: int, metrics: Metrics, label: str
+        self, config: OffloadingConfig, options: Mapping[str, Any], block_bytes: int, metrics: Metrics, label: str
     ) -> None:
         tier = rank_tier(tier_options(options))
         row_bytes = row_stride(block_bytes, 1)
@@ -130,7 +110,7 @@ class Door:
         try:
             named = {**dict(tier), "name": f"{tier.name or tier.type}_{label}"}
             view = self._region.create_kv_memoryview()
-            self.tier: BlockingTier = open_tier(named, _Spec(config, metrics), view, block_bytes=block_bytes)
+            self.tier: BlockingTier = open_tier(named, EngineSpec(config, metrics), view, block_bytes=block_bytes)
         except BaseException:
             self._region.cleanup()
             raise

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec as VllmSpec
 from ...tiers.base import SecondaryTierManager
 from ...tiers.errors import ConfigError
 from ...tiers.registry import SecondaryTierFactory
+from ..base import EngineSpec
 from ..core.guard import GuardedTier, shut_down_tiers
 from ..core.options import ManagerOptions
 from ..core.pacing import SHUTDOWN_S
@@ -122,7 +123,7 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wh
             raise
 
     def _open(
-        self, options: dict[str, Any], slots: int, apart: translate.EngineSpec
+        self, options: dict[str, Any], slots: int, apart: EngineSpec
     ) -> tuple[SharedOffloadRegion, SecondaryTierManager]:
         region = SharedOffloadRegion.anonymous(slots, self._slot_bytes)
         try:
@@ -131,10 +132,10 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wh
             region.cleanup()
             raise
 
-    def _engine(self, *, in_worker: bool) -> translate.EngineSpec:
+    def _engine(self, *, in_worker: bool) -> EngineSpec:
         return translate.engine_spec(self.config, self._handed.vllm_config, in_worker=in_worker)
 
-    def _apart(self, engine: translate.EngineSpec) -> translate.EngineSpec:
+    def _apart(self, engine: EngineSpec) -> EngineSpec:
         """Return the identity of the ranks' namespace, which the scheduler and the workers see alike."""
         config = engine.config
         model = dataclasses.replace(config.model, revision=weights.without_config(config.model.revision) or None)

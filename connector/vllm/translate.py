@@ -13,7 +13,6 @@ Changes by release (source: ``vllm/v1/kv_offload`` of each release):
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
@@ -40,7 +39,7 @@ from ...tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX
 from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger, log_once
-from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from ..base import CacheConfig, EngineSpec, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from ..identity.model_files import value_digest
 from ..identity.options import identity_digest, readable
 from ..vllm_config import ignored_options
@@ -61,34 +60,6 @@ _LOCALITIES = {
     **dict.fromkeys(("fs", "memory"), Locality.LOCAL),
     **dict.fromkeys(("fsspec", "nfs", "s3"), Locality.REMOTE),
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class VllmOffloadingConfig(OffloadingConfig):
-    """The identity of an engine, including how its kernels pack KV.
-
-    Attributes:
-        platform: see ``kv_platform``.
-        engine: the engine's ``identity`` in a form that is safe to show; written to ``config.json``.
-        ranks_apart: each rank stores its own blocks; no block has the bytes of several ranks.
-    """
-
-    platform: str | None = None
-    engine: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ranks_apart: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """The ``offloading_spec`` that kvtiers' tiers take."""
-
-    config: VllmOffloadingConfig
-    metrics: Metrics
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Engine blocks in one offloaded block."""
-        return self.config.cache.blocks_per_chunk
 
 
 def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str, str] = os.environ) -> None:
@@ -161,7 +132,7 @@ def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> En
     if not in_worker:
         log_identity(vllm_config, found)
     return EngineSpec(
-        VllmOffloadingConfig(
+        OffloadingConfig(
             model=ModelConfig(
                 _model_name(vllm_config, config.model.name),
                 config.model.dtype,

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
+from kvtiers.connector.base import EngineSpec
 from kvtiers.connector.identity import model_files
 from kvtiers.connector.vllm import translate, weights
 from kvtiers.tiers.base import JobResult, OffloadingEvent
@@ -153,7 +154,7 @@ def test_locality_is_the_types() -> None:
     assert translate.locality("foreign") is None
 
 
-def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
+def built_by(vllm_config: Any, **changes: Any) -> EngineSpec:
     """What a spec is that is made while a connector with this config is under construction."""
     return translate.engine_spec(offloading_config(**changes), vllm_config)
 
@@ -212,7 +213,7 @@ def test_the_commit_counts_more_than_the_revision_and_quantization_is_part_of_it
     assert built_by(some_vllm_config(hf_config=commit, quantization="fp8")).config.model.revision == "c0ffee+fp8"
 
 
-def folder(spec: translate.EngineSpec) -> str:
+def folder(spec: EngineSpec) -> str:
     return FileMapper.from_offloading_spec("", spec, parallel_agnostic=True, extra_fields=strict_fields(spec)).base_path
 
 

@@ -27,8 +27,8 @@ from ....tiers.daemon_pool import DaemonPool
 from ....tiers.errors import ConfigError, KVTiersError
 from ....tiers.metrics import Metrics
 from ....tiers.plain_logs import get_logger
-from ...base import CacheConfig, ModelConfig
-from ..door import Door, EngineConfig, check_options, counted_revision, serve_metrics, weights_digest
+from ...base import CacheConfig, ModelConfig, OffloadingConfig
+from ..door import Door, check_options, counted_revision, serve_metrics, weights_digest
 from ..release import Release
 
 logger = get_logger(__name__)
@@ -224,7 +224,7 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             raise ConfigError(f"{text} differs for other weights and options, such as the commit", field="revision")
         options = {"lmcache": RELEASE.version, "layout": str(layout)}
         shape = layout[0][0]
-        config = EngineConfig(
+        config = OffloadingConfig(
             model=ModelConfig(model, layout[0][1], counted_revision(str(weights), options)),
             cache=CacheConfig(max(1, shape[-2]) if len(shape) > 1 else 1, hash_algorithm="lmcache"),
             inference_engine="lmcache",

@@ -25,9 +25,9 @@ from ....tiers.blocks.keys import OffloadKey, make_offload_key
 from ....tiers.errors import ConfigError
 from ....tiers.metrics import Metrics
 from ....tiers.plain_logs import get_logger
-from ...base import CacheConfig, ModelConfig, ParallelConfig
+from ...base import CacheConfig, ModelConfig, OffloadingConfig, ParallelConfig
 from ...vllm_config import ignored_options
-from ..door import Door, EngineConfig, check_options, counted_revision, serve_metrics, weights_digest
+from ..door import Door, check_options, counted_revision, serve_metrics, weights_digest
 from ..release import Release
 from .identity import counted
 
@@ -110,7 +110,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._door = Door(config, self._options, sum(parts), metrics, f"r{config.parallel.rank}")
         self._server = serve_metrics(self._options, metrics, self._place)
 
-    def _identity(self, pool: Any, parts: Sequence[int]) -> EngineConfig:
+    def _identity(self, pool: Any, parts: Sequence[int]) -> OffloadingConfig:
         config, arguments = self._config, get_server_args()
         options = counted(arguments, ignore=ignored_options(self._options))
         options |= {"sglang": RELEASE.version, "parts": f"{len(parts)}x{parts[0]}"}
@@ -119,7 +119,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         if weights is None:
             text = f"{arguments.model_path} is neither a folder nor in the local hub cache, so its weights are unknown"
             raise ConfigError(f"{text}; give --revision", field="model_path")
-        return EngineConfig(
+        return OffloadingConfig(
             model=ModelConfig(name, pool.dtype, counted_revision(weights, options)),
             cache=CacheConfig(pool.page_size, hash_algorithm="sglang"),
             parallel=ParallelConfig(

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector.base import CacheConfig, ModelConfig
+from kvtiers.connector.base import CacheConfig, ModelConfig, OffloadingConfig
 from kvtiers.connector.engines.door import (
     Door,
-    EngineConfig,
     check_options,
     counted_revision,
     serve_metrics,
@@ -58,7 +57,7 @@ def test_misspelled_option_and_wrong_size_are_refused_by_name() -> None:
 
 
 def test_taken_metrics_port_is_logged_and_blocks_still_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig(ModelConfig("org/model", "bfloat16", "abc"), CacheConfig(16), inference_engine="test")
+    config = OffloadingConfig(ModelConfig("org/model", "bfloat16", "abc"), CacheConfig(16), inference_engine="test")
     options = {"tier": {"type": "fs", "root_dir": str(tmp_path), "min_free": 0}, "staging": "1MiB"}
     blocks = [[memoryview(bytearray(4096))]]
     metrics = Metrics()
