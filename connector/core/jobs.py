@@ -135,7 +135,7 @@ class TierShare:
         for block in blocks:
             block.tier = self.index
         size = int(min(self.job_blocks_max, job_blocks_max))
-        # A piece of a large load is preceded by a block alone: samples of two sizes tell latency from bandwidth.
+        # The pieces of a large load begin with a job of one block. Samples of two sizes tell latency from bandwidth.
         starts = [0, *range(int(size < self.job_blocks_max), len(blocks), size)]
         jobs = [
             Job(self.index, blocks[start:end], wait, now, now + self.deadline_s, self.progress.moved)

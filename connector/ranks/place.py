@@ -1,4 +1,4 @@
-"""Reads the options of SharedStorageConnector: which tier each rank has, and the limits of lookups and loads."""
+"""Reads the options that name one tier for each rank, for SharedStorageConnector, SGLang and LMCache."""
 
 from __future__ import annotations
 
@@ -116,6 +116,21 @@ def staging_bytes(options: Mapping[str, Any], name: str = "cpu_bytes_to_use", de
         return parse_config({"region": {"size": options.get(name, default)}}).region.size
     except ConfigError as e:
         raise ConfigError(e.message, field=name) from None
+
+
+def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``identity.ignore``, from the connector's options if they have ``identity``, else from ``config_file``.
+
+    Args:
+        extra_config: an engine's options for kvtiers, in any of the ways.
+
+    Raises:
+        ConfigError: lists the mistakes.
+    """
+    if "identity" in extra_config:
+        return parse_config({"region": {"size": "1MiB"}, "identity": extra_config["identity"]}).identity.ignore
+    file = extra_config.get("config_file")
+    return () if file is None else load_named(file, SecondaryTierFactory.tier_types()).identity.ignore
 
 
 def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> float:

@@ -24,7 +24,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from ...vllm import register
-from ..vllm_config import connector_options, deployment_from, ignored_options, keeps_storage
+from ..ranks.place import ignored_options
+from ..vllm_config import connector_options, deployment_from, keeps_storage
 from . import refusals, translate
 from .contract import implements
 from .handed import handing_over

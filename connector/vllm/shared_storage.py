@@ -24,8 +24,8 @@ from typing import Any
 from ...tiers.daemon_pool import DaemonPool
 from ...tiers.plain_logs import get_logger
 from ...vllm import register
-from ..ranks.place import LOAD_DEADLINE_S, chunk_of, rank_tier, seconds_of, staging_bytes
-from ..vllm_config import ignored_options, keeps_storage
+from ..ranks.place import LOAD_DEADLINE_S, chunk_of, ignored_options, rank_tier, seconds_of, staging_bytes
+from ..vllm_config import keeps_storage
 from . import weights
 from .connector import KVTiersConnector
 from .contract import implements

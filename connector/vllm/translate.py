@@ -42,7 +42,7 @@ from ...tiers.plain_logs import get_logger, log_once
 from ..base import CacheConfig, EngineSpec, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from ..identity.model_files import value_digest
 from ..identity.options import identity_digest, readable
-from ..vllm_config import ignored_options
+from ..ranks.place import ignored_options
 from . import versions
 from .identity import identity, log_identity
 from .weights import kv_revision

@@ -130,7 +130,11 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> L2TaskId:
-        """Look up which objects are stored. The lock is that they count as used: others are removed before them."""
+        """Look up which objects are stored.
+
+        Instead of being locked, the objects that are found count as just used. So a tier with ``max_bytes`` removes
+        other objects first.
+        """
         return self._submit("look", lambda: self._look(keys, group_layout_descs), self._looked, Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
@@ -207,7 +211,7 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             try:
                 door = self._open(model, layout)
             except (KVTiersError, OSError) as e:
-                logger.error("nothing of %s with the layout %s is stored or loaded: %s", model, layout, e)
+                logger.error("objects of %s with the layout %s are neither stored nor loaded: %s", model, layout, e)
             with self._lock:
                 self._doors[model, layout] = door, time.monotonic() + OPEN_AGAIN_S
             return door

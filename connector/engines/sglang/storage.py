@@ -26,7 +26,7 @@ from ....tiers.errors import ConfigError
 from ....tiers.metrics import Metrics
 from ....tiers.plain_logs import get_logger
 from ...base import CacheConfig, ModelConfig, OffloadingConfig, ParallelConfig
-from ...vllm_config import ignored_options
+from ...ranks.place import ignored_options
 from ..door import Door, check_options, counted_revision, serve_metrics, weights_digest
 from ..release import Release
 from .identity import counted
