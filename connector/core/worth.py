@@ -224,9 +224,7 @@ class Steps:
     def __init__(self, step_tokens_max: int) -> None:
         self.prefill = Prefill(step_tokens_max)
         self._sizes: dict[str, int] = {}  # request -> its tokens, until all of them are computed
-        self._left: dict[
-            str, Terms
-        ] = {}  # request whose prompt is being computed, or waits for nothing else -> its rest
+        self._left: dict[str, Terms] = {}  # request whose prompt is computed, or only waits for that -> its rest
         self._queued = _NOTHING  # sum of ``_left``, because hundreds of requests may ask for it in one step
         self._running: deque[tuple[float, int, float]] = deque(maxlen=_STEPS_MAX)  # began, prompt tokens, work
         self._ended_at = -math.inf

@@ -1636,58 +1636,41 @@ def test_event_keys_may_be_any_iterable() -> None:
     assert list(engine.manager.take_events()) == [OffloadingEvent(tuple(KEYS[:2]), "X", removed=False)]
 
 
-def test_results_after_a_malformed_one_count() -> None:
-    engine = Engine(auto=False)
-    for key in KEYS[:3]:
-        engine.store(key)
-    for job_id in list(engine.tier.jobs):
-        engine.tier.finish(job_id)
-    engine.tier.results.insert(1, None)  # type: ignore[arg-type]
-    engine.manager.on_schedule_end()
-    assert engine.counts.pinned == 0
-    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
-
-
-def test_foreign_keys_of_a_result_are_ignored() -> None:
+@pytest.mark.parametrize(
+    ("success", "keys", "contained"),
+    [
+        (False, (KEYS[5], KEYS[6]), 0),  # of another job
+        (False, None, 0),
+        (False, 7, 1),
+        (False, ([],), 1),
+        (np.array([True, False]), tuple(KEYS[:2]), 1),  # no truth value
+    ],
+    ids=str,
+)
+def test_result_without_known_successful_keys_is_a_failure(success: Any, keys: Any, contained: int) -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
     (job_id,) = engine.tier.jobs
     del engine.tier.jobs[job_id]
-    engine.tier.results.append(JobResult(job_id, success=False, successful_keys=(KEYS[5], KEYS[6])))
+    engine.tier.results.append(JobResult(job_id, success, keys))
     engine.manager.on_schedule_end()
     assert [engine.manager.lookup(key, REQ) for key in KEYS[5:7]] == [False, False]
-    assert engine.lookup(KEYS[:2]) == [False]
-    assert engine.counts.free == 16
-
-
-@pytest.mark.parametrize(("keys", "contained"), [(None, 0), (7, 1), (([],), 1)])
-def test_failed_job_without_keys_has_no_successful_keys(keys: Any, contained: int) -> None:
-    engine = Engine(auto=False)
-    engine.tier.put(*KEYS[:2])
-    engine.lookup(KEYS[:2])
-    (job_id,) = engine.tier.jobs
-    del engine.tier.jobs[job_id]
-    engine.tier.results.append(JobResult(job_id, success=False, successful_keys=keys))
-    engine.manager.on_schedule_end()
     assert engine.lookup(KEYS[:2]) == [False]
     assert engine.counts.free == 16
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == contained
 
 
-@pytest.mark.parametrize("job_id", [[], ([],), np.array([1, 2])], ids=str)
-def test_result_with_malformed_job_id_is_contained(job_id: Any) -> None:
+@pytest.mark.parametrize(
+    "malformed", [None, *(JobResult(job_id, success=True) for job_id in ([], ([],), np.array([1, 2])))], ids=str
+)
+def test_results_after_a_malformed_one_count(malformed: Any) -> None:
     engine = Engine(auto=False)
-    engine.tier.results.append(JobResult(job_id, success=True))
-    engine.manager.on_schedule_end()
-    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
-
-
-def test_result_whose_success_has_no_truth_value_is_a_failure() -> None:
-    engine = Engine(auto=False)
-    engine.store(*KEYS[:2])
-    (job_id,) = engine.tier.jobs
-    engine.tier.results.append(JobResult(job_id, success=np.array([True, False]), successful_keys=tuple(KEYS[:2])))  # type: ignore[arg-type]
+    for key in KEYS[:3]:
+        engine.store(key)
+    for job_id in list(engine.tier.jobs):
+        engine.tier.finish(job_id)
+    engine.tier.results.insert(1, malformed)
     engine.manager.on_schedule_end()
     assert engine.counts.pinned == 0
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
