@@ -43,6 +43,7 @@ class BlockManager(OffloadingManager):
     Attributes:
         shutdown_s: time limit of ``shutdown``; may be lowered.
         excluded_tiers: returns the bit mask of the tiers that a request must not load from; may be set. 0 by default.
+        loads, stores: whether blocks are loaded from the tiers, and stored to them; may be set.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BlockManager(OffloadingManager):
         self.slots = slots
         self.metrics = slots.metrics
         self.excluded_tiers: Callable[[ReqContext], int] = lambda _: 0
+        self.loads = self.stores = True
         options = options or ManagerOptions()
         self.shutdown_s = options.shutdown_s
         self._tiers = tuple(GuardedTier(tier, slots.metrics, clock) for tier in tiers)
@@ -111,16 +113,18 @@ class BlockManager(OffloadingManager):
         return wait is not None and key in wait.hits
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        spec = self.slots.prepare_load(keys, req_context)
+        spec = self.slots.prepare_load(keys)
         self.slots.record.loads(req_context.req_id, keys)
         self._waits.stop(req_context.req_id)  # its wait is over: it loads all the blocks that it wants
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         self.slots.touch(keys)
-        for tier in self._tiers:
-            tier.touch(keys)
-        self._stores.use(keys)
+        if self.loads or self.stores:
+            for tier in self._tiers:
+                tier.touch(keys)
+        if self.stores:
+            self._stores.use(keys)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
         self.slots.complete_load(keys)
@@ -129,7 +133,9 @@ class BlockManager(OffloadingManager):
         return self.slots.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
-        self._stores.add(self.slots.end_store(keys, success), len(self._tiers))
+        ready = self.slots.end_store(keys, success)
+        if self.stores:
+            self._stores.add(ready, len(self._tiers))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = list(self.slots.take_events())
@@ -217,7 +223,7 @@ class BlockManager(OffloadingManager):
             elif key not in wait.held:
                 wait.note_found(block)
             return True
-        if not self._tiers:
+        if not (self._tiers and self.loads):
             if block is not None:
                 return None
             self.slots.record.missed(req_context.req_id, key)
