@@ -1,4 +1,4 @@
-"""Decisions: whether a request loads what a tier has, or the engine computes it. Scheduler thread only.
+"""Decisions: whether a request loads a tier's blocks, or the engine computes them. Scheduler thread only.
 
 A load is worth it if it is expected to end before the engine would have computed the same tokens::
 
@@ -220,7 +220,7 @@ class Decisions:
         return 2.0 + way.blocks_in(busy_s)
 
     def is_behind(self, tier: int, req_id: str, plan: Plan, left: int, progress: Progress, now: float) -> bool:
-        """Whether the rest of a load takes longer than computing what it would still bring.
+        """Whether the rest of a load takes longer than computing the tokens of these blocks.
 
         Args:
             left: blocks of the request that the tier has not loaded yet.
@@ -234,8 +234,8 @@ class Decisions:
     def _rest_s(self, tier: int, plan: Plan, progress: Progress, now: float) -> float:
         """Seconds that the rest of a load may take, cautiously.
 
-        If what the tier loads now is late, the rest is expected to be as much slower. It is also expected to be late
-        for as long as it has been, whatever was expected.
+        If the blocks under way are late, the other blocks are expected to be as much slower, and the blocks under way
+        to take as long again as they are late.
         """
         expected, way = plan.expected, self.ways[tier]
         arrived = min(plan.total, progress.moved - plan.moved)

@@ -112,7 +112,7 @@ class TierShare:
         progress: of its loads.
         awaited: number of blocks in loads that were neither reported nor given up.
         job_blocks_max: limit of the blocks in one job. A larger load is split into several jobs, so that the jobs that
-            the tier has not begun by their deadline are reported on time, whatever becomes of the other jobs.
+            the tier has not begun by their deadline are reported on time, even if other jobs hang.
     """
 
     def __init__(self, index: int, name: str, blocks_max: int, deadline_s: float) -> None:

@@ -37,7 +37,7 @@ class Wait:
         held    its block is ready          promotion_hold_s
 
     It is in ``served`` while the ends of steps must serve it, for hits, loads or held blocks. The blocks of its loads
-    count against their tiers' shares until the tiers report them, whatever becomes of the request.
+    count against their tiers' shares until the tiers report them, even if the request has ended.
     """
 
     context: ReqContext
@@ -193,7 +193,7 @@ class Wait:
         return by_tier
 
     def miss_hits(self, tiers: int) -> int:
-        """Count the hits in the tiers of a bit mask as misses. Returns how many of them nobody else loads."""
+        """Count the hits in the tiers of a bit mask as misses. Returns how many of them no other request loads."""
         missed = [key for key, tier in self.hits.items() if tiers >> tier & 1]
         self._drop_hits(missed)
         absent = [key for key in missed if self.slots.find(key) is None]  # others are loaded by another request
@@ -209,17 +209,17 @@ class Wait:
         self.has_news = True
 
     def try_tiers(self, tiers: int) -> None:
-        """Load from the tiers of a bit mask whatever is expected of them."""
+        """Load from the tiers of a bit mask, also if that is expected to take too long."""
         self.tried = tiers
 
     def take_undecided(self) -> bool:
-        """Whether hits that are not planned have to be decided about: what is known has changed since the last call."""
+        """Whether there are hits without a plan, and more hits or answers than at the last call."""
         undecided = self.hit_tiers & ~sum(1 << tier for tier in self.plans)
         before, self.judged = self.judged, (undecided, len(self.hits), len(self.owed))
         return bool(undecided) and self.judged != before
 
     def plan(self, tier: int, plan: Plan | None) -> None:
-        """Load hits from the tier. None: whatever time it takes."""
+        """Load hits from the tier. None: without comparing its pace with computing."""
         self.plans[tier] = plan
 
     def decline(self, tier: int, declined: Declined) -> None:

@@ -140,7 +140,7 @@ class Door:
     def _try(self, call: Callable[[], list[bool]], count: int) -> list[bool]:
         try:
             return call()
-        except Exception:  # the engine's edge: whatever is wrong here, the engine computes
+        except Exception:  # the engine's edge: after any error the engine computes the blocks
             if time.monotonic() >= self._say_at:
                 self._say_at = time.monotonic() + SAY_EVERY_S
                 logger.exception("tier %s: a call failed; it counts as a miss", self.tier.tier.name)

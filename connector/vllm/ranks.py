@@ -5,7 +5,7 @@ But there is no region that all processes see. So the ranks of an engine may be 
 
 - The scheduler has a tier, too, on the storage of rank 0. It asks this tier only which blocks are there, and sends keys
   to the ranks.
-- Each rank moves its own part of a block (``connector.ranks.transfers``), and reports what it stored and what it lost.
+- Each rank moves its own part of a block (``connector.ranks.transfers``), and reports which blocks it stored and lost.
 
 The workers' configs differ from the scheduler's: they have ranks, and loading a model changes them. So the digest of
 the engine's options is not part of the ranks' namespace. It is in every key, and only the scheduler makes keys.

@@ -161,12 +161,12 @@ class SharedStorageConnector(KVTiersConnector):
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        """Forget what was asked for a request."""
+        """Forget a request's read of its adapter."""
         self._asked.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
-        """Forget what was asked for a request. vLLM calls this one if connectors may have several KV cache groups."""
+        """As ``request_finished``. vLLM calls this method if connectors may have several KV cache groups."""
         self._asked.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
 

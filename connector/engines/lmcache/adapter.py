@@ -1,7 +1,7 @@
 """KVTiersL2Adapter: an L2 adapter of LMCache's server, over tiers of kvtiers.
 
-LMCache submits tasks and is told by event descriptors when one has ended. Threads of ours run the tasks. One server
-may serve several models and kinds of layers, so each model and layout has a tier of its own, opened at its first use.
+LMCache submits tasks and polls an event descriptor for the end of a task. kvtiers' own threads run the tasks. One
+server may serve several models and kinds of layers, so each model and layout has its own tier, opened at its first use.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             if door is None:
                 ok = False
                 continue
-            # LMCache offers again what it loaded. What is there needs no copy, and must not count as new.
+            # LMCache offers loaded objects again. Objects that the tier has need no copy, and must not count as new.
             is_there = door.exists([_key(keys[place]) for place in places])
             places = [place for place, found in zip(places, is_there, strict=True) if not found]
             done = door.store([_key(keys[place]) for place in places], [_pieces(objects[place]) for place in places])

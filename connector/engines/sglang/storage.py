@@ -220,7 +220,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         logger.warning("HiCache asked to clear the storage; kvtiers removes nothing, because others may use it")
 
     def get_stats(self) -> StorageMetrics:
-        """Take what was moved since the last call."""
+        """Return the counts of pages moved since the last call."""
         stats, self._stats = self._stats, StorageMetrics()
         return stats
 
