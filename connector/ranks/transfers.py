@@ -301,7 +301,7 @@ class RankTransfers:
         load.given_up = load.given_up or why
 
     def _doubt(self, load: _Load, why: str) -> None:
-        """Give up a load, and report its unread blocks as lost. Otherwise the engine would load them again, and wait again."""
+        """Give up a load, and report its unread blocks as lost, so that the engine does not wait for them again."""
         self._give_up(load, why)
         for part in self._in_tier.values():
             if part.load is load:

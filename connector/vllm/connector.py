@@ -122,7 +122,6 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         vLLM calls this in every step. While nothing has changed for a waiting request, its keys are not looked up
         again.
         """
-        translate.warn_of_unread(request)
         translate.hold_back_stream(request)  # releases without on_new_request start requests here
         if self._open_lookups is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)

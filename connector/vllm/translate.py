@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -50,7 +50,6 @@ from .weights import kv_revision
 logger = get_logger(__name__)
 
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
-_READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)
 _LEAKS_ADAPTERS_ON_CPU = (versions.release() or (0, 0)) < (0, 33)
 _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # no CUDA attention kernel splits a block of up to 16 tokens
@@ -60,15 +59,6 @@ _LOCALITIES = {
     **dict.fromkeys(("fs", "memory"), Locality.LOCAL),
     **dict.fromkeys(("fsspec", "nfs", "s3"), Locality.REMOTE),
 }
-
-
-def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str, str] = os.environ) -> None:
-    """Warn if other processes cannot find the blocks that this process stores."""
-    if version.startswith("0.28.") and environ.get("PYTHONHASHSEED", "random") == "random":
-        logger.warning(
-            "vLLM 0.28 seeds its block hashes at random in each process: set the same PYTHONHASHSEED for all of them, "
-            "or no process finds the blocks of another"
-        )
 
 
 def warn_of_adapters(vllm_config: Any) -> None:
@@ -124,7 +114,6 @@ def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> En
     Raises:
         ConfigError: see ``check_adapters``.
     """
-    warn_of_seeded_hashes()
     check_adapters(vllm_config)
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
@@ -325,13 +314,6 @@ def hold_back_stream(request: Any) -> None:
     """
     if _MISTAKES_BLOCKS_OF_STREAMS and getattr(request, "resumable", False):
         request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
-
-
-def warn_of_unread(request: Any) -> None:
-    """Warn, once per process, that this release of vLLM ignores a limit that a request asks for."""
-    if not _READS_MAX_LOAD_TOKENS and (request.kv_transfer_params or {}).get("max_load_tokens") is not None:
-        text = "max_load_tokens in a request's kv_transfer_params has no effect: vLLM reads it from 0.31 on"
-        log_once(logger, logging.WARNING, text)
 
 
 def medium(name: str) -> Medium:

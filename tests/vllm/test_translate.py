@@ -64,22 +64,6 @@ def test_a_config_without_a_model_is_refused() -> None:
         built_by(VllmConfig(model_config=None))
 
 
-@pytest.mark.parametrize(
-    ("version", "environ", "warns"),
-    [
-        ("0.28.0", {}, True),
-        ("0.28.1", {"PYTHONHASHSEED": "random"}, True),
-        ("0.28.0", {"PYTHONHASHSEED": "0"}, False),
-        ("0.29.0", {}, False),
-    ],
-)
-def test_hashes_that_no_other_process_has_are_warned_of(
-    version: str, environ: dict[str, str], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    translate.warn_of_seeded_hashes(version, environ)
-    assert ("PYTHONHASHSEED" in caplog.text) == warns
-
-
 @pytest.mark.parametrize("lora", [None, SimpleNamespace(max_loras=1)])
 def test_adapters_that_are_known_by_name_are_warned_of_once(lora: Any, caplog: pytest.LogCaptureFixture) -> None:
     log_once.cache_clear()
