@@ -191,7 +191,7 @@ def test_metrics_of_each_layouts_tier_are_served_under_its_own_name(tmp_path: Pa
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
             text = response.read().decode()
     for name, count in (("fs_0", 3), ("fs_1", 1)):
-        assert f'kvtiers_blocks_total{{tier="{name}",op="store",outcome="moved"}} {count}.0' in text
+        assert f'kvtiers_blocks_total{{op="store",outcome="moved",tier="{name}"}} {count}.0' in text
 
 
 def test_event_descriptors_are_three_and_distinct(tmp_path: Path) -> None:

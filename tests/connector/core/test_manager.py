@@ -1661,9 +1661,10 @@ def test_result_without_known_successful_keys_is_a_failure(success: Any, keys: A
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == contained
 
 
-@pytest.mark.parametrize(
-    "malformed", [None, *(JobResult(job_id, success=True) for job_id in ([], ([],), np.array([1, 2])))], ids=str
-)
+MALFORMED_IDS: tuple[Any, ...] = ([], ([],), np.array([1, 2]))
+
+
+@pytest.mark.parametrize("malformed", [None, *(JobResult(each, success=True) for each in MALFORMED_IDS)], ids=str)
 def test_results_after_a_malformed_one_count(malformed: Any) -> None:
     engine = Engine(auto=False)
     for key in KEYS[:3]:

@@ -57,8 +57,8 @@ class Handlers(transfer_cases.Handlers):
         for name, value in thresholds.items():
             self._patch.setattr(host_copy, name, value)
 
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        super().__exit__(kind)
         self._patch.undo()
 
 

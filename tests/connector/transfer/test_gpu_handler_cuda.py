@@ -87,7 +87,7 @@ class Handlers(transfer_cases.Handlers):
         self.pin, self.method = pin, options.get("method")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        super().__exit__()
+        super().__exit__(kind)
         if kind is None and self.method is not None:
             for direction, handler in zip(Direction, (self.store, self.load), strict=True):
                 assert isinstance(handler.copier, GpuCopier)

@@ -184,7 +184,7 @@ class Handlers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.store.shutdown()
         self.load.shutdown()
 
