@@ -339,7 +339,7 @@ def test_requests_of_vllm_are_explained_in_tokens(
 
         monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
         connector = object.__new__(KVTiersConnector)
-        connector._open_lookups, connector._own = manager.open_lookups, manager
+        connector._open_lookups, connector._judging = manager.open_lookups, manager
         asked = SimpleNamespace(request_id=req_id, num_tokens=num_tokens)
 
         def is_known() -> bool:
@@ -375,7 +375,7 @@ def test_connector_learns_prefill_from_the_time_between_a_steps_schedule_and_its
     manager = engines().manager
     steps = manager.core.decisions.steps
     connector = object.__new__(KVTiersConnector)
-    connector._own, connector._open_lookups = manager, manager.open_lookups
+    connector._judging, connector._open_lookups = manager, manager.open_lookups
     clock = Clock(0.0)
     monkeypatch.setattr("kvtiers.connector.vllm.connector.time.monotonic", clock)
     monkeypatch.setattr(OffloadingConnector, "build_connector_meta", lambda *_: None)
