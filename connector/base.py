@@ -8,7 +8,7 @@ nothing. The scheduler sends each worker pairs of ``LoadStoreSpec``. Names follo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..tiers.base import OffloadingEvent, ReqContext
 from ..tiers.blocks.keys import OffloadKey
+from ..tiers.metrics import Metrics
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,14 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConfig:
-    """The engine's identity, as ``spec.config``. Defaults equal what a missing attribute of a foreign spec means."""
+    """The engine's identity, as ``spec.config``. Defaults equal what a missing attribute of a foreign spec means.
+
+    Attributes:
+        platform: the kernels that pack KV, if they differ in the byte order.
+        inference_engine: defines the layout of the bytes; "": FileMapper's default.
+        engine: options of the engine that count, in a form that is safe to show; written to ``config.json``.
+        ranks_apart: each rank stores its own blocks; no block has the bytes of several ranks.
+    """
 
     model: ModelConfig
     cache: CacheConfig
@@ -89,6 +97,23 @@ class OffloadingConfig:
     canonical_layout: bool = False
     kv_cache_layout: str | None = None
     replicated_layout: bool = False
+    platform: str | None = None
+    inference_engine: str = ""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    ranks_apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """The ``offloading_spec`` that tiers take: an engine's identity, and where its tiers count."""
+
+    config: OffloadingConfig
+    metrics: Metrics
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Engine blocks in one offloaded block."""
+        return self.config.cache.blocks_per_chunk
 
 
 # ---- load/store specs: where a transfer reads from or writes to ------------------------------------------------

@@ -44,7 +44,7 @@ def changed_methods(
 
 
 def differences(used: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Each difference between the installed engine and what is used of it, as one sentence.
+    """Yield what the installed engine lacks or has changed of the names that kvtiers uses, one sentence each.
 
     Args:
         used: place (a module, or a class as ``module:Class``) -> names, or calls as ``name(_, key=)``.

@@ -155,16 +155,9 @@ class DeploymentSpec(OffloadingSpec):
         where = self.deployment.metrics
         if where.port is None:
             return None
-        from ..tiers.exporter import MetricsServer
+        from ..tiers.exporter import serve_or_warn  # needs prometheus_client
 
-        try:
-            server = MetricsServer([self.metrics], port=where.port, address=where.address)
-        except (OSError, ValueError) as e:  # ValueError: of a host name that cannot be one
-            # For example, another engine on this host has the port. That must not keep the model from being served.
-            logger.warning("metrics are not served on %s:%d: %s", where.address, where.port, e)
-            return None
-        logger.info("metrics are served on %s", server.url)
-        return server
+        return serve_or_warn(self.metrics, where.port, where.address)
 
     def _make_manager(self) -> BlockManager:
         region = self.deployment.region

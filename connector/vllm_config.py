@@ -15,7 +15,7 @@ from ..tiers.config.tier_options import FsspecTierConfig, S3TierConfig, StoreTie
 from ..tiers.errors import ConfigError, public_url
 from ..tiers.plain_logs import get_logger
 from ..tiers.registry import SecondaryTierFactory
-from .ranks.place import OF_A_REQUEST, REQUEST_PARAMETERS, shareable
+from .ranks.place import OF_A_REQUEST, REQUEST_PARAMETERS, ignored_options, shareable
 
 logger = get_logger(__name__)
 
@@ -185,21 +185,6 @@ def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
         region["eviction_policy"] = extra_config["eviction_policy"]
     inline = {name: extra_config[name] for name in ("identity", "tiers") if name in extra_config}
     return parse_config({"region": region, **inline}, registered)
-
-
-def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``identity.ignore``, from the connector's options if they have ``identity``, else from ``config_file``.
-
-    Args:
-        extra_config: ``kv_connector_extra_config`` of any of the three ways.
-
-    Raises:
-        ConfigError: lists the mistakes.
-    """
-    if "identity" in extra_config:
-        return parse_config({"region": {"size": "1MiB"}, "identity": extra_config["identity"]}).identity.ignore
-    file = extra_config.get("config_file")
-    return () if file is None else load_named(file, SecondaryTierFactory.tier_types()).identity.ignore
 
 
 def keeps_storage(extra_config: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from .errors import ConfigError
 from .metrics import MetricDef, MetricKind, Metrics, Sample
+from .plain_logs import get_logger
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server
@@ -18,6 +19,8 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as e:
     raise ConfigError("needs prometheus_client: pip install '.[metrics]' in kvtiers' checkout", field="metrics") from e
+
+logger = get_logger(__name__)
 
 CLOSE_S = 1.0
 
@@ -89,3 +92,17 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(CLOSE_S)
+
+
+def serve_or_warn(metrics: Metrics, port: int, address: str = "127.0.0.1") -> MetricsServer | None:
+    """Serve an engine's metrics. None: they cannot be served here, and the log says why.
+
+    For example, another engine on this host has the port. That must not keep the model from being served.
+    """
+    try:
+        server = MetricsServer([metrics], port=port, address=address)
+    except (OSError, ValueError, OverflowError) as e:  # the last two: of a host name or port that cannot be one
+        logger.warning("metrics are not served on %s:%d: %s", address, port, e)
+        return None
+    logger.info("metrics are served on %s", server.url)
+    return server

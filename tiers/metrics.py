@@ -90,7 +90,6 @@ METRICS: Mapping[str, MetricDef] = {
         "reason",
     ),
     "kvtiers_lookup_probes_total": _counter("Lookups sent to storage: hit, miss, error, deadline.", "tier", "result"),
-    "kvtiers_lookups_refused_total": _counter("Lookups that missed because too many requests waited."),
     "kvtiers_lookups_total": _counter("Blocks that requests looked up in the tier: hit, miss.", "tier", "result"),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot was free in time."),
     "kvtiers_requests_total": _counter("Requests by why no more was loaded (kvtiers explain).", "reason"),

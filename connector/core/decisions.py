@@ -1,4 +1,4 @@
-"""Decisions: whether a request loads what a tier has, or the engine computes it. Scheduler thread only.
+"""Decisions: whether a request loads a tier's blocks, or the engine computes them. Scheduler thread only.
 
 A load is worth it if it is expected to end before the engine would have computed the same tokens::
 
@@ -184,16 +184,6 @@ class Decisions:
         done = prompt.computed + loaded
         return self.steps.prefill.seconds(prompt.tokens - done, done)
 
-    def order(self, totals: Sequence[int]) -> list[int]:
-        """Tiers in the order in which to ask them: the soonest first if all are known, else as configured.
-
-        Args:
-            totals: blocks that each tier has to load until it has loaded a whole request.
-        """
-        if not all(way.knows(total) for way, total in zip(self.ways, totals, strict=True)):
-            return list(range(len(totals)))
-        return sorted(range(len(totals)), key=lambda at: self.ways[at].lookup_s + self.ways[at].seconds(totals[at]))
-
     def judge(self, tier: int, expected: Expected | None, lookup_s: float = 0.0, *, may_try: bool = True) -> str:
         """Decide about a tier's hits; returns a reason."""
         if self._load[tier] != "auto":
@@ -230,7 +220,7 @@ class Decisions:
         return 2.0 + way.blocks_in(busy_s)
 
     def is_behind(self, tier: int, req_id: str, plan: Plan, left: int, progress: Progress, now: float) -> bool:
-        """Whether the rest of a load takes longer than computing what it would still bring.
+        """Whether the rest of a load takes longer than computing the tokens of these blocks.
 
         Args:
             left: blocks of the request that the tier has not loaded yet.
@@ -244,8 +234,8 @@ class Decisions:
     def _rest_s(self, tier: int, plan: Plan, progress: Progress, now: float) -> float:
         """Seconds that the rest of a load may take, cautiously.
 
-        If what the tier loads now is late, the rest is expected to be as much slower. It is also expected to be late
-        for as long as it has been, whatever was expected.
+        If the blocks under way are late, the other blocks are expected to be as much slower, and the blocks under way
+        to take as long again as they are late.
         """
         expected, way = plan.expected, self.ways[tier]
         arrived = min(plan.total, progress.moved - plan.moved)

@@ -112,7 +112,7 @@ class TierShare:
         progress: of its loads.
         awaited: number of blocks in loads that were neither reported nor given up.
         job_blocks_max: limit of the blocks in one job. A larger load is split into several jobs, so that the jobs that
-            the tier has not begun by their deadline are reported on time, whatever becomes of the other jobs.
+            the tier has not begun by their deadline are reported on time, even if other jobs hang.
     """
 
     def __init__(self, index: int, name: str, blocks_max: int, deadline_s: float) -> None:
@@ -135,7 +135,7 @@ class TierShare:
         for block in blocks:
             block.tier = self.index
         size = int(min(self.job_blocks_max, job_blocks_max))
-        # A piece of a large load is preceded by a block alone: samples of two sizes tell latency from bandwidth.
+        # The pieces of a large load begin with a job of one block. Samples of two sizes tell latency from bandwidth.
         starts = [0, *range(int(size < self.job_blocks_max), len(blocks), size)]
         jobs = [
             Job(self.index, blocks[start:end], wait, now, now + self.deadline_s, self.progress.moved)

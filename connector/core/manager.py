@@ -43,6 +43,7 @@ class BlockManager(OffloadingManager):
     Attributes:
         shutdown_s: time limit of ``shutdown``; may be lowered.
         excluded_tiers: returns the bit mask of the tiers that a request must not load from; may be set. 0 by default.
+        loads, stores: whether blocks are loaded from the tiers, and stored to them; may be set.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BlockManager(OffloadingManager):
         self.slots = slots
         self.metrics = slots.metrics
         self.excluded_tiers: Callable[[ReqContext], int] = lambda _: 0
+        self.loads = self.stores = True
         options = options or ManagerOptions()
         self.shutdown_s = options.shutdown_s
         self._tiers = tuple(GuardedTier(tier, slots.metrics, clock) for tier in tiers)
@@ -111,16 +113,18 @@ class BlockManager(OffloadingManager):
         return wait is not None and key in wait.hits
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        spec = self.slots.prepare_load(keys, req_context)
+        spec = self.slots.prepare_load(keys)
         self.slots.record.loads(req_context.req_id, keys)
         self._waits.stop(req_context.req_id)  # its wait is over: it loads all the blocks that it wants
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         self.slots.touch(keys)
-        for tier in self._tiers:
-            tier.touch(keys)
-        self._stores.use(keys)
+        if self.loads or self.stores:
+            for tier in self._tiers:
+                tier.touch(keys)
+        if self.stores:
+            self._stores.use(keys)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
         self.slots.complete_load(keys)
@@ -129,7 +133,9 @@ class BlockManager(OffloadingManager):
         return self.slots.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
-        self._stores.add(self.slots.end_store(keys, success), len(self._tiers))
+        ready = self.slots.end_store(keys, success)
+        if self.stores:
+            self._stores.add(ready, len(self._tiers))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = list(self.slots.take_events())
@@ -162,7 +168,7 @@ class BlockManager(OffloadingManager):
         for tier in self._tiers:
             tier.on_schedule_end()
             self.slots.record.take(tier.name, tier.take_reasons(), tier.nearest())
-        self.slots.record.look_at_use(tier.name for tier in self._tiers)
+        self.slots.record.look_at_use(tier.name for tier in self._tiers if tier.load != "never")
         slots = self.slots.counts()
         if slots != self._slots_told:
             self._slots_told = slots
@@ -217,15 +223,15 @@ class BlockManager(OffloadingManager):
             elif key not in wait.held:
                 wait.note_found(block)
             return True
-        if not self._tiers:
-            return self._miss(key, req_context) if block is None else None
+        if not (self._tiers and self.loads):
+            if block is not None:
+                return None
+            self.slots.record.missed(req_context.req_id, key)
+            return False
         if wait is None:
             prompt = self._prompt if self._prompt_of == req_context.req_id else None
             wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context), prompt)
-            if wait is None:  # a block that another request loads is worth asking again
-                is_coming = block is not None and block.state is not BlockState.QUARANTINED
-                return None if is_coming else self._miss(key, req_context, "lookup:refused")
-            self._loads.judge_unasked(wait, self._tier_lookups)
+            self._loads.judge_unasked(wait)
         # Not ``wait.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
         if block is None or (
             block.state is BlockState.LOADING
@@ -243,7 +249,7 @@ class BlockManager(OffloadingManager):
         may_be_excluded = (
             wait.excluded_tiers | wait.declined_tiers or wait.excluded or self._loads.num_failed != wait.came_after
         )
-        for index, bit, ask in wait.lookups:  # enumerate would take a sixth of the time of this call
+        for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
             if may_be_excluded and self._loads.is_excluded(wait, key, index):
                 continue
             answer = ask(key, wait.context)
@@ -264,11 +270,6 @@ class BlockManager(OffloadingManager):
             return False
         wait.hit(key, hit)
         return None
-
-    def _miss(self, key: OffloadKey, req_context: ReqContext, reason: str = "", tier: str = "") -> bool:
-        """Record that a key is absent for a request. Returns False."""
-        self.slots.record.missed(req_context.req_id, key, reason, tier)
-        return False
 
     def _note_miss(self, key: OffloadKey, wait: Wait, owing: int) -> None:
         """Record why a key is absent. ``owing``: the tiers that did not answer, as bits."""

@@ -32,8 +32,6 @@ class ManagerOptions:
             ``store_backlog_share`` leaves, so the region has room even if every tier hangs.
         promotion_hold_s: how long blocks that a waiting request found, or that were loaded for it, are kept for it
             after its latest lookup or load.
-        requests_max: how many requests are remembered. A further request replaces one that had no lookups for 5 s; if
-            there is none, the further request is a miss.
         shutdown_s: time limit of ``shutdown``. vLLM kills its engine after 5 s.
         blocks_per_token: number of stored blocks per token of a long prompt. 0: hits always count as the whole prompt.
         step_tokens_max: tokens that the engine computes in one step.
@@ -45,7 +43,6 @@ class ManagerOptions:
     store_backlog_share: float = 0.5
     load_share: float = 0.4
     promotion_hold_s: float = 2.0
-    requests_max: int = 8192
     shutdown_s: float = 4.8
     blocks_per_token: float = 0.0
     step_tokens_max: int = 8192
@@ -60,6 +57,5 @@ class ManagerOptions:
         for name in ("store_backlog_share", "load_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{getattr(self, name)!r} is not accepted; write above 0, up to 1", field=name)
-        for name in ("requests_max", "step_tokens_max"):
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"{getattr(self, name)!r} is not accepted; write 1 or more", field=name)
+        if not self.step_tokens_max >= 1:
+            raise ConfigError(f"{self.step_tokens_max!r} is not accepted; write 1 or more", field="step_tokens_max")

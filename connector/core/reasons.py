@@ -105,7 +105,6 @@ REASONS: Mapping[str, Reason] = {
     ),
     "lookup:error": Reason("tier {tier} could not be asked for the next block: the lookup failed", f"see {_CUT_OFF}"),
     "lookup:circuit_open": Reason("tier {tier} is cut off, so it was not asked for the next block", f"see {_CUT_OFF}"),
-    "lookup:refused": Reason("too many requests were waiting for the tiers already, so they were not asked"),
     "lookup:role": Reason("this engine's kv_role does not let it load blocks from tiers"),
     "lookup:request": Reason("the request itself excludes the tiers"),
     "lookup:storage_off": Reason(

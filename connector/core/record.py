@@ -25,7 +25,7 @@ REASONS_MAX = 128  # different reasons that are counted: tiers name errors of st
 BLOCK_DIGITS_BYTES = 8  # of a block's hash, in a request's record
 UNUSED_BYTES = 10 << 30  # stored to a tier without a load, which is worth a warning
 UNUSED_S = 3600.0  # for so long at least, and the least time between two warnings
-LOOK_S = 60.0  # between two looks at what is stored and loaded
+LOOK_S = 60.0  # between two calls of ``look_at_use`` that do something
 
 
 class Fate(NamedTuple):
@@ -63,7 +63,7 @@ class _Request:
 
     Attributes:
         promoted: blocks that tiers loaded for it, by tier.
-        notes: what was decided for this request about blocks, by the key's hash.
+        notes: why blocks are absent for this request only, by the key's hash.
         missed: the first block that its last lookups did not find.
         miss: why.
     """
@@ -141,7 +141,7 @@ class Record:
     def take(
         self, tier: str, reasons: Iterable[tuple[str, Collection[OffloadKey]]], nearest: dict[str, str] | None
     ) -> None:
-        """Note what a tier tells of its blocks: ``take_reasons`` and ``nearest`` of ``SecondaryTierManager``."""
+        """Note ``take_reasons`` and ``nearest`` of a tier (see ``SecondaryTierManager``)."""
         for outcome, blocks in self._ended.pop(tier, {}).items():
             self.blocks(outcome, blocks, tier)
         for reason, keys in reasons:
@@ -269,7 +269,11 @@ class Record:
     # -- tiers that are never loaded from ----------------------------------------------------------------------------
 
     def look_at_use(self, tiers: Iterable[str]) -> None:
-        """Warn of a tier that is stored to and not loaded from. Once a minute; other calls do nothing."""
+        """Warn of a tier that is stored to and not loaded from. Once a minute; other calls do nothing.
+
+        Args:
+            tiers: names of the tiers that may be loaded from.
+        """
         now = self._clock()
         if 0 <= self._look_at - now <= LOOK_S:  # a clock that was set back must not end the looks
             return

@@ -28,7 +28,7 @@ from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ...tiers.tier.events import UnreadEvents
-from ..base import CPULoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from ..base import CPULoadStoreSpec, PrepareStoreOutput
 from .eviction import EvictionPolicy, LRUPolicy
 from .record import Record
 
@@ -91,14 +91,14 @@ class Block:
                 waiter.filling_ended(self.key)
 
 
-class Slots(OffloadingManager):
+class Slots:
     """The region's slots.
 
-    The engine calls the first half of the methods. Its calls come from outside, so wrong calls are counted, logged once
-    and ignored: no call corrupts the accounting. The second half is for BlockManager, which holds Blocks.
+    BlockManager passes the engine's calls to the first half of the methods. These calls come from outside, so wrong
+    calls are counted, logged once and ignored: no call corrupts the accounting. The second half works on Blocks.
 
     Within one call, the first keys count as the most valuable (a prefix is useless without its first blocks), so the
-    last keys are evicted first. ``complete_load`` and ``complete_store`` may name keys in any order (vLLM passes sets):
+    last keys are evicted first. ``complete_load`` and ``end_store`` may name keys in any order (vLLM passes sets):
     the order in which the blocks were prepared counts.
 
     Args:
@@ -136,13 +136,8 @@ class Slots(OffloadingManager):
 
     # -- the engine's calls ------------------------------------------------------------------------------------------
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:  # noqa: ARG002
-        block = self._blocks.get(key)
-        if block is None:
-            return False
-        return True if block.state is BlockState.READY else None
-
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:  # noqa: ARG002
+    def prepare_load(self, keys: Collection[OffloadKey]) -> CPULoadStoreSpec:
+        """See ``OffloadingManager``."""
         blocks = [self._blocks[key] for key in keys]
         for block in blocks:
             if block.state is not BlockState.READY:
@@ -154,6 +149,7 @@ class Slots(OffloadingManager):
         return CPULoadStoreSpec([block.slot for block in blocks])
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Note that the keys were used."""
         for key in reversed(list(keys)):
             block = self._blocks.get(key)
             if block is not None and block.promoted:
@@ -163,6 +159,7 @@ class Slots(OffloadingManager):
             self._policy.touch(key)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
+        """Note that the engine's loads of these keys have ended."""
         blocks = []
         for key in keys:
             block = self._blocks.get(key)
@@ -201,10 +198,21 @@ class Slots(OffloadingManager):
         blocks = self._fill(new, BlockState.STORING)
         return PrepareStoreOutput(tuple(new), CPULoadStoreSpec([block.slot for block in blocks]), tuple(evicted))
 
-    def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
-        self.end_store(keys, success)
+    def end_store(self, keys: Collection[OffloadKey], success: bool = True) -> list[Block]:
+        """End the engine's stores of these keys; return the blocks that became ready."""
+        ended = []
+        for key in dict.fromkeys(keys):
+            block = self._blocks.get(key)
+            if block is None or block.state is not BlockState.STORING:
+                self._ignore("complete_store", key)
+            else:
+                ended.append(block)
+        if not success:
+            self.record.blocks("store:copy_failed", [block.key for block in ended])
+        return self._end_filling(sorted(ended, key=_when_prepared), success)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        """Events since the last call."""
         return self._events.take()
 
     def reset_cache(self) -> None:
@@ -234,19 +242,6 @@ class Slots(OffloadingManager):
             self._drop(block)
 
     # -- calls of BlockManager ---------------------------------------------------------------------------------------
-
-    def end_store(self, keys: Collection[OffloadKey], success: bool) -> list[Block]:
-        """Like ``complete_store``, but return the blocks that became ready."""
-        ended = []
-        for key in dict.fromkeys(keys):
-            block = self._blocks.get(key)
-            if block is None or block.state is not BlockState.STORING:
-                self._ignore("complete_store", key)
-            else:
-                ended.append(block)
-        if not success:
-            self.record.blocks("store:copy_failed", [block.key for block in ended])
-        return self._end_filling(sorted(ended, key=_when_prepared), success)
 
     @property
     def room(self) -> int:

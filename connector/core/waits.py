@@ -20,9 +20,9 @@ from .slots import Block, BlockState, Slots
 from .worth import Way
 
 EVERY_TIER = -1  # as a bit mask
-Lookup = tuple[int, int, Callable[[OffloadKey, ReqContext], bool | None]]  # index of a tier, its bit, its ``lookup``
 _GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups: an engine whose batch is full looks nothing up
-_ASKED_LATELY_S = 5.0  # a request without lookups for this long may be forgotten
+#: Unfinished requests that are remembered. Of the oldest beyond these, a wait begins anew at its next lookup.
+REQUESTS_MAX = 65_536
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class Wait:
         held    its block is ready          promotion_hold_s
 
     It is in ``served`` while the ends of steps must serve it, for hits, loads or held blocks. The blocks of its loads
-    count against their tiers' shares until the tiers report them, whatever becomes of the request.
+    count against their tiers' shares until the tiers report them, even if the request has ended.
     """
 
     context: ReqContext
@@ -54,7 +54,6 @@ class Wait:
     has_news: bool = False  # an answer may have changed since its latest lookup
     excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers it must not be loaded from
     # Decisions; see ``decisions``
-    lookups: Sequence[Lookup] = ()  # of the tiers, in the order in which they are asked
     tried: int = 0  # bit mask of the tiers that are tried although they are expected to be too slow
     plans: dict[int, Plan | None] = field(default_factory=dict)  # tier to load from -> what is expected, if anything
     declined_tiers: int = 0  # bit mask
@@ -194,7 +193,7 @@ class Wait:
         return by_tier
 
     def miss_hits(self, tiers: int) -> int:
-        """Count the hits in the tiers of a bit mask as misses. Returns how many of them nobody else loads."""
+        """Count the hits in the tiers of a bit mask as misses. Returns how many of them no other request loads."""
         missed = [key for key, tier in self.hits.items() if tiers >> tier & 1]
         self._drop_hits(missed)
         absent = [key for key in missed if self.slots.find(key) is None]  # others are loaded by another request
@@ -209,18 +208,18 @@ class Wait:
             self.hit_tiers, self.capped_since, self.starved_since, self.starved_key = 0, None, None, None
         self.has_news = True
 
-    def choose_tiers(self, lookups: Sequence[Lookup], tried: int) -> None:
-        """Ask these tiers, in this order, and load from the ``tried`` ones whatever is expected of them."""
-        self.lookups, self.tried = lookups, tried
+    def try_tiers(self, tiers: int) -> None:
+        """Load from the tiers of a bit mask, also if that is expected to take too long."""
+        self.tried = tiers
 
     def take_undecided(self) -> bool:
-        """Whether hits that are not planned have to be decided about: what is known has changed since the last call."""
+        """Whether there are hits without a plan, and more hits or answers than at the last call."""
         undecided = self.hit_tiers & ~sum(1 << tier for tier in self.plans)
         before, self.judged = self.judged, (undecided, len(self.hits), len(self.owed))
         return bool(undecided) and self.judged != before
 
     def plan(self, tier: int, plan: Plan | None) -> None:
-        """Load hits from the tier. None: whatever time it takes."""
+        """Load hits from the tier. None: without comparing its pace with computing."""
         self.plans[tier] = plan
 
     def decline(self, tier: int, declined: Declined) -> None:
@@ -323,7 +322,6 @@ class Waits:
         self._found: tuple[str, list[Block]] = "", []  # by the request of the latest lookup, which is not remembered
         self._step = 0
         self._took_answers = False  # whether the tiers' answers were taken in this step
-        slots.metrics.inc("kvtiers_lookups_refused_total", by=0)  # a rate misses the first 1 of a new series
 
     def continue_wait(self, req_id: str) -> bool:
         """Begin a request's step without a lookup. False: lookups may have new answers, or it waits for nothing."""
@@ -345,25 +343,10 @@ class Waits:
             self._found = req_id, []
         self._found[1].append(block)
 
-    def add(
-        self, context: ReqContext, came_after: int, excluded_tiers: int, prompt: Prompt | None = None
-    ) -> Wait | None:
-        """Remember a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
-
-        A new request must not replace one that still waits. The replaced request would be new at its next lookup and
-        replace another one in turn, so no request's wait would ever end.
-        """
-        if len(self.by_id) >= self._options.requests_max:
-            oldest = next(iter(self.by_id.values()))
-            if self._clock() - oldest.asked_at < _ASKED_LATELY_S:
-                self._slots.metrics.inc("kvtiers_lookups_refused_total")
-                self._slots.log_once(
-                    "requests_max",
-                    f"{len(self.by_id)} requests wait for the tiers: new requests are computed, not loaded "
-                    "(see kvtiers_lookups_refused_total)",
-                )
-                return None
-            self.end(oldest.req_id)
+    def add(self, context: ReqContext, came_after: int, excluded_tiers: int, prompt: Prompt | None = None) -> Wait:
+        """Remember a new request, and forget the one without lookups for longest if there are too many."""
+        if len(self.by_id) >= REQUESTS_MAX:
+            self.end(next(iter(self.by_id)))
         wait = Wait(context, self._slots, self._options, self.served, came_after, excluded_tiers, prompt)
         self.by_id[context.req_id] = wait
         self.begin_round(wait)

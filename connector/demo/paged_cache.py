@@ -14,8 +14,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ...tiers.errors import ConfigError
-from ..base import CanonicalKVCaches
-from ..transfer.canonical import canonicalize_kv_caches
+from ..base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 
 def _reject_rope_by_length(module: Any) -> None:
@@ -119,9 +118,11 @@ class PagedKVCache:
 
     def canonical(self) -> CanonicalKVCaches:
         """Return the tensors in the form that offloading expects: int8 (num_blocks, page_bytes) views, one KV group."""
-        names = self.layer_names
-        return canonicalize_kv_caches(
-            dict(zip(names, self.tensors, strict=True)), [names], self.num_blocks, block_dims=dict.fromkeys(names, 0)
+        page_bytes = self.layout.page_bytes(self.block_size)
+        views = [tensor.view(self.num_blocks, -1).view(torch.int8) for tensor in self.tensors]
+        return CanonicalKVCaches(
+            tensors=[CanonicalKVCacheTensor(view, page_bytes) for view in views],
+            group_data_refs=[[CanonicalKVCacheRef(index, page_bytes) for index in range(len(views))]],
         )
 
 

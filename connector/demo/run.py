@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         cleanup.enter_context(exit_on_signals())
         deployment = _deployment(options, cleanup)
         elsewhere = _elsewhere(deployment, cleanup) if options.another_replica else deployment
+        if model.gguf_file:
+            model = replace(model, converted=str(_folder_of_run(cleanup) / "model"))
         task: dict[str, Any] = {
             "model": asdict(model),
             "document": document,
@@ -275,13 +277,15 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
                 field="--config",
             ) from e
         return start_embedded_s3(config.model_dump() | {"tiers": [dict(tier) for tier in config.tiers]}, cleanup)
-    if options.root_dir is not None:
-        root = options.root_dir.absolute()
-    else:
-        # /tmp may be memory; /var/tmp is a disk by convention.
-        parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
-        root = cleanup.enter_context(run_folder(Path(parent)))
+    root = _folder_of_run(cleanup) if options.root_dir is None else options.root_dir.absolute()
     return {"tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}]}
+
+
+def _folder_of_run(cleanup: contextlib.ExitStack) -> Path:
+    """Make a temporary folder on a disk."""
+    # /tmp may be memory; /var/tmp is a disk by convention.
+    parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
+    return cleanup.enter_context(run_folder(Path(parent)))
 
 
 def _public(deployment: dict[str, Any]) -> dict[str, Any]:

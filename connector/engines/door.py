@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...tiers.blocking import BlockingTier, Pieces, open_tier
 from ...tiers.blocks.keys import OffloadKey
-from ...tiers.config.deployment import parse_config
 from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger
 from ...tiers.tier.circuit import CircuitState
-from ..base import OffloadingConfig
+from ..base import EngineSpec, OffloadingConfig
 from ..identity.model_files import files_digest, hub_commit, value_digest
-from ..ranks.place import SETTINGS, rank_tier
+from ..ranks.place import SETTINGS, rank_tier, staging_bytes
 from ..region.region_header import row_stride
 from ..region.shared_region import SharedOffloadRegion
 
@@ -28,27 +26,8 @@ logger = get_logger(__name__)
 STAGING = "256MiB"
 _TIER = ("shared_storage_path", "storage_options", "tier", "config_file", "index", *SETTINGS)
 #: Options of every door.
-OPTIONS = (*_TIER, "staging")
+OPTIONS = (*_TIER, "staging", "metrics_port")
 SAY_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig(OffloadingConfig):
-    """The identity of an engine without an OffloadingSpec.
-
-    Attributes:
-        inference_engine: defines the layout of the bytes.
-        engine: further options that count, for people who compare two namespaces.
-    """
-
-    inference_engine: str = ""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Spec:
-    config: EngineConfig
-    metrics: Metrics
 
 
 def weights_digest(model: str, revision: str | None, download_dir: str | None = None) -> str | None:
@@ -67,7 +46,7 @@ def counted_revision(weights: str, options: Mapping[str, Any]) -> str:
 
 
 def check_options(options: Mapping[str, Any], own: Collection[str], engines: Collection[str] = ()) -> None:
-    """Refuse an unknown option.
+    """Refuse an unknown option, and a value that is not accepted.
 
     Args:
         own: options of kvtiers for one engine only.
@@ -78,6 +57,27 @@ def check_options(options: Mapping[str, Any], own: Collection[str], engines: Col
     """
     for name in sorted(options.keys() - {*OPTIONS, *own, *engines}):
         raise ConfigError(f"is not an option of kvtiers; accepted are {', '.join((*OPTIONS, *own))}", field=name)
+    rank_tier(tier_options(options))
+    staging_of(options)
+    port = options.get("metrics_port")
+    if port is not None and not (type(port) is int and 0 < port < 65536):
+        raise ConfigError(f"{port!r} is not accepted; write 1 to 65535", field="metrics_port")
+
+
+def serve_metrics(options: Mapping[str, Any], metrics: Metrics, place: int = 0) -> MetricsServer | None:
+    """Serve metrics at ``metrics_port`` plus ``place``, on this host only. None: the option is absent, or see the log.
+
+    Args:
+        place: of this process among those with the same options.
+
+    Raises:
+        ConfigError: prometheus_client is missing.
+    """
+    if options.get("metrics_port") is None:
+        return None
+    from ...tiers.exporter import serve_or_warn  # needs prometheus_client
+
+    return serve_or_warn(metrics, options["metrics_port"] + place)
 
 
 class Door:
@@ -88,27 +88,29 @@ class Door:
     Args:
         options: the operator's, with names from ``OPTIONS``.
         block_bytes: size of every block.
+        metrics: where the tier counts.
+        label: end of the tier's name in logs and metrics; tells this tier from others with the same options.
 
     Raises:
         ConfigError: names the option that is wrong.
         StoreError: the storage failed with a permanent error.
     """
 
-    def __init__(self, config: EngineConfig, options: Mapping[str, Any], block_bytes: int) -> None:
+    def __init__(
+        self, config: OffloadingConfig, options: Mapping[str, Any], block_bytes: int, metrics: Metrics, label: str
+    ) -> None:
         tier = rank_tier(tier_options(options))
         row_bytes = row_stride(block_bytes, 1)
-        rows = staging_bytes(options) // row_bytes
+        rows = staging_of(options) // row_bytes
         if rows < 2:
             text = f"{options.get('staging', STAGING)} does not hold two blocks of {row_bytes} bytes"
             raise ConfigError(text, field="staging")
-        self.metrics = Metrics()
         self._say_at = float("-inf")
-        self._server: MetricsServer | None = None
         self._region = SharedOffloadRegion.anonymous(rows, row_bytes)
         try:
-            named = {**dict(tier), "name": f"{tier.name or tier.type}_r{config.parallel.rank}"}
+            named = {**dict(tier), "name": f"{tier.name or tier.type}_{label}"}
             view = self._region.create_kv_memoryview()
-            self.tier: BlockingTier = open_tier(named, _Spec(config, self.metrics), view, block_bytes=block_bytes)
+            self.tier: BlockingTier = open_tier(named, EngineSpec(config, metrics), view, block_bytes=block_bytes)
         except BaseException:
             self._region.cleanup()
             raise
@@ -117,15 +119,6 @@ class Door:
     def is_up(self) -> bool:
         """Whether the tier is in use, not cut off."""
         return getattr(self.tier.tier, "circuit_state", CircuitState.CLOSED) is CircuitState.CLOSED
-
-    def serve_metrics(self, port: int) -> None:
-        """Serve this tier's metrics at ``http://127.0.0.1:PORT/metrics``. If the port is taken, log a warning."""
-        from ...tiers.exporter import MetricsServer
-
-        try:
-            self._server = MetricsServer([self.metrics], port=port)
-        except (OSError, OverflowError) as e:  # another engine's port must not keep the model from being served
-            logger.warning("metrics are not served on port %d: %s", port, e)
 
     def exists(self, keys: Sequence[OffloadKey], *, prefix_only: bool = False) -> list[bool]:
         """See ``BlockingTier.exists_many``."""
@@ -141,15 +134,13 @@ class Door:
 
     def close(self) -> None:
         """Close the tier. Idempotent."""
-        if self._server is not None:
-            self._server.close()
         self.tier.close()
         self._region.cleanup()
 
     def _try(self, call: Callable[[], list[bool]], count: int) -> list[bool]:
         try:
             return call()
-        except Exception:  # the engine's edge: whatever is wrong here, the engine computes
+        except Exception:  # the engine's edge: after any error the engine computes the blocks
             if time.monotonic() >= self._say_at:
                 self._say_at = time.monotonic() + SAY_EVERY_S
                 logger.exception("tier %s: a call failed; it counts as a miss", self.tier.tier.name)
@@ -161,13 +152,10 @@ def tier_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in _TIER if name in options}
 
 
-def staging_bytes(options: Mapping[str, Any]) -> int:
+def staging_of(options: Mapping[str, Any]) -> int:
     """Return ``staging`` in bytes.
 
     Raises:
         ConfigError: it is not a size.
     """
-    try:
-        return parse_config({"region": {"size": options.get("staging", STAGING)}}).region.size
-    except ConfigError as e:
-        raise ConfigError(e.message, field="staging") from None
+    return staging_bytes(options, "staging", STAGING)

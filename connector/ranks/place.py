@@ -1,4 +1,4 @@
-"""Reads the options of SharedStorageConnector: which tier each rank has, and the limits of lookups and loads."""
+"""Reads the options that name one tier for each rank, for SharedStorageConnector, SGLang and LMCache."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _named(extra_config: Mapping[str, Any], way: str) -> BoundedTierConfig:
 def chunk_of(extra_config: Mapping[str, Any]) -> int:
     """Return the number of the engine's blocks in one stored block.
 
-    That is ``blocks_per_chunk``, or that of ``config_file``, or 1.
+    The connector's own ``blocks_per_chunk`` comes before that of ``config_file``. Without both, the number is 1.
 
     Raises:
         ConfigError: the value is not accepted.
@@ -103,16 +103,34 @@ def chunk_of(extra_config: Mapping[str, Any]) -> int:
     return load_named(file, SecondaryTierFactory.tier_types()).blocks_per_chunk if file else 1
 
 
-def staging_bytes(extra_config: Mapping[str, Any]) -> int:
-    """Return ``cpu_bytes_to_use``: memory of each rank for blocks between the KV tensors and the tier.
+def staging_bytes(options: Mapping[str, Any], name: str = "cpu_bytes_to_use", default: str = CPU_BYTES) -> int:
+    """Return the memory of one rank through which blocks pass on their way between the engine and the tier.
+
+    Args:
+        name: the option that has the size.
 
     Raises:
         ConfigError: the value is not a size.
     """
     try:
-        return parse_config({"region": {"size": extra_config.get("cpu_bytes_to_use", CPU_BYTES)}}).region.size
+        return parse_config({"region": {"size": options.get(name, default)}}).region.size
     except ConfigError as e:
-        raise ConfigError(e.message, field="cpu_bytes_to_use") from None
+        raise ConfigError(e.message, field=name) from None
+
+
+def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``identity.ignore``, from the connector's options if they have ``identity``, else from ``config_file``.
+
+    Args:
+        extra_config: an engine's options for kvtiers, in any of the ways.
+
+    Raises:
+        ConfigError: lists the mistakes.
+    """
+    if "identity" in extra_config:
+        return parse_config({"region": {"size": "1MiB"}, "identity": extra_config["identity"]}).identity.ignore
+    file = extra_config.get("config_file")
+    return () if file is None else load_named(file, SecondaryTierFactory.tier_types()).identity.ignore
 
 
 def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> float:

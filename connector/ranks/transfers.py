@@ -1,8 +1,8 @@
 """RankTransfers: moves blocks between one rank's KV tensors and its own tier.
 
 Blocks pass through the slots of a small region that belongs to this rank. So storage never touches a KV tensor: a read
-that hangs may end at any later time, and then writes into a slot that nobody else uses until the tier has reported the
-read. The tier does its I/O in other processes, or in threads of its own, and nothing here waits for it.
+that hangs may end at any later time, and then writes into its slot. No other transfer gets that slot until the tier has
+reported the read. The tier does its I/O in other processes, or in threads of its own, and nothing here waits for it.
 
 - A store is copied to slots and has ended for the engine, which may then reuse the blocks. Stores hold at most half of
   the slots. If they find no slot, the rest of their blocks is dropped and counted.
@@ -297,11 +297,11 @@ class RankTransfers:
         self._metrics.inc("kvtiers_stores_dropped_total", self._guard.name, reason, by=len(keys))
 
     def _give_up(self, load: _Load, why: str) -> None:
-        """Ask for nothing more, and copy nothing more. The load ends when its running copies have ended."""
+        """Read and copy no more blocks of a load. It ends when its running copies have ended."""
         load.given_up = load.given_up or why
 
     def _doubt(self, load: _Load, why: str) -> None:
-        """Give a load up, and report as lost what was not read: the engine would ask for it again, and wait again."""
+        """Give up a load, and report its unread blocks as lost, so that the engine does not wait for them again."""
         self._give_up(load, why)
         for part in self._in_tier.values():
             if part.load is load:

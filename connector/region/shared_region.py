@@ -129,7 +129,7 @@ class SharedOffloadRegion:
             RegionError: the region was cleaned up.
         """
         self._mapping()
-        assert self._path is not None, "nobody takes a seat in an anonymous region"
+        assert self._path is not None, "an anonymous region has no seats"
         header = RegionHeader.read(self._fd, self._path)
         assert header is not None
         return [rank for rank, pid in enumerate(header.seats[: header.geometry.num_workers]) if not pid]

@@ -29,9 +29,9 @@ Method = Literal["batch", "kernel", "copy"]
 # Submitting a copy costs 0.5-0.6 µs of CPU in the driver; below 32 KiB, the copy itself is shorter (vllm#48434, H100).
 # On another H100 and an A30, the kernel was faster with at least 16-64 copies of 8 KiB, or 64-256 copies of 28 KiB
 # (vllm#57343, vllm#57555).
-LOAD_KERNEL_BYTES_MAX = (28 << 10) - 1
-STORE_KERNEL_BYTES_MAX = 0
-"""Never use the kernel: from the GPU the copy engine is faster, and nothing waits for a store."""
+#: Largest mean copy length for which the kernel is used. Stores never use it: from the GPU the copy engine is faster,
+#: and nothing waits for a store.
+KERNEL_BYTES_MAX = {Direction.LOAD: (28 << 10) - 1, Direction.STORE: 0}
 KERNEL_COPIES_MIN = 16
 """Fewer copies are not worth a kernel launch."""
 

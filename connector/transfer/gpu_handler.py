@@ -29,9 +29,8 @@ from ..base import (
 )
 from .cuda_driver import CudaDriver
 from .gpu_copy import (
+    KERNEL_BYTES_MAX,
     KERNEL_COPIES_MIN,
-    LOAD_KERNEL_BYTES_MAX,
-    STORE_KERNEL_BYTES_MAX,
     Allocation,
     GpuCopier,
     KernelCopy,
@@ -78,19 +77,14 @@ class HandlerOptions:
         jobs_max: transfers in flight per direction; more are not accepted.
         pin: page-lock the region (CUDA).
         pin_piece_bytes_max: largest piece of the region that is registered in one call.
-        method: use "batch", "kernel" or "copy" for every job, if possible. None: choose by the thresholds below. CUDA
-            only; see ``GpuCopier``.
-        store_kernel_bytes_max, load_kernel_bytes_max: largest mean copy length for which the kernel is used.
-        kernel_copies_min: smallest number of copies for which the kernel is used.
+        method: use "batch", "kernel" or "copy" for every job, if possible. None: choose for each job. CUDA only; see
+            ``GpuCopier``.
     """
 
     jobs_max: int = 1024
     pin: bool = True
     pin_piece_bytes_max: int = 1 << 30
     method: Method | None = None
-    store_kernel_bytes_max: int = STORE_KERNEL_BYTES_MAX
-    load_kernel_bytes_max: int = LOAD_KERNEL_BYTES_MAX
-    kernel_copies_min: int = KERNEL_COPIES_MIN
 
     def __post_init__(self) -> None:
         if self.method not in (None, "batch", "kernel", "copy"):
@@ -313,7 +307,6 @@ def _gpu_copiers(
         elif options.pin:
             logger.warning("cannot pin the region: there is no libcuda.so.1. Copies go on unpinned, which is slower.")
         kernel, kernel_error = _load_kernel(device) if memory is not None and memory.mapped else (None, None)
-    limits = {Direction.STORE: options.store_kernel_bytes_max, Direction.LOAD: options.load_kernel_bytes_max}
     try:
         store, load = (
             GpuCopier(
@@ -322,8 +315,8 @@ def _gpu_copiers(
                 allocations,
                 driver=driver,
                 memory=memory,
-                kernel_bytes_max=limits[way],
-                kernel_copies_min=options.kernel_copies_min,
+                kernel_bytes_max=KERNEL_BYTES_MAX[way],
+                kernel_copies_min=KERNEL_COPIES_MIN,
                 method=options.method,
                 kernel=kernel,
             )

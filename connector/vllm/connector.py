@@ -24,7 +24,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from ...vllm import register
-from ..vllm_config import connector_options, deployment_from, ignored_options, keeps_storage
+from ..ranks.place import ignored_options
+from ..vllm_config import connector_options, deployment_from, keeps_storage
 from . import refusals, translate
 from .contract import implements
 from .handed import handing_over
@@ -121,7 +122,6 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         vLLM calls this in every step. While nothing has changed for a waiting request, its keys are not looked up
         again.
         """
-        translate.warn_of_unread(request)
         translate.hold_back_stream(request)  # releases without on_new_request start requests here
         if self._open_lookups is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -24,7 +24,7 @@ from ...tiers.errors import ConfigError
 from ...tiers.plain_logs import get_logger, log_once
 from ..identity.options import Shown, Tables, counted, readable, unknown
 from . import conditions, variables, versions
-from .uncounted import FORMER, FORMER_ON_CPU, IGNORED, IGNORED_VARIABLES, USUAL
+from .uncounted import IGNORED, IGNORED_VARIABLES, USUAL
 from .variables import PREFIX
 
 logger = get_logger(__name__)
@@ -46,7 +46,6 @@ _IGNORED_VARIABLES = frozenset(name for names in IGNORED_VARIABLES.values() for 
 COUNTING_VARIABLES = frozenset(_COUNTING["variables"])
 
 _DEVICE = "device_config.device_type"
-FOREIGN_MAX = 10  # names of variables in one log line
 
 
 def identity(
@@ -71,8 +70,6 @@ def identity(
     found = {name: value for name, value in found.items() if not name.startswith(without_effect)}
     if _DEVICE in found:
         found[_DEVICE] = Shown(found[_DEVICE])
-        former = {**FORMER, **(FORMER_ON_CPU if found[_DEVICE] == "cpu" else {})}
-        found |= {name: Shown(value) if isinstance(value, str) else value for name, value in former.items()}
     found |= conditions.with_effect(vllm_config)
     if versions.release() not in ERA:
         found["vllm"] = Shown(versions.VERSION)
@@ -82,8 +79,8 @@ def identity(
     return {name: value for name, value in sorted(found.items()) if name not in ignore}
 
 
-def log_identity(vllm_config: Any, found: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Log the options that count and that vLLM did not derive itself, and the ``VLLM_*`` variables that are not vLLM's.
+def log_identity(vllm_config: Any, found: Mapping[str, Any]) -> None:
+    """Log the options that count and that vLLM did not derive itself.
 
     Call this in the scheduler's process. It logs once per process.
 
@@ -97,21 +94,10 @@ def log_identity(vllm_config: Any, found: Mapping[str, Any], environ: Mapping[st
         text = f"part of the namespace, as this kvtiers does not know whether it changes KV: {shown}. If it does not, "
         log_once(logger, logging.WARNING, f"{text}write its name in identity.ignore, for all engines that share blocks")
     found = {name: value for name, value in found.items() if name not in surprises}
-    chosen = {name: value for name, value in found.items() if not _is_derived(name, value)}
+    chosen = {name: value for name, value in found.items() if value not in USUAL.get(name, ())}
     if chosen:
         shown = ", ".join(f"{name}={value}" for name, value in readable(chosen).items())
         log_once(logger, logging.INFO, f"part of the namespace, as not at its default: {shown}")
-    names = variables.foreign(environ, _IGNORED_VARIABLES)
-    if names:
-        more = f" and {len(names) - FOREIGN_MAX} more" if len(names) > FOREIGN_MAX else ""
-        text = f"not part of the namespace, as vLLM {versions.VERSION} has no such variables: "
-        log_once(logger, logging.INFO, f"{text}{', '.join(names[:FOREIGN_MAX])}{more}")
-
-
-def _is_derived(name: str, value: Any) -> bool:
-    """Whether vLLM gives an option this value where nothing else is asked for."""
-    former = [table[name] for table in (FORMER, FORMER_ON_CPU) if name in table]
-    return value in (*former, *USUAL.get(name, ()))
 
 
 def _check_option(vllm_config: Any, name: str) -> None:

@@ -5,21 +5,18 @@ vLLM's OffloadingConfig does not tell a group's kind; the KVCacheConfig that vLL
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from ...tiers.errors import ConfigError
-from . import translate
 
 # R-SWA (newer releases only) keeps a window of the generated tokens.
 _RSWA = getattr(kv_cache_interface, "RSWASpec", ())
@@ -116,40 +113,6 @@ def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
         "incomplete chunks for these, and other requests would load them; set blocks_per_chunk: 1 for this model",
         field="blocks_per_chunk",
     )
-
-
-def is_in_token_order(layers: Collection[Any], config: Any, vllm_config: Any) -> bool:
-    """Whether the bytes of a block are in token order on every GPU, whatever block size CUDA's kernels use.
-
-    This is also true of blocks that no kernel splits. A layer's spec counts the tokens of one DCP rank, ``config``
-    those of all ranks; the check uses the specs.
-
-    Args:
-        layers: from ``stored_layers``.
-        config: vLLM's OffloadingConfig.
-    """
-    are_small = all(layer.block_size <= translate.KERNEL_BLOCK_TOKENS for layer in layers)
-    return are_small or _is_plain_mla(layers, config, vllm_config)
-
-
-def _is_plain_mla(layers: Collection[Any], config: Any, vllm_config: Any) -> bool:
-    """Whether all layers are MLA with one vector per token and nothing else.
-
-    With one head, a kernel's block is a sequence of tokens, and all CUDA backends write tokens with the same function
-    (``concat_and_cache_mla``). Before 0.29, which added ``create_kv_cache_views``, a kernel's block could contain all
-    layers. vLLM also describes the indexer of sparse attention as MLA, but the indexer's kernels use another order.
-    """
-    if not current_platform.is_cuda() or not hasattr(kv_cache_interface, "create_kv_cache_views"):
-        return False
-    head_size = vllm_config.model_config.get_head_size()
-    is_plain = all(
-        type(layer) is MLAAttentionSpec
-        and layer.head_size == head_size  # an indexer has another head size
-        and layer.page_size_bytes == layer.block_size * head_size * layer.dtype.itemsize
-        for layer in layers
-    )
-    # The scheduler has only one layer's spec for a whole group. If the group has an indexer, the sizes do not add up.
-    return is_plain and sum(layer.page_size_bytes for layer in layers) == config.worker_kv_bytes_per_block
 
 
 def _refuse_unknown(layers: Iterable[Any]) -> None:

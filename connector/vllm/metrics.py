@@ -8,7 +8,7 @@ name. kvtiers' metrics are named ``vllm:kvtiers_…``, because vLLM unregisters 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
 )
-from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from ...tiers.metrics import METRICS, MetricKind, Metrics
-from . import translate
 
 _PREFIX = "vllm:"
 
@@ -36,22 +34,6 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         )
         for name, metric in METRICS.items()
     }
-
-
-def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Definitions of the metrics of vLLM's own tiering manager, which kvtiers also feeds under vLLM's names."""
-    names = TieringOffloadingMetrics
-    texts = {
-        names.READ_BYTES: "Total bytes read from secondary tiers into the primary tier, labeled by tier.",
-        names.READ_TIME: "Total time of jobs that read from secondary tiers, in seconds, labeled by tier.",
-        names.WRITE_BYTES: "Total bytes written from the primary tier to secondary tiers, labeled by tier.",
-        names.WRITE_TIME: "Total time of jobs that wrote to secondary tiers, in seconds, labeled by tier.",
-        translate.CHUNK_QUERIES: "Chunks that requests looked up in a tier, each counted once, labeled by tier.",
-        translate.CHUNK_HITS: "Looked-up chunks that the tier has, labeled by tier.",
-        names.PROMOTION_JOB_FAILURES: "Failed secondary-tier promotion jobs, labeled by tier.",
-        names.CASCADE_JOB_FAILURES: "Failed secondary-tier cascade jobs, labeled by tier.",
-    }
-    return {name: OffloadingCounterMetadata(documentation=text, labelnames=("tier",)) for name, text in texts.items()}
 
 
 _MADE: dict[tuple[Any, str], Any] = {}
@@ -81,14 +63,10 @@ class StatsExporter:
 
     vLLM's endpoint shows a series only after the first report. So a new series is reported even at 0: Prometheus sees
     no increase in a series that starts at 500.
-
-    Args:
-        tiering_names: also feed vLLM's own ``kv_offload_tiering`` metrics.
     """
 
-    def __init__(self, metrics: Metrics, *, tiering_names: bool = False) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._tiering_names = tiering_names
         self._changed = metrics.watch()
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
@@ -114,28 +92,8 @@ class StatsExporter:
                 stats.set_gauge(_vllm_name(name), value, told)
             return
         stats.increase_counter(_vllm_name(name), value - (seen or 0), told)
-        if self._tiering_names:
-            labels_by_name = dict(zip(METRICS[name].labels, told, strict=True))
-            for vllms_name in _tiering_metrics(name, labels_by_name):
-                stats.increase_counter(vllms_name, value - (seen or 0), (labels_by_name["tier"],))
 
 
 def _vllm_name(name: str) -> str:
     # prometheus_client appends _total to a counter's name by itself.
     return _PREFIX + name.removesuffix("_total")
-
-
-def _tiering_metrics(name: str, labels: Mapping[str, str]) -> Iterator[str]:
-    names: Any = TieringOffloadingMetrics
-    is_load = labels.get("op") == "load"
-    match name:
-        case "kvtiers_bytes_total":
-            yield names.READ_BYTES if is_load else names.WRITE_BYTES
-        case "kvtiers_job_seconds":
-            yield names.READ_TIME if is_load else names.WRITE_TIME
-        case "kvtiers_jobs_total" if labels["outcome"] != "ok":
-            yield names.PROMOTION_JOB_FAILURES if is_load else names.CASCADE_JOB_FAILURES
-        case "kvtiers_lookups_total":
-            yield translate.CHUNK_QUERIES
-            if labels["result"] == "hit":
-                yield translate.CHUNK_HITS

@@ -16,6 +16,7 @@ from ...tiers.base import ReqContext, SecondaryTierManager
 from ...tiers.blocks.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from ...tiers.config.tier_options import BoundedTierConfig
 from ...tiers.plain_logs import get_logger
+from ..base import EngineSpec
 from ..core.guard import GuardedTier, shut_down_tiers
 from ..core.options import ManagerOptions
 from ..core.pacing import SHUTDOWN_S, Pacer
@@ -54,8 +55,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         self,
         tier: SecondaryTierManager,
         region: SharedOffloadRegion,
-        engine: translate.EngineSpec,
-        apart: translate.EngineSpec,
+        engine: EngineSpec,
+        apart: EngineSpec,
         place: BoundedTierConfig,
         options: ManagerOptions,
         vllm_config: Any,

@@ -44,7 +44,8 @@ class RankStep(OffloadingConnectorMetadata):  # type: ignore[misc]  # as above
 
     Attributes:
         resets: how often the engine has reset its cache.
-        uses: stored blocks that requests had already, in the GPU's cache. A tier's limits spare what is used.
+        uses: stored blocks that requests found in the GPU's cache. They count as used, so a tier's limits remove
+            other blocks first.
         late: requests whose loads the ranks must end, because they take too long.
     """
 

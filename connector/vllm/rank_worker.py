@@ -10,12 +10,11 @@ from vllm.v1.kv_offload.base import TransferResult as VllmTransferResult
 
 from ...tiers.base import SecondaryTierManager
 from ...tiers.blocks.keys import OffloadKey
-from ..base import CanonicalKVCaches
+from ..base import CanonicalKVCaches, EngineSpec
 from ..core.pacing import SHUTDOWN_S
 from ..ranks.transfers import RankTransfers
 from ..region.shared_region import SharedOffloadRegion
 from ..transfer.gpu_handler import create_handlers
-from . import translate
 from .contract import implements
 from .metrics import StatsExporter
 from .rank_messages import RankReport, report_of
@@ -39,7 +38,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed whe
         self,
         tier: SecondaryTierManager,
         region: SharedOffloadRegion,
-        apart: translate.EngineSpec,
+        apart: EngineSpec,
         kv_caches: CanonicalKVCaches,
         *,
         blocks_per_chunk: int,

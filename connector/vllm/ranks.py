@@ -5,7 +5,7 @@ But there is no region that all processes see. So the ranks of an engine may be 
 
 - The scheduler has a tier, too, on the storage of rank 0. It asks this tier only which blocks are there, and sends keys
   to the ranks.
-- Each rank moves its own part of a block (``connector.ranks.transfers``), and reports what it stored and what it lost.
+- Each rank moves its own part of a block (``connector.ranks.transfers``), and reports which blocks it stored and lost.
 
 The workers' configs differ from the scheduler's: they have ranks, and loading a model changes them. So the digest of
 the engine's options is not part of the ranks' namespace. It is in every key, and only the scheduler makes keys.
@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec as VllmSpec
 from ...tiers.base import SecondaryTierManager
 from ...tiers.errors import ConfigError
 from ...tiers.registry import SecondaryTierFactory
+from ..base import EngineSpec
 from ..core.guard import GuardedTier, shut_down_tiers
 from ..core.options import ManagerOptions
 from ..core.pacing import SHUTDOWN_S
@@ -122,7 +123,7 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wh
             raise
 
     def _open(
-        self, options: dict[str, Any], slots: int, apart: translate.EngineSpec
+        self, options: dict[str, Any], slots: int, apart: EngineSpec
     ) -> tuple[SharedOffloadRegion, SecondaryTierManager]:
         region = SharedOffloadRegion.anonymous(slots, self._slot_bytes)
         try:
@@ -131,12 +132,10 @@ class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wh
             region.cleanup()
             raise
 
-    def _engine(self, *, in_worker: bool) -> translate.EngineSpec:
-        vllm_config = self._handed.vllm_config
-        by_token = kv_groups.is_in_token_order(self._layers, self.config, vllm_config)
-        return translate.engine_spec(self.config, vllm_config, by_token=by_token, in_worker=in_worker)
+    def _engine(self, *, in_worker: bool) -> EngineSpec:
+        return translate.engine_spec(self.config, self._handed.vllm_config, in_worker=in_worker)
 
-    def _apart(self, engine: translate.EngineSpec) -> translate.EngineSpec:
+    def _apart(self, engine: EngineSpec) -> EngineSpec:
         """Return the identity of the ranks' namespace, which the scheduler and the workers see alike."""
         config = engine.config
         model = dataclasses.replace(config.model, revision=weights.without_config(config.model.revision) or None)

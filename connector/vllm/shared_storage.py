@@ -24,8 +24,8 @@ from typing import Any
 from ...tiers.daemon_pool import DaemonPool
 from ...tiers.plain_logs import get_logger
 from ...vllm import register
-from ..ranks.place import LOAD_DEADLINE_S, chunk_of, rank_tier, seconds_of, staging_bytes
-from ..vllm_config import ignored_options, keeps_storage
+from ..ranks.place import LOAD_DEADLINE_S, chunk_of, ignored_options, rank_tier, seconds_of, staging_bytes
+from ..vllm_config import keeps_storage
 from . import weights
 from .connector import KVTiersConnector
 from .contract import implements
@@ -161,12 +161,12 @@ class SharedStorageConnector(KVTiersConnector):
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        """Forget what was asked for a request."""
+        """Forget a request's read of its adapter."""
         self._asked.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
-        """Forget what was asked for a request. vLLM calls this one if connectors may have several KV cache groups."""
+        """As ``request_finished``. vLLM calls this method if connectors may have several KV cache groups."""
         self._asked.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
 

@@ -30,7 +30,6 @@ from ..base import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingHandler,
-    OffloadingManager,
 )
 from ..core.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from ..spec import DeploymentSpec
@@ -39,7 +38,7 @@ from ..vllm_config import deployment_from, keeps_storage
 from . import kv_groups, refusals, translate
 from .contract import implements
 from .handed import handed_over
-from .metrics import StatsExporter, definitions, tiering_definitions
+from .metrics import StatsExporter, definitions
 from .open_lookups import OpenLookups
 
 logger = get_logger(__name__)
@@ -78,7 +77,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
-        return definitions() | tiering_definitions()
+        return definitions()
 
     def get_manager(self) -> KVTiersManager:
         spec = self._join(None)
@@ -126,10 +125,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     def _join(self, rank: int | None) -> DeploymentSpec:
         try:
-            by_token = kv_groups.is_in_token_order(self._layers, self.config, self._handed.vllm_config)
-            spec = translate.engine_spec(
-                self.config, self._handed.vllm_config, by_token=by_token, in_worker=rank is not None
-            )
+            spec = translate.engine_spec(self.config, self._handed.vllm_config, in_worker=rank is not None)
             return DeploymentSpec(
                 spec.config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
@@ -180,7 +176,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self.core = spec.get_manager()
         self.core.excluded_tiers = partial(translate.excluded_tiers, places)
         self.decisions, self.note_request = self.core.decisions, self.core.note_request
-        self._blocks: OffloadingManager = self.core  # only the region after storage was turned off
+        self.core.loads, self.core.stores = role
+        self._is_off = False  # the tiers are not used since a reset
         self._record = self.core.slots.record
         self._record.expects_loads = role.loads
         self._block_tokens = spec.config.cache.tokens_per_hash * spec.blocks_per_chunk
@@ -188,7 +185,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._pacer = Pacer()
         self.open_lookups = OpenLookups(self._pacer, self.core.continue_wait)
         self._from_tiers: dict[OffloadKey, int] = {}  # keys of the latest prepare_load -> tier they were read from
-        self._stats = StatsExporter(self.core.metrics, tiering_names=True)
+        self._stats = StatsExporter(self.core.metrics)
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
         self._stale_stores: set[OffloadKey] = set()
@@ -196,7 +193,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._stale_steps = 0
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        answer = (self._blocks if self._role.loads else self.core.slots).lookup(key, req_context)
+        answer = self.core.lookup(key, req_context)
         self.open_lookups.asked(answer)
         return translate.lookup_result(answer, is_coming=answer is None and self.core.is_coming(key, req_context))
 
@@ -213,7 +210,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             return
         if not self._role.loads:
             self._record.ignores_tiers(req_id, "lookup:role")
-        elif self._blocks is not self.core:
+        elif self._is_off:
             self._record.ignores_tiers(req_id, "lookup:storage_off")
 
     def get_load_source(self, key: OffloadKey, req_context: Any) -> Any:  # noqa: ARG002
@@ -222,24 +219,24 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return translate.hit_source("CPU" if tier is None else self._tier_types[tier])
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
-        spec = self._blocks.prepare_load(keys, req_context)
+        spec = self.core.prepare_load(keys, req_context)
         assert isinstance(spec, CPULoadStoreSpec)
         find = self.core.slots.find
         self._from_tiers = {key: block.tier for key in keys if (block := find(key)) is not None and block.promoted}
-        self._blocks.touch(keys)
+        self.core.touch(keys)
         self._loads.update(keys)
         return VllmCPULoadStoreSpec(spec.block_ids.tolist())
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
         self._loads -= Counter(keys)
-        self._blocks.complete_load(keys)
+        self.core.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
         if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
             return None  # vLLM offers them again in its next step; a key reported as present would count as stored
         found = [key for key in keys if self.core.slots.find(key) is not None]
-        output = self._blocks.prepare_store(keys, req_context)
-        self._blocks.touch(found)
+        output = self.core.prepare_store(keys, req_context)
+        self.core.touch(found)
         if output is None:
             return None
         assert isinstance(output.store_spec, CPULoadStoreSpec)
@@ -254,10 +251,10 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._stores.difference_update(keys)
         if success and not self._role.stores:
             self._record.blocks("store:role", keys)
-        (self._blocks if self._role.stores else self.core.slots).complete_store(keys, success)
+        self.core.complete_store(keys, success)
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
-        self._blocks.touch(keys)
+        self.core.touch(keys)
 
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002
         return RequestOffloadingContext()
@@ -285,9 +282,10 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def reset_cache(self) -> None:
         self.core.reset_cache()
-        if not self._keeps_storage and self._blocks is self.core:
+        if not self._keeps_storage and not self._is_off:
             translate.warn_of_reset()
-            self._blocks = self.core.slots
+            self._is_off = True
+            self.core.loads = self.core.stores = False
         self._stale_stores |= self._stores
         self._stale_loads += self._loads
         self._stores.clear()

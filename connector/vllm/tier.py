@@ -93,8 +93,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if hasattr(self, "cache_hit_source"):  # from 0.32 on; vLLM's default calls every storage a disk
             self.cache_hit_source = translate.hit_source(str(options["type"]))
         translate.warn_of_adapters(vllm_config)
-        by_token = kv_groups.is_in_token_order(layers, offloading_spec.config, vllm_config)
-        spec = translate.engine_spec(offloading_spec.config, vllm_config, by_token=by_token)
+        spec = translate.engine_spec(offloading_spec.config, vllm_config)
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
         # vLLM shuts its tiers down one after the other, so each gets a share of the time.
         self._ending_s = SHUTDOWN_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))

@@ -4,7 +4,6 @@ Changes by release (source: ``vllm/v1/kv_offload`` of each release):
 
 - 0.28: adds TransferJob, LookupResult, ``get_worker`` and OffloadingConfig.
 - 0.29: sha256 block hashes are the same in every process even without PYTHONHASHSEED.
-- 0.30: renames the metric names ``BLOCK_QUERIES`` and ``BLOCK_HITS`` to ``CHUNK_…``.
 - 0.31: renames ``block_ids`` of a job to ``chunk_ids``; adds ``transfer_bytes`` of a result, ``backpressure_detector``,
   and ``max_load_tokens`` of a request.
 - 0.32: adds ``cache_hit_source``.
@@ -14,12 +13,11 @@ Changes by release (source: ``vllm/v1/kv_offload`` of each release):
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,31 +33,23 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
-from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from ...tiers.base import JobMetadata, JobResult, OffloadingEvent
 from ...tiers.blocks.file_mapper import MODEL_NAME_BYTES_MAX
 from ...tiers.errors import ConfigError
 from ...tiers.metrics import Metrics
 from ...tiers.plain_logs import get_logger, log_once
-from ..base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from ..base import CacheConfig, EngineSpec, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from ..identity.model_files import value_digest
 from ..identity.options import identity_digest, readable
-from ..vllm_config import ignored_options
+from ..ranks.place import ignored_options
 from . import versions
 from .identity import identity, log_identity
 from .weights import kv_revision
 
 logger = get_logger(__name__)
 
-#: Names of vLLM's metrics. In 0.28 and 0.29 these constants are called BLOCK_…
-if hasattr(TieringOffloadingMetrics, "CHUNK_QUERIES"):
-    CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS
-else:
-    CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.BLOCK_QUERIES, TieringOffloadingMetrics.BLOCK_HITS
-
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
-_READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)
 _LEAKS_ADAPTERS_ON_CPU = (versions.release() or (0, 0)) < (0, 33)
 _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # no CUDA attention kernel splits a block of up to 16 tokens
@@ -69,43 +59,6 @@ _LOCALITIES = {
     **dict.fromkeys(("fs", "memory"), Locality.LOCAL),
     **dict.fromkeys(("fsspec", "nfs", "s3"), Locality.REMOTE),
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class VllmOffloadingConfig(OffloadingConfig):
-    """The identity of an engine, including how its kernels pack KV.
-
-    Attributes:
-        platform: see ``kv_platform``.
-        engine: the engine's ``identity`` in a form that is safe to show; written to ``config.json``.
-        ranks_apart: each rank stores its own blocks; no block has the bytes of several ranks.
-    """
-
-    platform: str | None = None
-    engine: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ranks_apart: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """The ``offloading_spec`` that kvtiers' tiers take."""
-
-    config: VllmOffloadingConfig
-    metrics: Metrics
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Engine blocks in one offloaded block."""
-        return self.config.cache.blocks_per_chunk
-
-
-def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str, str] = os.environ) -> None:
-    """Warn if other processes cannot find the blocks that this process stores."""
-    if version.startswith("0.28.") and environ.get("PYTHONHASHSEED", "random") == "random":
-        logger.warning(
-            "vLLM 0.28 seeds its block hashes at random in each process: set the same PYTHONHASHSEED for all of them, "
-            "or no process finds the blocks of another"
-        )
 
 
 def warn_of_adapters(vllm_config: Any) -> None:
@@ -152,17 +105,15 @@ def check_adapters(vllm_config: Any) -> None:
         )
 
 
-def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_worker: bool = False) -> EngineSpec:
+def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> EngineSpec:
     """Build the engine's identity from vLLM's OffloadingConfig and VllmConfig.
 
     Args:
-        by_token: stored bytes are in token order, whatever block size kernels use.
         in_worker: do not log what counts; the scheduler's process logs it, once per engine.
 
     Raises:
         ConfigError: see ``check_adapters``.
     """
-    warn_of_seeded_hashes()
     check_adapters(vllm_config)
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
@@ -170,7 +121,7 @@ def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_wor
     if not in_worker:
         log_identity(vllm_config, found)
     return EngineSpec(
-        VllmOffloadingConfig(
+        OffloadingConfig(
             model=ModelConfig(
                 _model_name(vllm_config, config.model.name),
                 config.model.dtype,
@@ -200,7 +151,7 @@ def engine_spec(config: Any, vllm_config: Any, *, by_token: bool = False, in_wor
             canonical_layout=canonical,
             kv_cache_layout=getattr(config, "kv_cache_layout", None),
             replicated_layout=bool(getattr(config, "replicated_layout", False)),
-            platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups], by_token=by_token),
+            platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups]),
             engine=readable(found),
         ),
         Metrics(),
@@ -257,7 +208,7 @@ def _identity_of(vllm_config: Any) -> dict[str, Any]:
     return identity(vllm_config, ignore=ignore)
 
 
-def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool = False) -> str:
+def kv_platform(vllm_config: Any, block_sizes: Iterable[int]) -> str:
     """Return the kernels that lay out the KV: "cuda", "cuda:" and a digest, or "cpu:amx".
 
     The same KV can have the same size but another byte order, and loading it with the other order gives wrong tokens:
@@ -266,19 +217,17 @@ def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool 
     - ROCm: attention backends order the K tensor differently under the same layout name.
     - CUDA: kernels may use smaller blocks than vLLM. With kernel blocks of 64 tokens, a block of 128 has its heads
       twice. No config tells the kernels' block size; it is only known that no kernel splits blocks of 16 tokens.
-      (``kv_groups.is_in_token_order`` finds other blocks that all kernels lay out alike.)
 
     The digest covers everything that vLLM chooses a backend by, besides the options in ``identity``.
 
     Args:
         block_sizes: tokens per block of each group.
-        by_token: see ``engine_spec``.
     """
     if current_platform.is_cpu():
         return f"cpu:{_cpu_kernels(vllm_config.model_config, block_sizes)}"
     is_rocm = current_platform.is_rocm()
     name = "rocm" if is_rocm else str(current_platform.device_name or current_platform.device_type or "unknown")
-    if not is_rocm and (by_token or max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS):
+    if not is_rocm and max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS:
         return name
     gpu = None
     with suppress(Exception):  # a driver error must not keep the engine from starting
@@ -365,13 +314,6 @@ def hold_back_stream(request: Any) -> None:
     """
     if _MISTAKES_BLOCKS_OF_STREAMS and getattr(request, "resumable", False):
         request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
-
-
-def warn_of_unread(request: Any) -> None:
-    """Warn, once per process, that this release of vLLM ignores a limit that a request asks for."""
-    if not _READS_MAX_LOAD_TOKENS and (request.kv_transfer_params or {}).get("max_load_tokens") is not None:
-        text = "max_load_tokens in a request's kv_transfer_params has no effect: vLLM reads it from 0.31 on"
-        log_once(logger, logging.WARNING, text)
 
 
 def medium(name: str) -> Medium:

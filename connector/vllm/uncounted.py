@@ -185,33 +185,6 @@ IGNORED_VARIABLES: Mapping[str, str] = {
     _SOMETIMES: "PLUGINS",
 }
 
-#: Fields that no longer count, with the values that vLLM derives for an engine at its defaults. Every identity holds
-#: these values, whatever the engine's own are, so that engines at the defaults kept their namespaces.
-FORMER: Mapping[str, Any] = {
-    "compilation_config.backend": "inductor",
-    "compilation_config.custom_ops": ["none"],
-    "compilation_config.fast_moe_cold_start": False,
-    "compilation_config.ir_enable_torch_wrap": True,
-    "compilation_config.mode": 3,
-    "compilation_config.pass_config.enable_qk_norm_rope_fusion": False,
-    "compilation_config.pass_config.fuse_act_padding": False,
-    "compilation_config.pass_config.fuse_act_quant": False,
-    "compilation_config.pass_config.fuse_allreduce_rms": False,
-    "compilation_config.pass_config.fuse_attn_quant": False,
-    "compilation_config.pass_config.fuse_norm_quant": False,
-    "compilation_config.pass_config.fuse_qk_norm_rope_kvcache": False,
-    "compilation_config.pass_config.fuse_rope_kvcache_cat_mla": False,
-    "compilation_config.use_inductor_graph_partition": False,
-    "kernel_config.ir_op_priority.fused_add_rms_norm": ["native"],
-    "kernel_config.ir_op_priority.gelu_and_mul_sparse": ["triton", "native"],
-    "kernel_config.ir_op_priority.rms_norm": ["native"],
-}
-FORMER_ON_CPU: Mapping[str, Any] = {
-    "compilation_config.ir_enable_torch_wrap": False,
-    "compilation_config.mode": 2,
-    "kernel_config.ir_op_priority.gelu_and_mul_sparse": ["native"],
-}
-
 #: Fields that count, with the values that vLLM derives for most engines at their defaults. The log leaves them out.
 USUAL: Mapping[str, tuple[Any, ...]] = {
     "device_config.device_type": ("cpu", "cuda"),

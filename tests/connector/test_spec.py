@@ -181,11 +181,9 @@ def test_the_config_reaches_the_handlers(make: Callable[..., DeploymentSpec], mo
 
     monkeypatch.setattr("kvtiers.connector.transfer.gpu_handler.create_handlers", handlers)
     spec = make()
-    spec.deployment = spec.deployment.model_copy(
-        update={"handler": HandlerConfig(method="copy", load_kernel_bytes_max="4KiB", pin=False)}
-    )
+    spec.deployment = spec.deployment.model_copy(update={"handler": HandlerConfig(method="copy", pin=False)})
     Worker(spec, kv_caches(1))
-    assert given == {"method": "copy", "load_kernel_bytes_max": 4096, "pin": False}
+    assert given == {"method": "copy", "pin": False}
 
 
 def test_the_region_holds_as_many_rows_as_fit(make: Callable[..., DeploymentSpec]) -> None:

@@ -276,11 +276,9 @@ ROWS: dict[str, list[Panel]] = {
             ("kvtiers_contained_errors_total", "tier, where", "{{instance}} {{tier}} {{where}}"),
         ),
         _events(
-            "Hits and lookups given up",
-            "no room: a hit became a miss because no slot became free in time. refused: a lookup became a miss because "
-            "too many requests were waiting.",
-            ("kvtiers_promotion_room_expired_total", "", "{{instance}} no room"),
-            ("kvtiers_lookups_refused_total", "", "{{instance}} refused"),
+            "Hits without room",
+            "A hit became a miss because no slot became free in time.",
+            ("kvtiers_promotion_room_expired_total", "", "{{instance}}"),
             selector=ENGINE,
         ),
     ],

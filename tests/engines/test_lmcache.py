@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import select
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvtiers.connector.engines.release import Release
 from kvtiers.tiers.base import JobMetadata
 from kvtiers.tiers.errors import ConfigError
 from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
+from kvtiers.tiers.testing.servers import free_ports
 from tests.engines.damage import damaged
 from tests.engines.processes import in_two_processes, killing
 
@@ -179,6 +181,17 @@ def test_partial_last_chunk_comes_back_in_its_own_shape(tmp_path: Path) -> None:
         assert load(adapter, keys_of(4), filled) == [True] * 4
         assert equal(filled, [*full, *last])
         assert load(adapter, keys_of(4), memory(4, short)) == [False, False, False, True]
+
+
+def test_metrics_of_each_layouts_tier_are_served_under_its_own_name(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with opened(tmp_path, metrics_port=port) as adapter:
+        assert store(adapter, keys_of(3), memory(3, seed=1)).is_successful()
+        assert store(adapter, [key_of(9)], memory(1, (2, 4, 5, 64), seed=2)).is_successful()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            text = response.read().decode()
+    for name, count in (("fs_0", 3), ("fs_1", 1)):
+        assert f'kvtiers_blocks_total{{op="store",outcome="moved",tier="{name}"}} {count}.0' in text
 
 
 def test_event_descriptors_are_three_and_distinct(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvtiers.connector.ranks.place import ignored_options
 from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.connector import KVTiersConnector
 from kvtiers.connector.vllm.handed import handed_over
-from kvtiers.connector.vllm_config import deployment_from, ignored_options
+from kvtiers.connector.vllm_config import deployment_from
 from kvtiers.connector.vllm_config import vllm_config as printed
 from kvtiers.tiers.errors import ConfigError
 from tests.tiny_model import make_model_dir

@@ -141,7 +141,7 @@ def logged(config: Any, environ: dict[str, str], caplog: pytest.LogCaptureFixtur
     caplog.clear()
     caplog.set_level("INFO")
     log_once.cache_clear()
-    log_identity(config, identity(config, environ), environ)
+    log_identity(config, identity(config, environ))
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 

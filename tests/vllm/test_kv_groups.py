@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     KVCacheConfig,
-    MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtiers.connector.vllm import kv_groups, translate
-from kvtiers.connector.vllm.handed import handed_over, handing_over
+from kvtiers.connector.vllm import kv_groups
+from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.spec import KVTiersSpec
 from kvtiers.tiers.errors import ConfigError
 from tests.vllm import engines
 from tests.vllm.engines import BLOCK_BYTES, CHUNKED, FULL, MAMBA, SLIDING, VllmConfig, offloading_config
-from tests.vllm.test_translate import some_vllm_config
 
 CHUNK = 4
 UNIFORM = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer0": SLIDING})
@@ -175,107 +170,3 @@ def test_pages_that_are_less_than_a_block_are_refused() -> None:
     with pytest.raises(ConfigError, match=f"only {BLOCK_BYTES // 2} of the {BLOCK_BYTES} bytes of a block"):
         one.get_worker(part)
     two.get_worker(part).shutdown()  # a second group, which vLLM does not offload, may have the rest
-
-
-MLA = replace(engines.attention(MLAAttentionSpec), block_size=32)
-MLA_BYTES = BLOCK_BYTES
-MAMBA_OF_MANY = replace(MAMBA, block_size=32)
-INDEXER = replace(MLA, head_size=132, dtype=torch.uint8)
-SINCE_29 = pytest.mark.skipif(
-    not hasattr(kv_cache_interface, "create_kv_cache_views"), reason="a kernel's block may have all layers in it"
-)
-
-
-def on_gpus(make: Any, kinds: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is made on two generations of GPUs, by engines with two attention backends, for a model of these kinds."""
-
-    made = []
-    for backend, capability in (("FLASHMLA", (9, 0)), ("CUTLASS_MLA", (10, 0))):
-        cuda = SimpleNamespace(
-            is_cpu=lambda: False,
-            is_rocm=lambda: False,
-            is_cuda=lambda: True,
-            device_name="cuda",
-            get_device_capability=lambda capability=capability: capability,
-        )
-        for module in (translate, kv_groups):
-            monkeypatch.setattr(module, "current_platform", cuda)
-        vllm_config = some_vllm_config(get_head_size=lambda: 64)
-        vllm_config.attention_config = SimpleNamespace(backend=backend)
-        vllm_config.parallel_config = SimpleNamespace(distributed_executor_backend="uni")
-        with handing_over(vllm_config, engines.kv_cache_config(*kinds)):
-            made.append(make())
-    return made
-
-
-def platforms_of(
-    kinds: list[Any], tokens_per_block: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch, *, layers: int = 1
-) -> set[str | None]:
-    group = replace(engines.groups(1)[0], tokens_per_block=tokens_per_block, layer_names=tuple("ab"[:layers]))
-    config = offloading_config(groups=(group,), worker_kv_bytes_per_block=block_bytes)
-
-    def make() -> str | None:
-        handed = handed_over()
-        layers = kv_groups.stored_layers(config, handed.kv_cache_config)
-        by_token = kv_groups.is_in_token_order(layers, config, handed.vllm_config)
-        spec = translate.engine_spec(config, handed.vllm_config, by_token=by_token)
-        return spec.config.platform
-
-    return set(on_gpus(make, kinds, monkeypatch))
-
-
-@SINCE_29
-@pytest.mark.parametrize("way", ["tier", "spec"])
-def test_blocks_of_plain_mla_have_one_namespace_on_all_gpus(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0}
-    behind = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": tier}
-    extra = {"secondary_tiers": [behind]} if way == "tier" else {"tiers": [tier]}
-
-    def make() -> None:
-        group = replace(engines.groups(1)[0], tokens_per_block=32)
-        config = offloading_config({"cpu_bytes_to_use": 1 << 20} | extra, groups=(group,))
-        if way == "tier":
-            TieringOffloadingSpec(config).get_manager().shutdown()
-            return
-        spec = KVTiersSpec(config)
-        worker = spec.get_worker(engines.kv_caches(4)[1])
-        spec.get_manager().shutdown()
-        worker.shutdown()
-
-    on_gpus(make, [MLA], monkeypatch)
-    (found,) = tmp_path.glob("*/config.json")
-    assert json.loads(found.read_text())["platform"] == "cuda"
-
-
-@SINCE_29
-@pytest.mark.parametrize("layers", [1, 2])
-def test_plain_mla_is_alike_on_all_gpus(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert platforms_of([MLA], 32, layers * MLA_BYTES, monkeypatch, layers=layers) == {"cuda"}
-    wrapped = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=dict.fromkeys("ab"[:layers], MLA))
-    assert platforms_of([wrapped], 32, layers * MLA_BYTES, monkeypatch, layers=layers) == {"cuda"}
-
-
-def test_blocks_that_no_kernel_cuts_are_alike_however_many_ranks_share_their_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert platforms_of([FULL], 32, 2048, monkeypatch) == {"cuda"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "layers", "block_bytes"),
-    [
-        (replace(FULL, block_size=32), 1, 2 * 32 * 64 * 2),
-        (MLA, 2, MLA_BYTES + 32 * 132),  # one of the two layers is an indexer, which the scheduler is not shown
-        (INDEXER, 2, MLA_BYTES + 32 * 132),
-        (INDEXER, 1, 32 * 132),
-        (replace(MLA, page_size_padded=2 * MLA_BYTES), 1, 2 * MLA_BYTES),
-        (MAMBA_OF_MANY, 1, 32),
-    ],
-    ids=["heads", "indexer", "indexer-shown", "indexer-alone", "padded", "mamba"],
-)
-def test_what_kernels_may_order_is_kept_apart(
-    kind: Any, layers: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len(platforms_of([kind], kind.block_size, block_bytes, monkeypatch, layers=layers)) == 2

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.metrics import StatsExporter
 from kvtiers.tiers.errors import SealReason
 from kvtiers.tiers.metrics import Metrics
@@ -67,28 +65,6 @@ def test_unchanged_series_are_not_read(metrics: Metrics, monkeypatch: pytest.Mon
     assert exporter.take() is not None
     assert exporter.take() is None
     assert read == [("kvtiers_bytes_total", ("fs", "load"))]
-
-
-def test_vllm_metrics_get_the_same_changes() -> None:
-    metrics = Metrics()
-    exporter = StatsExporter(metrics, tiering_names=True)
-    metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
-    metrics.observe("kvtiers_job_seconds", "fs", "store", value=2.0)
-    metrics.inc("kvtiers_jobs_total", "fs", "load", "ok")
-    metrics.inc("kvtiers_jobs_total", "fs", "load", "failed", by=3)
-    metrics.inc("kvtiers_lookups_total", "fs", "hit", by=4)
-    metrics.inc("kvtiers_lookups_total", "fs", "miss", by=5)
-    stats = exporter.take()
-    assert stats is not None
-    told = {name: values for name, values in stats.data["data"].items() if "kvtiers" not in name}
-    names = TieringOffloadingMetrics
-    assert told == {
-        names.READ_BYTES: {("fs",): 10},
-        names.WRITE_TIME: {("fs",): 2.0},
-        names.PROMOTION_JOB_FAILURES: {("fs",): 3},
-        translate.CHUNK_HITS: {("fs",): 4},
-        translate.CHUNK_QUERIES: {("fs",): 9},
-    }
 
 
 def test_a_gauge_whose_value_is_not_known_any_more_is_told_as_such(metrics: Metrics) -> None:

@@ -20,14 +20,13 @@ from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from kvtiers.connector.vllm import translate
-from kvtiers.tiers.plain_logs import log_once
+from kvtiers.connector.vllm import versions
 from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, kv_caches, offloading_config
 from tests.waiting import wait_for
 
 BLOCKS = 4
 STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
-LIMITED_LOADS = pytest.mark.skipif(not translate._READS_MAX_LOAD_TOKENS, reason="this vLLM has no max_load_tokens")
+LIMITED_LOADS = pytest.mark.skipif((versions.release() or (0, 31)) < (0, 31), reason="this vLLM has no max_load_tokens")
 
 
 def options_of(way: str) -> dict[str, Any]:
@@ -140,17 +139,3 @@ def test_storage_that_a_request_does_not_want_is_not_loaded_from(engine: Engine,
     request = engine.request("r", {"kv_load_tiers": wanted})
     engine.store(request)
     assert engine.found_tokens(request) == blocks * BLOCK_TOKENS
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_limit_that_this_release_does_not_know_is_told(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(translate, "_READS_MAX_LOAD_TOKENS", is_known)
-    log_once.cache_clear()
-    for params in (None, {}, {"max_offload_tokens": 1}):
-        translate.warn_of_unread(SimpleNamespace(kv_transfer_params=params))
-    assert not caplog.text
-    for _ in range(2):
-        translate.warn_of_unread(SimpleNamespace(kv_transfer_params={"max_load_tokens": 0}))
-    assert caplog.text.count("max_load_tokens") == (0 if is_known else 1)

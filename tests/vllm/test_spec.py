@@ -25,7 +25,6 @@ from kvtiers.connector.core.guard import SHUTDOWN_SHARE
 from kvtiers.connector.core.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
 from kvtiers.connector.transfer.host_copy import HostCopier
 from kvtiers.connector.vllm import spec as spec_module
-from kvtiers.connector.vllm import translate
 from kvtiers.connector.vllm.connector import KVTiersConnector
 from kvtiers.connector.vllm.handed import handing_over
 from kvtiers.connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
@@ -340,7 +339,7 @@ def test_requests_of_vllm_are_explained_in_tokens(
 
         monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
         connector = object.__new__(KVTiersConnector)
-        connector._open_lookups, connector._own = manager.open_lookups, manager
+        connector._open_lookups, connector._judging = manager.open_lookups, manager
         asked = SimpleNamespace(request_id=req_id, num_tokens=num_tokens)
 
         def is_known() -> bool:
@@ -376,7 +375,7 @@ def test_connector_learns_prefill_from_the_time_between_a_steps_schedule_and_its
     manager = engines().manager
     steps = manager.core.decisions.steps
     connector = object.__new__(KVTiersConnector)
-    connector._own, connector._open_lookups = manager, manager.open_lookups
+    connector._judging, connector._open_lookups = manager, manager.open_lookups
     clock = Clock(0.0)
     monkeypatch.setattr("kvtiers.connector.vllm.connector.time.monotonic", clock)
     monkeypatch.setattr(OffloadingConnector, "build_connector_meta", lambda *_: None)
@@ -561,11 +560,11 @@ def test_metrics_are_defined_before_they_are_used(engines: Any) -> None:
     reader = engines()
     reader.load(keys(3), [1, 2, 3])
     defined = KVTiersSpec.build_metric_definitions({})
-    for engine, bytes_name in ((writer, "write_bytes"), (reader, "read_bytes")):
+    for engine, op in ((writer, "store"), (reader, "load")):
         stats = engine.manager.get_stats()
         assert stats is not None
         seen = stats.data["data"]
-        assert seen[f"vllm:kv_offload_tiering_{bytes_name}"] == {("fs",): 3 * BLOCK_BYTES}
+        assert seen["vllm:kvtiers_bytes"][("fs", op)] == 3 * BLOCK_BYTES
         for name, values in seen.items():
             for labels in values:
                 assert len(labels) == len(defined[name].labelnames), name
@@ -580,8 +579,7 @@ def test_vllms_own_counts_of_lookups_are_those_of_requests(engines: Any) -> None
     reader.manager.on_schedule_end(STEP)
     stats = reader.manager.get_stats()
     assert stats is not None
-    assert stats.data["data"][translate.CHUNK_QUERIES] == {("fs",): 10}
-    assert stats.data["data"][translate.CHUNK_HITS] == {("fs",): 6}
+    assert stats.data["data"]["vllm:kvtiers_lookups"] == {("fs", "hit"): 6, ("fs", "miss"): 4}
 
 
 def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
+from kvtiers.connector.base import EngineSpec
 from kvtiers.connector.identity import model_files
 from kvtiers.connector.vllm import translate, weights
 from kvtiers.tiers.base import JobResult, OffloadingEvent
@@ -61,22 +62,6 @@ import kvtiers.connector.vllm.{module}
 def test_a_config_without_a_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="model_config"):
         built_by(VllmConfig(model_config=None))
-
-
-@pytest.mark.parametrize(
-    ("version", "environ", "warns"),
-    [
-        ("0.28.0", {}, True),
-        ("0.28.1", {"PYTHONHASHSEED": "random"}, True),
-        ("0.28.0", {"PYTHONHASHSEED": "0"}, False),
-        ("0.29.0", {}, False),
-    ],
-)
-def test_hashes_that_no_other_process_has_are_warned_of(
-    version: str, environ: dict[str, str], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    translate.warn_of_seeded_hashes(version, environ)
-    assert ("PYTHONHASHSEED" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("lora", [None, SimpleNamespace(max_loras=1)])
@@ -153,7 +138,7 @@ def test_locality_is_the_types() -> None:
     assert translate.locality("foreign") is None
 
 
-def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
+def built_by(vllm_config: Any, **changes: Any) -> EngineSpec:
     """What a spec is that is made while a connector with this config is under construction."""
     return translate.engine_spec(offloading_config(**changes), vllm_config)
 
@@ -212,7 +197,7 @@ def test_the_commit_counts_more_than_the_revision_and_quantization_is_part_of_it
     assert built_by(some_vllm_config(hf_config=commit, quantization="fp8")).config.model.revision == "c0ffee+fp8"
 
 
-def folder(spec: translate.EngineSpec) -> str:
+def folder(spec: EngineSpec) -> str:
     return FileMapper.from_offloading_spec("", spec, parallel_agnostic=True, extra_fields=strict_fields(spec)).base_path
 
 
@@ -292,7 +277,6 @@ def test_cudas_kernels_share_nothing_where_their_blocks_may_be_smaller(monkeypat
     plain = platform(32)
     assert str(plain).startswith("cuda:")
     assert platform(32) == platform(128) == plain
-    assert translate.kv_platform(some_vllm_config(), [32], by_token=True) == "cuda"
     found = [platform(32, (10, 0)), platform(32, None)]
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     found.append(platform(32))

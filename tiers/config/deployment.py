@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from .mistakes import Mistakes, did_you_mean, explain, join, kind_of, show
 from .places import shared_places
 from .tier_options import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, TierConfig
-from .values import AbsolutePath, DurationIn, Size, SizeIn, matching
+from .values import AbsolutePath, DurationIn, SizeIn, matching
 from .variables import AS_WRITTEN, expand
 from .yaml_file import read_yaml
 
@@ -70,19 +70,12 @@ class MetricsConfig(Model):
 
 
 class HandlerConfig(Model):
-    """Copies between a GPU and the region. The defaults are those of vLLM for an H100."""
+    """Copies between a GPU and the region. The first use of a method is logged."""
 
     method: Literal["batch", "kernel", "copy"] | None = Field(
         None,
-        description="Copy with this method if it can: batched driver calls, a kernel, or torch's copy_. null: by the "
-        "thresholds below.",
-    )
-    store_kernel_bytes_max: Size | None = Field(
-        None, description="Use the kernel for stores of copies up to this size. null: never."
-    )
-    load_kernel_bytes_max: Size | None = Field(None, description="The same for loads. null: just below 28 KiB.")
-    kernel_copies_min: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="Use the kernel only for so many copies. null: 16."
+        description="Copy with this method if it can: batched driver calls, a kernel, or torch's copy_. null: chosen "
+        "for each job.",
     )
     pin: bool = Field(True, description="Page-lock the region, for faster copies.")
 

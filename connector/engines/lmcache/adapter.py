@@ -1,7 +1,7 @@
 """KVTiersL2Adapter: an L2 adapter of LMCache's server, over tiers of kvtiers.
 
-LMCache submits tasks and is told by event descriptors when one has ended. Threads of ours run the tasks. One server
-may serve several models and kinds of layers, so each model and layout has a tier of its own, opened at its first use.
+LMCache submits tasks and polls an event descriptor for the end of a task. kvtiers' own threads run the tasks. One
+server may serve several models and kinds of layers, so each model and layout has its own tier, opened at its first use.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lmcache.v1.platform import create_event_notifier
 from ....tiers.blocks.keys import OffloadKey, make_offload_key
 from ....tiers.daemon_pool import DaemonPool
 from ....tiers.errors import ConfigError, KVTiersError
+from ....tiers.metrics import Metrics
 from ....tiers.plain_logs import get_logger
-from ...base import CacheConfig, ModelConfig
-from ...ranks.place import rank_tier
-from ..door import Door, EngineConfig, check_options, counted_revision, staging_bytes, tier_options, weights_digest
+from ...base import CacheConfig, ModelConfig, OffloadingConfig
+from ..door import Door, check_options, counted_revision, serve_metrics, weights_digest
 from ..release import Release
 
 logger = get_logger(__name__)
@@ -74,9 +74,9 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         RELEASE.check(KVTiersL2Adapter)
         super().__init__()
         check_options(config, ("revision",))
-        rank_tier(tier_options(config))
-        staging_bytes(config)
         self._options = dict(config)
+        self._metrics = Metrics()  # of all tiers; each writes only series with its own name
+        self._server = serve_metrics(config, self._metrics)
         self._lock = threading.Lock()  # guards the fields below
         self._doors: dict[tuple[str, Layout], tuple[Door | None, float]] = {}  # and when to try again
         self._opening = threading.Lock()
@@ -114,7 +114,7 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             if door is None:
                 ok = False
                 continue
-            # LMCache offers again what it loaded. What is there needs no copy, and must not count as new.
+            # LMCache offers loaded objects again. Objects that the tier has need no copy, and must not count as new.
             is_there = door.exists([_key(keys[place]) for place in places])
             places = [place for place, found in zip(places, is_there, strict=True) if not found]
             done = door.store([_key(keys[place]) for place in places], [_pieces(objects[place]) for place in places])
@@ -130,7 +130,11 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> L2TaskId:
-        """Look up which objects are stored. The lock is that they count as used: others are removed before them."""
+        """Look up which objects are stored.
+
+        Instead of being locked, the objects that are found count as just used. So a tier with ``max_bytes`` removes
+        other objects first.
+        """
         return self._submit("look", lambda: self._look(keys, group_layout_descs), self._looked, Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
@@ -207,7 +211,7 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             try:
                 door = self._open(model, layout)
             except (KVTiersError, OSError) as e:
-                logger.error("nothing of %s with the layout %s is stored or loaded: %s", model, layout, e)
+                logger.error("objects of %s with the layout %s are neither stored nor loaded: %s", model, layout, e)
             with self._lock:
                 self._doors[model, layout] = door, time.monotonic() + OPEN_AGAIN_S
             return door
@@ -215,21 +219,22 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def _open(self, model: str, layout: Layout) -> Door:
         if not layout or (len(layout) == 1 and len(layout[0][0]) == 1 and layout[0][1] == "uint8"):
             raise ConfigError("LMCache gives no layout, or serialized bytes; leave serde out", field="serde")
-        if sum(door is not None for door, _ in self._doors.values()) >= DOORS_MAX:
+        number = sum(door is not None for door, _ in self._doors.values())
+        if number >= DOORS_MAX:
             raise ConfigError(f"{DOORS_MAX} models and layouts are open; start another server", field="model")
         weights = self._options.get("revision") or weights_digest(model, None)
         if weights is None:
-            text = "is missing, and the model is neither a folder nor in the hub cache here; write what tells apart"
-            raise ConfigError(f"{text} weights and options under this name, such as the commit", field="revision")
+            text = f"is missing, and {model} is neither a folder nor in the hub cache here; write a text that"
+            raise ConfigError(f"{text} differs for other weights and options, such as the commit", field="revision")
         options = {"lmcache": RELEASE.version, "layout": str(layout)}
         shape = layout[0][0]
-        config = EngineConfig(
+        config = OffloadingConfig(
             model=ModelConfig(model, layout[0][1], counted_revision(str(weights), options)),
             cache=CacheConfig(max(1, shape[-2]) if len(shape) > 1 else 1, hash_algorithm="lmcache"),
             inference_engine="lmcache",
             engine=options,
         )
-        return Door(config, self._options, sum(map(_part_bytes, layout)))
+        return Door(config, self._options, sum(map(_part_bytes, layout)), self._metrics, str(number))
 
     def report_status(self) -> dict[str, Any]:
         with self._lock:
@@ -247,6 +252,8 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 return
             self._is_closed = True
             doors = [door for door, _ in self._doors.values() if door is not None]
+        if self._server is not None:
+            self._server.close()
         # All at once: each may take its tier's shutdown_s.
         closing = [threading.Thread(target=door.close, name="kvtiers-lmcache-close") for door in doors]
         for thread in closing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -23,12 +23,16 @@ from sglang.srt.runtime_context import get_server_args
 from ....tiers.blocking import Pieces
 from ....tiers.blocks.keys import OffloadKey, make_offload_key
 from ....tiers.errors import ConfigError
+from ....tiers.metrics import Metrics
 from ....tiers.plain_logs import get_logger
-from ...base import CacheConfig, ModelConfig, ParallelConfig
-from ...vllm_config import ignored_options
-from ..door import Door, EngineConfig, check_options, counted_revision, weights_digest
+from ...base import CacheConfig, ModelConfig, OffloadingConfig, ParallelConfig
+from ...ranks.place import ignored_options
+from ..door import Door, check_options, counted_revision, serve_metrics, weights_digest
 from ..release import Release
 from .identity import counted
+
+if TYPE_CHECKING:
+    from ....tiers.exporter import MetricsServer
 
 logger = get_logger(__name__)
 
@@ -77,7 +81,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         RELEASE.check(KVTiersHiCacheStorage)
         self._config = storage_config
         self._options = dict(storage_config.extra_config or {})
-        check_options(self._options, ("identity", "metrics_port"), _SGLANGS)
+        check_options(self._options, ("identity",), _SGLANGS)
         if not self._options.get("interface_v1"):
             raise ConfigError("is missing; write 1: SGLang then hands over pages in place", field="interface_v1")
         if storage_config.should_split_heads:
@@ -86,6 +90,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._place = self._shard * storage_config.tp_size + storage_config.tp_rank
         self._stats = StorageMetrics()
         self._door: Door | None = None
+        self._server: MetricsServer | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the tier for this memory.
@@ -95,20 +100,17 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             StoreError: the storage failed with a permanent error.
         """
         super().register_mem_pool_host(mem_pool_host)
-        port = self._options.get("metrics_port")
-        if port is not None and not (type(port) is int and 0 < port < 65536):
-            raise ConfigError(f"{port!r} is not accepted; write 1 to 65535", field="metrics_port")
         kind = type(mem_pool_host).__name__
         if kind not in POOLS:
             raise ConfigError(f"pages of {kind} are not supported; {' and '.join(POOLS)} are", field="host memory")
         parts = mem_pool_host.get_page_buffer_meta(torch.arange(mem_pool_host.page_size))[1]
         self._parts = len(parts)
         config = self._identity(mem_pool_host, parts)
-        self._door = Door(config, self._options, sum(parts))
-        if port is not None:
-            self._door.serve_metrics(port + self._place)
+        metrics = Metrics()
+        self._door = Door(config, self._options, sum(parts), metrics, f"r{config.parallel.rank}")
+        self._server = serve_metrics(self._options, metrics, self._place)
 
-    def _identity(self, pool: Any, parts: Sequence[int]) -> EngineConfig:
+    def _identity(self, pool: Any, parts: Sequence[int]) -> OffloadingConfig:
         config, arguments = self._config, get_server_args()
         options = counted(arguments, ignore=ignored_options(self._options))
         options |= {"sglang": RELEASE.version, "parts": f"{len(parts)}x{parts[0]}"}
@@ -117,7 +119,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         if weights is None:
             text = f"{arguments.model_path} is neither a folder nor in the local hub cache, so its weights are unknown"
             raise ConfigError(f"{text}; give --revision", field="model_path")
-        return EngineConfig(
+        return OffloadingConfig(
             model=ModelConfig(name, pool.dtype, counted_revision(weights, options)),
             cache=CacheConfig(pool.page_size, hash_algorithm="sglang"),
             parallel=ParallelConfig(
@@ -218,12 +220,14 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         logger.warning("HiCache asked to clear the storage; kvtiers removes nothing, because others may use it")
 
     def get_stats(self) -> StorageMetrics:
-        """Take what was moved since the last call."""
+        """Return the counts of pages moved since the last call."""
         stats, self._stats = self._stats, StorageMetrics()
         return stats
 
     def close(self) -> None:
         """End the tier. Idempotent."""
+        if self._server is not None:
+            self._server.close()
         if self._door is not None:
             self._door.close()
 

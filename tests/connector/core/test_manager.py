@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvtiers.connector.base import CPULoadStoreSpec
-from kvtiers.connector.core import guard
+from kvtiers.connector.core import guard, waits
 from kvtiers.connector.core.guard import JOB_DEADLINE_S, REPORT_S, GuardedTier
 from kvtiers.connector.core.manager import BlockManager
 from kvtiers.connector.core.options import ManagerOptions
@@ -637,14 +637,6 @@ def test_drain_goes_on_while_jobs_end() -> None:
     assert not engine.tier.jobs
 
 
-def test_request_beyond_requests_max_waits_for_a_block_that_another_loads() -> None:
-    engine = Engine(num_blocks=8, auto=False, requests_max=1)
-    engine.tier.put(KEYS[0])
-    engine.lookup(KEYS[:1], ReqContext("first"))
-    assert engine.lookup(KEYS[:1], ReqContext("second")) == [None]
-    assert engine.lookup(KEYS[1:2], ReqContext("second")) == [False]
-
-
 @pytest.mark.parametrize("reported", [False, True])
 def test_requests_that_wait_for_one_failed_load_do_not_retry_it_in_turn(reported: bool) -> None:
     engine = Engine(num_blocks=64, auto=False, load_deadline_s=20.0)
@@ -1071,59 +1063,17 @@ def test_hit_that_the_engine_stores_meanwhile_is_not_loaded() -> None:
     assert engine.lookup([KEYS[0]]) == [True]
 
 
-def test_remembered_requests_are_bounded() -> None:
-    engine = Engine(num_blocks=4, requests_max=3)
+def test_remembered_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "REQUESTS_MAX", 3)
+    engine = Engine(num_blocks=4)
     engine.tier.put(KEYS[0])
     engine.lookup([KEYS[0]], ReqContext("first"))
     engine.manager.on_schedule_end()
     assert engine.counts.pinned == 1
-    engine.clock.advance(10)
-    for number in range(5):
+    for number in range(3):
         engine.lookup([KEYS[9]], ReqContext(str(number)))
     assert engine.counts.pinned == 0
-
-
-@pytest.mark.parametrize("waiting_for", ["answers", "room"])
-def test_requests_beyond_requests_max_do_not_restart_the_waits_of_others(waiting_for: str) -> None:
-    engine = Engine(num_blocks=4, auto=False, requests_max=4, lookup_total_s=0.2)
-    engine.tier.silent = waiting_for == "answers"
-    engine.tier.put(*KEYS[:6])
-    assert engine.manager.prepare_store(KEYS[50:54], REQ) is not None  # the engine holds every slot
-    requests = [ReqContext(str(number)) for number in range(6)]
-
-    def ask_all() -> list[bool | None]:
-        answers = [engine.manager.lookup(key, request) for key, request in zip(KEYS, requests, strict=False)]
-        engine.manager.on_schedule_end()
-        engine.clock.advance(0.1)
-        return answers
-
-    assert ask_all() == [None] * 4 + [False] * 2  # who comes too late is computed at once
-    assert engine.counted("kvtiers_lookups_refused_total") == 2
-    for _ in range(8):
-        answers = ask_all()
-    assert answers == [False] * 6
-    engine.manager.on_request_finished(requests[0])
-    engine.tier.silent = False
-    assert engine.manager.lookup(KEYS[4], requests[4]) is None  # there is a place again
-
-
-def test_new_request_replaces_the_one_that_was_idle_longest() -> None:
-    engine = Engine(num_blocks=4, auto=False, requests_max=2)
-    engine.tier.put(KEYS[0], KEYS[1])
-    first, second = ReqContext("first"), ReqContext("second")
-    engine.lookup([KEYS[0]], first)
-    engine.lookup([KEYS[1]], second)
-    engine.tier.finish(1)
-    engine.manager.on_schedule_end()
-    engine.clock.advance(10)
-    engine.lookup([KEYS[2]], first)
-    engine.tier.finish(2)
-    engine.manager.on_schedule_end()
-    assert engine.counts.pinned == 1  # that of second: first's was due
-    engine.tier.silent = True
-    assert engine.lookup([KEYS[3]], ReqContext("third")) == [None]
-    assert engine.counts.pinned == 0
-    assert engine.lookup([KEYS[3]], ReqContext("fourth")) == [False]
+    assert [*engine.manager._waits.by_id] == ["0", "1", "2"]
 
 
 # ---- a tier's share of the region for loads
@@ -1686,58 +1636,42 @@ def test_event_keys_may_be_any_iterable() -> None:
     assert list(engine.manager.take_events()) == [OffloadingEvent(tuple(KEYS[:2]), "X", removed=False)]
 
 
-def test_results_after_a_malformed_one_count() -> None:
-    engine = Engine(auto=False)
-    for key in KEYS[:3]:
-        engine.store(key)
-    for job_id in list(engine.tier.jobs):
-        engine.tier.finish(job_id)
-    engine.tier.results.insert(1, None)  # type: ignore[arg-type]
-    engine.manager.on_schedule_end()
-    assert engine.counts.pinned == 0
-    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
-
-
-def test_foreign_keys_of_a_result_are_ignored() -> None:
+@pytest.mark.parametrize(
+    ("success", "keys", "contained"),
+    [
+        (False, (KEYS[5], KEYS[6]), 0),  # of another job
+        (False, None, 0),
+        (False, 7, 1),
+        (False, ([],), 1),
+        (np.array([True, False]), tuple(KEYS[:2]), 1),  # no truth value
+    ],
+    ids=str,
+)
+def test_result_without_known_successful_keys_is_a_failure(success: Any, keys: Any, contained: int) -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
     (job_id,) = engine.tier.jobs
     del engine.tier.jobs[job_id]
-    engine.tier.results.append(JobResult(job_id, success=False, successful_keys=(KEYS[5], KEYS[6])))
+    engine.tier.results.append(JobResult(job_id, success, keys))
     engine.manager.on_schedule_end()
     assert [engine.manager.lookup(key, REQ) for key in KEYS[5:7]] == [False, False]
-    assert engine.lookup(KEYS[:2]) == [False]
-    assert engine.counts.free == 16
-
-
-@pytest.mark.parametrize(("keys", "contained"), [(None, 0), (7, 1), (([],), 1)])
-def test_failed_job_without_keys_has_no_successful_keys(keys: Any, contained: int) -> None:
-    engine = Engine(auto=False)
-    engine.tier.put(*KEYS[:2])
-    engine.lookup(KEYS[:2])
-    (job_id,) = engine.tier.jobs
-    del engine.tier.jobs[job_id]
-    engine.tier.results.append(JobResult(job_id, success=False, successful_keys=keys))
-    engine.manager.on_schedule_end()
     assert engine.lookup(KEYS[:2]) == [False]
     assert engine.counts.free == 16
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == contained
 
 
-@pytest.mark.parametrize("job_id", [[], ([],), np.array([1, 2])], ids=str)
-def test_result_with_malformed_job_id_is_contained(job_id: Any) -> None:
-    engine = Engine(auto=False)
-    engine.tier.results.append(JobResult(job_id, success=True))
-    engine.manager.on_schedule_end()
-    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
+MALFORMED_IDS: tuple[Any, ...] = ([], ([],), np.array([1, 2]))
 
 
-def test_result_whose_success_has_no_truth_value_is_a_failure() -> None:
+@pytest.mark.parametrize("malformed", [None, *(JobResult(each, success=True) for each in MALFORMED_IDS)], ids=str)
+def test_results_after_a_malformed_one_count(malformed: Any) -> None:
     engine = Engine(auto=False)
-    engine.store(*KEYS[:2])
-    (job_id,) = engine.tier.jobs
-    engine.tier.results.append(JobResult(job_id, success=np.array([True, False]), successful_keys=tuple(KEYS[:2])))  # type: ignore[arg-type]
+    for key in KEYS[:3]:
+        engine.store(key)
+    for job_id in list(engine.tier.jobs):
+        engine.tier.finish(job_id)
+    engine.tier.results.insert(1, malformed)
     engine.manager.on_schedule_end()
     assert engine.counts.pinned == 0
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
@@ -2000,7 +1934,6 @@ def test_manager_without_tiers_is_the_region_alone() -> None:
         {"store_backlog_share": 0},
         {"store_backlog_share": 1.1},
         {"load_share": 0},
-        {"requests_max": 0},
         {"step_tokens_max": 0},
     ],
 )

@@ -90,7 +90,6 @@ class TieringMachine(RuleBasedStateMachine):
                 lookup_total_s=LOOKUP_TOTAL_S,
                 load_deadline_s=LOAD_DEADLINE_S,
                 load_share=load_share,
-                requests_max=3,
             ),
             clock=self.clock,
         )

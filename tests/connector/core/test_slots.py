@@ -24,8 +24,14 @@ def store(slots: Slots, *keys: OffloadKey) -> list[int]:
     output = slots.prepare_store(keys, REQ)
     assert output is not None
     assert output.keys_to_store == keys
-    slots.complete_store(keys)
+    slots.end_store(keys)
     return slot_ids(output.store_spec)
+
+
+def lookup(slots: Slots, key: OffloadKey) -> bool | None:
+    """Whether a block is ready; None: it has a slot, and is not."""
+    block = slots.find(key)
+    return False if block is None else block.state is BlockState.READY or None
 
 
 def slot_ids(spec: object) -> list[int]:
@@ -41,15 +47,15 @@ def find(slots: Slots, key: OffloadKey) -> Block:
 
 def test_block_is_loadable_after_its_store() -> None:
     slots = Slots(4)
-    assert slots.lookup(KEYS[0], REQ) is False
+    assert lookup(slots, KEYS[0]) is False
     output = slots.prepare_store(KEYS[:2], REQ)
     assert output is not None
-    assert slots.lookup(KEYS[0], REQ) is None
+    assert lookup(slots, KEYS[0]) is None
     with pytest.raises(KeyError):
-        slots.prepare_load(KEYS[:1], REQ)
-    slots.complete_store(KEYS[:2])
-    assert slots.lookup(KEYS[0], REQ) is True
-    assert slot_ids(slots.prepare_load([KEYS[1], KEYS[0]], REQ)) == slot_ids(output.store_spec)[::-1]
+        slots.prepare_load(KEYS[:1])
+    slots.end_store(KEYS[:2])
+    assert lookup(slots, KEYS[0]) is True
+    assert slot_ids(slots.prepare_load([KEYS[1], KEYS[0]])) == slot_ids(output.store_spec)[::-1]
 
 
 def test_slots_move_from_state_to_state() -> None:
@@ -57,11 +63,11 @@ def test_slots_move_from_state_to_state() -> None:
     assert slots.counts() == SlotCounts(free=4, ready=0, pinned=0, pending=0, quarantined=0)
     slots.prepare_store(KEYS[:3], REQ)
     assert slots.counts() == SlotCounts(free=1, ready=0, pinned=0, pending=3, quarantined=0)
-    slots.complete_store(KEYS[:2])
-    slots.complete_store(KEYS[2:3], success=False)
+    slots.end_store(KEYS[:2])
+    slots.end_store(KEYS[2:3], success=False)
     assert slots.counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
-    slots.prepare_load([KEYS[0]], REQ)
-    slots.prepare_load([KEYS[0]], REQ)
+    slots.prepare_load([KEYS[0]])
+    slots.prepare_load([KEYS[0]])
     assert slots.counts() == SlotCounts(free=2, ready=1, pinned=1, pending=0, quarantined=0)
     slots.complete_load([KEYS[0]])
     assert slots.counts().pinned == 1
@@ -72,8 +78,8 @@ def test_slots_move_from_state_to_state() -> None:
 def test_failed_store_leaves_no_block() -> None:
     slots = Slots(2)
     slots.prepare_store(KEYS[:2], REQ)
-    slots.complete_store(KEYS[:2], success=False)
-    assert slots.lookup(KEYS[0], REQ) is False
+    slots.end_store(KEYS[:2], success=False)
+    assert lookup(slots, KEYS[0]) is False
     assert slots.counts().free == 2
     assert list(slots.take_events()) == []
 
@@ -85,7 +91,7 @@ def test_last_blocks_of_the_oldest_store_are_evicted_first() -> None:
     output = slots.prepare_store(KEYS[4:6], REQ)
     assert output is not None
     assert output.evicted_keys == (KEYS[3], KEYS[2])
-    slots.complete_store(KEYS[4:6])
+    slots.end_store(KEYS[4:6])
     slots.touch([KEYS[0]])
     output = slots.prepare_store([KEYS[6]], REQ)
     assert output is not None
@@ -98,7 +104,7 @@ def test_prefix_is_evicted_in_order_although_its_end_was_reported_in_another() -
     slots.prepare_store(KEYS[:8], REQ)
     shuffled = [KEYS[i] for i in (5, 2, 7, 0, 4, 6, 1, 3)]
     assert [block.key for block in slots.end_store(shuffled, True)] == KEYS[:8]
-    slots.prepare_load(KEYS[4:8], REQ)
+    slots.prepare_load(KEYS[4:8])
     slots.complete_load(shuffled[:1])  # of several loads, in any order
     slots.complete_load([key for key in shuffled[1:] if key in KEYS[4:8]])
     assert slots.counts().ready == 8
@@ -116,7 +122,7 @@ def test_use_for_which_a_block_was_loaded_counts_once_for_arc(uses: int) -> None
     slots.touch(hot)
     slots.end_promotion(slots.reserve(passing), success=True)
     for _ in range(uses):
-        slots.prepare_load(passing, REQ)
+        slots.prepare_load(passing)
         slots.touch(passing)
         slots.complete_load(passing)
     output = slots.prepare_store(KEYS[20:24], REQ)
@@ -136,8 +142,8 @@ def test_touch_of_a_promoted_block_that_was_not_loaded_counts() -> None:
 def test_two_loads_of_a_block_may_end_in_one_call() -> None:
     slots = Slots(4)
     store(slots, *KEYS[:2])
-    slots.prepare_load(KEYS[:2], REQ)
-    slots.prepare_load(KEYS[:2], REQ)
+    slots.prepare_load(KEYS[:2])
+    slots.prepare_load(KEYS[:2])
     slots.complete_load([KEYS[1], KEYS[0], KEYS[1], KEYS[0]])
     assert slots.counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
 
@@ -145,7 +151,7 @@ def test_two_loads_of_a_block_may_end_in_one_call() -> None:
 def test_blocks_in_use_and_blocks_of_the_call_are_not_evicted() -> None:
     slots = Slots(3)
     store(slots, *KEYS[:3])
-    slots.prepare_load([KEYS[0]], REQ)
+    slots.prepare_load([KEYS[0]])
     before = slots.counts()
     assert slots.prepare_store([KEYS[1], *KEYS[3:5]], REQ) is None
     assert slots.counts() == before
@@ -162,9 +168,9 @@ def test_duplicate_keys_are_stored_once() -> None:
     again = slots.prepare_store([KEYS[0]], REQ)  # by another request, still pending
     assert again is not None
     assert again.keys_to_store == ()
-    slots.complete_store([KEYS[0], KEYS[0], KEYS[1]])
+    slots.end_store([KEYS[0], KEYS[0], KEYS[1]])
     assert slots.counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
-    assert len(slot_ids(slots.prepare_load([KEYS[0], KEYS[0]], REQ))) == 2
+    assert len(slot_ids(slots.prepare_load([KEYS[0], KEYS[0]]))) == 2
     slots.complete_load([KEYS[0]])
     assert slots.counts().pinned == 1
     slots.complete_load([KEYS[0]])
@@ -175,7 +181,7 @@ def test_load_with_an_absent_key_pins_nothing() -> None:
     slots = Slots(4)
     store(slots, KEYS[0])
     with pytest.raises(KeyError):
-        slots.prepare_load([KEYS[0], KEYS[1]], REQ)
+        slots.prepare_load([KEYS[0], KEYS[1]])
     assert slots.counts().pinned == 0
 
 
@@ -188,10 +194,10 @@ def test_wrong_completions_are_counted_logged_once_and_ignored(caplog: pytest.Lo
     shown = {s.labels["where"] for s in slots.metrics.snapshot() if not s.value}
     assert shown == {"complete_load", "complete_store"}
     slots.complete_load([KEYS[0], KEYS[1], KEYS[2], KEYS[9]])
-    slots.complete_store([KEYS[0], KEYS[2], KEYS[9]])
-    slots.complete_store([KEYS[2]], success=False)
+    slots.end_store([KEYS[0], KEYS[2], KEYS[9]])
+    slots.end_store([KEYS[2]], success=False)
     assert slots.counts() == before
-    assert slots.lookup(KEYS[2], REQ) is None  # a promotion is not the engine's to declare done
+    assert lookup(slots, KEYS[2]) is None  # a promotion is not the engine's to declare done
     counted = slots.metrics.value
     assert counted("kvtiers_contained_errors_total", "engine", "complete_load") == 4
     assert counted("kvtiers_contained_errors_total", "engine", "complete_store") == 4
@@ -205,8 +211,8 @@ def test_request_larger_than_the_region_stores_its_first_blocks_and_logs_why(cap
         output = slots.prepare_store(KEYS[:10], REQ)
         assert output is not None
         assert output.keys_to_store in ((KEYS[0], KEYS[2], KEYS[3]), ())
-    slots.complete_store([KEYS[0], KEYS[2], KEYS[3]])
-    assert [slots.lookup(key, REQ) for key in KEYS[:6]] == [True] * 4 + [False] * 2
+    slots.end_store([KEYS[0], KEYS[2], KEYS[3]])
+    assert [lookup(slots, key) for key in KEYS[:6]] == [True] * 4 + [False] * 2
     messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(messages) == 1
     assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be stored beyond" in messages[0]
@@ -215,14 +221,14 @@ def test_request_larger_than_the_region_stores_its_first_blocks_and_logs_why(cap
 def test_reservation_takes_as_many_of_the_first_keys_as_fit() -> None:
     slots = Slots(4)
     store(slots, *KEYS[:3])
-    slots.prepare_load([KEYS[0]], REQ)
+    slots.prepare_load([KEYS[0]])
     blocks = slots.reserve(KEYS[10:20])
     assert [block.key for block in blocks] == KEYS[10:13]
     assert slots.counts() == SlotCounts(free=0, ready=0, pinned=1, pending=3, quarantined=0)
     assert slots.end_promotion(blocks[:2], success=True) == blocks[:2]
     assert slots.end_promotion(blocks[2:], success=False) == []
     assert slots.counts() == SlotCounts(free=1, ready=2, pinned=1, pending=0, quarantined=0)
-    assert slots.lookup(KEYS[10], REQ) is True
+    assert lookup(slots, KEYS[10]) is True
     assert blocks[2].state is BlockState.GONE
 
 
@@ -231,7 +237,7 @@ def test_pins_and_loads_both_keep_a_block_from_eviction() -> None:
     store(slots, KEYS[0])
     block = find(slots, KEYS[0])
     slots.pin(block)
-    slots.prepare_load([KEYS[0]], REQ)
+    slots.prepare_load([KEYS[0]])
     slots.unpin(block)
     assert slots.prepare_store([KEYS[1]], REQ) is None
     slots.pin(block)
@@ -246,21 +252,21 @@ def test_reset_quarantines_blocks_in_use_and_keeps_running_stores() -> None:
     store(slots, *KEYS[:3])
     pinned = find(slots, KEYS[0])
     slots.pin(pinned)
-    slots.prepare_load([KEYS[1]], REQ)
+    slots.prepare_load([KEYS[1]])
     slots.prepare_store([KEYS[3]], REQ)
     loading = slots.reserve([KEYS[4]])
     list(slots.take_events())
     slots.reset_cache()
     assert slots.counts() == SlotCounts(free=4, ready=0, pinned=0, pending=1, quarantined=3)
-    assert [slots.lookup(key, REQ) for key in KEYS[:5]] == [False, None, False, None, False]
+    assert [lookup(slots, key) for key in KEYS[:5]] == [False, None, False, None, False]
     assert list(slots.take_events()) == [OffloadingEvent(tuple(KEYS[:3]), "CPU", removed=True)]
     store(slots, KEYS[0])  # the key again, in another slot
     assert slots.end_promotion(loading, success=True) == []
     slots.unpin(pinned)
     slots.complete_load([KEYS[1]])
-    slots.complete_store([KEYS[3]])
+    slots.end_store([KEYS[3]])
     assert slots.counts() == SlotCounts(free=6, ready=2, pinned=0, pending=0, quarantined=0)
-    assert [slots.lookup(key, REQ) for key in KEYS[:5]] == [True, False, False, True, False]
+    assert [lookup(slots, key) for key in KEYS[:5]] == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("ends_first", ["load", "pin"])
@@ -270,11 +276,11 @@ def test_block_that_is_loaded_at_a_reset_is_not_found_again(ends_first: str) -> 
     block = find(slots, KEYS[0])
     slots.pin(block)
     for _ in range(2):
-        slots.prepare_load([KEYS[0]], REQ)
+        slots.prepare_load([KEYS[0]])
     slots.reset_cache()
-    assert slots.lookup(KEYS[0], REQ) is None
+    assert lookup(slots, KEYS[0]) is None
     with pytest.raises(KeyError):
-        slots.prepare_load([KEYS[0]], REQ)
+        slots.prepare_load([KEYS[0]])
     output = slots.prepare_store([KEYS[0]], REQ)  # the end of the loads would be told by the same key
     assert output is not None
     assert output.keys_to_store == ()
@@ -284,7 +290,7 @@ def test_block_that_is_loaded_at_a_reset_is_not_found_again(ends_first: str) -> 
         slots.unpin(block)
     assert slots.counts().quarantined == 1
     slots.complete_load([KEYS[0]])
-    assert slots.lookup(KEYS[0], REQ) is False
+    assert lookup(slots, KEYS[0]) is False
     if ends_first == "load":
         assert slots.counts().quarantined == 1
         slots.unpin(block)
@@ -296,7 +302,7 @@ def test_shutdown_frees_blocks_that_were_loaded_at_a_reset() -> None:
     store(slots, *KEYS[:2])
     pinned = find(slots, KEYS[1])
     slots.pin(pinned)
-    slots.prepare_load(KEYS[:2], REQ)
+    slots.prepare_load(KEYS[:2])
     slots.reset_cache()
     slots.shutdown()
     assert slots.counts() == SlotCounts(free=1, ready=0, pinned=0, pending=0, quarantined=1)
@@ -307,18 +313,18 @@ def test_shutdown_frees_blocks_that_were_loaded_at_a_reset() -> None:
 def test_shutdown_frees_all_slots_but_those_that_tiers_use() -> None:
     slots = Slots(8)
     store(slots, *KEYS[:3])
-    slots.prepare_load([KEYS[0]], REQ)
+    slots.prepare_load([KEYS[0]])
     slots.prepare_store([KEYS[3]], REQ)
     pinned = find(slots, KEYS[1])
     slots.pin(pinned)
     loading = slots.reserve([KEYS[4]])
     slots.shutdown()
     assert slots.counts() == SlotCounts(free=6, ready=0, pinned=0, pending=0, quarantined=2)
-    assert slots.lookup(KEYS[0], REQ) is False
+    assert lookup(slots, KEYS[0]) is False
     assert slots.prepare_store([KEYS[5]], REQ) is None
     assert slots.reserve([KEYS[5]]) == []
     slots.complete_load([KEYS[0]])
-    slots.complete_store([KEYS[3]])
+    slots.end_store([KEYS[3]])
     slots.unpin(pinned)
     slots.end_promotion(loading, success=True)
     assert slots.counts().free == 8
@@ -359,7 +365,7 @@ def test_eviction_does_not_visit_pinned_blocks() -> None:
     slots = Slots(20_000)
     keys = [OffloadKey(number.to_bytes(8, "little")) for number in range(60_000)]
     store(slots, *keys[:20_000])
-    slots.prepare_load(keys[10_000:20_000], REQ)
+    slots.prepare_load(keys[10_000:20_000])
     steps = 0
 
     class Counting(set[OffloadKey]):

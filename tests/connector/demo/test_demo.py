@@ -470,8 +470,7 @@ def test_a_storage_without_room_is_told(options: DemoOptions, tmp_path: Path) ->
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_default_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_the_default_model(tmp_path: Path) -> None:
     try:
         find_model(None)
     except ConfigError as e:

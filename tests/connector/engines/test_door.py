@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.connector.base import CacheConfig, ModelConfig
+from kvtiers.connector.base import CacheConfig, ModelConfig, OffloadingConfig
 from kvtiers.connector.engines.door import (
     Door,
-    EngineConfig,
     check_options,
     counted_revision,
-    staging_bytes,
+    serve_metrics,
+    staging_of,
     tier_options,
     weights_digest,
 )
 from kvtiers.connector.engines.release import Release
 from kvtiers.connector.ranks.place import rank_tier
 from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import Metrics
 from tests.identity import block_key
 
 ROOT = Path(__file__).parents[3]
@@ -42,24 +43,31 @@ def test_shipped_options_are_accepted_and_shown_in_the_docs(name: str, theirs: t
     options = options.get("adapter_params", options)
     check_options(options, theirs)
     assert rank_tier(tier_options(options)).type == "fs"
-    assert staging_bytes(options) == 256 << 20
+    assert staging_of(options) == 256 << 20
 
 
 def test_misspelled_option_and_wrong_size_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="stagin: is not an option of kvtiers; accepted are"):
         check_options({"stagin": 1}, ())
+    tier = {"shared_storage_path": "/kv"}
     with pytest.raises(ConfigError, match="staging: "):
-        staging_bytes({"staging": "much"})
+        check_options({**tier, "staging": "much"}, ())
+    with pytest.raises(ConfigError, match="metrics_port: '9100' is not accepted; write 1 to 65535"):
+        check_options({**tier, "metrics_port": "9100"}, ())
 
 
 def test_taken_metrics_port_is_logged_and_blocks_still_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig(ModelConfig("org/model", "bfloat16", "abc"), CacheConfig(16), inference_engine="test")
+    config = OffloadingConfig(ModelConfig("org/model", "bfloat16", "abc"), CacheConfig(16), inference_engine="test")
     options = {"tier": {"type": "fs", "root_dir": str(tmp_path), "min_free": 0}, "staging": "1MiB"}
     blocks = [[memoryview(bytearray(4096))]]
-    with socket.create_server(("127.0.0.1", 0)) as taken, closing(Door(config, options, 4096)) as door:
+    metrics = Metrics()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        closing(Door(config, options, 4096, metrics, "r0")) as door,
+    ):
         port = taken.getsockname()[1]
-        door.serve_metrics(port)
-        assert f"metrics are not served on port {port}" in caplog.text
+        assert serve_metrics({"metrics_port": port}, metrics) is None
+        assert f"metrics are not served on 127.0.0.1:{port}" in caplog.text
         assert door.store([block_key(1)], blocks) == [True]
 
 

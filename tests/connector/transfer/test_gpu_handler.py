@@ -18,17 +18,18 @@ from kvtiers.connector.base import (
     CanonicalKVCacheTensor,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
-    OffloadingHandler,
     TransferResult,
 )
 from kvtiers.connector.transfer import host_copy
 from kvtiers.connector.transfer.gpu_handler import Completion, CopyHandler, create_handlers
 from kvtiers.connector.transfer.host_copy import HostCompletion, HostCopier
 from kvtiers.connector.transfer.transfer_plan import CopyPlan, Direction, TensorGeometry, TransferLayout
+from tests.connector.transfer import transfer_cases
 from tests.connector.transfer.transfer_cases import (
     POISON,
     Job,
     World,
+    check_transfer,
     finish,
     make_job,
     make_world,
@@ -47,55 +48,18 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(20261121)
 
 
-class Handlers:
-    """A world's two handlers, shut down at the end; meanwhile these thresholds are in force."""
+class Handlers(transfer_cases.Handlers):
+    """Handlers with these thresholds in force."""
 
     def __init__(self, world: World, **thresholds: int) -> None:
-        self.world = world
-        self.store, self.load = create_handlers(world.caches, world.views, world.factor)
-        self._thresholds = thresholds
+        super().__init__(world)
         self._patch = pytest.MonkeyPatch()
-
-    def __enter__(self) -> Handlers:
-        for name, value in self._thresholds.items():
+        for name, value in thresholds.items():
             self._patch.setattr(host_copy, name, value)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.store.shutdown()
-        self.load.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        super().__exit__(kind)
         self._patch.undo()
-
-    def run(self, job: Job, direction: Direction, job_id: int = 1) -> TransferResult:
-        handler, spec = self.of(job, direction)
-        assert handler.transfer_async(job_id, spec)
-        (result,) = finish(handler, 1)
-        return result
-
-    def of(self, job: Job, direction: Direction) -> tuple[OffloadingHandler, Any]:
-        return (self.store, (job.gpu, job.cpu)) if direction is Direction.STORE else (self.load, (job.cpu, job.gpu))
-
-
-def check_transfer(handlers: Handlers, job: Job, direction: Direction) -> None:
-    """Runs the job; all memory must be as the reference leaves it, destinations poisoned before."""
-    world = handlers.world
-    pairs = pages_of(world, job)
-    for kv, slot in pairs:
-        (slot if direction is Direction.STORE else kv).fill_(POISON)
-    before = world.bytes_now()
-    for kv, slot in pairs:
-        source, destination = (kv, slot) if direction is Direction.STORE else (slot, kv)
-        destination.copy_(source)
-    expected = world.bytes_now()
-    for memory, old in zip((*world.storages, world.region), before, strict=True):
-        memory.copy_(old)
-
-    result = handlers.run(job, direction)
-
-    assert result.success
-    assert result.transfer_size == sum(kv.numel() for kv, _ in pairs)
-    for got, want in zip(world.bytes_now(), expected, strict=True):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -261,8 +225,7 @@ def test_both_directions_at_once_with_many_jobs(rng: np.random.Generator) -> Non
         for at in range(jobs):
             for way, direction in enumerate(Direction):
                 job = Job(blocks[way, at].tolist(), slots[way, at].tolist(), (4,), (0,))
-                handler, spec = handlers.of(job, direction)
-                assert handler.transfer_async(at, spec)
+                handlers.submit(job, direction, at)
         for handler in (handlers.store, handlers.load):
             results = finish(handler, jobs)
             assert [result.job_id for result in results] == list(range(jobs))

@@ -14,19 +14,27 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvtiers.connector.base import OffloadingHandler
 from kvtiers.connector.transfer.cuda_driver import CudaDriver
 from kvtiers.connector.transfer.gpu_copy import GpuCopier
-from kvtiers.connector.transfer.gpu_handler import create_handlers
 from kvtiers.connector.transfer.transfer_plan import Direction
 from tests import gpu_machine
-from tests.connector.transfer.transfer_cases import POISON, Job, World, finish, make_job, make_world, pages_of
+from tests.connector.transfer import transfer_cases
+from tests.connector.transfer.transfer_cases import (
+    POISON,
+    Job,
+    World,
+    check_transfer,
+    finish,
+    make_job,
+    make_world,
+    pages_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -68,22 +76,18 @@ def world(rng: np.random.Generator) -> World:
     )
 
 
-class Handlers:
-    """Both handlers, shut down at the end of the block, and the method that was asked for must be what they used.
+class Handlers(transfer_cases.Handlers):
+    """Handlers that must use the method that was asked for.
 
-    Of memory that is not pinned a driver may refuse it; then a warning says so.
+    A driver may refuse it for memory that is not pinned; then a warning says so.
     """
 
     def __init__(self, world: World, *, pin: bool = True, **options: Any) -> None:
-        self.world, self.pin, self.method = world, pin, options.get("method")
-        self.store, self.load = create_handlers(world.caches, world.views, world.factor, pin=pin, **options)
-
-    def __enter__(self) -> Self:
-        return self
+        super().__init__(world, pin=pin, **options)
+        self.pin, self.method = pin, options.get("method")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.store.shutdown()
-        self.load.shutdown()
+        super().__exit__(kind)
         if kind is None and self.method is not None:
             for direction, handler in zip(Direction, (self.store, self.load), strict=True):
                 assert isinstance(handler.copier, GpuCopier)
@@ -92,38 +96,11 @@ class Handlers:
                     assert not self.pin, said
                     warnings.warn(f"unpinned: {said}", stacklevel=2)
 
-    def submit(self, job: Job, direction: Direction, job_id: int = 1) -> OffloadingHandler:
-        handler = self.store if direction is Direction.STORE else self.load
-        spec = (job.gpu, job.cpu) if direction is Direction.STORE else (job.cpu, job.gpu)
-        assert handler.transfer_async(job_id, spec)
-        return handler
-
 
 @pytest.fixture
 def handlers(world: World, options: dict[str, Any]) -> Iterator[Handlers]:
     with Handlers(world, **options) as each:
         yield each
-
-
-def check_transfer(handlers: Handlers, job: Job, direction: Direction) -> None:
-    """Runs the job; all memory must be as a page-by-page copy leaves it, destinations poisoned before."""
-    world = handlers.world
-    storing = direction is Direction.STORE
-    pairs = pages_of(world, job)
-    for kv, slot in pairs:
-        (slot if storing else kv).fill_(POISON)
-    torch.cuda.synchronize()
-    before = world.bytes_now()
-    for kv, slot in pairs:
-        slot.copy_(kv) if storing else kv.copy_(slot)
-    expected = world.bytes_now()
-    for memory, old in zip((*world.storages, world.region), before, strict=True):
-        memory.copy_(old)
-    (result,) = finish(handlers.submit(job, direction), 1)
-    assert result.success
-    assert result.transfer_size == sum(kv.numel() for kv, _ in pairs)
-    assert result.transfer_time > 0
-    assert all(torch.equal(got, want) for got, want in zip(world.bytes_now(), expected, strict=True))
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -34,9 +34,8 @@ UNUSABLE = f"has an NVIDIA GPU that torch {torch.__version__} cannot use"
     ],
     ids=["a GPU", "a GPU, make test", "none"],
 )
-@pytest.mark.parametrize("in_pytest", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, wanted: str, outcome: str, said: str, in_pytest: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, wanted: str, outcome: str, said: str
 ) -> None:
     monkeypatch.setenv("KVTIERS_TEST_GPU", wanted)
     smi = tmp_path / "nvidia-smi"
@@ -44,30 +43,9 @@ def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if not in_pytest:
-        raised = pytest.fail.Exception if outcome == "failed" else pytest.skip.Exception
-        with pytest.raises(raised, match=re.escape(said)):
-            gpu_machine.skip_without_cuda()
-        return
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "tests/connector/transfer/test_gpu_handler_cuda.py",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert ran.returncode == (outcome == "failed"), ran.stdout
-    assert said in ran.stdout
+    raised = pytest.fail.Exception if outcome == "failed" else pytest.skip.Exception
+    with pytest.raises(raised, match=re.escape(said)):
+        gpu_machine.skip_without_cuda()
 
 
 def test_the_drivers_device_is_a_gpu_whatever_torch_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from kvtiers.connector.base import (
     OffloadingHandler,
     TransferResult,
 )
+from kvtiers.connector.transfer.gpu_handler import create_handlers
+from kvtiers.connector.transfer.transfer_plan import Direction
 
 POISON = 0x5A
 Groups = Sequence[Sequence[tuple[int, int]]]
@@ -169,6 +172,51 @@ def pages_of(world: World, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
     assert not blocks
     assert not slots
     return pairs
+
+
+class Handlers:
+    """A world's two handlers, shut down at the end of the block."""
+
+    def __init__(self, world: World, **options: Any) -> None:
+        self.world = world
+        self.store, self.load = create_handlers(world.caches, world.views, world.factor, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.store.shutdown()
+        self.load.shutdown()
+
+    def submit(self, job: Job, direction: Direction, job_id: int = 1) -> OffloadingHandler:
+        handler = self.store if direction is Direction.STORE else self.load
+        spec = (job.gpu, job.cpu) if direction is Direction.STORE else (job.cpu, job.gpu)
+        assert handler.transfer_async(job_id, spec)
+        return handler
+
+    def run(self, job: Job, direction: Direction) -> TransferResult:
+        (result,) = finish(self.submit(job, direction), 1)
+        return result
+
+
+def check_transfer(handlers: Handlers, job: Job, direction: Direction) -> None:
+    """Runs the job; all memory must be as a page-by-page copy leaves it, destinations poisoned before."""
+    world = handlers.world
+    storing = direction is Direction.STORE
+    pairs = pages_of(world, job)
+    for kv, slot in pairs:
+        (slot if storing else kv).fill_(POISON)
+    before = world.bytes_now()
+    for kv, slot in pairs:
+        slot.copy_(kv) if storing else kv.copy_(slot)
+    expected = world.bytes_now()
+    for memory, old in zip((*world.storages, world.region), before, strict=True):
+        memory.copy_(old)
+    result = handlers.run(job, direction)
+    assert result.success
+    assert result.transfer_size == sum(kv.numel() for kv, _ in pairs)
+    assert result.transfer_time > 0
+    assert all(torch.equal(got, want) for got, want in zip(world.bytes_now(), expected, strict=True))
 
 
 def finish(handler: OffloadingHandler, count: int, timeout_s: float = 120.0) -> list[TransferResult]:

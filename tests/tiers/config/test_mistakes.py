@@ -56,7 +56,7 @@ def told_of(tier: dict[str, Any]) -> str:
                 ("identity", {"ignored": []}, "identity.ignored: is not a known key; did you mean ignore?"),
                 ("metrics", {"adress": "::1"}, "metrics.adress: is not a known key; did you mean address?"),
                 ("metrics", {"port": True}, "metrics.port: true is not a number"),
-                ("handler", {"pinned": True}, "handler.pinned: is not a known key; accepted: kernel_copies_min, "),
+                ("handler", {"pinned": True}, "handler.pinned: is not a known key; accepted: method, pin"),
                 ("eviction_policy", "lru", "eviction_policy: is not a known key; accepted: blocks_per_chunk, "),
                 ("root_dir", "/x", "root_dir: is not a known key; accepted: blocks_per_chunk, "),
                 ("tiers", {}, "tiers: {} is not a list"),
@@ -407,7 +407,7 @@ GOOD: list[dict[str, Any]] = [
     {
         "region": {"size": "64MiB", "eviction_policy": "arc", "promotion_wait_s": 0.5, "instance_id": "a"},
         "blocks_per_chunk": 4,
-        "handler": {"method": "copy", "store_kernel_bytes_max": "28KiB", "kernel_copies_min": 16, "pin": False},
+        "handler": {"method": "copy", "pin": False},
         "metrics": {"port": 9400, "address": "127.0.0.1"},
         "identity": {"ignore": ["VLLM_X"]},
         "tiers": [
