@@ -184,6 +184,16 @@ class Decisions:
         done = prompt.computed + loaded
         return self.steps.prefill.seconds(prompt.tokens - done, done)
 
+    def order(self, totals: Sequence[int]) -> list[int]:
+        """Tiers in the order in which to ask them: the soonest first if all are known, else as configured.
+
+        Args:
+            totals: blocks that each tier has to load until it has loaded a whole request.
+        """
+        if not all(way.knows(total) for way, total in zip(self.ways, totals, strict=True)):
+            return list(range(len(totals)))
+        return sorted(range(len(totals)), key=lambda at: self.ways[at].lookup_s + self.ways[at].seconds(totals[at]))
+
     def judge(self, tier: int, expected: Expected | None, lookup_s: float = 0.0, *, may_try: bool = True) -> str:
         """Decide about a tier's hits; returns a reason."""
         if self._load[tier] != "auto":

@@ -15,7 +15,7 @@ from .guard import GuardedTier
 from .jobs import Job, Jobs, TierShare
 from .options import ManagerOptions
 from .slots import Block, Slots
-from .waits import EVERY_TIER, Wait
+from .waits import EVERY_TIER, Lookup, Wait
 
 logger = get_logger(__name__)
 
@@ -107,8 +107,12 @@ class Loads:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def judge_unasked(self, wait: Wait) -> None:
-        """Choose the tiers that a new request does not ask. See ``decisions``."""
+    def judge_unasked(self, wait: Wait, lookups: Sequence[Lookup]) -> None:
+        """Choose the tiers that a new request does not ask, and the order of the others. See ``decisions``.
+
+        Args:
+            lookups: of the tiers.
+        """
         decisions, prompt, tried = self._decisions, wait.prompt, 0
         known = len(wait.found)
         blocks = decisions.blocks_of(prompt) if prompt is not None else 0
@@ -120,7 +124,10 @@ class Loads:
                 tried |= 1 << index
             elif reason not in LOADED:
                 self._decline(wait, index, reason, expected)
-        wait.try_tiers(tried)
+        if prompt is not None and len(self.shares) > 1:
+            order = decisions.order([share.progress.unreported + blocks - known for share in self.shares])
+            lookups = [lookups[index] for index in order]
+        wait.choose_tiers(lookups, tried)
 
     def _judge(self, wait: Wait, now: float) -> None:
         """Decide about the hits of tiers that were not decided about. While answers are owed, only for loading them."""

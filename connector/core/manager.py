@@ -231,7 +231,7 @@ class BlockManager(OffloadingManager):
         if wait is None:
             prompt = self._prompt if self._prompt_of == req_context.req_id else None
             wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context), prompt)
-            self._loads.judge_unasked(wait)
+            self._loads.judge_unasked(wait, self._tier_lookups)
         # Not ``wait.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
         if block is None or (
             block.state is BlockState.LOADING
@@ -249,7 +249,7 @@ class BlockManager(OffloadingManager):
         may_be_excluded = (
             wait.excluded_tiers | wait.declined_tiers or wait.excluded or self._loads.num_failed != wait.came_after
         )
-        for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
+        for index, bit, ask in wait.lookups:  # enumerate would take a sixth of the time of this call
             if may_be_excluded and self._loads.is_excluded(wait, key, index):
                 continue
             answer = ask(key, wait.context)

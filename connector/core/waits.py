@@ -20,6 +20,7 @@ from .slots import Block, BlockState, Slots
 from .worth import Way
 
 EVERY_TIER = -1  # as a bit mask
+Lookup = tuple[int, int, Callable[[OffloadKey, ReqContext], bool | None]]  # index of a tier, its bit, its ``lookup``
 _GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups: an engine whose batch is full looks nothing up
 #: Unfinished requests that are remembered. Of the oldest beyond these, a wait begins anew at its next lookup.
 REQUESTS_MAX = 65_536
@@ -54,6 +55,7 @@ class Wait:
     has_news: bool = False  # an answer may have changed since its latest lookup
     excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers it must not be loaded from
     # Decisions; see ``decisions``
+    lookups: Sequence[Lookup] = ()  # of the tiers, in the order in which they are asked
     tried: int = 0  # bit mask of the tiers that are tried although they are expected to be too slow
     plans: dict[int, Plan | None] = field(default_factory=dict)  # tier to load from -> what is expected, if anything
     declined_tiers: int = 0  # bit mask
@@ -208,9 +210,9 @@ class Wait:
             self.hit_tiers, self.capped_since, self.starved_since, self.starved_key = 0, None, None, None
         self.has_news = True
 
-    def try_tiers(self, tiers: int) -> None:
-        """Load from the tiers of a bit mask, also if that is expected to take too long."""
-        self.tried = tiers
+    def choose_tiers(self, lookups: Sequence[Lookup], tried: int) -> None:
+        """Ask these tiers, in this order. Load from the ``tried`` ones also if that is expected to take too long."""
+        self.lookups, self.tried = lookups, tried
 
     def take_undecided(self) -> bool:
         """Whether there are hits without a plan, and more hits or answers than at the last call."""

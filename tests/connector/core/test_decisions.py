@@ -141,6 +141,22 @@ def test_declined_request_keeps_the_reason_and_the_expected_seconds() -> None:
     assert declined.load_s > 5 * declined.compute_s
 
 
+def test_tier_that_loads_soonest_is_asked_before_an_earlier_tier() -> None:
+    both = Engine([Link(100, 0.05), Link(5000, 0.0005)], 0.002, 1 / 500, block_tokens=BLOCK_TOKENS)
+    first = both.tiers[0].absent
+    for _ in range(2):
+        both.first_token_s(2000, stored=False)
+    for _ in range(3):
+        both.first_token_s(2000)  # from the first tier
+        request = both.send(2000)
+        first.update(request.keys)  # from the second one
+        both.run()
+    loaded = [tier.loaded for tier in both.tiers]
+    both.first_token_s(2000)
+    assert both.tiers[0].loaded == loaded[0]
+    assert both.tiers[1].loaded > loaded[1]
+
+
 def test_tier_with_an_unknown_load_is_refused() -> None:
     tier = ScriptedTier(make_view(4))
     tier.load = "sometimes"
