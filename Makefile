@@ -11,7 +11,7 @@ export PIP_CONSTRAINT = constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo plot test test-full test-rest test-pythons test-gpu gpu-bundle gpu-vllm gpu-rehearsal check lint \
-	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt \
+	bench bench-far bench-fs bench-gc bench-gpu bench-gpu-prompt bench-idle \
 	bench-break-even bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-bound bench-writers docs reference \
 	site soak e2e e2e-env e2e-older e2e-reduced test-vllm contract engines-env test-engines bench-engines wheel image clean
 
@@ -121,6 +121,10 @@ bench-gpu: setup
 # ROOT: a folder for the files.
 bench-gpu-prompt: setup
 	$(BIN)/python -m tests.benchmarks.bench_gpu_prompt $(or $(ROOT),build/bench-gpu-prompt) --json $(RESULTS)/gpu-prompt.json
+
+# Takes `make e2e-env`, and a machine that does nothing else.
+bench-idle: setup
+	$(E2E_ENV)/bin/python -m tests.benchmarks.bench_idle
 
 bench-s3: setup
 	$(BIN)/python -m tests.benchmarks.bench_s3 --json build/bench-s3.json --png build/bench-s3.png
