@@ -69,9 +69,11 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_collector_removed_blobs_total": _counter(
         "Blocks that this process's collector removed.", "tier", "reason"
     ),
-    "kvtiers_collector_removed_bytes_total": _counter("Bytes of these blocks.", "tier", "reason"),
+    "kvtiers_collector_removed_bytes_total": _counter(
+        "Bytes of the blocks that this process's collector removed.", "tier", "reason"
+    ),
     "kvtiers_collector_runs_total": _counter(
-        "Polls in which this process's collector worked: ok, error.",
+        "Rounds of this process's collector, by outcome: ok, error.",
         "tier",
         "outcome",
     ),
@@ -85,26 +87,31 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_jobs_in_flight": _gauge("Jobs that have not ended.", "tier"),
     "kvtiers_jobs_total": _counter("Jobs by outcome: ok, partial, failed.", "tier", "op", "outcome"),
     "kvtiers_load_decisions_total": _counter(
-        "Requests by why their hits were loaded (always, faster, trial, unknown) or not (behind, never, slower).",
+        "Requests by the reason why hits were loaded (always, faster, trial, unknown) or not (behind, never, slower).",
         "tier",
         "reason",
     ),
     "kvtiers_lookup_probes_total": _counter("Lookups sent to storage: hit, miss, error, deadline.", "tier", "result"),
     "kvtiers_lookups_total": _counter("Blocks that requests looked up in the tier: hit, miss.", "tier", "result"),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot was free in time."),
-    "kvtiers_requests_total": _counter("Requests by why no more was loaded (kvtiers explain).", "reason"),
+    "kvtiers_requests_total": _counter(
+        "Requests by the reason why no more was loaded (see kvtiers explain).", "reason"
+    ),
     "kvtiers_schedule_end_seconds": MetricDef(
-        MetricKind.HISTOGRAM, "Seconds on the scheduler's thread at the end of an engine step.", (), _STEP_SECONDS
+        MetricKind.HISTOGRAM,
+        "Seconds that the scheduler's thread spends in kvtiers at the end of an engine step.",
+        (),
+        _STEP_SECONDS,
     ),
     "kvtiers_slots": _gauge("Slots of the region: free, ready, pinned, pending, quarantined.", "state"),
     "kvtiers_storage_max_bytes": _gauge("max_bytes, if it is set.", "tier"),
     "kvtiers_storage_used_bytes": _gauge("Bytes in the tier's root, as its collector counts them.", "tier"),
-    "kvtiers_store_errors_total": _counter("Errors of the store, by class.", "tier", "op", "error"),
+    "kvtiers_store_errors_total": _counter("Storage errors, by class.", "tier", "op", "error"),
     "kvtiers_stored_since_load_bytes": _gauge(
         "Bytes stored since the tier was last loaded from. Updated once a minute.", "tier"
     ),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
-    "kvtiers_verify_failures_total": _counter("Reads that were not the requested block, by reason.", "tier", "reason"),
+    "kvtiers_verify_failures_total": _counter("Reads that failed verification, by reason.", "tier", "reason"),
 }
 
 

@@ -27,7 +27,7 @@ ROOT = "/var/cache/kvtiers"  # in the transcript, in place of the folder that th
 CONFIG = """\
 region: {{size: 64MiB}}
 tiers:
-  - {{type: fs, root_dir: {root}, max_bytes: 64MiB}}
+  - {{type: fs, root_dir: {root}}}
 """
 TRANSCRIPT = ("du kvtiers.yaml", f"rm kvtiers.yaml --model {MODEL} -n")
 #: Options that several commands share, which their tables leave out.
@@ -39,12 +39,12 @@ WITH_OPTIONS = [name for name in COMMANDS if name not in ("du", "demo")]
 FIELDS = {
     "tier, where": "a tier's name, and its folder, bucket or URL",
     "error": "why a tier's storage failed; the tier's other fields are then missing",
-    "blocks, bytes": "number of blocks, and their bytes with their seals",
-    "blobs, blob_bytes": "the same of everything that is stored, blocks included",
+    "blocks, bytes": "number of blocks, and their bytes, seals included",
+    "blobs, blob_bytes": "number and bytes of all files or objects, blocks included",
     "bad, copied, removed": "numbers of blocks",
     "failed": "number of blocks that could not be read, written or removed",
     "mtime": "time of the last use or write, in Unix seconds",
-    "reason": "why, as a code or a sentence",
+    "reason": "the cause, as a code or a sentence",
     "verdict": "of `check`: `usable`, `usable_with_warnings` or `not_usable`",
     "state": "of a block in `show`: `good`, `bad`, `not_verified` or `not_readable`",
 }
@@ -84,10 +84,10 @@ Before its document, `ls` prints a line for each block. A name means the same in
 """
 #: Command -> what it changes.
 CHANGES = {
-    "check": "nothing; with `--write`, adds blobs and removes them",
+    "check": "nothing; with `--write`, adds small files or objects, and removes them",
     "gc": "removes blocks",
     "rm": "removes blocks",
-    "verify": "nothing; with `--repair`, moves bad blocks aside",
+    "verify": "nothing; with `--repair`, removes bad blocks",
     "copy": "adds blocks to the target",
     "bench": "adds blocks, and removes them",
     "demo": "fills a folder of its own",

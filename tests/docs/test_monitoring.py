@@ -41,7 +41,7 @@ def snippets(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    return [line for snippet in snippets("") for line in snippet.replace("\\\n", " ").splitlines()]
+    return [line for snippet in snippets("sh") for line in snippet.replace("\\\n", " ").splitlines()]
 
 
 def config_of_prometheus() -> dict[str, Any]:

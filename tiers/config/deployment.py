@@ -74,7 +74,7 @@ class HandlerConfig(Model):
 
     method: Literal["batch", "kernel", "copy"] | None = Field(
         None,
-        description="Copy with this method if it can: batched driver calls, a kernel, or torch's copy_. null: chosen "
+        description="How to copy, where possible: batched driver calls, a kernel, or torch's copy_. null: chosen "
         "for each job.",
     )
     pin: bool = Field(True, description="Page-lock the region, for faster copies.")

@@ -42,10 +42,10 @@ MAX_BYTES_MIN = 1 << 20
 REQUEST_SHARE = 2 / 3  # of job_deadline_s, for one request to S3 with its retries: the job's other work takes time, too
 CONNECTIONS_MAX = 1024  # of a client to S3; each takes a descriptor
 ISOLATION = (
-    "process: I/O runs in processes, which are killed when they hang. thread: in the engine; on nfs only with a mount "
-    "that times out (soft, softerr). auto: process if other processes can map the region."
+    "process: I/O runs in processes, which are killed when they hang. thread: I/O runs in the engine's threads; "
+    "on nfs this needs a mount that times out (soft, softerr). auto: process if other processes can map the region."
 )
-LOOKUP_DEADLINE = "Lookups are misses if the storage answers none for this long."
+LOOKUP_DEADLINE = "Lookups are misses if the storage answers none of them for this long."
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 POLL_S, REMOTE_POLL_S = 0.25, 5.0  # how often writers publish what they put, and a collector reads it
@@ -125,8 +125,8 @@ class TierConfig(Model):
     )
     n_read_threads: Threads = Field(
         default_factory=default_threads,
-        description="Threads that prefer loads. On s3 and fsspec: concurrent requests, at most 8 in the engine's "
-        "process.",
+        description="Threads that prefer loads. On s3 and fsspec: concurrent requests, at most 8 with "
+        "`isolation: thread`.",
     )
     n_write_threads: Threads = Field(default_factory=default_threads, description="The same for stores.")
     children: Annotated[int, Field(ge=1, le=64)] = Field(
@@ -294,8 +294,8 @@ class S3TierConfig(NetworkTierConfig):
     endpoint_url: str | None = Field(
         None,
         description="Endpoint of an S3 other than AWS, such as https://minio:9000. https://BUCKET.HOST: for a "
-        "server that wants the bucket in its host name (Alibaba OSS, Tencent COS). https://BUCKET.HOST/BUCKET: for one "
-        "whose own name begins so.",
+        "server that wants the bucket in its host name (Alibaba OSS, Tencent COS). https://BUCKET.HOST/BUCKET: for a "
+        "server whose own host name begins with the bucket's name.",
     )
     region: str | None = Field(None, description="Region. Default: as boto3 finds it, or us-east-1.")
     profile: str | None = Field(None, description="Profile in ~/.aws/config.")
