@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 
 
 class LoadedCode:
@@ -34,15 +35,23 @@ class LoadedCode:
 
     def _digest(self) -> bytes:
         digest = hashlib.blake2b()
-        for folder, folders, names in os.walk(self._package):
+        for folder, folders, names in os.walk(self._package, onerror=_raise_unless_gone):
             folders.sort()
             for name in sorted(names):
                 if name.endswith(".py"):
                     path = os.path.join(folder, name)
-                    with open(path, "rb", buffering=0) as f:
+                    content = b""
+                    # It is being replaced, so the digest differs; or it is an editor's lock, a link to nothing.
+                    with suppress(FileNotFoundError), open(path, "rb", buffering=0) as f:
                         content = f.read()
                     digest.update(f"{path} {len(content)}\n".encode(errors="surrogateescape") + content)
         return digest.digest()
+
+
+def _raise_unless_gone(e: OSError) -> None:
+    # Other errors, such as a lack of descriptors, do not mean that the code was replaced.
+    if not isinstance(e, FileNotFoundError):
+        raise e
 
 
 OWN_CODE = LoadedCode(os.path.dirname(os.path.abspath(__file__)))

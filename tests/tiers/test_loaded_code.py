@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -53,6 +54,24 @@ def test_package_with_other_code_is_refused(package: Package, name: str) -> None
     (package.folder / name).write_text("a = 2\n")
     with pytest.raises(RuntimeError, match=MESSAGE):
         package.code.check()
+
+
+def test_package_that_cannot_be_read_is_not_called_replaced(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for taken in ("builtins.open", "os.scandir"):
+        with monkeypatch.context() as few:
+            few.setattr(taken, scarce)
+            with pytest.raises(OSError, match="Too many open files"):
+                package.code.check()
+        package.code.check()
+
+
+def test_link_to_nothing_in_the_package_is_accepted(package: Package) -> None:
+    """Some editors make one beside a file that is being edited."""
+    (package.folder / ".#a.py").symlink_to("user@host.1234")
+    LoadedCode(str(package.folder)).check()
 
 
 def test_it_is_looked_at_when_the_registry_is_imported() -> None:

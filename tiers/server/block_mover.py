@@ -45,7 +45,8 @@ class BlockMover:
 
     A load never removes a bad block: this host's memory or network may have damaged the read, and other hosts may read
     the block well. The next store overwrites the block with the same content (``must_replace``), which does no harm if
-    the block was good. A store that cannot overwrite a bad block deletes it first.
+    the block was good. A store that cannot overwrite a bad block reads it once more and deletes it first, unless the
+    last such deletion made no room.
 
     Args:
         name: the tier's name, for logs.
@@ -69,6 +70,7 @@ class BlockMover:
         self.name = name
         self.store = store
         self.must_replace: Callable[[OffloadKey], bool] = lambda _: False
+        self._deletes_in_vain = False  # the last block that was deleted to make room could not be stored
         # Checked once: isinstance with a protocol looks up every method, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
         is_large = rows.row_bytes >= PIECEWISE_BYTES_MIN
@@ -110,6 +112,7 @@ class BlockMover:
         # Put first, and check only if that finds a blob: most blocks are new, and a check costs as much as a small put.
         published = self._put(name, key, row, overwrite=False)
         if published:
+            self._deletes_in_vain = False
             return "moved"
         overwrite = self.must_replace(key)
         try:
@@ -138,11 +141,37 @@ class BlockMover:
             if not overwrite or e.retryable:
                 raise
             # There may be no room for a second block beside the bad one.
+            if self._is_good(key, name):
+                return "already_stored"
+            if self._deletes_in_vain:
+                raise
             self.store.delete(name)
-            if self._put(name, key, row, overwrite=False) is False:
+            self._deletes_in_vain = True
+            published = self._put(name, key, row, overwrite=False)
+            self._deletes_in_vain = False
+            if published is False:
                 raise  # a folder has this name, or another writer was faster
         batch.healed += overwrite
         return "moved"
+
+    def _is_good(self, key: OffloadKey, name: str) -> bool:
+        """Read a stored block once more, outside the region.
+
+        Raises:
+            SealError: only another reader can judge it.
+            StoreError: it cannot be read, so nobody here knows what it is.
+        """
+        row, trailer = memoryview(bytearray(self._rows.row_bytes)), bytearray(TRAILER_BYTES)
+        try:
+            self.store.get_into(name, (row, memoryview(trailer)))
+            self._seal.open_in_place(key, row, trailer)
+        except (BlobCorruptError, BlobNotFoundError):
+            return False
+        except SealError as e:
+            if e.foreign:
+                raise
+            return False
+        return True
 
     def _put(self, name: str, key: OffloadKey, row: memoryview, *, overwrite: bool) -> bool:
         if self._pieces is None or not self._seal.stores_as_is:

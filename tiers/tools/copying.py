@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from ..blocks.file_mapper import CONFIG_FILE_NAME, BlockName
 from ..blocks.namespace import CONFIG_BYTES_MAX
 from ..blocks.seal import TRAILER_BYTES
+from ..daemon_pool import DaemonPool
 from ..errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -37,6 +38,7 @@ from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
 THREADS = 8  # either reading or writing mostly waits, or both
+END_S = 5.0  # for threads to end their current blocks, after Ctrl-C; one that waits for a hung mount is left behind
 BATCH_BLOCKS = 256  # looked up in the target at once
 
 Block = tuple[KeyInfo, BlockName]
@@ -136,7 +138,7 @@ class Copier:
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._rate = rate
-        self._stopped = threading.Event()  # set if the copy ends early: threads then stop between two blocks
+        self._stopped = threading.Event()  # set at the end: threads stop between two blocks
         self._own = threading.local()  # each thread's BlockReader
         self._lock = threading.Lock()  # guards the report's counts
         self._namespaces: set[str] = set()
@@ -149,18 +151,19 @@ class Copier:
             StoreError: a storage call failed for good, or the storage is unavailable.
         """
         left = iter(blocks)
-        with ThreadPoolExecutor(THREADS) as pool:
-            try:
-                while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
-                    self._copy_batch(batch, pool)
-            except BaseException:  # such as Ctrl-C: threads stop after their current blocks
-                self._stopped.set()
-                raise
+        pool = DaemonPool(THREADS, "kvtiers-copy")
+        try:
+            while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
+                self._copy_batch(batch, pool)
+        finally:
+            self._stopped.set()
+            pool.shutdown(END_S)
         return self.report
 
-    def _copy_batch(self, batch: list[Block], pool: ThreadPoolExecutor) -> None:
+    def _copy_batch(self, batch: list[Block], pool: DaemonPool) -> None:
         sizes = self._target.size_many([info.key for info, _ in batch])
-        wanted = self._take_wanted(batch, sizes, pool.map(self._look, batch, sizes))
+        looks = [pool.submit(self._look, *look) for look in zip(batch, sizes, strict=True)]
+        wanted = self._take_wanted(batch, sizes, (look.result() for look in looks))
         wanted_bytes = sum(info.size for info, _ in wanted)
         self._count(seen_bytes=sum(info.size for info, _ in batch) - wanted_bytes)
         if self.report.dry_run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import xxhash
 
 from ..blocks.file_mapper import BlockName, parse_block_name
 from ..blocks.seal import TRAILER_BYTES
+from ..daemon_pool import DaemonPool
 from ..errors import BlobNotFoundError, StoreError
 from ..store import KeyInfo, Store
 from .block_reader import NO_IDENTITY, BlockReader
@@ -22,6 +22,7 @@ from .seal_kinds import seal_kind
 BAD_KEYS_MAX = 10_000  # listed by name in a report; further bad blocks are only counted
 NETWORK_THREADS = 8  # in place of one, if reads mostly wait for a network
 BATCH_BLOCKS = 256  # given to the threads at once, so that a listing need not fit in memory
+END_S = 5.0  # for threads to end their current blocks, after Ctrl-C; one that reads from a hung mount is left behind
 
 
 @dataclass(kw_only=True)
@@ -97,11 +98,15 @@ def verify_blocks(
         return _check_block(own.reader, *block)
 
     blocks = (block for block in list_blocks(store) if subset.has(block[1]))
-    with ThreadPoolExecutor(workers * (NETWORK_THREADS if store.capabilities.latency_bound else 1)) as pool:
+    pool = DaemonPool(workers * (NETWORK_THREADS if store.capabilities.latency_bound else 1), "kvtiers-verify")
+    try:
         while batch := list(islice(blocks, BATCH_BLOCKS)):
-            for (info, _), found in zip(batch, pool.map(check, batch), strict=True):
-                _count(report, info, found)
+            findings = [pool.submit(check, block) for block in batch]
+            for (info, _), found in zip(batch, findings, strict=True):
+                _count(report, info, found.result())
             on_progress(report)
+    finally:
+        pool.shutdown(END_S)
     report.failed += unreadable_count(store)
     return report
 

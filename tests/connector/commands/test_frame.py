@@ -320,6 +320,35 @@ def test_ctrl_c_while_modules_are_imported_shows_no_traceback(root: Path, module
     assert done.stderr in ("", "kvtiers ls: interrupted: nothing was changed\n")
 
 
+@pytest.mark.parametrize("command", ["verify", "copy"])
+def test_ctrl_c_ends_a_command_whose_reads_hang(root: Path, tmp_path: Path, command: str) -> None:
+    (tmp_path / "hung_store.py").write_text(
+        "import pathlib, threading\n"
+        "from kvtiers.tiers.stores.files.local import LocalStore\n"
+        "class HungStore(LocalStore):\n"
+        "    def get_into(self, key, parts):\n"
+        "        if not key.endswith('.bin'):\n"
+        "            return super().get_into(key, parts)\n"
+        "        pathlib.Path(__file__).with_name('reached').touch()\n"
+        "        threading.Event().wait()\n"
+        "make_store = lambda options: HungStore(options['root'])\n"
+    )
+    (root / NAMES[0]).write_bytes(bytes(2 * SIZE))  # a block's size, so that it is read
+    config = write_tiers(tmp_path / "hung.yaml", f"type: store, module_path: hung_store, options: {{root: {root}}}")
+    (tmp_path / "target").mkdir()
+    arguments = [command, config, *([str(tmp_path / "target")] if command == "copy" else [])]
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    process = start(*arguments, env=os.environ | {"PYTHONPATH": path}, preexec_fn=heed_ctrl_c)
+    try:
+        wait_for(lambda: (tmp_path / "reached").exists() or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == ExitCode.INTERRUPTED, err
+    assert err.startswith(f"kvtiers {command}: interrupted: ")
+
+
 def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
     """With what was done and how to continue."""
     (tmp_path / "target").mkdir()
@@ -329,7 +358,7 @@ def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
     wait_for(lambda: any((tmp_path / "target").rglob("config.json")))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == ExitCode.INTERRUPTED
+    assert process.returncode == ExitCode.INTERRUPTED, err
     (line,) = err.splitlines()
     assert re.fullmatch(
         r"kvtiers copy: interrupted: \d blocks?, .* copied; run the same command again to continue: it skips blocks "

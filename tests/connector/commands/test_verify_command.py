@@ -26,7 +26,7 @@ from kvtiers.tiers.errors import SealReason, StoreUnavailableError
 from kvtiers.tiers.server.namespace import open_namespace
 from kvtiers.tiers.store import Capabilities, KeyInfo
 from kvtiers.tiers.stores.files import listing as folder_listing
-from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.files.local import LOGGED_MAX, LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore
 from kvtiers.tiers.tools.block_reader import BlockReader
@@ -239,6 +239,19 @@ def test_folder_that_may_not_be_read_is_an_error_only_in_a_namespace(
     (root / "lost+found").mkdir()
     store = LocalStore(root)
     monkeypatch.setattr(folder_listing, "os", Damaged({"lost+found"}, errno.EACCES))
+    assert verify_blocks(store, workers=1).failed == 0
+    monkeypatch.setattr(folder_listing, "os", Damaged({NAMES[0].split("/")[1]}, errno.EACCES))
+    assert verify_blocks(store, workers=1).failed == 1
+
+
+def test_unreadable_folder_of_a_namespace_is_counted_beside_many_of_others(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {f"A{number}" for number in range(2 * LOGGED_MAX)}
+    for name in others:
+        (root / name).mkdir()
+    monkeypatch.setattr(folder_listing, "os", Damaged(others, errno.EACCES))
+    store = LocalStore(root)
     assert verify_blocks(store, workers=1).failed == 0
     monkeypatch.setattr(folder_listing, "os", Damaged({NAMES[0].split("/")[1]}, errno.EACCES))
     assert verify_blocks(store, workers=1).failed == 1

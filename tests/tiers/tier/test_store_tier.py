@@ -358,6 +358,53 @@ def test_bad_block_that_cannot_be_overwritten_is_deleted_first(bench: Bench, err
 
 
 @ONE_BENCH
+@pytest.mark.parametrize("error", [StoreFullError, StorePermissionError])
+def test_good_block_misread_by_one_read_is_not_deleted_to_make_room(bench: Bench, error: type[StoreError]) -> None:
+    store = NeverReplaces(error)
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    before = read(store, name)
+    store.misread_tails = True
+    assert bench.store(tier, KEYS[:1]).success
+    assert read(store, name) == before
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("error", [StoreFullError, StorePermissionError])
+def test_block_that_can_be_neither_read_nor_overwritten_is_not_deleted(bench: Bench, error: type[StoreError]) -> None:
+    """As with credentials that lack a permission: others may read the block, and nobody here knows what it is."""
+    store = NeverReplaces(error)
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    before = read(store, name)
+    store.unreadable = StorePermissionError
+    assert not bench.load(tier, KEYS[:1]).success
+    assert not bench.store(tier, KEYS[:1]).success
+    store.unreadable = None
+    assert read(store, name) == before
+
+
+@ONE_BENCH
+def test_damaged_reads_lose_a_block_per_thread_at_most_where_deletions_make_no_room(bench: Bench) -> None:
+    store = NeverReplaces(StoreFullError)
+    tier = bench.tier(store=store, n_read_threads=1, n_write_threads=1)
+    bench.fill(1)
+    bench.store(tier, KEYS)
+    stored = list_keys(store)
+    store.misread_tails = store.misreads = store.is_full = True
+    for _ in range(3):
+        assert not bench.store(tier, KEYS).success
+    assert len(stored) - 4 <= len(list_keys(store)) < len(stored)
+    store.misread_tails = store.misreads = store.is_full = False
+    assert bench.store(tier, KEYS).success
+    assert list_keys(store) == stored
+
+
+@ONE_BENCH
 @pytest.mark.parametrize("tail_is_readable", [True, False])
 def test_unreadable_block_is_healed_by_the_next_store(bench: Bench, tail_is_readable: bool) -> None:
     store = PartlyRefused()
@@ -1378,16 +1425,38 @@ class KeepsAll(MemoryStore):
 
 
 class NeverReplaces(MemoryStore):
-    """A store without room for a new blob while the blob that it replaces exists."""
+    """A store without room for a new blob while the blob that it replaces exists.
+
+    Attributes:
+        is_full: there is no room without that blob either.
+        misread_tails, misreads: reads of a blob's end, and of a blob, get a bit wrong.
+        unreadable: raised by reads.
+    """
+
+    is_full = misread_tails = misreads = False
+    unreadable: type[StoreError] | None = None
 
     def __init__(self, error: type[StoreError]) -> None:
         super().__init__()
         self._error = error
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        if overwrite:
+        if overwrite or (self.is_full and self.size(key) is None):
             raise self._error("no room", key=key)
         return super().put(key, parts)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if self.unreadable is not None:
+            raise self.unreadable("cannot be read", key=key)
+        super().get_into(key, parts)
+        if self.misreads:
+            parts[0][0] ^= 1
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        if self.unreadable is not None:
+            raise self.unreadable("cannot be read", key=key)
+        found = super().get_tail(key, length)
+        return found and (found[0], found[1][:-1] + b"x" if self.misread_tails else found[1])
 
 
 @ONE_BENCH

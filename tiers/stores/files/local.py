@@ -42,7 +42,9 @@ logger = get_logger(__name__)
 PUBLISH_ATTEMPTS_MAX = 5  # attempts of a put whose folder is removed while it is being written
 #: Errors of a file that does not exist. ESTALE, after a second attempt: another host removed it.
 GONE = (*ABSENT, errno.ESTALE)
-SKIPPED_MAX = 32  # folders and files that are logged, each once, because they cannot be read
+#: Folders and files that cannot be read: how many are noted, and how many of these are logged, each once.
+SKIPPED_MAX = 10_000
+LOGGED_MAX = 32
 
 
 class LocalStore(Store):
@@ -64,7 +66,7 @@ class LocalStore(Store):
 
     Attributes:
         skipped: names, relative to the root, of folders and files that listings skipped because this user or the disk
-            cannot read them. The first ``SKIPPED_MAX``, each of which was logged.
+            cannot read them. Up to ``SKIPPED_MAX``.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -270,8 +272,10 @@ class LocalStore(Store):
         raise StoreUnavailableError(f"its folder was removed during each of {PUBLISH_ATTEMPTS_MAX} attempts", key=key)
 
     def _log_skipped(self, name: str, e: OSError) -> None:
-        if name not in self.skipped and len(self.skipped) < SKIPPED_MAX:
-            self.skipped.add(name)
+        if name in self.skipped or len(self.skipped) >= SKIPPED_MAX:
+            return
+        self.skipped.add(name)
+        if len(self.skipped) <= LOGGED_MAX:
             is_denied = isinstance(e, PermissionError)
             reason = f"uid {os.geteuid()} has no permission to read it" if is_denied else "it cannot be read"
             logger.warning("%s: %s is skipped, %s: %s", self.root_dir, printable(name), reason, e.strerror or str(e))

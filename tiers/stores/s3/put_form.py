@@ -76,8 +76,8 @@ class PutWays:
             create: the put must not replace a blob.
         """
         ways: Sequence[PutWay] = ALL_WAYS[create]
-        if self._accepted is not None:
-            accepted, until = self._accepted
+        if (noted := self._accepted) is not None:  # read once: another thread may forget it
+            accepted, until = noted
             if self._clock() < until:
                 ways = [way for way in ways if way.create <= accepted.create and way.form in _from(accepted.form)]
             else:

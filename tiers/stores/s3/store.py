@@ -71,6 +71,8 @@ logger = get_logger(__name__)
 
 DELETE_KEYS_MAX: Final = 1000  # S3's limit for one batch delete
 DELETERS_MAX: Final = 8
+SCRATCH_BYTES: Final = 1 << 20
+SKIPPED_BYTES_MAX: Final = 1 << 30  # largest blob whose tail is read if the server ignores ranges
 CHECK_S_MAX: Final = 10.0  # making the clients takes seconds on a busy machine; an unknown host, half a minute
 
 
@@ -176,7 +178,14 @@ class S3Store(Store):
         size = self._size(key, latest_start)
         if size is None or min(size, length) == 0:
             return None if size is None else (size, b"")
-        raise BlobCorruptError("the server ignores ranges", key=key)
+        if size > SKIPPED_BYTES_MAX:
+            raise BlobCorruptError(f"{size} bytes are stored, and the server ignores ranges", key=key)
+        # All bytes before the tail go into one scratch buffer: only the server vouches for the size, which may be huge.
+        tail = bytearray(min(size, length))
+        skipped, rest = divmod(size - len(tail), SCRATCH_BYTES)
+        scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._get_into(key, [*[scratch] * skipped, scratch[:rest], memoryview(tail)], None, latest_start)
+        return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``Store``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors.

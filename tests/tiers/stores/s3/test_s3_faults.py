@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvtiers.tiers.base import JobMetadata
-from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
-from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
+from kvtiers.tiers.blocks.file_mapper import FileMapper, block_name, strict_fields
+from kvtiers.tiers.blocks.rows import Rows
+from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES, Seal
 from kvtiers.tiers.errors import (
     BlobCorruptError,
     SealError,
@@ -33,6 +35,7 @@ from kvtiers.tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from kvtiers.tiers.server.block_mover import BlockMover
 from kvtiers.tiers.store import Look
 from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S, ProcessClients
 from kvtiers.tiers.stores.s3.errors import CredentialsExpiredError, RequestRefusedError
@@ -488,6 +491,29 @@ def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultSer
     assert slot != payload
     with pytest.raises(SealError, match="payload_checksum"):
         seal.verify(key, memoryview(slot), trailer)
+
+
+def test_tail_of_a_large_object_without_ranges(stored: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.IGNORE_RANGE)
+    for size in (3 << 20, (1 << 20) + 4096, 5000, 100):
+        data = make_data(size)
+        server.put_object("bucket", "f/large", data)
+        assert stored.get_tail("f/large", 4096) == (size, data[-4096:])
+
+
+def test_newer_and_good_blocks_stay_where_the_server_ignores_ranges(store: S3Store, server: HttpFaultServer) -> None:
+    keys, rows = [block_key(1), block_key(2)], np.zeros((2, 8192), np.int8)
+    mover = BlockMover("s3", store, "m_r0", Seal(bytes(32), 0), Rows(rows.data), print)
+    assert mover.store_batch([(keys[0], 0), (keys[1], 1)]).outcomes == {"moved": 2}
+    name = block_name("m_r0", keys[0])
+    blob = bytearray(server.get_object("bucket", name) or b"")
+    blob[8192 + 8] = 2
+    check = xxhash.xxh3_64_intdigest(blob[8192 : 8192 + CHECK_AT])
+    blob[8192 + CHECK_AT : 8192 + CHECK_AT + 8] = check.to_bytes(8, "little")
+    server.put_object("bucket", name, bytes(blob))
+    server.inject(Fault.IGNORE_RANGE)
+    assert mover.store_batch([(keys[0], 0), (keys[1], 1)]).outcomes == {"failed": 1, "already_stored": 1}
+    assert server.get_object("bucket", name) == bytes(blob)
 
 
 def test_tail_of_what_is_said_to_be_huge_takes_no_memory(
