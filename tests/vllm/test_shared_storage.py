@@ -96,6 +96,7 @@ class Rig:
         kinds: tuple[Any, ...] = (FULL,),
         executor: str = "mp",
         kv_role: str = "kv_both",
+        policy: str = "recompute",
         **changes: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -107,7 +108,7 @@ class Rig:
                 del place["shared_storage_path"], place["min_free"]
             transfer = SimpleNamespace(
                 kv_connector="SharedStorageConnector", kv_connector_extra_config={"lookup_deadline_s": 60, **place},
-                kv_load_failure_policy="recompute", kv_role=kv_role,
+                kv_load_failure_policy=policy, kv_role=kv_role,
             )  # fmt: skip
             config = VllmConfig(
                 kv_transfer_config=transfer,
@@ -489,9 +490,8 @@ def test_request_loads_if_that_takes_less_time(rigs: Any) -> None:
 def test_load_that_takes_much_longer_than_computing_is_given_up_if_vllm_recomputes(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    rig = rigs(2, 2)
+    rig = rigs(2, 2, policy=policy)
     rig.write()
-    rig.scheduler._rank_manager._may_give_up = policy == "recompute"
     teach(rig, token_s=1.0, block_s=0.001)
     assert rig.find("r") == 4 * BLOCK_TOKENS
     loads = rig.scheduler._rank_manager.loads
