@@ -43,7 +43,7 @@ class BlockManager(OffloadingManager):
     Attributes:
         shutdown_s: time limit of ``shutdown``; may be lowered.
         excluded_tiers: returns the bit mask of the tiers that a request must not load from; may be set. 0 by default.
-        loads, stores: whether blocks are loaded from the tiers, and stored to them; may be set.
+        loads, stores: whether the engine loads from the tiers, and whether it stores to them; may be set.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ from .worth import Way
 EVERY_TIER = -1  # as a bit mask
 Lookup = tuple[int, int, Callable[[OffloadKey, ReqContext], bool | None]]  # index of a tier, its bit, its ``lookup``
 _GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups: an engine whose batch is full looks nothing up
-#: Unfinished requests that are remembered. Of the oldest beyond these, a wait begins anew at its next lookup.
+#: Of more unfinished requests than these, those are forgotten that have not been looked up lately. If they are looked
+#: up once more, their waits begin anew.
 REQUESTS_MAX = 65_536
 
 
@@ -346,9 +347,15 @@ class Waits:
         self._found[1].append(block)
 
     def add(self, context: ReqContext, came_after: int, excluded_tiers: int, prompt: Prompt | None = None) -> Wait:
-        """Remember a new request, and forget the one without lookups for longest if there are too many."""
+        """Remember a new request. If there are too many, forget the one without lookups for longest.
+
+        One that is looked up in every step is not forgotten: it would be new at its next lookup and replace another one
+        in turn, so no request's wait would ever end.
+        """
         if len(self.by_id) >= REQUESTS_MAX:
-            self.end(next(iter(self.by_id)))
+            oldest = next(iter(self.by_id.values()))
+            if oldest.step < self._step - 1:
+                self.end(oldest.req_id)
         wait = Wait(context, self._slots, self._options, self.served, came_after, excluded_tiers, prompt)
         self.by_id[context.req_id] = wait
         self.begin_round(wait)

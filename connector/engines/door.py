@@ -57,7 +57,8 @@ def check_options(options: Mapping[str, Any], own: Collection[str], engines: Col
     """
     for name in sorted(options.keys() - {*OPTIONS, *own, *engines}):
         raise ConfigError(f"is not an option of kvtiers; accepted are {', '.join((*OPTIONS, *own))}", field=name)
-    rank_tier(tier_options(options))
+    if rank_tier(tier_options(options)).load == "never":
+        raise ConfigError("'never' is not accepted: the engine decides what it loads; leave it out", field="load")
     staging_of(options)
     port = options.get("metrics_port")
     if port is not None and not (type(port) is int and 0 < port < 65536):

@@ -32,7 +32,7 @@ class _Request:
         reason: of the latest decision about it.
         found: tokens that its lookups found; None: they have not ended.
         limit_s: seconds after which its load is given up.
-        has_waited: whether its lookups had no answer at once.
+        answered_at: time of the latest answer that its lookups waited for; None: they have waited for none.
     """
 
     prompt: Prompt
@@ -40,7 +40,7 @@ class _Request:
     reason: str
     found: int | None = None
     limit_s: float = math.inf
-    has_waited: bool = False
+    answered_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -90,12 +90,14 @@ class RankLoads:
         self._in_line = 0  # blocks whose loads have not
 
     def note_request(self, req_id: str, num_tokens: int, num_computed_tokens: int) -> None:
-        """Note how long the prompt is whose keys are looked up next. Repeated while the request waits."""
+        """Note how long the prompt is whose keys are looked up next. Repeated while the request waits.
+
+        A request that was preempted has more tokens, so it is decided about again.
+        """
         prompt = Prompt(num_tokens, num_computed_tokens)
         request = self._requests.get(req_id)
-        if request is not None and (request.found is None or request.prompt == prompt):
+        if request is not None and request.prompt.tokens == num_tokens:
             request.prompt = prompt
-            request.has_waited |= request.found is None
             return
         self.decisions.steps.expect(req_id, num_tokens)
         expected = self._expect(req_id, prompt, self.decisions.blocks_of(prompt))
@@ -103,6 +105,15 @@ class RankLoads:
         self._requests[req_id] = _Request(prompt, self._clock(), reason)
         if reason == "slower" and not self._only_stores:
             self._decline(req_id, prompt, reason)
+
+    def note_answers(self, req_id: str) -> None:
+        """Note that the tier has answered lookups that a request waited for.
+
+        The request itself may come back much later: it also waits for loads of the same blocks, and for its turn.
+        """
+        request = self._requests.get(req_id)
+        if request is not None and request.found is None:
+            request.answered_at = self._clock()
 
     def is_declined(self, req_id: str) -> bool:
         """Whether the tier need not be asked, because it is too slow even if it has the whole prompt."""
@@ -115,8 +126,8 @@ class RankLoads:
         if request is None or self._only_stores:
             return not self._only_stores
         if request.found != tokens and request.reason != "slower":
-            if request.found is None and request.has_waited:
-                self.decisions.ways[0].learn_lookup(self._clock() - request.began_at)
+            if request.found is None and request.answered_at is not None:
+                self.decisions.ways[0].learn_lookup(request.answered_at - request.began_at)
             request.found = tokens
             if tokens:
                 self._judge(req_id, request, round(tokens * self._blocks_per_token))
@@ -149,8 +160,8 @@ class RankLoads:
         if load is None:
             return
         self._in_line -= load.blocks
-        self._moved += load.blocks
-        if not failed:  # how soon a load fails says nothing of how long another takes
+        if not failed:  # the time of a load that failed tells nothing, and few of its blocks may have been moved
+            self._moved += load.blocks
             self.decisions.ways[0].learn(self._moved - load.moved, self._clock() - load.began_at)
 
     def take_late(self) -> list[str]:

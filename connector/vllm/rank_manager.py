@@ -166,6 +166,8 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         self._guard.on_schedule_end()
         answered = self._guard.take_answered()
         for req_id, keys in (answered or {}).items():
+            if keys:
+                self.loads.note_answers(req_id)
             self._note_answers(req_id, keys)
         for req_id in list(self.open_lookups) if answered is None else answered:
             self.open_lookups.forget(req_id)

@@ -1,10 +1,10 @@
 """RankTiersSpec: gives each rank of an engine a tier of its own, inside vLLM's OffloadingConnector.
 
-SharedStorageConnector uses this spec. vLLM's scheduler decides which blocks to load and to store, as for KVTiersSpec.
-But there is no region that all processes see. So the ranks of an engine may be on several hosts:
+SharedStorageConnector uses this spec. It serves vLLM's scheduler as KVTiersSpec does, but there is no region that all
+processes see. So the ranks of an engine may be on several hosts:
 
-- The scheduler has a tier, too, on the storage of rank 0. It asks this tier only which blocks are there, and sends keys
-  to the ranks.
+- The scheduler has a tier, too, on the storage of rank 0. It asks this tier only which blocks are there, decides which
+  requests load them (``connector.ranks.loads``), and sends keys to the ranks.
 - Each rank moves its own part of a block (``connector.ranks.transfers``), and reports which blocks it stored and lost.
 
 The workers' configs differ from the scheduler's: they have ranks, and loading a model changes them. So the digest of

@@ -182,8 +182,8 @@ class SharedStorageConnector(KVTiersConnector):
         step = _step(self._connector_metadata)
         self._rank_worker.note_resets(step["resets"])
         self._rank_worker.note_uses(step["uses"])
-        self._rank_worker.end_loads(step["late"])
         super().start_load_kv(forward_context, **kwargs)
+        self._rank_worker.end_loads(step["late"])  # a load may be late in the step that starts it
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the requests whose loads ended, and those of them that failed. vLLM calls this from 0.30 on."""

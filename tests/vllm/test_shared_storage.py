@@ -96,6 +96,7 @@ class Rig:
         kinds: tuple[Any, ...] = (FULL,),
         executor: str = "mp",
         kv_role: str = "kv_both",
+        policy: str = "recompute",
         **changes: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -107,7 +108,7 @@ class Rig:
                 del place["shared_storage_path"], place["min_free"]
             transfer = SimpleNamespace(
                 kv_connector="SharedStorageConnector", kv_connector_extra_config={"lookup_deadline_s": 60, **place},
-                kv_load_failure_policy="recompute", kv_role=kv_role,
+                kv_load_failure_policy=policy, kv_role=kv_role,
             )  # fmt: skip
             config = VllmConfig(
                 kv_transfer_config=transfer,
@@ -489,9 +490,8 @@ def test_request_loads_if_that_takes_less_time(rigs: Any) -> None:
 def test_load_that_takes_much_longer_than_computing_is_given_up_if_vllm_recomputes(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    rig = rigs(2, 2)
+    rig = rigs(2, 2, policy=policy)
     rig.write()
-    rig.scheduler._rank_manager._may_give_up = policy == "recompute"
     teach(rig, token_s=1.0, block_s=0.001)
     assert rig.find("r") == 4 * BLOCK_TOKENS
     loads = rig.scheduler._rank_manager.loads
@@ -509,6 +509,55 @@ def test_load_that_takes_much_longer_than_computing_is_given_up_if_vllm_recomput
     assert rig.invalid == {10, 11, 12, 13}
     assert decided(rig)["behind"] == 1
     assert not rig.scheduler._rank_manager._blocks._doubted  # its blocks are not lost
+
+
+def test_load_that_is_late_before_its_step_reaches_the_ranks_is_given_up(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs(2, 2)
+    rig.write()
+    teach(rig, token_s=1.0, block_s=0.001)
+    loads = rig.scheduler._rank_manager.loads
+    loads._clock = clock = Clock()
+    assert rig.find("r") == 4 * BLOCK_TOKENS
+    for worker in rig.workers:
+        monkeypatch.setattr(worker._rank_worker._transfers._guard.tier, "submit_load", lambda job: None)
+    rig.begin_load(rig.asked, [10, 11, 12, 13], 4 * BLOCK_TOKENS)
+    clock.advance(3 * 4 * BLOCK_TOKENS)
+    for _ in range(3):
+        rig.step()
+    assert rig.loaded == {"r"}
+    assert rig.invalid == {10, 11, 12, 13}
+
+
+def test_wait_for_another_requests_load_does_not_count_as_time_of_lookups(rigs: Any) -> None:
+    rig = rigs(2, 2)
+    rig.write()
+    loads = rig.scheduler._rank_manager.loads
+    loads._clock = clock = Clock()
+    assert rig.find("first") == 4 * BLOCK_TOKENS
+    before = loads.decisions.ways[0].lookup_s
+    rig.begin_load(rig.asked, [10, 11, 12, 13], 4 * BLOCK_TOKENS)
+    second = rig.request("second")
+    assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    clock.advance(5.0)
+    wait_for(lambda: rig.step() or rig.loaded)
+    assert rig.matched(second) == 4 * BLOCK_TOKENS
+    assert loads.decisions.ways[0].lookup_s == before
+
+
+def test_time_of_lookups_ends_with_the_answer_even_if_vllm_asks_later(rigs: Any) -> None:
+    rigs(2, 2).write()
+    rig = rigs(2, 2)
+    manager = rig.scheduler._rank_manager
+    manager.loads._clock = clock = Clock()
+    request = rig.request("r")
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    clock.advance(0.5)
+    wait_for(lambda: rig.step() or not list(manager.open_lookups))
+    clock.advance(5.0)
+    assert rig.matched(request) == 4 * BLOCK_TOKENS
+    assert manager.loads.decisions.ways[0].lookup_s == 0.5
 
 
 def test_load_never_loads_nothing_and_copies_nothing_that_is_stored(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

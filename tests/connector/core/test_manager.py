@@ -1076,6 +1076,30 @@ def test_remembered_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [*engine.manager._waits.by_id] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("storage", ["answers", "is silent", "hangs"])
+def test_every_wait_ends_even_if_more_requests_wait_than_are_remembered(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "REQUESTS_MAX", 3)
+    engine = Engine(num_blocks=4, load_share=1)
+    waiting = {ReqContext(str(number)): KEYS[3 * number : 3 * number + 3] for number in range(8)}
+    engine.tier.put(*KEYS[:24])
+    engine.tier.auto = storage != "hangs"
+    if storage == "is silent":
+        monkeypatch.setattr(engine.tier, "lookup", lambda *_: None)
+    for _ in range(1000):
+        for request, keys in list(waiting.items()):
+            answers = look_up(engine.manager, keys, request)
+            if None not in answers:
+                del waiting[request]
+                engine.load(keys[: answers.count(True)], request)
+                engine.manager.on_request_finished(request)
+        engine.manager.on_schedule_end()
+        engine.clock.advance(0.05)
+    assert not waiting
+    assert not engine.manager._waits.by_id
+
+
 # ---- a tier's share of the region for loads
 
 

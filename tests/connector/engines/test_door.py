@@ -50,6 +50,9 @@ def test_misspelled_option_and_wrong_size_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="stagin: is not an option of kvtiers; accepted are"):
         check_options({"stagin": 1}, ())
     tier = {"shared_storage_path": "/kv"}
+    for never in ({**tier, "load": "never"}, {"tier": {"type": "fs", "root_dir": "/kv", "load": "never"}}):
+        with pytest.raises(ConfigError, match="load: 'never' is not accepted: the engine decides what it loads"):
+            check_options(never, ())
     with pytest.raises(ConfigError, match="staging: "):
         check_options({**tier, "staging": "much"}, ())
     with pytest.raises(ConfigError, match="metrics_port: '9100' is not accepted; write 1 to 65535"):

@@ -48,6 +48,7 @@ class Engine:
             stored = 0
         elif self.lookup_s:
             self.clock.advance(self.lookup_s)
+            self.loads.note_answers(req_id)
             self.loads.note_request(req_id, TOKENS, 0)
         loaded = stored if self.loads.accept(req_id, stored) else 0
         if loaded:
@@ -138,6 +139,29 @@ def test_request_that_waits_for_gpu_blocks_is_decided_about_and_counted_once() -
         engine.loads.note_request("r", TOKENS, 0)
         assert engine.loads.accept("r", TOKENS)
     assert sum(engine.decided().values()) == before + 1
+
+
+def test_declined_request_that_was_preempted_is_decided_about_again() -> None:
+    engine = Engine(block_s=0.02, token_s=0.0003)
+    engine.warm(4)
+    engine.loads.note_request("r", TOKENS, 0)
+    assert not engine.loads.accept("r", 0)
+    engine.compute("r", 0)
+    for _ in range(20):
+        engine.loads.decisions.ways[0].learn(TOKENS // BLOCK_TOKENS, 0.01)
+    engine.loads.note_request("r", TOKENS + 1, 0)
+    assert not engine.loads.is_declined("r")
+    assert engine.loads.accept("r", TOKENS)
+    assert not engine.loads.decisions.steps.are_decodes  # its tokens count as a prompt once more
+
+
+def test_waiting_requests_whose_prefix_others_compute_cause_no_more_trials() -> None:
+    engine = Engine(block_s=0.02, token_s=0.0003)
+    engine.warm(4)
+    for computed in range(0, 4 * TRIAL_EVERY * BLOCK_TOKENS, BLOCK_TOKENS):
+        engine.loads.note_request("r", TOKENS, computed)
+        assert not engine.loads.accept("r", 0)
+    assert "trial" not in engine.decided()
 
 
 @pytest.mark.parametrize(("load", "accepted"), [("always", True), ("never", False)])
