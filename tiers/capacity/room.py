@@ -91,8 +91,8 @@ class Room:
             self._until = now + self._pause_s
             if self._pause_s == 2 * PAUSE_S:
                 logger.warning(
-                    "removing %d bytes of blocks freed no space (a snapshot may keep them): no block is removed to "
-                    "make room for the next %.0f s", self._removed, self._pause_s,
+                    "removing %d bytes of blocks freed no space (a snapshot may keep them), so no block is removed for "
+                    "space in the next %.0f s", self._removed, self._pause_s,
                 )  # fmt: skip
             return False
         elif now < self._until:

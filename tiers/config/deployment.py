@@ -65,7 +65,7 @@ class MetricsConfig(Model):
         None, description="Port of /metrics. 0: any free port, which is logged. null: not served."
     )
     address: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_check_host_name)] = Field(
-        "127.0.0.1", description="Address to listen on. Whoever reaches it can read the metrics."
+        "127.0.0.1", description="Address to listen on. Every client that can connect can read the metrics."
     )
 
 

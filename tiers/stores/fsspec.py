@@ -349,7 +349,7 @@ class FsspecStore(Store):
         """
         name, folder = entry["name"].strip("/"), path.strip("/")
         if name != folder and folder and not name.startswith(f"{folder}/"):
-            raise StoreConfigError(f"{self!r}: the driver lists names that were not asked for")
+            raise StoreConfigError(f"{self!r}: the driver lists names outside the requested prefix")
         return bool(name == folder)
 
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:

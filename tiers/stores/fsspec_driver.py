@@ -40,7 +40,7 @@ _ONE_FILE: Final = "its driver has one open file for all threads, which get each
 #: Protocols that break the rules of a store, and why.
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(["blockcache", "cached", "filecache", "simplecache"], _CACHES),
-    "dir": "the file system that it wraps caches listings, or cannot be called; write the folder into the URL of that",
+    "dir": "the wrapped file system caches listings, or cannot be called; write its URL, with the folder",
     "ftp": "its driver has one connection for all threads, which get each other's answers; use sftp://",
     **dict.fromkeys(["libarchive", "tar"], _ONE_FILE),
 }
@@ -92,7 +92,7 @@ def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_fo
         Exception: whatever the driver raises.
     """
     if fs.isdir(target):
-        raise BlobCorruptError("there is a folder")  # a move would put the blob into this folder
+        raise BlobCorruptError("there is a folder with this name")  # a move would put the blob into this folder
     folder = target.rpartition("/")[0]
     temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # see TEMPORARY_NAME
     try:

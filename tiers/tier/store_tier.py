@@ -424,7 +424,8 @@ class StoreTierManager(SecondaryTierManager):
         try:
             yield from self._book_outcomes(finished, job)
         except Exception:  # whatever a task returned, its job must be reported
-            logger.exception("tier %s: job %d cannot be booked; it counts as failed", self.name, finished.job_id)
+            text = "tier %s: the result of job %d cannot be booked, so the job counts as failed"
+            logger.exception(text, self.name, finished.job_id)
             self._results.append(JobResult(finished.job_id, success=False))
 
     def _book_outcomes(self, finished: FinishedJob, job: _InFlight) -> Iterator[int]:

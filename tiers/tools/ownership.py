@@ -35,7 +35,7 @@ def check_is_ours(store: Store) -> None:
     if found is None or _has_identity(store) or _has_record_or_block(store):
         return
     raise ConfigError(
-        f"is not a storage of kvtiers, so nothing is changed: it holds {printable(found)!r}, but no namespace with a "
+        f"is not a kvtiers storage, so nothing is changed: it holds {printable(found)!r}, but no namespace with a "
         f"config.json of kvtiers, no record below {OWN_PREFIX} and no block; check the path"
     )
 

@@ -62,7 +62,7 @@ class Answer:
         response = http.client.HTTPResponse(self._unread, method=method)  # type: ignore[arg-type] # it calls makefile
         response.begin()  # skips 100
         if response.status < http.HTTPStatus.OK:
-            raise http.client.HTTPException("an interim response that nobody asked for")
+            raise http.client.HTTPException("an unexpected interim response (1xx)")
         self._response = response
         self.status = response.status
         self.announced = response.length

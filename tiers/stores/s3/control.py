@@ -137,8 +137,8 @@ class S3Control:
         are_folders = all(delimiter and name.endswith(delimiter) for name in folders)
         if not (are_below and are_parted and are_folders):
             raise StoreConfigError(
-                f"endpoint: {self._session.endpoint_url} lists names that were not asked for; does a proxy or gateway "
-                "drop the prefix of a listing?"
+                f"endpoint: {self._session.endpoint_url} lists names outside the requested prefix; does a proxy or "
+                "gateway drop the prefix of a listing?"
             )
 
     def _next_token(self, page: dict[str, Any], token: str) -> str:

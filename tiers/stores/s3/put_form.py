@@ -135,5 +135,5 @@ def with_asked_for(error: StoreError, options: S3Options) -> StoreError:
     ]
     if not asked:
         return error
-    lacking = "may need a right of its own" if isinstance(error, StorePermissionError) else "the server may not support"
+    lacking = "may need another permission" if isinstance(error, StorePermissionError) else "the server may not support"
     return type(error)(f"{error}; each put asks for {' and '.join(asked)}, which {lacking}")

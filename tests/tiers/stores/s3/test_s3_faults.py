@@ -815,7 +815,7 @@ def test_blobs_are_deleted_one_by_one_where_batches_are_refused(store: S3Store, 
 
 def test_page_that_is_no_answer_to_a_deletion_deletes_nothing(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.HTML_WITH_200)
-    with pytest.raises(StoreConfigError, match="answers, but not as S3 does"):
+    with pytest.raises(StoreConfigError, match="does not answer like an S3 server"):
         stored.delete("f/a")
     (outcome,) = stored.delete_many(["f/a"])
     assert isinstance(outcome, StoreConfigError)
@@ -868,7 +868,7 @@ def test_check_says_what_is_wrong(store: S3Store, server: HttpFaultServer) -> No
         (Fault.EXPIRED_TOKEN, StorePermissionError, "secret: the session token has expired"),
         (Fault.CLOCK_SKEW, StorePermissionError, "clock: this machine's clock"),
         (Fault.ACCESS_DENIED, StorePermissionError, "secret: these credentials may not do this; grant s3:GetObject"),
-        (Fault.SIGNATURE, StorePermissionError, "secret: the key id is known, its secret is not right"),
+        (Fault.SIGNATURE, StorePermissionError, "secret: the secret access key is wrong for this access key id"),
         (Fault.BUCKET_GONE, StoreConfigError, "bucket: bucket does not exist at http://127.0.0.1"),
         (Fault.OTHER_REGION, StoreConfigError, "region: bucket bucket is not in us-east-1; set region"),
         (Fault.HTML_WITH_200, StoreConfigError, "endpoint: http://127.0.0.1"),
@@ -923,7 +923,7 @@ def test_what_is_about_no_object_is_never_told_that_one_is_absent(
     ]
     server.answers[Fault.HTML_WITH_200] = Answer(404, PAGES[page])
     for fault, says in (
-        (Fault.HTML_WITH_200, r"^endpoint: http://127\.0\.0\.1:\d+ answers, but not as S3 does.*\(HTTP 404\)"),
+        (Fault.HTML_WITH_200, r"^endpoint: http://127\.0\.0\.1:\d+ does not answer like an S3 server.*\(HTTP 404\)"),
         (Fault.BUCKET_GONE, r"^bucket: bucket does not exist at .*\(NoSuchBucket, HTTP 404\)"),
     ):
         server.heal()
