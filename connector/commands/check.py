@@ -295,7 +295,7 @@ class _Examination:
             text = f"could not be checked: {type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
             fix = "please report this: it is a bug in kvtiers check"
             if isinstance(tier, StoreTierConfig):
-                fix = f"let {tier.module_path}'s store raise a StoreError (docs/writing-a-store.md)"
+                fix = f"change the store of {tier.module_path} to raise a StoreError (docs/writing-a-store.md)"
             self._found.append(Finding("problem", "storage", text, fix))
 
 

@@ -62,7 +62,7 @@ def shared_memory(region_bytes: int) -> Finding:
             if geometry.size_bytes <= region_bytes < geometry.size_bytes + geometry.row_stride:
                 text += f"; a running engine (pid {header.creator}) uses a region of this size"
                 return Finding("ok", "/dev/shm", text)
-    fix = "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)"
+    fix = "lower region.size, or enlarge /dev/shm: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)"
     if total >= region_bytes:
         fix += "; if an engine with this file is running, its region uses it: run this command as the engine's user"
     return Finding("problem", "/dev/shm", text, fix)

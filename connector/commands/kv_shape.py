@@ -85,7 +85,7 @@ class KVShape:
             return layers * self.head_size * number_bytes
         if self.kv_heads % tp_size and tp_size % self.kv_heads:
             raise ConfigError(
-                f"is {tp_size}, and this model has {self.kv_heads} KV heads; write a divisor or a multiple of that",
+                f"is {tp_size}, and this model has {self.kv_heads} KV heads; write its divisor or multiple",
                 field="--tp",
             )
         heads = max(1, self.kv_heads // tp_size)  # with fewer heads than ranks, vLLM gives each rank a copy of one

@@ -206,9 +206,7 @@ def _notes(sizing: Sizing) -> list[str]:
             "more for each prompt."
         )
     if shape.is_mla:
-        notes.append(
-            "if vLLM does not run this model as MLA (its log tells), it stores K and V of every head: far more."
-        )
+        notes.append("if vLLM does not run this model as MLA (see its log), it stores K and V of every head: far more.")
     if shape.is_mla and sizing.tp_size > 1:
         notes.append(
             "each rank has a whole copy, and the way spec stores all copies. vLLM's own region, in the way tier, may "

@@ -67,7 +67,7 @@ def examine_storage(tier: TierConfig, store: Store, sizes: dict[str, int], *, wr
     if isinstance(tier, FsspecTierConfig):
         yield Finding("ok", "storage", "answers")
     if isinstance(tier, StoreTierConfig):
-        text = f"answers; opening it is up to {tier.module_path}, which may create folders even without --write"
+        text = f"answers; {tier.module_path} opens this store and may create folders even without --write"
         yield Finding("ok", "storage", text)
     yield from examine_namespaces(namespaces, is_cut)
     yield from examine_seals(tier, store)

@@ -91,9 +91,9 @@ REASONS: Mapping[str, Reason] = {
     "load:behind": Reason(
         "loading the next block from tier {tier} was given up after {actual_s:.3g} s ({expected_s:.3g} s expected), "
         "because computing became faster",
-        "look why the storage was slower than usual (docs/load-or-compute.md)",
+        "find out why the storage was slower than usual (docs/load-or-compute.md)",
     ),
-    "load:never": Reason("tier {tier} is not loaded from, because of its option load: never"),
+    "load:never": Reason("nothing is loaded from tier {tier}, because of its option load: never"),
     "load:": Reason("loading the next block from tier {tier} failed ({why})", "run kvtiers check CONFIG --write"),
     "lookup:deadline": Reason(
         "tier {tier} did not answer in time whether it has the next block (lookup_deadline_s)",
@@ -108,13 +108,13 @@ REASONS: Mapping[str, Reason] = {
     "lookup:role": Reason("this engine's kv_role does not let it load blocks from tiers"),
     "lookup:request": Reason("the request itself excludes the tiers"),
     "lookup:storage_off": Reason(
-        "the engine's cache was reset, and tiers are not used since", "set storage_after_reset: keep, or restart"
+        "the engine's cache was reset, and tiers have not been used since", "set storage_after_reset: keep, or restart"
     ),
     "lookup:": Reason("tier {tier} was not asked for the next block ({why})"),
     "region:too_small": Reason("the request needs {needed} blocks, and the region has {has}", _REGION),
     "region:no_room": Reason("tier {tier} has the next block, but the region had no room for it in time", _REGION),
     "region:tier_share": Reason(
-        "tier {tier} has the next block, but loads that it has not reported fill its share of the region",
+        "tier {tier} has the next block, but its unreported loads fill its share of the region",
         f"see {_CUT_OFF}",
     ),
     "region:evicted": Reason("the region evicted the next block, and no tier has it", f"{_REGION}, or add a tier"),

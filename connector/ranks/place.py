@@ -156,9 +156,9 @@ def shareable(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
         ConfigError: names the tier's type, or its URL.
     """
     if not isinstance(tier, BoundedTierConfig):
-        raise ConfigError(f"{tier.type} is not storage of several processes; fs, nfs, s3, fsspec are", field="type")
+        raise ConfigError(f"{tier.type} cannot be shared by processes; write fs, nfs, s3 or fsspec", field="type")
     if isinstance(tier, FsspecTierConfig) and "memory" in (part.partition("://")[0] for part in tier.url.split("::")):
-        raise ConfigError("memory:// is not storage of several processes: each process has its own", field="url")
+        raise ConfigError("memory:// cannot be shared by processes, because each process has its own", field="url")
     return tier
 
 

@@ -225,7 +225,7 @@ class RankTransfers:
         for load in list(self._loads.values()):
             if not load.given_up and now >= load.began_at + self._load_deadline_s:
                 self._metrics.inc("kvtiers_deadline_expired_total", self._guard.name, "load")
-                self._doubt(load, f"it took longer than load_deadline_s, {self._load_deadline_s:g} s")
+                self._doubt(load, f"the load took longer than load_deadline_s, {self._load_deadline_s:g} s")
         self._advance()
 
     def _advance(self) -> None:
@@ -258,7 +258,7 @@ class RankTransfers:
                 part.load.done[part.first : part.first + len(part.keys)] = [True] * len(part.keys)
             else:
                 self._metrics.inc("kvtiers_blocks_total", self._guard.name, "load", "failed", by=len(part.keys))
-                self._give_up(part.load, "a copy to its blocks failed")
+                self._give_up(part.load, "a copy to the KV tensors failed")
             self._release(part)
             return
         assert job_id is not None
@@ -290,7 +290,7 @@ class RankTransfers:
             if not self._to_blocks.transfer_async(copy_id, (CPULoadStoreSpec(copied.slots), blocks)):
                 self._end_copy(copy_id, succeeded=False)
         if count < len(part.keys):  # what follows in the prompt is of no use
-            self._give_up(part.load, "the tier does not have all of its blocks")
+            self._give_up(part.load, "the tier does not have all blocks of the load")
 
     def _drop(self, keys: Collection[OffloadKey], reason: str) -> None:
         self._lost.update(keys)

@@ -260,8 +260,8 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
     if pid:
         who = "the scheduler" if seat == geometry.num_workers else f"rank {seat}"
         raise RegionError(
-            f"region {path}: {who} is process {pid} already, or one that it forked and that outlived it: "
-            "two engines share one instance_id, or an ended one has left that process behind"
+            f"region {path}: {who} is process {pid} already, or a process that {pid} forked. Two engines share one "
+            "instance_id, or a process of an ended engine still runs; end that process"
         )
     return True
 
