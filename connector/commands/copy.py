@@ -224,7 +224,7 @@ def _room(config: TierConfig, store: Store, *, dry_run: bool) -> int | None:
 
 
 class _Progress:
-    """Shows a copy's progress, and publishes what it puts, as every writer of a bounded root does."""
+    """Shows a copy's progress, and publishes the put bytes, as every writer of a bounded root does."""
 
     def __init__(self, target: Place, store: Store, ticker: Ticker, *, dry_run: bool) -> None:
         policy = None if dry_run else target.policy

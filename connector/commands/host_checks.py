@@ -28,7 +28,7 @@ FILES_BASE = 256
 
 
 def host_findings(deployment: DeploymentConfig) -> Iterator[Finding]:
-    """Check this machine, the engine's process, and what concerns no single tier. Writes nothing."""
+    """Check this machine, the engine's process, and options outside of tiers. Writes nothing."""
     region_bytes = deployment.region.size
     yield shared_memory(region_bytes).at("host")
     yield _memory(region_bytes).at("host")

@@ -1,4 +1,4 @@
-"""How much storage a model's KV cache takes, from the model's ``config.json``: ``kvtiers check --model``."""
+"""Computes the size of a model's KV cache from its ``config.json``, for ``kvtiers check --model``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a model's tokens take, of all tensor-parallel ranks together unless a name says rank.
+    """Sizes of a model's KV, for all tensor-parallel ranks together unless the name contains rank.
 
     Attributes:
         token_bytes: bytes of one token in the layers that keep every token. With windows or states this is less than

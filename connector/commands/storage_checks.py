@@ -1,4 +1,4 @@
-"""Checks of ``kvtiers check`` on a storage that is open: what holds its files, what is stored, and what it does.
+"""Checks of ``kvtiers check`` on an open storage: its file system or bucket, its blocks, and its behavior.
 
 Only ``try_folder`` and ``try_store`` write. They put small blobs, put them again, replace, read, list and delete them,
 which takes every right that a tier needs.

@@ -273,7 +273,8 @@ def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
         directory: the file's directory; "" for a memfd, which no file system limits.
     """
     size = geometry.size_bytes
-    # Check the limits first: filling memory takes a second per GB, and if the machine runs out, the OOM killer acts.
+    # Check the limits first: filling memory takes a second per GB, and if the machine runs out of memory, the OOM
+    # killer acts.
     for place, free in _limits(directory):
         if size > free:
             raise RegionError(_too_large(size, place, free))

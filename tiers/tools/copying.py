@@ -4,11 +4,10 @@ A block is copied as stored, including its trailer: its name and seal are the sa
 stays encrypted. Each block is verified during the copy, and bad blocks are not copied. Nothing is removed from the
 source.
 
-What the target has under a block's name is replaced if its size or trailer is wrong, as a store job does. A newer
+A blob in the target with a block's name is replaced if its size or trailer is wrong, as a store job does. A newer
 version's block stays.
 
-In a folder a block keeps its age (``SupportsAges``), so the target's collector considers it as old as the source's
-does.
+In a folder a block keeps its age (``SupportsAges``), so both collectors consider the block equally old.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob
 from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
-THREADS = 8  # either reading or writing mostly waits, or both
-BATCH_BLOCKS = 256  # looked up in the target at once
+THREADS = 8  # threads if reading or writing mostly waits
+BATCH_BLOCKS = 256  # blocks looked up in the target at once
 
 Block = tuple[KeyInfo, BlockName]
 
@@ -74,7 +73,7 @@ class CopyReport:
 
     @property
     def found_none(self) -> bool:
-        """Whether there was nothing to copy."""
+        """Whether there were no blocks to copy."""
         return not (self.copied or self.present or self.bad or self.failed or self.skipped or self.no_room)
 
 
@@ -115,7 +114,7 @@ class Copier:
 
     Args:
         room_bytes: maximum bytes to copy; None: until the target refuses.
-        dry_run: only find out what would be copied; the target is only read.
+        dry_run: only find the blocks to copy; the target is only read.
         rate: bounds how fast blocks are copied; None: no bound.
         on_progress: called with the report after each block and each batch.
     """
@@ -197,7 +196,7 @@ class Copier:
             return None if e.foreign else True
         except BlobCorruptError:  # it is no longer a blob
             return True
-        except StoreError as e:  # a bad sector, say; of a storage that is down, the sizes cannot be read either
+        except StoreError as e:  # for example a bad sector; if the storage is down, sizes cannot be read either
             if not (e.retryable or _is_refused(e)):
                 raise
             return None
@@ -209,7 +208,7 @@ class Copier:
         """The wanted blocks, as far as the target has space; counts the others."""
         wanted = []
         for (info, name), size, is_wanted in zip(batch, sizes, looks, strict=True):
-            # What a longer blob would free does not count: a bad block does not replace it.
+            # Space that a replaced longer blob would free does not count, because a bad block does not replace it.
             more_bytes = max(0, info.size - (size if isinstance(size, int) else 0))
             if is_wanted is None:
                 self.report.failed += 1

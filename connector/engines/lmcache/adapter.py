@@ -61,13 +61,13 @@ RELEASE = Release(
 
 
 class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not installed where mypy runs
-    """Keeps objects in tiers. Any thread may call, and nothing waits but ``close``.
+    """Keeps objects in tiers. Any thread may call. Only ``close`` waits.
 
     Args:
         config: ``adapter_params``: kvtiers' options, and ``revision``.
 
     Raises:
-        ConfigError: names the option that is wrong, or what this LMCache lacks.
+        ConfigError: names the wrong option, or the name that this LMCache lacks.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:  # noqa: ARG002

@@ -177,7 +177,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }
 
-#: For responses without a known code: HEAD has no body, and proxies have codes of their own.
+#: For responses without a known code: the response to a HEAD has no body, and proxies have their own codes.
 _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
     **dict.fromkeys((301, 302, 303, 307, 308), (StoreConfigError, _REDIRECTS)),
     400: (RequestRefusedError, _FORM),

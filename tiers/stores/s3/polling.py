@@ -28,7 +28,7 @@ _ENDLESS: Final = float("inf")
 
 @coroutine
 def readable(sock: socket.socket, until: float) -> Generator[tuple[int, float], None, None]:
-    """Wait until the socket can be read, which may also find its end or an error, or until a time of the clock."""
+    """Wait until the socket is readable (also at its end, or after an error), or until a time of the clock."""
     yield sock.fileno(), until
 
 
