@@ -224,7 +224,7 @@ class PollingTierManager(SecondaryTierManager):
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, **options)
-        self._polls: dict[str, _Poll] = {}  # by request id
+        self._polls: dict[str, _Poll] = {}  # request id -> lookups
         self._polled_at = self.clock()
 
     @abstractmethod

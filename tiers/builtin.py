@@ -54,7 +54,7 @@ class BuiltInTier(StoreTierManager):
 
     Raises:
         ConfigError: an option is wrong, or the store sees only its own process's blobs and must be shared.
-        StoreError: the storage answered with a permanent error. On s3, the message says what is wrong with credentials,
+        StoreError: the storage answered with a permanent error. On s3, the message names the problem with credentials,
             bucket, region or clock. An endpoint that does not respond is only logged, because it may come back.
     """
 
@@ -216,12 +216,12 @@ def _threads(config: TierConfig, store: Store, work: Work, rows: Rows) -> Thread
 
 
 def _threads_max(config: TierConfig) -> int:
-    """How many threads of each kind a server in threads of this process may have."""
+    """Largest number of threads of each kind for a server in this process."""
     return ENGINE_REQUESTS_MAX if isinstance(config, NetworkTierConfig) else sys.maxsize
 
 
 def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int | None:
-    """How much memory a process may allocate after its start; None: no limit, because it does not talk to a server."""
+    """Memory that a process may allocate after its start; None: no limit, because it does not talk to a server."""
     if not isinstance(config, NetworkTierConfig):
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0

@@ -59,7 +59,7 @@ class KeyInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store's storage can and cannot do, as data.
+    """The capabilities of a store's storage.
 
     Attributes:
         exclusive_create: of several concurrent ``put(overwrite=False)`` calls for one key exactly one publishes, even

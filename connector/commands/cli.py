@@ -114,7 +114,11 @@ MOVED = {
 }
 LogLevel = Literal["debug", "info", "warning", "error"]
 _PANEL = "Options of every command"
-_OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of standard output: storage errors arrive as StoreError
+_OUTPUT_LOST = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+)  # of standard output: errors of storage are StoreErrors
 
 
 Verbose = Annotated[

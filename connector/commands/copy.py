@@ -181,7 +181,7 @@ def _copy(
 
 
 def _estimated_bytes(store: Store) -> int | None:
-    """What the collector's records say, for the time left; a listing would be exact, but may take minutes."""
+    """Stored bytes by the collector's records, for the time left. A listing would be exact but slow."""
     try:
         return used_bytes(store)
     except StoreError:
@@ -209,7 +209,7 @@ def _open_target(place: Place, *, dry_run: bool) -> Store:
 
 
 def _room(config: TierConfig, store: Store, *, dry_run: bool) -> int | None:
-    """How many bytes may be copied; None: no limit is known.
+    """Number of bytes that may be copied; None: no limit is known.
 
     What is left of ``max_bytes`` follows from the collector's records; without any, from a listing.
     """

@@ -140,7 +140,7 @@ def kv_shape(config: Mapping[str, Any]) -> KVShape:
     """The shape of a model's KV cache, from the contents of its ``config.json``.
 
     Raises:
-        ConfigError: a field is missing or not accepted, or the fields do not tell what the layers keep.
+        ConfigError: a field is missing or not accepted, or the fields do not describe the layers' KV.
     """
     text = config
     if "num_hidden_layers" not in config:

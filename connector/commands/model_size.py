@@ -30,7 +30,7 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many tokens fit in one part of a deployment.
+    """Number of tokens that fit in a part of a deployment.
 
     Attributes:
         name: the part's path in the YAML file.
@@ -120,7 +120,7 @@ def size_of(
     if deployment is not None:
         rooms.append(Room("region.size", deployment.region.size, tokens_in(deployment.region.size)))
         for index, tier in enumerate(deployment.tiers):
-            if isinstance(tier, BoundedTierConfig) and not tier.read_only:  # others have no limit, or ignore it
+            if isinstance(tier, BoundedTierConfig) and not tier.read_only:  # other tiers have no limit, or ignore it
                 tokens = None if tier.max_bytes is None else tokens_in(tier.max_bytes, TRAILER_BYTES)
                 rooms.append(Room(f"tiers[{index}].max_bytes ({tier.name or tier.type})", tier.max_bytes, tokens))
     return Sizing(

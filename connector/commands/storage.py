@@ -29,7 +29,7 @@ from .output import Ticker, cell, counted, note, say, show
 from .places import Place, find_places, is_bare
 from .results import Results, TierResult
 
-YEAR_MAX = 9999  # of ISO 8601
+YEAR_MAX = 9999  # latest year of ISO 8601
 
 SortKey = Literal["name", "size", "age"]
 #: Ascending, as ``ls`` shows them: names from a to z, the largest first, the most recently used first.

@@ -79,7 +79,8 @@ def examine_storage(tier: TierConfig, store: Store, sizes: dict[str, int], *, wr
             return
 
 
-# ---- what reads only -------------------------------------------------------------------------------------------------
+# ---- checks that read
+# -------------------------------------------------------------------------------------------------
 
 
 def examine_folder(config: FsTierConfig | NfsTierConfig) -> Iterator[Finding]:
@@ -217,7 +218,8 @@ def _refused_folders(root: str) -> Iterator[Finding]:
         yield Finding("problem", "folders", text, fix)
 
 
-# ---- what writes -----------------------------------------------------------------------------------------------------
+# ---- checks that write
+# ------------------------------------------------------------------------------------------------
 
 
 def try_folder(root: str) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Why a request does not load from a tier, or no longer does.
+    """The reason why a request does not load, or no longer loads, from a tier.
 
     Attributes:
         reason: one of ``REASONS``.

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 _T = TypeVar("_T")
 
-JOB_DEADLINE_S: Final = 20.0  # of a tier that states none
+JOB_DEADLINE_S: Final = 20.0  # deadline of a tier that states no deadline
 REPORT_S: Final = 1.0  # added to a tier's own deadline, so that it can end its I/O and report
 
 #: Share of the shutdown time limit that a tier gets as ``shutdown_s``. The tier closes its resources in the rest.
@@ -79,7 +79,7 @@ class GuardedTier:
         self._logged: set[str] = set()
         self._jobs: dict[int, JobMetadata] = {}  # jobs that were submitted and have not ended
         self._reports_until = -math.inf  # time by which all jobs should be reported, unless storage hangs
-        self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # by id of each unfinished request
+        self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # unfinished request -> its counted keys
         self._lookups = {True: 0, False: 0}  # hits and misses since the last step's end
         self._count_lookups()
         for where in get_args(_Guarded):

@@ -1,4 +1,4 @@
-"""Why a request was not given more blocks: codes of reasons, what they mean, and one sentence for each request.
+"""Reasons why a request got no more blocks: their codes, their texts, and a sentence for each request.
 
 A code is ``what:why``, such as ``store:backlog``. Tiers name the errors of their storage, so some codes are not listed
 here: for these, the text of ``what:`` applies.
@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What a code means.
+    """The meaning of a code.
 
     Attributes:
         text: about the first block that was not found. May name ``{tier}``, ``{why}`` and facts of the request.
-        advice: what to do; "": nothing, because this is no fault.
+        advice: how to fix it; "": no fix, because this is not a fault.
     """
 
     text: str
@@ -125,7 +125,7 @@ _UNKNOWN = Reason("{why}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What became of a request's prefix: one line of ``trace_requests``.
+    """The result of a request's lookups and loads: a line of ``trace_requests``.
 
     Attributes:
         time: when the request ended, in Unix seconds.
@@ -161,7 +161,7 @@ class RequestRecord:
 
 
 def meaning(reason: str) -> Reason:
-    """What a code means."""
+    """Return the meaning of a code."""
     what, colon, _ = reason.partition(":")
     return REASONS.get(reason) or REASONS.get(what + colon) or _UNKNOWN
 
@@ -179,7 +179,7 @@ class _Facts(dict[str, Any]):
 
 
 def why(reason: str, tier: str = "", facts: Mapping[str, Any] | None = None) -> str:
-    """A clause about a reason. Facts that are missing are shown as dots."""
+    """Describe a reason in a clause. Missing facts are shown as dots."""
     values = _Facts(facts or {}, why=reason.partition(":")[2] or reason, tier=tier or _Unknown())
     try:
         return meaning(reason).text.format_map(values)

@@ -122,7 +122,7 @@ class Record:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def blocks(self, reason: str, keys: Collection[OffloadKey], tier: str = "", **facts: Any) -> None:
-        """Note what happened to blocks, for all requests that will miss them."""
+        """Note an event of blocks, for all requests that will miss them."""
         if keys:
             fate = Fate(reason, tier, self._clock(), facts)
             self._fates.put(keys, fate)

@@ -165,7 +165,7 @@ class Engine:
             blocks_total=len(prompt) // self.chunk_tokens,
             block_ids=self.memory.block_ids[:blocks],
         )
-        self._end_stores()  # of the request before: they read the blocks that this request writes
+        self._end_stores()  # stores of the request before read the blocks that this request writes
         self._request = request
         if load:
             self._load(request)

@@ -1,4 +1,4 @@
-"""Checks at an engine's start that its release has everything that kvtiers uses, and calls what kvtiers implements."""
+"""Checks at an engine's start that its release has the names that kvtiers uses, and calls kvtiers' methods."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from ..core.pacing import DRAIN_SHARE, drain
 
 logger = get_logger(__name__)
 
-PIECE_BYTES_MAX = 64 << 20  # of a load, in one job of the tier: the copy of a piece runs while the next ones are read
+PIECE_BYTES_MAX = 64 << 20  # bytes of a load in one job of the tier: a piece is copied while the next pieces are read
 STORE_SHARE = 0.5  # share of the slots for stores; the other slots are for loads only
 
 
@@ -87,7 +87,7 @@ class RankTransfers:
 
     Args:
         tier: the rank's tier, over the region of the slots. This object shuts it down.
-        metrics: where ``tier`` counts.
+        metrics: the metrics of ``tier``.
         handlers: copy from KV tensors to slots, and back. This object shuts them down.
         slots: number of slots; at least 2.
         slot_bytes: bytes of one slot.

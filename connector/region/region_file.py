@@ -103,7 +103,7 @@ def running_regions(directory: str = "/dev/shm", *, proc: str = "/proc") -> list
     for pid in filter(str.isdecimal, os.listdir(proc)):
         with contextlib.suppress(OSError), os.scandir(os.path.join(proc, pid, "fd")) as descriptors:
             for descriptor in descriptors:
-                with contextlib.suppress(OSError, RegionError):  # it was closed, or has another version's header
+                with contextlib.suppress(OSError, RegionError):  # the file was closed, or has another version's header
                     # Not by its name: the process that created the file knows it by its number.
                     if not os.readlink(descriptor.path).startswith(f"{directory}/"):
                         continue

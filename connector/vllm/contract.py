@@ -62,7 +62,7 @@ def check_contract(version: str = VERSION) -> None:
     """Refuse a vLLM that lacks something kvtiers uses. Log a warning for a release not tested with kvtiers.
 
     Raises:
-        ConfigError: lists what is missing or changed.
+        ConfigError: lists the missing and changed names.
     """
     installed = _tested(version)
     _refuse(changes(installed), version)
@@ -83,7 +83,7 @@ def implements(cls: _C) -> _C:
     in the same order. Only parameters that have a default in kvtiers may be missing in vLLM.
 
     Raises:
-        ConfigError: lists what changed.
+        ConfigError: lists the changes.
     """
     _refuse(changed_methods(cls, _tested(VERSION)), VERSION)
     return cls

@@ -71,7 +71,7 @@ class SharedStorageConnector(KVTiersConnector):
         if self.connector_scheduler is not None:
             self._adapter_pool = DaemonPool(_ADAPTER_THREADS, "kvtiers-adapters")
         self._reads: dict[tuple[int, str], _Read] = {}  # the latest one of each adapter
-        self._asked: dict[str, _Read] = {}  # by request
+        self._asked: dict[str, _Read] = {}  # request -> read of its adapter
 
     @classmethod
     def options_of(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:

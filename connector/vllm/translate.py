@@ -94,7 +94,7 @@ def check_adapters(vllm_config: Any) -> None:
     restart as the base model's KV, even by a release without this bug.
 
     Raises:
-        ConfigError: says what to change.
+        ConfigError: the message says how to fix the options.
     """
     if _LEAKS_ADAPTERS_ON_CPU and getattr(vllm_config, "lora_config", None) is not None and current_platform.is_cpu():
         raise ConfigError(
@@ -109,7 +109,7 @@ def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> En
     """Build the engine's identity from vLLM's OffloadingConfig and VllmConfig.
 
     Args:
-        in_worker: do not log what counts; the scheduler's process logs it, once per engine.
+        in_worker: do not log the options that count; the scheduler's process logs them, once per engine.
 
     Raises:
         ConfigError: see ``check_adapters``.
@@ -159,7 +159,7 @@ def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> En
 
 
 class Role(NamedTuple):
-    """What ``kv_role`` allows an engine to do with storage. (vLLM's OffloadingConnector ignores ``kv_role``.)"""
+    """Whether ``kv_role`` allows an engine to load and to store. (vLLM's OffloadingConnector ignores ``kv_role``.)"""
 
     loads: bool = True
     stores: bool = True

@@ -121,7 +121,7 @@ class Seal:
     #: The payload is stored unchanged, so its trailer can be created while the payload is written.
     stores_as_is = True
     _authentication: int = Authentication.NONE
-    _checksum: int = Checksum.XXH3_64  # of new blocks; reading accepts every algorithm of DIGESTS
+    _checksum: int = Checksum.XXH3_64  # for new blocks; reading accepts every algorithm in DIGESTS
     _key_id = 0
 
     def __init__(

@@ -40,7 +40,7 @@ class CapacityPolicy:
         block_bytes: size of a block, if known before the first store. Space for one more block is also kept free.
         every_s: how long after a complete listing the next one begins, if there is a reason to list: writers that put,
             or a ``ttl``.
-        poll_s: how often writers publish what they put, and how often the collector reads these records.
+        poll_s: how often writers publish their put bytes, and how often the collector reads these records.
         grace_s: younger blocks are never removed, because their writer may be about to read them.
         lease_s: a collector that has published nothing for this long is considered dead.
         writer_s: the record of a writer that has not renewed it for this long is removed.

@@ -215,8 +215,8 @@ class Walker:
         """Continue the pass until it ends, the excess is removed, ``keys_max`` keys are passed, or ``until``.
 
         Args:
-            wanted: what to remove.
-            report: counts what was removed.
+            wanted: the blocks to remove.
+            report: counts the removed blobs.
             now: Unix seconds of the storage's clock; None: unknown, so ages count from the newest blob.
             until: time limit, by ``monotonic``.
 

@@ -207,7 +207,7 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         raise Mistakes([("", f"{show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
     tier_type = data.get("type")
     model: type[TierConfig] | type[ExternalTierConfig]
-    shown = show(tier_type)  # as it is written: a variable's value may be secret
+    shown = show(tier_type)  # the text before expansion, because a variable's value may be secret
     try:
         tier_type = expand(tier_type)
     except ValueError as e:

@@ -258,7 +258,7 @@ class Server:
             yield pair
 
     def _why_not(self, part: _Part) -> str:
-        """Why a block of the part must not begin; "" if it may."""
+        """The reason why blocks of the part must not begin; "": they may begin."""
         return self._cut or ("deadline" if self._clock() >= part.deadline else "")
 
     def _dropped(self, part: _Part, count: int, batch: Batch) -> Batch:

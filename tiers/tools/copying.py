@@ -194,7 +194,7 @@ class Copier:
             self._reader.seal_for(name).check_trailer(name.offload_key, trailer, size - TRAILER_BYTES)
         except SealError as e:
             return None if e.foreign else True
-        except BlobCorruptError:  # it is no longer a blob
+        except BlobCorruptError:  # the key no longer holds a blob
             return True
         except StoreError as e:  # for example a bad sector; if the storage is down, sizes cannot be read either
             if not (e.retryable or _is_refused(e)):

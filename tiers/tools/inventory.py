@@ -85,6 +85,6 @@ def list_blocks(store: Store, prefix: str = "") -> Iterator[tuple[KeyInfo, Block
 
 
 def unreadable_count(store: Store) -> int:
-    """How many folders and files of namespaces a store's listings have skipped because they cannot be read."""
+    """Number of namespaces' folders and files that a store's listings skipped because they cannot be read."""
     skipped: Iterable[str] = getattr(store, "skipped", ())
     return sum(_FOLDER.fullmatch(name.partition("/")[0]) is not None for name in skipped)

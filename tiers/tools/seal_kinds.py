@@ -26,7 +26,7 @@ _PROTECTIONS = {"aes_256_gcm": "aes-gcm"}
 
 
 def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
-    """How a block was sealed: "none" (no key), "aes-gcm 1a2b3c4d" (protection and key ID) or "other".
+    """Return how a block was sealed: "none" (no key), "aes-gcm 1a2b3c4d" (protection and key ID) or "other".
 
     "other": the seal is damaged, or another version of kvtiers wrote it.
     """

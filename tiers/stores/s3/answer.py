@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...store import parts_size
 from ..vectored_io import transfer
 
-FIRST_BYTES: Final = 16 << 10  # of a TLS record. http.client gets responses with longer headers; S3's are under 1 KiB
+FIRST_BYTES: Final = 16 << 10  # size of a TLS record; http.client gets responses with longer headers
 
 _STATUS = re.compile(rb"http/1\.1 ([2-5][0-9][0-9]) ")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,19})[ \t]*(?=\r\n)")

@@ -111,8 +111,8 @@ class ProcessClients:
                 self._made, self._begun_at = made, now
                 if before is not None:
                     self._hung.append(before)
-                    before.add_done_callback(_close)  # callers waiting for it may still use it
-                if self._closed:  # by another thread, since this call began
+                    before.add_done_callback(_close)  # waiting callers may still use it
+                if self._closed:  # another thread did so since this call began
                     made.add_done_callback(_close)
         wait_s = max(CLIENTS_S_MIN, until - now)
         try:

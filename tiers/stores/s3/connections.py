@@ -28,7 +28,7 @@ T = TypeVar("T")
 DIAL_S_MIN: Final = 0.001  # shortest timeout, because 0 would make the socket non-blocking
 USUAL_PORTS: Final = {"http": 80, "https": 443}
 
-_END: Final = re.compile(rb"\n\r?\n")  # of a response's headers
+_END: Final = re.compile(rb"\n\r?\n")  # longest headers of a response
 
 
 class Connections:
@@ -127,7 +127,7 @@ class Connections:
                 try:
                     some = sock.recv(FIRST_BYTES)
                 except (BlockingIOError, ssl.SSLWantReadError):
-                    continue  # it is late, or a TLS record held no data
+                    continue  # the response is late, or a TLS record held no data
                 if not some:
                     raise ConnectionError
                 first += some

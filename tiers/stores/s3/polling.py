@@ -112,7 +112,7 @@ def run_all(
 ) -> dict[str, T | StoreError]:
     """Run ``work`` for each name, at most ``at_once_max`` at once. Returns its results or StoreErrors by name."""
     outcomes: dict[str, T | StoreError] = {}
-    waiting: dict[int, tuple[str, Coroutine[Any, Any, T], float]] = {}  # by the descriptors that they wait for
+    waiting: dict[int, tuple[str, Coroutine[Any, Any, T], float]] = {}  # descriptor -> coroutine that waits for it
     last: deque[tuple[str, Coroutine[Any, Any, T]]] = deque()  # each waits until ``waiting`` is empty
     rest = iter(names)
     limit = min(AT_ONCE_FIRST, at_once_max)

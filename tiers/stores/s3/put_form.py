@@ -25,11 +25,11 @@ REMEMBERED_S: Final = 60.0
 
 
 class PutForm(Enum):
-    """How a put proves its payload."""
+    """The proof of a put's payload."""
 
-    CHECKED = auto()  # by CHECKSUM; the signature does not cover the payload
-    SIGNED = auto()  # by a signature that covers the payload, and by its SHA-256 as a checksum
-    PLAIN = auto()  # by a signature that covers the payload
+    CHECKED = auto()  # proved by CHECKSUM; the signature does not cover the payload
+    SIGNED = auto()  # proved by a signature that covers the payload, and by SHA-256 as a checksum
+    PLAIN = auto()  # proved by a signature that covers the payload
 
 
 class PutWay(NamedTuple):
