@@ -1,7 +1,7 @@
 """Reasons why a request got no more blocks: their codes, their texts, and a sentence for each request.
 
-A code is ``what:why``, such as ``store:backlog``. Tiers name the errors of their storage, so some codes are not listed
-here: for these, the text of ``what:`` applies.
+A code has an operation and a cause, such as ``store:backlog``. Causes may be errors of a tier's storage, so not all
+codes are listed here. A code that is not listed gets the text of its operation, such as ``store:``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ sample tells the age from which blocks belong to the wanted share of bytes. Neit
 grows with the root.
 
 The sum of a pass leaves out blobs that are younger than the pass, because their writers' records count them
-(``written``). If uses change times as well, a young blob may be an old blob that was used. Then all blobs are summed,
-and blobs put during the pass may count twice until the next pass. The sum may be too high, never too low.
+(``written``). If the store records uses as times, a young blob may be an old blob that was used. Then the pass sums
+all blobs, and blobs put during the pass may count twice until the next pass. The sum may be too high, never too low.
 
 Only blocks are removed, which are blobs with names made by FileMapper. Records, ``config.json`` and foreign files are
 counted and kept.

@@ -2,8 +2,8 @@
 
 botocore's timeouts are per socket call, and it reads a response of any length into memory. A server could hold a
 request forever with endless ``100 Continue`` responses or one header byte per second, or fill all memory with an
-endless error document. Here a watchdog shuts the request's socket at the deadline, anywhere between the TLS handshake
-and the response's last byte, and a response that is too long is an error. An object is received into memory, too, if
+endless error document. Here a watchdog shuts the request's socket at the deadline, at any point from the TLS handshake
+to the last byte of the response. A response that is too long is an error. An object is received into memory, too, if
 its reader has declared a maximum size.
 """
 

@@ -163,7 +163,7 @@ def test_code_that_is_none_is_not_repeated(stored: S3Store, server: HttpFaultSer
     page = f"<DeleteResult><Error><Key>f/a</Key><Code>{code}</Code></Error></DeleteResult>"
     server.answers[Fault.ACCESS_DENIED] = Answer(200, page.encode())
     (outcome,) = stored.delete_many(["f/a"])
-    assert str(outcome).endswith("something else answers there (HTTP 500) (key 'f/a')")
+    assert str(outcome).endswith("or another server answered (HTTP 500) (key 'f/a')")
 
 
 def test_a_call_that_fails_holds_no_memory_of_its_caller(stored: S3Store, server: HttpFaultServer) -> None:
@@ -907,7 +907,8 @@ def test_check_of_an_address_where_something_else_answers(store: S3Store, server
     for status in (200, 400, 401, 403, 404):
         server.answers[Fault.HTML_WITH_200] = Answer(status, PAGES[page])
         with pytest.raises(
-            StoreError, match=r"^endpoint: http://127\.0\.0\.1:\d+ (answers, but not as S3|.* something else)"
+            StoreError,
+            match=r"^endpoint: http://127\.0\.0\.1:\d+ (does not answer like an S3|.* another server answered)",
         ):
             store.check()
 
