@@ -79,7 +79,7 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConfig:
-    """The engine's identity, as ``spec.config``. Defaults equal what a missing attribute of a foreign spec means.
+    """The engine's identity, as ``spec.config``. A missing attribute of a foreign spec means the same as a default.
 
     Attributes:
         platform: the kernels that pack KV, if they differ in the byte order.

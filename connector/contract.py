@@ -1,4 +1,4 @@
-"""Compares what kvtiers uses of an engine with the installed release: names, calls and overridden methods."""
+"""Compares an installed engine with the names, calls and overridden methods that kvtiers uses."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any
 def changed_methods(
     cls: type, package: str, own: Collection[str], may_lack: Callable[[str], bool] = lambda _: False
 ) -> Iterator[str]:
-    """Each difference between a class' methods and those of its base classes in the engine, as one sentence.
+    """Yield each difference between a class's methods and those of its base classes in the engine, as a sentence.
 
-    The engine calls every public method. So its class must have the method, with the same parameter names in the same
-    order. Only parameters that have a default in kvtiers may be missing in the engine.
+    The engine calls every public method of ``cls``. So the engine's base class must have each of these methods, with
+    the same parameter names in the same order. Only parameters that have a default in kvtiers may be missing in the
+    engine.
 
     Args:
         package: the engine's top package.
         own: public methods that only kvtiers calls.
-        may_lack: whether a release may lack a method.
+        may_lack: tells whether a release may lack a method, by its name.
     """
     bases = [base for base in cls.__mro__ if base.__module__.startswith(f"{package}.")]
     for name in sorted(getattr(cls, "__abstractmethods__", ())):
@@ -44,7 +45,7 @@ def changed_methods(
 
 
 def differences(used: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield what the installed engine lacks or has changed of the names that kvtiers uses, one sentence each.
+    """Yield each name or call that kvtiers uses and that the installed engine lacks or has changed, as a sentence.
 
     Args:
         used: place (a module, or a class as ``module:Class``) -> names, or calls as ``name(_, key=)``.
@@ -59,7 +60,7 @@ def differences(used: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _find(place: str) -> tuple[Any, str]:
-    """The module or class of a place and "", or None and why it cannot be found."""
+    """Find the module or class of a place. Returns it and "", or None and the reason why it was not found."""
     module_name, _, name = place.partition(":")
     try:
         module = import_module(module_name)
@@ -85,7 +86,7 @@ def _changed_function(owner: Any, entry: str) -> Iterator[str]:
         return
     passed = arguments.split(", ")
     by_place, by_name = passed.count("_"), [each[:-1] for each in passed if each.endswith("=")]
-    try:  # what kvtiers passes by * or ** has a default
+    try:  # arguments that kvtiers passes by * or ** have defaults in the engine
         inspect.Signature(parameters).bind(*range(by_place), **dict.fromkeys(by_name))
     except TypeError:
         yield _takes(owner, name, parameters, arguments)
@@ -124,7 +125,7 @@ def attributes(owner: Any) -> frozenset[str]:
 
 
 def _stored(code: CodeType) -> Iterator[str]:
-    """Attributes that a method assigns to its object, not those that it reads or assigns to another object."""
+    """Names of the attributes that a method assigns to its own object."""
     own = code.co_varnames[0]
     for before, each in pairwise(dis.get_instructions(code)):
         loaded = before.argval[-1:] if isinstance(before.argval, tuple) else (before.argval,)  # 3.13 loads two at once

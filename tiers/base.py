@@ -1,4 +1,4 @@
-"""SecondaryTierManager: the interface between the engine side and a tier, and the values that they exchange.
+"""SecondaryTierManager: the interface between the engine side and a tier, and its value types.
 
 Threads: the engine's scheduler thread calls everything here, so these methods must not do I/O or block. The two
 exceptions are ``drain_jobs`` and ``shutdown``.
@@ -21,7 +21,7 @@ from .errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ReqContext:
-    """The request that a call is for.
+    """The request of a call.
 
     Attributes:
         req_id: the engine's request id; "" if the call is not for a request.
@@ -70,7 +70,7 @@ class OffloadingEvent:
 
     Attributes:
         keys: the blocks.
-        medium: such as "CPU" or a tier's type.
+        medium: "CPU" or a tier's type.
         removed: True: the blocks were removed. False: they were stored.
     """
 
@@ -90,16 +90,16 @@ class SecondaryTierManager(ABC):
 
     Attributes:
         name: labels its logs and metrics; "" means its type.
-        job_deadline_s: time limit after which the tier itself ends a job, if its I/O can be ended; None: no such limit.
-            Soon after this limit (after 20 s if None) the engine side stops waiting for the job, but does not use its
-            slots until the tier reports it. A job may also have begun if ``submit_store`` or ``submit_load`` raised, so
-            its slots stay out of use too. The tier may not know such a job and never report it, so the engine side
-            considers it ended soon after the limit.
+        job_deadline_s: time limit after which the tier itself ends a job, if its I/O can be ended; None: no limit. Soon
+            after this limit (after 20 s if None) the engine side stops waiting for the job. It does not use the job's
+            slots until the tier reports the job. If ``submit_store`` or ``submit_load`` raised, the tier may have begun
+            the job, or may never report it. The engine side considers such a job ended soon after the limit, and does
+            not use its slots before.
         takes_stores: False: the tier is read-only, and the engine side submits no stores to it.
-        load: "always" or "never": the engine side loads all or none of the blocks that the tier has. "auto": where that
-            is expected to take less time than computing them.
-        shutdown_s: time limit of ``shutdown``, most of which is spent on jobs that were accepted. The engine side may
-            lower it. None: no limit; the engine side drains the tier before it calls ``shutdown``.
+        load: "always" or "never": the engine side loads all or none of the blocks that the tier has. "auto": the
+            engine side loads blocks if loading is expected to be faster than computing.
+        shutdown_s: time limit of ``shutdown``. Accepted jobs get most of this time. The engine side may lower the
+            limit. None: no limit; the engine side drains the tier before it calls ``shutdown``.
         nearest: if this engine is the first of its namespace, the other namespace of its model that differs in the
             fewest fields, as texts: ``namespace``, ``begun`` and ``differs``. None: there is no such namespace, or the
             search has not ended.
@@ -128,10 +128,10 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
-        """Request ids and their keys that were answered since the previous call: ``lookup`` may no longer return None.
+        """Return the keys answered since the previous call, by request id: ``lookup`` may no longer return None.
 
-        The engine side looks only these keys up again. None: all open lookups may have been answered, for example
-        because the tier was cut off. A tier that cannot tell is a ``PollingTierManager``.
+        The engine side looks up only these keys again. None: all open lookups may have been answered, for example
+        because the tier was cut off. A tier that cannot report answered keys is a ``PollingTierManager``.
         """
 
     @abstractmethod
@@ -156,7 +156,7 @@ class SecondaryTierManager(ABC):
         """Note that a scheduler step has ended; a tier that batches lookups sends them now."""
 
     def descriptors(self) -> Collection[int]:
-        """Descriptors that become readable when there may be something to take. Empty: the tier has to be polled."""
+        """Descriptors that become readable when the tier may have results. Empty: the tier must be polled."""
         return ()
 
     def drain_jobs(self) -> None:  # noqa: B027 - optional hook
@@ -169,16 +169,16 @@ class SecondaryTierManager(ABC):
     def explain_miss(self, key: OffloadKey, req_context: ReqContext) -> str:  # noqa: ARG002
         """Return why ``lookup`` has just said absent, such as ``lookup:circuit_open``. "": the tier lacks the block.
 
-        The engine side calls this once for a request that misses. The tier may ask its storage for more about the key,
-        and tell it with ``take_reasons``.
+        The engine side calls this once for a request that misses. The tier may ask its storage for details about the
+        key, and report them with ``take_reasons``.
         """
         return ""
 
     def take_reasons(self) -> Iterable[tuple[str, Collection[OffloadKey]]]:
-        """What happened to blocks since the previous call, as pairs of a reason and keys.
+        """Return the events of blocks since the previous call, as pairs of a reason and keys.
 
-        ``store:…`` and ``load:…`` with why that failed; ``removed:…``; ``other_namespace``. The engine side
-        explains later misses of the keys with it.
+        Reasons are ``store:…`` and ``load:…`` with the cause of a failure, ``removed:…``, and ``other_namespace``. The
+        engine side uses them to explain later misses of the keys.
         """
         return ()
 
@@ -191,9 +191,9 @@ class _Poll:
     """A request's lookups.
 
     Attributes:
-        open: without an answer, in the order of the lookups.
-        answers: found by ``take_answered``, until they are looked up.
-        given_up: count as absent.
+        open: keys without an answer, in the order of the lookups.
+        answers: answers found by ``take_answered`` and not looked up yet.
+        given_up: keys that count as absent.
         open_s: seconds for which lookups have been open.
         silent_s: the part of ``open_s`` in which the tier answered no request.
     """
@@ -207,14 +207,14 @@ class _Poll:
 
 
 class PollingTierManager(SecondaryTierManager):
-    """A tier that cannot tell which lookups it has answered. Its open lookups are repeated in every step.
+    """A tier that cannot report which lookups it has answered. Its open lookups are repeated in every step.
 
     Implement ``poll`` instead of ``lookup``. ``__init__`` and ``on_request_finished`` must be called if overridden.
 
     Attributes:
         lookup_deadline_s: if the tier has answered nothing for this long, open lookups count as absent until their
-            requests finish, or until ``poll`` answers after all. Between two steps at most half of this time counts,
-            because an engine whose batch is full does not wait for lookups.
+            requests finish, or until ``poll`` answers. Between two steps at most half of this time counts, because an
+            engine with a full batch does not wait for lookups.
         lookup_total_s: a request's lookups are repeated for at most this long while the tier answers other lookups.
     """
 
@@ -224,7 +224,7 @@ class PollingTierManager(SecondaryTierManager):
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, **options)
-        self._polls: dict[str, _Poll] = {}  # by request id
+        self._polls: dict[str, _Poll] = {}  # request id -> lookups
         self._polled_at = self.clock()
 
     @abstractmethod
@@ -237,7 +237,7 @@ class PollingTierManager(SecondaryTierManager):
         if poll is not None and key in poll.answers:
             return poll.answers.pop(key)
         answer = self.poll(key, context)
-        if answer is not None or not context.req_id:  # without an id, nobody asks ``take_answered`` for the key
+        if answer is not None or not context.req_id:  # without a request id, ``take_answered`` cannot report the key
             return answer
         poll = poll or self._polls.setdefault(context.req_id, _Poll(context))
         if key in poll.given_up:
@@ -268,7 +268,7 @@ class PollingTierManager(SecondaryTierManager):
             answer = self.poll(key, poll.context)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # noqa: BLE001 - the next lookup of this key raises again, and others must not wait for it
+        except BaseException:  # noqa: BLE001 - the next lookup of the key raises again; other keys go on
             return True
         if answer is not None:
             poll.answers[key] = answer

@@ -1,14 +1,15 @@
 """BlockingTier: a tier for engines that call and wait, from any thread, with blocks anywhere in their memory.
 
-``open_tier`` opens it. It needs no region that all of an engine's processes see, and no OffloadingSpec.
+``open_tier`` opens a BlockingTier. It needs neither a region that all of an engine's processes see, nor an
+OffloadingSpec.
 
-Bytes pass through rows that belong to the tier, with one copy on the way. So storage never touches the engine's memory:
-a read that hangs may end at any later time, and then writes into a row that nobody uses until the tier has reported the
-read (L3). Without the copy, the engine's memory would have to stay out of use for as long, which no engine offers. And
-a store that is given up would later seal what the engine has written there since.
+Bytes pass through rows that belong to the tier, with one copy on the way. So storage never touches the engine's memory.
+A read that hangs may end at any later time. It then writes into a row that stays out of use until the tier has reported
+the read (L3). Without the copy, the engine's memory would have to stay out of use for this time, which no engine
+offers, and a store that was given up could seal bytes that the engine has written later.
 
-A call that waits also reads the tier's sockets. If several calls wait, one of them reads for all, so the tier needs no
-thread of its own.
+A waiting call also reads the tier's sockets. If several calls wait, one call reads for all. So the tier needs no thread
+of its own.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from .registry import SecondaryTierFactory
 Pieces = Sequence[memoryview]
 """A block in the engine's memory: its parts in order, C-contiguous."""
 
-JOB_BYTES_MAX = 16 << 20  # of a job: rows are copied while the next job's rows are read
-JOB_KEYS_MAX = 256  # fewer than a tier books in one call
-LOOKED_MAX = 256  # keys asked for at once; after a miss, the answers of a prefix's later keys would be thrown away
-STORE_SHARE = 0.5  # of the rows; the rest is for loads only
-JOB_S = 20.0  # assumed of a tier without a deadline of its own
-GRACE_S = 1.0  # after the tier's deadline, to report a job
-LISTEN_S = 0.05  # between looks at deadlines while nothing comes
-POLL_S = 0.002  # between looks at a tier without descriptors
+JOB_BYTES_MAX = 16 << 20  # size of a job: its rows are copied while the next job's rows are read
+JOB_KEYS_MAX = 256  # blocks of a job; fewer than a tier books in one call
+LOOKED_MAX = 256  # keys asked for at once; after a miss, answers for a prefix's later keys are useless
+STORE_SHARE = 0.5  # share of the rows for stores; the other rows are for loads only
+JOB_S = 20.0  # for a tier without its own deadline
+GRACE_S = 1.0  # time for the tier to report a job after its deadline
+LISTEN_S = 0.05  # between checks of deadlines while no answer comes
+POLL_S = 0.002  # between polls of a tier without descriptors
 
 
 def open_tier(config: Mapping[str, Any], identity: Any, rows: memoryview, *, block_bytes: int) -> BlockingTier:
@@ -47,7 +48,8 @@ def open_tier(config: Mapping[str, Any], identity: Any, rows: memoryview, *, blo
 
     Args:
         config: ``type`` and the tier's options.
-        identity: what the bytes depend on, in the form of an engine's spec: ``config`` and perhaps ``metrics``.
+        identity: everything that the bytes depend on, in the form of an engine's spec: ``config``, optionally
+            ``metrics``.
         rows: (rows, row_bytes), writable, for this tier only. ``row_bytes`` is a multiple of 4,096. Blocks that are
             shorter are padded with zeros. Memory of a file lets the tier work in processes of its own.
         block_bytes: size of every block.
@@ -70,9 +72,9 @@ class _Job:
 
     Attributes:
         first: index of its first block in the call.
-        until: when the call gives it up.
+        until: time at which the call gives the job up.
         done: the keys that succeeded. None: the tier may still use the rows.
-        is_abandoned: no call waits for it.
+        is_abandoned: no call waits for the job.
     """
 
     rows: list[int]
@@ -85,10 +87,10 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of ``load_many`` or ``store_many``. Blocks from ``next`` on have not been given rows.
+    """A call of ``load_many`` or ``store_many``. Blocks from ``next`` on have no rows yet.
 
     Attributes:
-        until: blocks that have no rows by then are False.
+        until: blocks without rows at this time are False in the result.
     """
 
     keys: Sequence[OffloadKey]
@@ -103,15 +105,15 @@ class _Call:
 class BlockingTier:
     """Stores, loads and looks up blocks, and waits for the end. Any thread may call, several at once.
 
-    A call for blocks ends within twice the tier's ``job_deadline_s`` and a little, whatever the storage does: blocks
-    wait that long for rows, and jobs that long for the storage. What has not happened by then is False. A load that is
-    given up keeps its rows until the tier reports it, and never writes to the caller's memory.
+    A call ends within little more than twice the tier's ``job_deadline_s``, even if the storage hangs: blocks wait that
+    long for rows, and jobs that long for the storage. Blocks that are not done by then are False in the result. A load
+    that was given up keeps its rows until the tier reports it, and never writes to the caller's memory.
 
     An exception that the tier raises passes through. The tier may have begun a job whose submission raised, and may
     never report it, so the job's rows stay out of use until its deadline.
 
     Args:
-        tier: closed by ``close``. Nobody else calls it.
+        tier: closed by ``close``. Only this object may call it.
         rows: see ``open_tier``.
         clock: seconds, monotonic.
     """
@@ -132,8 +134,8 @@ class BlockingTier:
         self._is_listening = False
         self._free = list(range(count))
         self._for_stores = max(1, int(count * STORE_SHARE))  # rows that stores may still take
-        self._jobs: dict[int, _Job] = {}  # by id, until the tier reports them
-        self._raised: dict[int, _Job] = {}  # those of them whose submission raised
+        self._jobs: dict[int, _Job] = {}  # id -> job, until the tier reports the job
+        self._raised: dict[int, _Job] = {}  # ids of jobs whose submission raised
         self._held: set[_Job] = set()  # all jobs that hold rows
         self._ids = itertools.count(1)
         self._answered: dict[str, bool] = {}  # whether a lookup in progress has new answers
@@ -147,7 +149,7 @@ class BlockingTier:
         """Whether each key is stored.
 
         Args:
-            prefix_only: keys after the first that is not stored may be given as False.
+            prefix_only: keys after the first absent key may be given as False.
         """
         found = [False] * len(keys)
         with self._news:
@@ -186,7 +188,7 @@ class BlockingTier:
                 self.tier.touch(keys)
 
     def close(self) -> None:
-        """Finish what was accepted, within the tier's limit. Calls in progress end, and later calls do nothing."""
+        """Finish the accepted jobs within the tier's limit. Calls in progress end, and later calls do nothing."""
         with self._news:
             if not self._is_closed:
                 self._is_closed = True
@@ -228,7 +230,7 @@ class BlockingTier:
                 count = min(count, self._for_stores)
             seen: set[OffloadKey] = set()
             for key in call.keys[call.next : call.next + count]:
-                if key in seen:  # a job has each key once; the next job begins with this one
+                if key in seen:  # a job has each key only once; the next job begins with this key
                     break
                 seen.add(key)
             count = len(seen)
@@ -290,7 +292,7 @@ class BlockingTier:
         return bool(self._free) and (not call.is_store or self._for_stores > 0) and self._clock() < call.until
 
     def _end(self, call: _Call, job: _Job) -> None:
-        """Copy what was loaded, and give rows back, unless the tier may still use them."""
+        """Copy the loaded blocks, and free rows unless the tier may still use them."""
         keys = call.keys[job.first : job.first + len(job.rows)]
         for index, (row, key) in enumerate(zip(job.rows, keys, strict=True), job.first):
             if job.done is None or key not in job.done:
@@ -343,7 +345,7 @@ class BlockingTier:
     # ---- the tier --------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Do what an engine's step does."""
+        """Make the calls that an engine makes in a step."""
         if self._is_closed:
             return
         self.tier.on_schedule_end()

@@ -39,14 +39,14 @@ from .tier.store_tier import StoreTierManager, TierOptions
 
 logger = get_logger(__name__)
 
-BLOCKS_OF_BOUND_MIN = 4  # fewer blocks within max_bytes are worth a warning
-#: A worker for a network storage may allocate so much more than it starts with and its blocks. A server's response may
-#: be endless: the worker that reads such a response is killed and replaced.
+BLOCKS_OF_BOUND_MIN = 4  # max_bytes must hold at least this many blocks
+#: Memory that a worker for a network storage may allocate after its start, besides its blocks. A worker that reads an
+#: endless response exceeds the limit, and is killed and replaced.
 WORKER_BYTES = 512 << 20
 FSSPEC_COPIES = 4  # copies of a block that a driver may hold while it moves the block
-LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
-AT_ONCE_BYTES_MAX = 128 << 20  # in flight in a worker for a network storage: on a slow link no more would end in time
-ENGINE_REQUESTS_MAX = 8  # of each kind in the engine's own process, whose GIL more threads would take from the engine
+LOAD_ONLY_THREADS = 1  # additional threads for loads, because all other threads may be busy with stores
+AT_ONCE_BYTES_MAX = 128 << 20  # in flight to a network storage: on a slow link, more would not end in time
+ENGINE_REQUESTS_MAX = 8  # of each kind in the engine's own process, because they take its GIL
 
 
 class BuiltInTier(StoreTierManager):
@@ -54,7 +54,7 @@ class BuiltInTier(StoreTierManager):
 
     Raises:
         ConfigError: an option is wrong, or the store sees only its own process's blobs and must be shared.
-        StoreError: the storage answered with a permanent error. On s3, the message says what is wrong with credentials,
+        StoreError: the storage answered with a permanent error. On s3, the message names the problem with credentials,
             bucket, region or clock. An endpoint that does not respond is only logged, because it may come back.
     """
 
@@ -81,7 +81,7 @@ class BuiltInTier(StoreTierManager):
         if region is not None:
             try:
                 start(make_backend=partial(_processes, config, region))
-            except (OSError, RuntimeError) as e:  # no process can be started, or none lives
+            except (OSError, RuntimeError) as e:  # no process can be started, or every process has ended
                 region.close()
                 region, why_here = None, _why_threads(name, config, f"no process can be started: {e}", logger.warning)
         if region is None:
@@ -135,7 +135,7 @@ def _keys(config: TierConfig) -> KeyRing | None:
 
 
 def _protection_fields(config: TierConfig) -> dict[str, str]:
-    """Put protected blocks into a separate namespace, so that replicas with and without keys do not interfere."""
+    """Name a separate namespace for protected blocks, so that replicas with and without keys do not interfere."""
     return {} if config.encrypt == "none" else {"protection": config.encrypt}
 
 
@@ -156,7 +156,7 @@ def check_needs_no_sharing(policy: CapacityPolicy | None, *, in_processes: bool)
 
 
 def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[MappedRegion | None, str]:
-    """The region for the tier's processes. None: its servers are threads of this process; and why.
+    """Map the region for the tier's processes. None and a reason: the servers are threads of this process.
 
     Raises:
         ConfigError: ``isolation: process`` is set, but other processes cannot map the region.
@@ -170,7 +170,7 @@ def _map_region(name: str, config: TierConfig, view: memoryview) -> tuple[Mapped
 
 
 def _why_threads(name: str, config: TierConfig, why: str, log: Callable[..., None]) -> str:
-    """Why the tier's servers are threads of this process, although ``isolation`` is not thread.
+    """Log and return why the tier's servers are threads of this process, although ``isolation`` is not thread.
 
     Raises:
         ConfigError: ``isolation: process`` is set.
@@ -185,7 +185,7 @@ def _why_threads(name: str, config: TierConfig, why: str, log: Callable[..., Non
 
 
 def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows) -> ProcessBackend:
-    """What starts the tier's processes: half of them prefer loads, the others stores, and each can do both."""
+    """Make the backend that starts the tier's processes. Half of them prefer loads, the others stores."""
     make_store, store_options = store_recipe(config)
     readers = max(1, config.children // 2)
     writers = config.children - readers
@@ -209,19 +209,19 @@ def _processes(config: TierConfig, region: MappedRegion, work: Work, rows: Rows)
 
 
 def _threads(config: TierConfig, store: Store, work: Work, rows: Rows) -> ThreadBackend:
-    """What starts the tier's server in threads of this process."""
+    """Make the backend that starts the tier's server in threads of this process."""
     most = _threads_max(config)
     seats = Seats(2, LOAD_ONLY_THREADS, min(most, config.n_read_threads), min(most, config.n_write_threads))
     return ThreadBackend(store, rows, work, seats)
 
 
 def _threads_max(config: TierConfig) -> int:
-    """How many threads of each kind a server in threads of this process may have."""
+    """Largest number of threads of each kind for a server in this process."""
     return ENGINE_REQUESTS_MAX if isinstance(config, NetworkTierConfig) else sys.maxsize
 
 
 def _worker_bytes_max(config: TierConfig, threads: int, row_bytes: int) -> int | None:
-    """How much memory a process may allocate after its start; None: no limit, because it does not talk to a server."""
+    """Memory that a process may allocate after its start; None: no limit, because it does not talk to a server."""
     if not isinstance(config, NetworkTierConfig):
         return None
     copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
@@ -233,7 +233,7 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
     """Check that ``max_bytes`` has room for blocks. Checked here because only the engine knows the size of a block.
 
     Raises:
-        ConfigError: it has room for so few that hardly any block would be found again.
+        ConfigError: there is room for so few blocks that hardly any stored block would be found again.
     """
     least = BLOCKS_OF_BOUND_MIN * policy.block_bytes
     if policy.max_bytes is not None and policy.max_bytes < least:

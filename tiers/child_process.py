@@ -1,9 +1,9 @@
-"""A child process of the engine, and its end of their connection: how it is started, how it begins, and how it ends.
+"""A child process of the engine: its start, its connection to the engine, and its end.
 
-A thread in a system call on a hung mount can be neither cancelled nor abandoned: it may still write into the slot that
-it reads into. A process can be killed, and once it is reaped, it cannot touch memory any more.
+A thread in a system call on a hung mount can be neither cancelled nor abandoned, because it may still write into the
+slot that it fills. A process can be killed, and once it is reaped, it cannot touch memory any more.
 
-A child ends with the engine's process, of which it holds a pidfd, even if a fork of the engine keeps the socket open.
+A child holds a pidfd of the engine's process and ends with it, even if a fork of the engine keeps the socket open.
 A process that a library forks inside the child ends as soon as the library returns, or is killed with the child's
 process group.
 """
@@ -45,14 +45,14 @@ _CONFIG_BYTES_MAX: Final = 1 << 24
 
 
 class ChildProcess:
-    """A child process; see ``tiers.connections.Handle``. No method but ``start`` blocks.
+    """A child process; see ``tiers.connections.Handle``. Only ``start`` may block.
 
-    A thread of its own reaps it, because reaping may wait in the kernel: 1.6 s were measured after a process was killed
-    in a hung call, 7 s on a busy machine.
+    A separate thread reaps the process, because reaping may wait in the kernel: 1.6 s were measured after a process was
+    killed in a hung call, 7 s on a busy machine.
 
     Attributes:
         sock: the engine's end of the connection.
-        tag: of the connection's frames.
+        tag: tag of the connection's frames.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, tag: bytes) -> None:
@@ -60,7 +60,7 @@ class ChildProcess:
         self.pid = process.pid
         self.sock = sock
         self.tag = tag
-        self._ending = threading.Lock()  # held to kill the group and to reap, so that no other group is killed
+        self._ending = threading.Lock()  # held to kill and to reap, so that no other group is killed
         self._is_reaping = False
 
     @classmethod
@@ -68,8 +68,9 @@ class ChildProcess:
         """Start a process. Reads the interpreter from its disk, which may block.
 
         Args:
-            module: its ``main`` calls ``connect_to_engine``.
-            config: what that returns, as JSON. It does not go through the command line, where others could read keys.
+            module: a module whose ``main`` calls ``connect_to_engine``.
+            config: the config that ``connect_to_engine`` returns, as JSON. It is not passed on the command line, where
+                other users could read keys.
             fds: descriptors that the process gets, with the same numbers.
 
         Raises:
@@ -85,21 +86,22 @@ class ChildProcess:
             with theirs:
                 parent = os.pidfd_open(os.getpid())
                 try:
-                    # If this process was started without stderr, that descriptor may be any file by now.
+                    # If this process was started without stderr, descriptor 2 may be any file by now.
                     output = subprocess.DEVNULL if sys.__stderr__ is None else STDERR
                     process = subprocess.Popen(
                         python_command(module, str(theirs.fileno()), str(parent)),
                         pass_fds=[theirs.fileno(), parent, *fds],
                         stdin=subprocess.DEVNULL,
-                        stdout=output,  # what a library prints must not mix with the engine's output
+                        stdout=output,  # output of libraries must not mix with the engine's output
                         stderr=output,
                         env=environment_without(KEY_VARIABLES),
-                        # Not a session of its own: with autogroups, the scheduler would give it the share of a session.
+                        # Not a new session: with autogroups, the kernel would give the process a whole session's share
+                        # of the CPU.
                         process_group=0,
                     )
                 finally:
                     os.close(parent)
-            with suppress(ConnectionError):  # it is dead already, which the first read will show
+            with suppress(ConnectionError):  # the process has died, which the first read will show
                 ours.sendall(len(text).to_bytes(4, "big") + text)
         except BaseException:
             ours.close()
@@ -108,8 +110,8 @@ class ChildProcess:
         return cls(process, ours, tag)
 
     def kill(self) -> bool:
-        """Kill the process and all processes that it has started. Returns True: it can be killed."""
-        if self._ending.acquire(blocking=False):  # else it has ended, and is being reaped
+        """Kill the process and all processes that it has started. Always returns True."""
+        if self._ending.acquire(blocking=False):  # otherwise the process has ended and is being reaped
             try:
                 kill_group(self._process)
             finally:
@@ -123,7 +125,7 @@ class ChildProcess:
         return self._process.returncode is not None
 
     def close(self) -> None:
-        """Hang up, even if a fork of this process holds the socket; the child then ends."""
+        """Shut the connection down, even if a fork of this process holds the socket. The child then ends."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -139,8 +141,8 @@ class ChildProcess:
             logger.debug("process %d is not reaped yet: %s", self.pid, e)
 
     def _reap(self) -> None:
-        """Wait for the process's end, kill what it has started, and reap it."""
-        with suppress(ChildProcessError):  # somebody else has reaped it
+        """Wait for the process's end, kill the processes that it has started, and reap it."""
+        with suppress(ChildProcessError):  # other code has reaped the process
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._ending:
             kill_group(self._process)
@@ -151,25 +153,25 @@ class ChildProcess:
 
 
 def connect_to_engine(name: str, niceness: int) -> tuple[socket.socket, bytes, int, Any]:
-    """Take up the connection; the first thing that a child does.
+    """Take up the connection to the engine. A child calls this first.
 
     Args:
         name: of the process, in its log lines.
-        niceness: added to the engine's.
+        niceness: added to the engine's niceness.
 
     Returns:
         The socket, the tag of its frames, a pidfd that is readable when the engine's process has ended, and the config.
     """
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    # Ctrl-C, and signals that systemd sends to a whole service, are for the engine to handle: it has stores to finish.
+    # The engine handles Ctrl-C and signals that systemd sends to a whole service, because it has stores to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(niceness)
     for each in (fd, parent):
-        os.set_inheritable(each, False)  # programs that a library runs must not get it
+        os.set_inheritable(each, False)  # programs that a library runs must not inherit the socket
     sock = socket.socket(fileno=fd)
-    os.register_at_fork(after_in_child=sock.close)  # or the engine would not see this process's end
+    os.register_at_fork(after_in_child=sock.close)  # otherwise the engine would not see this process's end
     config = json.loads(_receive(sock, int.from_bytes(_receive(sock, 4), "big")))
     log_to_stderr(name, config["log_level"])
     return sock, bytes.fromhex(config["tag"]), parent, config
@@ -187,10 +189,10 @@ def _receive(sock: socket.socket, count: int) -> bytes:
 def receive(
     sock: socket.socket, tag: bytes, ends: Iterable[int] = (), idle_s: Callable[[], float | None] = lambda: None
 ) -> Iterator[Iterator[tuple[Any, bytes]]]:
-    """Yield frames as they come, some at a time, until the other end hangs up or a descriptor in ``ends`` is readable.
+    """Yield batches of received frames until the other end hangs up, or a descriptor in ``ends`` is readable.
 
     Args:
-        idle_s: after so long without frames, yield none; None: wait.
+        idle_s: after this time without frames, yield an empty batch; None: wait.
 
     Raises:
         EOFError: the bytes are not frames.

@@ -1,8 +1,8 @@
-"""Connections: the engine's end of the connections to its children. It has no thread and no lock, and does no I/O.
+"""Connections: talks to the engine's children. It has no thread and no lock, and does not access storage.
 
-A child is a process, or threads where no process can do the work. Both ends send frames (``tiers.frames``).
-Everything is read and written by ``poll``, without blocking. A child that has ended, or was killed because it hangs, is
-reaped, and started again after a pause that grows if it does not live long.
+A child is a process, or a group of threads if a process cannot do the work. Both ends send frames (``tiers.frames``).
+``poll`` reads and writes all frames without blocking. A child that has ended, or was killed because it hangs, is reaped
+and started again after a pause. The pause grows if children do not live long.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-PAUSE_S: Final = (0.05, 30.0)  # before a child is started again: at first, and at most
-LIVED_S: Final = 10.0  # a child that lived longer is started again without a longer pause
-CHECK_S: Final = 0.01  # between checks of deadlines, at most: a step of the scheduler polls several times
+PAUSE_S: Final = (0.05, 30.0)  # pause before a child is started again: the first, and the longest
+LIVED_S: Final = 10.0  # after a life of this time, the pause does not grow
+CHECK_S: Final = 0.01  # between checks of deadlines, because a step of the scheduler polls several times
 
 
 class Handle(Protocol):
-    """A child that runs.
+    """A running child.
 
     Attributes:
         sock: the engine's end of the connection.
@@ -42,41 +42,41 @@ class Handle(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """The process; None: threads of this one."""
+        """The child's process ID; None: the child is threads of this process."""
 
     def kill(self) -> bool:
-        """End it at once. False: it cannot be ended."""
+        """End the child at once. False: it cannot be ended."""
 
     def has_ended(self) -> bool:
-        """Whether nothing of it can touch a slot any more."""
+        """Whether the child has ended and cannot touch a slot any more."""
 
     def close(self) -> None:
-        """Hang up. It ends when its threads do."""
+        """Close the connection. The child ends when its threads end."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Child:
-    """A child, and those that replace it.
+    """A child and its replacements.
 
     Attributes:
-        start: starts it. May block. Raises OSError, RuntimeError or KVTiersError.
+        start: starts the child. May block. Raises OSError, RuntimeError or KVTiersError.
     """
 
     start: Callable[[], Handle]
     handle: Handle | None = None
     reader: FrameReader | None = None
     out: bytearray = field(default_factory=bytearray)
-    is_full: bool = False  # its socket, when it was last written to
+    is_full: bool = False  # the socket that was last written to
     started_at: float = -math.inf
-    spoke_at: float | None = None  # when it first said something; None: it has not yet
-    heard_at: float = -math.inf  # when it, or the one before it, last said something
+    spoke_at: float | None = None  # time of its first frame; None: no frame yet
+    heard_at: float = -math.inf  # time of the last frame of this child or its predecessor
     pause_s: float = PAUSE_S[0]
-    start_at: float | None = None  # when to start it again; None: it runs, ends, is being started or is not needed
-    ending: str = ""  # why it was killed; it is not reaped yet
+    start_at: float | None = None  # when to start it again; None: it runs, is ending or starting, or is not needed
+    ending: str = ""  # why it was killed; set until it is reaped
 
     @property
     def runs(self) -> bool:
-        """Whether it can be told something."""
+        """Whether frames can be sent to the child."""
         return self.handle is not None and not self.ending
 
 
@@ -84,7 +84,7 @@ C = TypeVar("C", bound=Child)
 
 
 class Connections(ABC, Generic[C]):
-    """The connections of one owner, which is a subclass. The scheduler's thread calls all methods.
+    """Base class for the owner of some children. The scheduler's thread calls all methods.
 
     Args:
         name: the tier's name, for logs and thread names.
@@ -112,15 +112,15 @@ class Connections(ABC, Generic[C]):
 
     @abstractmethod
     def _hear(self, child: C, content: Any, raw: bytes) -> None:
-        """Handle one frame. Any exception means that the child cannot be understood; it is killed."""
+        """Handle one frame. If it raises, the frame is invalid, and the child is killed."""
 
     @abstractmethod
     def _end_if_late(self, child: C, now: float) -> None:
-        """Kill a child that runs if it has been silent for too long. Called every ``CHECK_S`` at most."""
+        """Kill a running child if it has been silent for too long. Called at most every ``CHECK_S``."""
 
     @abstractmethod
     def _lost(self, child: C, why: str) -> None:
-        """Note that a child has ended, and can touch nothing any more, or that it could not be started."""
+        """Note that a child has ended and touches no memory any more, or that it could not be started."""
 
     @property
     def pids(self) -> list[int]:
@@ -128,12 +128,12 @@ class Connections(ABC, Generic[C]):
         return [child.handle.pid for child in self._children if child.handle is not None and child.handle.pid]
 
     def poll(self) -> None:
-        """Send what waits, read what has come, and replace children that hang or have ended. Does not wait.
+        """Send and receive frames, and replace children that hang or have ended. Does not wait.
 
-        Called several times in each step of the scheduler, so without news it is one system call.
+        Called several times in each step of the scheduler. Without news it makes only one system call.
         """
         if os.getpid() != self._pid:
-            return  # this is a fork, and the messages are for its parent
+            return  # this process is a fork, and the frames are for its parent
         now = self._clock()
         for fd, events in self._sockets.poll(0):
             child = self._by_fd[fd]
@@ -145,13 +145,13 @@ class Connections(ABC, Generic[C]):
             self._check()
 
     def wait(self, timeout_s: float) -> None:
-        """``poll``, after waiting until something comes or time is over."""
+        """Wait until a frame comes, or for ``timeout_s`` at most; then ``poll``."""
         self._sockets.poll(1000 * min(timeout_s, 0.05))
         self._check_at = -math.inf
         self.poll()
 
     def descriptors(self) -> list[int]:
-        """Of the sockets that ``poll`` reads."""
+        """Descriptors of the sockets that ``poll`` reads."""
         return list(self._by_fd)
 
     def _write(self, child: C, content: Sequence[object], raw: bytes = b"") -> None:
@@ -160,7 +160,7 @@ class Connections(ABC, Generic[C]):
             self._flush(child)
 
     def _end(self, child: C, why: str) -> None:
-        """Kill a child that hangs, or cannot be understood, or has ended."""
+        """Kill a child that hangs, sent an invalid frame or has ended."""
         assert child.handle is not None
         if child.handle.kill():
             self.kills += 1
@@ -170,7 +170,7 @@ class Connections(ABC, Generic[C]):
             self._reap(child)
 
     def _hang_up(self, children: Iterable[C], timeout_s: float) -> bool:
-        """Start nothing any more, hang up on these children, and wait for their end. Returns True if no child is left.
+        """Start no more children, close these children's connections, and wait. Returns True if all have ended.
 
         Children that have not ended after half of ``timeout_s`` are killed.
         """
@@ -203,7 +203,7 @@ class Connections(ABC, Generic[C]):
         except BlockingIOError:
             pass
         except OSError:
-            child.out.clear()  # it has died, which the next read shows
+            child.out.clear()  # the child has died, which the next read shows
         if bool(child.out) != child.is_full:
             child.is_full = not child.is_full
             self._sockets.register(sock, select.POLLIN | (select.POLLOUT if child.is_full else 0))
@@ -222,7 +222,7 @@ class Connections(ABC, Generic[C]):
                 self._hear(child, content, raw)
         except BlockingIOError:
             pass
-        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it sends, only its own work may fail
+        except Exception as e:  # noqa: BLE001 - a process's edge: bad frames may fail only the child's own work
             self._end(child, f"{e}" or type(e).__name__)
 
     # ---- starts and ends ---------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Connections(ABC, Generic[C]):
         self._begun(child)
 
     def _stop_listening(self, child: C) -> None:
-        """Before its socket is closed: another file may get the number of its descriptor."""
+        """Stop polling a socket. Call it before the close, after which another file may get the descriptor's number."""
         assert child.handle is not None
         if self._by_fd.pop(child.handle.sock.fileno(), None) is not None:
             self._sockets.unregister(child.handle.sock)
@@ -275,15 +275,15 @@ class Connections(ABC, Generic[C]):
         child.start_at = self._clock() + child.pause_s
 
     def _start_again(self, child: C) -> None:
-        """Start a child in a thread that ends with it: it reads the interpreter from its disk, which may hang."""
+        """Start a child in a separate thread, because reading the interpreter from its disk may hang."""
         child.start_at = None
 
         def start() -> None:
             try:
                 self._started.put((child, child.start()))
-            except BaseException as e:  # noqa: BLE001 - a thread's edge: it is tried again
+            except BaseException as e:  # noqa: BLE001 - a thread's edge: the start is tried again
                 self._started.put((child, e))
-            if self._closing:  # perhaps nobody polls any more
+            if self._closing:  # perhaps ``poll`` is never called again
                 self._take_started()
 
         try:

@@ -65,7 +65,7 @@ class DaemonPool:
                     future.set_result(call())
                 except BaseException as e:  # noqa: BLE001 - nothing catches it in a thread; the future passes it on
                     future.set_exception(e)
-            del future, call  # otherwise an idle thread would keep its last call's tensors alive
+            del future, call  # so that an idle thread does not keep its last call's tensors alive
 
     def _forget(self, future: Future[Any]) -> None:
         with self._changed:

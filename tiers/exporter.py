@@ -1,6 +1,6 @@
 """Serve metrics in Prometheus' text format, with prometheus_client (the extra ``metrics``).
 
-Each scrape reads a snapshot on its own thread, and costs the thread that counts nothing. Inside vLLM, vLLM's own
+Each scrape reads a snapshot on its own thread, at no cost to the thread that counts. Inside vLLM, vLLM's own
 endpoint serves the same metrics as ``vllm:kvtiers_…`` (``connector.vllm.metrics``).
 """
 
@@ -29,7 +29,7 @@ class MetricsCollector(Collector):
     """Provides the samples to prometheus_client. Any thread may call it.
 
     Args:
-        metrics: one or more ``Metrics``, without a metric name in common.
+        metrics: one or more ``Metrics`` with different metric names.
     """
 
     def __init__(self, metrics: Sequence[Metrics]) -> None:
@@ -65,7 +65,7 @@ def _label_values(metric: MetricDef, sample: Sample) -> list[str]:
 
 
 class MetricsServer:
-    """prometheus_client's HTTP server for ``/metrics``, on daemon threads: one that accepts, and one for each scrape.
+    """Runs prometheus_client's HTTP server for ``/metrics`` on daemon threads.
 
     Args:
         metrics: see ``MetricsCollector``.
@@ -97,7 +97,7 @@ class MetricsServer:
 def serve_or_warn(metrics: Metrics, port: int, address: str = "127.0.0.1") -> MetricsServer | None:
     """Serve an engine's metrics. None: they cannot be served here, and the log says why.
 
-    For example, another engine on this host has the port. That must not keep the model from being served.
+    For example, another engine on this host uses the port. This must not prevent the model from being served.
     """
     try:
         server = MetricsServer([metrics], port=port, address=address)

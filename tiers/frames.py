@@ -1,20 +1,20 @@
-"""What the two halves of a tier share: what a server is told when it starts, and the frames on its stream socket.
+"""Shared by the two halves of a tier: a server's start parameters, and the frames on its stream socket.
 
 A frame is two lengths (big-endian u32), the connection's tag, a JSON list, raw bytes, and the tag again::
 
     engine   ["load", number, deadline]            raw: pairs
              ["store", number, deadline, [places of blocks to overwrite]]   raw: pairs
-             ["look", number, name prefix]         raw: pairs; the slots mean nothing. The prefix: of another namespace
+             ["look", number, name prefix]         raw: pairs; slots are ignored. name prefix: of another namespace
              ["open", number]                      creates the store, and opens the namespace
              ["cut", reason]                       drops blocks that have not begun; "" lets them begin again
     server   ["moved", number, batch, said]          said: texts for the log
              ["looked", number, said]   raw: a byte per key, see ``FOUND``
              ["opened", number, capabilities, error]
-             ["alive"]                             it serves; blocks are moving
+             ["alive"]                             the server runs; blocks are moving
              ["nearest", namespace]                see ``SecondaryTierManager.nearest``
 
-The tag is random, and known to the two ends only. So bytes that a library writes into the socket cannot pass for an
-answer, nor for a part of one. Frames hold no bytes of blocks, which are in the region.
+The tag is random, and only the two ends know it. So bytes that a library writes into the socket cannot be mistaken for
+an answer or for a part of an answer. Frames hold no bytes of blocks: these are in the region.
 
 Deadlines are seconds of the monotonic clock, which all processes of a machine share.
 """
@@ -39,7 +39,7 @@ from .errors import ConfigError, KVTiersError, StoreError
 FRAME_BYTES_MAX: Final = 1 << 28  # a larger length does not come from kvtiers
 TAG_BYTES: Final = 16
 RECEIVE_BYTES: Final = 256 << 10
-#: Whether a key is stored; None: its lookup failed.
+#: Byte -> whether a key is stored; None: its lookup failed.
 FOUND: Final[tuple[bool | None, ...]] = (False, True, None)
 
 _HEAD: Final = struct.Struct(f"!II{TAG_BYTES}s")
@@ -50,12 +50,12 @@ _COUNTERS: Final = frozenset({"outcomes", "errors", "verify_failures"})
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The threads of a server, by what each of them takes.
+    """The numbers of a server's threads, by the work that they take.
 
     Attributes:
         lookups: take lookups only.
-        loads_only: take loads only, and only those that come while all others are busy with stores.
-        loads_first, stores_first: take blocks of the other kind when there are none of their own.
+        loads_only: take only loads, and only while all other threads are busy with stores.
+        loads_first, stores_first: take loads (stores) first, and the other kind if there are none.
     """
 
     lookups: int = 1
@@ -66,10 +66,10 @@ class Seats:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a server's tier is, in both halves.
+    """The properties of a tier that both halves know.
 
     Attributes:
-        tier: its name, for logs.
+        tier: the tier's name, for logs.
         read_only: write nothing, not even the namespace's fields.
     """
 
@@ -83,7 +83,7 @@ class Work:
 
 
 class StrayBytesError(EOFError):
-    """The other side sent bytes that are not a frame. Nothing that it sends can be used."""
+    """The other side sent bytes that are not a frame. All its later bytes are unusable."""
 
 
 def _as_plain(value: Any) -> object:
@@ -175,7 +175,7 @@ def unpack_pairs(data: bytes) -> list[Pair]:
 
 
 def encode_batch(batch: Batch, keys: Sequence[OffloadKey]) -> dict[str, Any]:
-    """Encode the fields that are not empty, keys as places in ``keys``. No "succeeded": all blocks succeeded."""
+    """Encode the non-empty fields, with keys as indexes of ``keys``. Without "succeeded", all blocks succeeded."""
     answer = {name: value for name in BATCH_FIELDS if (value := getattr(batch, name))}
     if len(batch.succeeded) == len(keys):
         answer.pop("succeeded", None)

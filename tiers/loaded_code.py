@@ -1,8 +1,7 @@
-"""Checks that the package on disk is still the one that this process runs.
+"""Checks that the package on disk is unchanged since this process loaded it.
 
-A tier's processes are fresh interpreters and import the package from disk. If it was upgraded in place, the engine
-would talk to processes of another release. Their messages have no version, because both ends belong to the same
-package.
+A tier's processes are fresh interpreters and import the package from disk. After an upgrade in place, the engine would
+talk to processes of another release. Messages have no version, because both ends must belong to the same package.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from contextlib import suppress
 class LoadedCode:
     """A digest of the package's source code, taken at import, so that it matches the code that was loaded.
 
-    It covers the contents and not the version: not every change has a new version, and not every installation has new
-    contents. The replacement of a package in an archive, or without sources, is not detected. Any thread may call.
+    The digest covers the contents and not the version, because the contents may change without a new version. The
+    replacement of a package in an archive, or without sources, is not detected. Any thread may call.
     """
 
     def __init__(self, package: str) -> None:

@@ -87,16 +87,14 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_jobs_in_flight": _gauge("Jobs that have not ended.", "tier"),
     "kvtiers_jobs_total": _counter("Jobs by outcome: ok, partial, failed.", "tier", "op", "outcome"),
     "kvtiers_load_decisions_total": _counter(
-        "Requests by the reason why hits were loaded (always, faster, trial, unknown) or not (behind, never, slower).",
+        "Requests with hits, by reason. Loaded: always, faster, trial, unknown. Computed: behind, never, slower.",
         "tier",
         "reason",
     ),
     "kvtiers_lookup_probes_total": _counter("Lookups sent to storage: hit, miss, error, deadline.", "tier", "result"),
     "kvtiers_lookups_total": _counter("Blocks that requests looked up in the tier: hit, miss.", "tier", "result"),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot was free in time."),
-    "kvtiers_requests_total": _counter(
-        "Requests by the reason why no more was loaded (see kvtiers explain).", "reason"
-    ),
+    "kvtiers_requests_total": _counter("Requests, by the reason why no more was loaded (kvtiers explain).", "reason"),
     "kvtiers_schedule_end_seconds": MetricDef(
         MetricKind.HISTOGRAM,
         "Seconds that the scheduler's thread spends in kvtiers at the end of an engine step.",
@@ -135,17 +133,17 @@ class Metrics:
         self._watchers: list[set[tuple[str, tuple[str, ...]]]] = []
 
     def watch(self) -> set[tuple[str, tuple[str, ...]]]:
-        """Return a set that collects name and labels of each series that is new, changed or removed.
+        """Return a set that collects name and labels of each new, changed or removed series.
 
-        It starts with all series. The thread that writes metrics also reads and clears the set, so it need not look at
-        unchanged series.
+        The set starts with all series. Only the thread that writes metrics reads and clears the set. So it need not
+        check unchanged series.
         """
         watcher = {*self._values, *self._histograms}
         self._watchers.append(watcher)
         return watcher
 
     def total(self, name: str, labels: tuple[str, ...]) -> float | None:
-        """The value of a counter or gauge, or the sum of a histogram's observations; None: there is no such series."""
+        """Return the value of a counter or gauge, or the sum of a histogram; None: the series does not exist."""
         histogram = self._histograms.get((name, labels))
         return self._values.get((name, labels)) if histogram is None else histogram.total
 
@@ -170,7 +168,7 @@ class Metrics:
         self._tell(key)
 
     def forget(self, name: str, *labels: str) -> None:
-        """Drop a gauge's samples whose labels begin with ``labels``, because they describe something that is gone."""
+        """Drop a gauge's samples whose labels begin with ``labels``, because their subject no longer exists."""
         for key in [key for key in self._values if key[0] == name and key[1][: len(labels)] == labels]:
             del self._values[key]
             self._tell(key)

@@ -1,9 +1,9 @@
-"""The processes of this package: how they are started and ended, and what each of them does first.
+"""Starts and ends the processes of this package, and sets them up.
 
-Every process is a fresh interpreter. A fork of a process with threads copies locks that no thread will release, and
+Every process is a fresh interpreter. A fork of a process with threads would copy locks that no thread will release, and
 multiprocessing's other start methods use pickle and run the main module again.
 
-Import only the standard library here: a process that is started again keeps an engine waiting.
+Import only the standard library here, because an engine waits while a process is started again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final, TextIO
 STDERR: Final = 2  # C libraries print to this descriptor, no matter which file it refers to
 
 _LOGGER = "kvtiers"  # the parent of all loggers of this package
-_THREAD_STACK_BYTES = 1 << 20  # not the usual 8 MiB, which count toward ``limit_memory`` although hardly used
+_THREAD_STACK_BYTES = 1 << 20  # instead of 8 MiB, which would count toward ``limit_memory`` although hardly used
 _FORKED_STATUS = 4
 
 
@@ -31,7 +31,7 @@ _FORKED_STATUS = 4
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """The command line of a fresh interpreter that calls ``main`` of a module, found by this process's ``sys.path``.
+    """Return the command line of a fresh interpreter that calls ``main`` of a module in this process's ``sys.path``.
 
     The interpreter gets this interpreter's flags, such as -E and -X utf8, as in multiprocessing.
     """
@@ -112,7 +112,7 @@ def limit_memory(bytes_max: int) -> None:
 def own_output() -> TextIO:
     """Reserve standard output for this process's messages: from now on, output of libraries goes to standard error."""
     fd = os.dup(1)
-    os.register_at_fork(after_in_child=lambda: os.close(fd))  # or the parent would not see this process's end
+    os.register_at_fork(after_in_child=lambda: os.close(fd))  # otherwise the parent would not see this process's end
     output = os.fdopen(fd, "w", encoding="utf-8")
     os.dup2(2, 1)
     return output

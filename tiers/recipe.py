@@ -1,4 +1,4 @@
-"""StoreRecipe: how another process creates a store."""
+"""StoreRecipe: tells another process how to create a store."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .store import Store
 
 @dataclass(frozen=True, slots=True)
 class StoreRecipe:
-    """How a process creates its store: ``module.name(**options)``.
+    """Describes how a process creates its store: ``module.name(**options)``.
 
     Attributes:
-        module: importable with this process's ``sys.path``.
+        module: a module in this process's ``sys.path``.
         name: a subclass of Store, or a function that returns a store.
         options: keyword arguments: None, bool, numbers, text, paths, and lists, dicts and dataclasses of these.
     """
@@ -28,7 +28,7 @@ class StoreRecipe:
 
     @classmethod
     def of(cls, make_store: Callable[..., Store], **options: Any) -> StoreRecipe:
-        """The recipe for ``make_store(**options)``. ``make_store`` is a store's class or a module-level function."""
+        """Return the recipe for ``make_store(**options)``. It is a store class or a module-level function."""
         return cls(make_store.__module__, make_store.__qualname__, options)
 
     def encode(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 from typing import Any
 
-# Looks at the package while it is loaded, not when a process starts: a model is loaded in between, for minutes.
+# Reads the package now and not when a process starts, because minutes pass in between while a model is loaded.
 from . import loaded_code  # noqa: F401
 from .base import SecondaryTierManager
 from .config.deployment import ENTRY_POINT_GROUP, as_store_tier, known_types
@@ -81,7 +81,7 @@ class SecondaryTierFactory:
         """Import a tier's module and return its class.
 
         Raises:
-            ConfigError: unknown type, a module that cannot be imported, or something that is not a tier class.
+            ConfigError: the type is unknown, the module cannot be imported, or the object is not a tier class.
         """
         if module_path:
             place: tuple[str, str] | None = (module_path, tier_type)

@@ -36,7 +36,7 @@ from .errors import (
 
 T = TypeVar("T")
 
-READ_ATTEMPTS_MAX = 8  # of ``read_blob``
+READ_ATTEMPTS_MAX = 8  # attempts of ``read_blob``
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
 
@@ -59,7 +59,7 @@ class KeyInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store's storage can and cannot do, as data.
+    """The capabilities of a store's storage.
 
     Attributes:
         exclusive_create: of several concurrent ``put(overwrite=False)`` calls for one key exactly one publishes, even

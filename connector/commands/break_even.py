@@ -1,4 +1,4 @@
-"""Whether a tier's storage loads KV faster than the model computes it: ``kvtiers check --write --model MODEL``."""
+"""Compares loading KV from a tier with computing it, for ``kvtiers check --write --model MODEL``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .tier_checks import trial_key
 
 BLOB_BYTES_MAX = 16 << 20
 BYTES_MAX = 64 << 20
-PUT_S_MAX = 0.5  # if putting a blob takes longer, it stays the only one: a check must not take minutes
-CHUNK_TOKENS = 256  # of models whose stored blocks are not known
+PUT_S_MAX = 0.5  # if putting a blob takes longer, no further blob is put, because a check must not take minutes
+CHUNK_TOKENS = 256  # block size for models whose stored blocks are unknown
 
 
 def compare_speeds(
@@ -29,7 +29,7 @@ def compare_speeds(
     """Put a few blobs of a block's size, read them at once as an engine would, and delete them.
 
     Args:
-        speeds: of the model's prefill, in tokens per second; without any, only the break-even is told.
+        speeds: the model's prefill speeds, in tokens per second. Without speeds, only the break-even is reported.
     """
     if not sizing.token_bytes or (isinstance(tier, BoundedTierConfig) and tier.read_only):
         return
@@ -62,7 +62,7 @@ def _read_rate(store: Store, blob_bytes: int, threads: int, clock: Callable[[], 
 
     A local disk answers from its page cache, so its rate is an upper limit.
     """
-    blob = memoryview(os.urandom(blob_bytes))  # no storage can compress it
+    blob = memoryview(os.urandom(blob_bytes))  # incompressible
     keys: list[str] = []
     try:
         for _ in range(max(1, min(threads, BYTES_MAX // blob_bytes))):
@@ -72,7 +72,7 @@ def _read_rate(store: Store, blob_bytes: int, threads: int, clock: Callable[[], 
             if clock() - began > PUT_S_MAX:
                 break
         rows = [memoryview(bytearray(blob_bytes)) for _ in keys]
-        pool = DaemonPool(len(keys), "kvtiers-check-read")  # whose threads may hang for ever
+        pool = DaemonPool(len(keys), "kvtiers-check-read")  # the store's threads may hang for ever
         try:
             began = clock()
             for read in [pool.submit(store.get_into, key, [row]) for key, row in zip(keys, rows, strict=True)]:

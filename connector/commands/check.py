@@ -51,15 +51,15 @@ Verdict = Literal["usable", "usable_with_warnings", "not_usable"]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What ``check`` found out.
+    """The result of ``check``.
 
     Attributes:
         verdict: whether an engine can use the deployment here; None without a file.
-        problems: what is at fault, such as ``region.size`` or ``tiers[0]``, each once.
-        config: the deployment with all defaults; None: there is none, or it has mistakes, which are in ``errors``.
+        problems: options and tiers at fault, such as ``region.size`` or ``tiers[0]``, each once.
+        config: the deployment with all defaults; None: no file was given, or it has mistakes, which are in ``errors``.
         findings: in the order of the configuration.
         stored_block_bytes: per tier, model -> bytes of one of its stored blocks.
-        sizing: what the model of ``--model`` takes.
+        sizing: sizes of the KV cache of ``--model``.
     """
 
     verdict: Verdict | None = None
@@ -222,8 +222,8 @@ def examine(
 
     Args:
         writes: also create root folders, and write and delete blobs.
-        sizing: of the model of ``--model``; with ``writes``, the speed of each storage is compared with its prefill.
-        speeds: of its prefill, in tokens per second, if they are known.
+        sizing: sizes of the KV cache of ``--model``; with ``writes``, each storage's speed is compared with prefill.
+        speeds: prefill speeds of the model in tokens per second, if known.
         refused: why the model of ``--model`` has no sizing.
     """
     found = [*refused, *host_findings(deployment)]
@@ -258,7 +258,7 @@ def _in_words(checked: Checked) -> str:
 
 
 class _Examination:
-    """Examines a tier on a thread of its own. Hanging storage keeps its thread; what was found before is kept.
+    """Examines a tier on its own thread. If the storage hangs, the thread stays, and earlier findings are kept.
 
     Attributes:
         sizes: the models with blocks in the storage, and the size of one block of each.
@@ -276,7 +276,7 @@ class _Examination:
         self._thread.start()
 
     def findings(self, deadline: float) -> list[Finding]:
-        """Wait until the deadline. Returns what was found."""
+        """Wait until the deadline. Returns the findings."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         is_late = self._thread.is_alive()  # before the findings are copied, or the last ones could be lost
         late = [no_answer(self._tier, TIERS_S_MAX)] if is_late else []
@@ -295,7 +295,7 @@ class _Examination:
             text = f"could not be checked: {type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
             fix = "please report this: it is a bug in kvtiers check"
             if isinstance(tier, StoreTierConfig):
-                fix = f"let {tier.module_path}'s store raise a StoreError (docs/writing-a-store.md)"
+                fix = f"change the store of {tier.module_path} to raise a StoreError (docs/writing-a-store.md)"
             self._found.append(Finding("problem", "storage", text, fix))
 
 

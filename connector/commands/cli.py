@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     Attributes:
         function: ``module:function``; the module is imported when the command is used.
         summary: one line for the list of commands.
-        examples: what to type, for the end of the command's help.
+        examples: example commands, for the end of the command's help.
     """
 
     function: str
@@ -103,7 +103,7 @@ COMMANDS: Mapping[str, Entry] = {
         ("kvtiers demo --root /tmp/kv",),
     ),
 }
-#: Commands of earlier versions -> what to type instead.
+#: Commands of earlier versions -> their replacements.
 MOVED = {
     "doctor": "doctor is part of check: kvtiers check CONFIG --write",
     "migrate": "migrate is copy now: kvtiers copy SOURCE TARGET",
@@ -114,7 +114,11 @@ MOVED = {
 }
 LogLevel = Literal["debug", "info", "warning", "error"]
 _PANEL = "Options of every command"
-_OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of standard output: storage errors arrive as StoreError
+_OUTPUT_LOST = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+)  # of standard output: errors of storage are StoreErrors
 
 
 Verbose = Annotated[

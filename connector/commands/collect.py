@@ -38,7 +38,7 @@ class Skipped(TierResult):
 
 @dataclass(kw_only=True)
 class Collected(TierResult):
-    """What was collected; with ``dry_run``, what would be.
+    """The removed blocks of a tier; with ``dry_run``, the blocks that would be removed.
 
     Attributes:
         blobs, blob_bytes: all that was listed, blocks and others.
@@ -145,7 +145,7 @@ def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> C
 def _run(
     collector: Collector, dry_run: bool, lease_s: float, on_progress: Callable[[int], None]
 ) -> CollectReport | None:
-    """Run the collector. If another one works, wait until it gives up or counts as dead."""
+    """Run the collector. If another collector works, wait until it gives up or counts as dead."""
     deadline = time.monotonic() + 2 * lease_s
     while (report := collector.run(dry_run=dry_run, on_progress=on_progress)) is None and time.monotonic() < deadline:
         time.sleep(min(1.0, collector.seconds_to_wait + 0.05))

@@ -181,7 +181,7 @@ def _copy(
 
 
 def _estimated_bytes(store: Store) -> int | None:
-    """What the collector's records say, for the time left; a listing would be exact, but may take minutes."""
+    """Stored bytes by the collector's records, for the time left. A listing would be exact but slow."""
     try:
         return used_bytes(store)
     except StoreError:
@@ -209,7 +209,7 @@ def _open_target(place: Place, *, dry_run: bool) -> Store:
 
 
 def _room(config: TierConfig, store: Store, *, dry_run: bool) -> int | None:
-    """How many bytes may be copied; None: no limit is known.
+    """Number of bytes that may be copied; None: no limit is known.
 
     What is left of ``max_bytes`` follows from the collector's records; without any, from a listing.
     """
@@ -224,7 +224,7 @@ def _room(config: TierConfig, store: Store, *, dry_run: bool) -> int | None:
 
 
 class _Progress:
-    """Shows a copy's progress, and publishes what it puts, as every writer of a bounded root does."""
+    """Shows a copy's progress, and publishes the put bytes, as every writer of a bounded root does."""
 
     def __init__(self, target: Place, store: Store, ticker: Ticker, *, dry_run: bool) -> None:
         policy = None if dry_run else target.policy

@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` says in words about a deployment: the region, each tier, and what is stored there."""
+"""Describes a deployment in words for ``kvtiers check``: the region, each tier, and the stored blocks."""
 
 from __future__ import annotations
 

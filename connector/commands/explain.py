@@ -1,4 +1,4 @@
-"""``kvtiers explain``: says of each request how much of its prompt was loaded, and why no more."""
+"""``kvtiers explain``: shows how much of each request's prompt was loaded, and why no more."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class ExplainedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReasonCount:
-    """How many requests were given no more blocks for a reason.
+    """A reason, and the number of requests that got no more blocks because of it.
 
     Attributes:
         reason: its code.
         count: of requests.
-        message: what it means; of a file, for the latest of these requests.
-        fix: what to do; "" if nothing is needed.
+        message: the reason in words; from a file, for the latest of these requests.
+        fix: how to fix it; "": no fix is needed.
     """
 
     reason: str
@@ -65,7 +65,7 @@ class ReasonCount:
 
 @dataclass(slots=True)
 class Explained:
-    """What ``explain`` found out.
+    """The result of ``explain``.
 
     Attributes:
         requests: the latest ones; none from an address.
@@ -147,7 +147,7 @@ def _explain_file(path: str, request: str | None, last: int) -> Explained:
 
 
 def _lines(path: str) -> Iterator[bytes]:
-    """The lines of a file, after those of the file that was full before it."""
+    """Yield the lines of the file that was renamed when it was full, then the lines of the current file."""
     for each in (f"{path}.1", path):
         if each == path or os.path.exists(each):
             try:

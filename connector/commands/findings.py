@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` finds: one Finding for each check, with a fix for each problem."""
+"""Results of ``kvtiers check``: one Finding for each check, with a fix for each problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...tiers.stores.fsspec_driver import OptionsError
 
 Level = Literal["ok", "note", "warning", "problem"]
 _REMOTE = "check that the server is up, and that this machine can reach it"
-#: Tier type -> what to do if its storage does not answer.
+#: Tier type -> fix if its storage does not answer.
 _FIX_OF_SILENCE = {
     "fs": "check that the disk or mount answers (ls, dmesg)",
     "nfs": "check that the server is up and that the mount does not hang",
@@ -38,7 +38,7 @@ class Finding:
             its blocks are lost, not stored or not safe.
         check: the option at fault, or the name of the check in a word or two.
         message: the result.
-        fix: what to do; "" if nothing is needed.
+        fix: how to fix it; "": no fix is needed.
         part: ``host``, ``engine``, ``config``, ``--model`` or ``tiers[0] fs``; ``check.examine`` sets it.
     """
 
@@ -54,7 +54,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """What is at fault, as short as in the verdict: an option's path, or a tier."""
+        """The option's path or the tier at fault, in the short form of the verdict."""
         if self.check in ("/dev/shm", "memory"):
             return "region.size"
         if self.part == "--model":
@@ -66,13 +66,13 @@ class Finding:
 
 
 def of_text(level: Level, check: str, text: str, fix: str = "") -> Finding:
-    """A Finding of a message that ends with what to do after its last semicolon, as this project's errors do."""
+    """Make a Finding from an error's message: in kvtiers' errors, the fix follows the last semicolon."""
     message, found, last = text.rpartition("; ")
     return Finding(level, check, message, last) if found else Finding(level, check, text, fix)
 
 
 def no_answer(config: TierConfig | ExternalTierConfig, seconds: float) -> Finding:
-    """The problem that a tier's storage does not answer in time."""
+    """Make the Finding for storage that does not answer in time."""
     fix = _FIX_OF_SILENCE.get(config.type, "check that its storage answers")
     return Finding("problem", "storage", f"no answer within {seconds:g} s", fix)
 

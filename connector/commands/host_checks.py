@@ -28,7 +28,7 @@ FILES_BASE = 256
 
 
 def host_findings(deployment: DeploymentConfig) -> Iterator[Finding]:
-    """Check this machine, the engine's process, and what concerns no single tier. Writes nothing."""
+    """Check this machine, the engine's process, and options outside of tiers. Writes nothing."""
     region_bytes = deployment.region.size
     yield shared_memory(region_bytes).at("host")
     yield _memory(region_bytes).at("host")
@@ -62,7 +62,7 @@ def shared_memory(region_bytes: int) -> Finding:
             if geometry.size_bytes <= region_bytes < geometry.size_bytes + geometry.row_stride:
                 text += f"; a running engine (pid {header.creator}) uses a region of this size"
                 return Finding("ok", "/dev/shm", text)
-    fix = "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)"
+    fix = "lower region.size, or enlarge /dev/shm: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)"
     if total >= region_bytes:
         fix += "; if an engine with this file is running, its region uses it: run this command as the engine's user"
     return Finding("problem", "/dev/shm", text, fix)

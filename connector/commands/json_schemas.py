@@ -1,4 +1,4 @@
-"""JSON schemas of what the commands print with ``--json``. ``kvtiers COMMAND --json-schema`` prints them."""
+"""JSON schemas of the commands' ``--json`` output. ``kvtiers COMMAND --json-schema`` prints them."""
 
 from __future__ import annotations
 

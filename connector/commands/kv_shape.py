@@ -85,7 +85,7 @@ class KVShape:
             return layers * self.head_size * number_bytes
         if self.kv_heads % tp_size and tp_size % self.kv_heads:
             raise ConfigError(
-                f"is {tp_size}, and this model has {self.kv_heads} KV heads; write a divisor or a multiple of that",
+                f"is {tp_size}, and this model has {self.kv_heads} KV heads; write its divisor or multiple",
                 field="--tp",
             )
         heads = max(1, self.kv_heads // tp_size)  # with fewer heads than ranks, vLLM gives each rank a copy of one
@@ -140,7 +140,7 @@ def kv_shape(config: Mapping[str, Any]) -> KVShape:
     """The shape of a model's KV cache, from the contents of its ``config.json``.
 
     Raises:
-        ConfigError: a field is missing or not accepted, or the fields do not tell what the layers keep.
+        ConfigError: a field is missing or not accepted, or the fields do not describe the layers' KV.
     """
     text = config
     if "num_hidden_layers" not in config:

@@ -1,4 +1,4 @@
-"""How much storage a model's KV cache takes, from the model's ``config.json``: ``kvtiers check --model``."""
+"""Computes the size of a model's KV cache from its ``config.json``, for ``kvtiers check --model``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many tokens fit in one part of a deployment.
+    """Number of tokens that fit in a part of a deployment.
 
     Attributes:
         name: the part's path in the YAML file.
@@ -45,7 +45,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a model's tokens take, of all tensor-parallel ranks together unless a name says rank.
+    """Sizes of a model's KV, for all tensor-parallel ranks together unless the name contains rank.
 
     Attributes:
         token_bytes: bytes of one token in the layers that keep every token. With windows or states this is less than
@@ -120,7 +120,7 @@ def size_of(
     if deployment is not None:
         rooms.append(Room("region.size", deployment.region.size, tokens_in(deployment.region.size)))
         for index, tier in enumerate(deployment.tiers):
-            if isinstance(tier, BoundedTierConfig) and not tier.read_only:  # others have no limit, or ignore it
+            if isinstance(tier, BoundedTierConfig) and not tier.read_only:  # other tiers have no limit, or ignore it
                 tokens = None if tier.max_bytes is None else tokens_in(tier.max_bytes, TRAILER_BYTES)
                 rooms.append(Room(f"tiers[{index}].max_bytes ({tier.name or tier.type})", tier.max_bytes, tokens))
     return Sizing(
@@ -206,9 +206,7 @@ def _notes(sizing: Sizing) -> list[str]:
             "more for each prompt."
         )
     if shape.is_mla:
-        notes.append(
-            "if vLLM does not run this model as MLA (its log tells), it stores K and V of every head: far more."
-        )
+        notes.append("if vLLM does not run this model as MLA (see its log), it stores K and V of every head: far more.")
     if shape.is_mla and sizing.tp_size > 1:
         notes.append(
             "each rank has a whole copy, and the way spec stores all copies. vLLM's own region, in the way tier, may "

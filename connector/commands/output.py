@@ -1,4 +1,4 @@
-"""What commands print: results, errors, progress, and the JSON envelope."""
+"""Prints the commands' results, errors, progress and JSON documents."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Ticker:
     Args:
         what: the work, in a few words.
         total: total amount of work, in the same unit; None: not known.
-        unit: what is counted, such as "blocks"; "bytes" is shown as KiB, MiB, …
-        done: work that is done already, which says nothing about the rate.
+        unit: unit of the amounts, such as "blocks"; "bytes" is shown as KiB, MiB, …
+        done: work that was done before, which does not count for the rate.
     """
 
     def __init__(self, what: str, total: float | None = None, *, unit: str = "", done: float = 0) -> None:
@@ -169,7 +169,7 @@ def answer(result: object | None, *, ok: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Document(Generic[R]):
-    """What each command prints with ``--json``, on one line, also after an error. Later versions may add fields.
+    """The ``--json`` output of each command, on one line, also after an error. Later versions may add fields.
 
     Attributes:
         ok: whether the exit code is 0.

@@ -151,7 +151,7 @@ def load_deployment(config: str) -> DeploymentConfig:
         if config.endswith(_YAML_ENDINGS) or os.path.lexists(config):
             raise
         text = f"{e.message}; accepted is a YAML file, an existing folder, or a URL such as s3://bucket/prefix"
-        raise ConfigError(text, field=public_url(e.field)) from None  # it may be a URL that lacks its colon
+        raise ConfigError(text, field=public_url(e.field)) from None  # perhaps a URL without its colon
 
 
 def _shown(config: str) -> str:

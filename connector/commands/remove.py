@@ -34,13 +34,13 @@ MAY_WRITE = "an engine that runs with this namespace may write to it again"
 
 @dataclass(slots=True)
 class NamespaceResult:
-    """What became of one namespace.
+    """The result for one namespace.
 
     Attributes:
-        blocks, bytes: what was found.
+        blocks, bytes: number and size of the blocks found.
         removed, removed_bytes: blocks that are gone.
         failed: blocks that could not be removed.
-        reason: why; "" if all could.
+        reason: why blocks could not be removed; "": all were removed.
         written: blocks that were written during the removal and stay.
     """
 
@@ -56,7 +56,7 @@ class NamespaceResult:
 
 @dataclass(kw_only=True)
 class Removed(TierResult):
-    """What was removed from a tier; with ``dry_run``, what was found there."""
+    """The removed namespaces of a tier; with ``dry_run``, the namespaces found there."""
 
     dry_run: bool
     namespaces: list[NamespaceResult]

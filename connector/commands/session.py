@@ -19,7 +19,7 @@ CONFIG_VARIABLE = "KVTIERS_CONFIG"  # the default of every command's config argu
 
 
 class ExitCode(IntEnum):
-    """How a command ended; ``EXIT_CODES`` explains each."""
+    """Exit codes of commands; ``EXIT_CODES`` explains them."""
 
     OK = 0
     FAILED = 1

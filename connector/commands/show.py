@@ -40,8 +40,8 @@ class ShownBlock:
 
     Attributes:
         mtime: time of the last use or write, in Unix seconds.
-        state: what its seal says.
-        reason: why it is not good; "" if it is.
+        state: result of checking its seal.
+        reason: why the block is not good; "": it is good.
         seal: the fields of its trailer; None: it cannot be read.
     """
 
@@ -92,7 +92,7 @@ class ShownNamespace:
 
 @dataclass(kw_only=True)
 class Found(TierResult):
-    """What has the name in a tier."""
+    """The block or namespace with a name, in a tier."""
 
     matches: list[ShownBlock | ShownNamespace]
 

@@ -29,7 +29,7 @@ from .output import Ticker, cell, counted, note, say, show
 from .places import Place, find_places, is_bare
 from .results import Results, TierResult
 
-YEAR_MAX = 9999  # of ISO 8601
+YEAR_MAX = 9999  # latest year of ISO 8601
 
 SortKey = Literal["name", "size", "age"]
 #: Ascending, as ``ls`` shows them: names from a to z, the largest first, the most recently used first.
@@ -121,12 +121,12 @@ class GroupShare(Share):
 
 @dataclass(kw_only=True)
 class Used(Share, TierResult):
-    """What a tier's storage holds.
+    """The content of a tier's storage.
 
     Attributes:
         ages: by the time since the last use or write.
-        other_blobs, other_bytes: what is not a block.
-        used_bytes: by the collectors' records; None: there are none.
+        other_blobs, other_bytes: number and size of blobs that are not blocks.
+        used_bytes: stored bytes according to the collectors' records; None: no records.
         differing_fields: namespace -> its values of the fields in which namespaces of one model differ.
         sampled_seals: kinds of seal in a sample of the blocks.
         sampled_misses: blocks of the sample that engines with this configuration cannot load, by reason.

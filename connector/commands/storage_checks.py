@@ -1,4 +1,4 @@
-"""Checks of ``kvtiers check`` on a storage that is open: what holds its files, what is stored, and what it does.
+"""Checks of ``kvtiers check`` on an open storage: its file system or bucket, its blocks, and its behavior.
 
 Only ``try_folder`` and ``try_store`` write. They put small blobs, put them again, replace, read, list and delete them,
 which takes every right that a tier needs.
@@ -67,7 +67,7 @@ def examine_storage(tier: TierConfig, store: Store, sizes: dict[str, int], *, wr
     if isinstance(tier, FsspecTierConfig):
         yield Finding("ok", "storage", "answers")
     if isinstance(tier, StoreTierConfig):
-        text = f"answers; opening it is up to {tier.module_path}, which may create folders even without --write"
+        text = f"answers; {tier.module_path} opens this store and may create folders even without --write"
         yield Finding("ok", "storage", text)
     yield from examine_namespaces(namespaces, is_cut)
     yield from examine_seals(tier, store)
@@ -79,7 +79,8 @@ def examine_storage(tier: TierConfig, store: Store, sizes: dict[str, int], *, wr
             return
 
 
-# ---- what reads only -------------------------------------------------------------------------------------------------
+# ---- checks that read
+# -------------------------------------------------------------------------------------------------
 
 
 def examine_folder(config: FsTierConfig | NfsTierConfig) -> Iterator[Finding]:
@@ -217,7 +218,8 @@ def _refused_folders(root: str) -> Iterator[Finding]:
         yield Finding("problem", "folders", text, fix)
 
 
-# ---- what writes -----------------------------------------------------------------------------------------------------
+# ---- checks that write
+# ------------------------------------------------------------------------------------------------
 
 
 def try_folder(root: str) -> Iterator[Finding]:

@@ -27,22 +27,22 @@ from .session import session
 from .storage import misses_of
 
 BAD_SHOWN_MAX = 20
-#: --repair asks before it removes more bad blocks than both limits allow, or if no block is good. Storage rots in
-#: single blocks; a host with bad memory or a bad network reads many good blocks as bad.
+#: --repair asks before it removes more bad blocks than both limits allow, or if no block is good. Storage damages
+#: single blocks, but a host with bad memory or a bad network reads many good blocks as bad.
 UNASKED_BLOCKS_MAX = 3
 UNASKED_SHARE_MAX = 0.01
 
 
 @dataclass(kw_only=True)
 class Verified(VerifyReport, TierResult):
-    """What was found in a tier, and what was done.
+    """The result of verifying a tier, and of repairing it.
 
     Attributes:
-        removed: bad blocks that were deleted.
-        good_again: bad blocks that were good or gone when they were read again.
-        stopped: nothing was removed, because too many blocks are bad.
-        misses: blocks that engines with this configuration cannot load, by reason.
-        unknown_keys: ID of a key that the tier lacks -> blocks under it.
+        removed: number of bad blocks that were deleted.
+        good_again: number of bad blocks that were good, or gone, when they were read again.
+        stopped: True if nothing was removed because too many blocks are bad.
+        misses: reason -> number of blocks that engines with this configuration cannot load.
+        unknown_keys: ID of a key that the tier lacks -> number of blocks under this key.
         subset: the share of the blocks that was checked.
     """
 
@@ -121,11 +121,11 @@ def _has_problem(result: Verified) -> bool:
 
 @dataclass(slots=True)
 class _Work:
-    """What is checked, and how.
+    """The options of a run, and its progress.
 
     Attributes:
         yes: remove bad blocks without asking.
-        is_bare: the place has no configuration, so nothing is known of engines' keys.
+        is_bare: the place was given without a configuration, so the engines' keys are unknown.
         n_blocks: blocks checked so far.
     """
 
@@ -142,7 +142,7 @@ def _parse_subset(text: str | None, seed: int) -> Subset:
     """Parse a share of the blocks: "5%" or "0.05%".
 
     Raises:
-        ConfigError: it is not a share; or a seed is given without one.
+        ConfigError: the text is not a share, or a seed is given without a share.
     """
     if text is None:
         if seed:

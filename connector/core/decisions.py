@@ -1,20 +1,20 @@
 """Decisions: whether a request loads a tier's blocks, or the engine computes them. Scheduler thread only.
 
-A load is worth it if it is expected to end before the engine would have computed the same tokens::
+A load is worthwhile if it is expected to end before the engine would have computed the same tokens::
 
     load     latency + seconds per block * (blocks that the tier loads before + the request's hits)
     compute  prompts that the engine has begun + prefill(with these hits missing) - prefill(with them loaded)
 
-``worth`` learns the terms. While too little is known, hits are loaded. ``loads`` asks three times:
+``worth`` learns the terms. While there are too few samples, hits are loaded. ``loads`` asks for a decision three times:
 
 1. At a request's first lookup: a tier that is too slow even if it has the whole prompt is not asked.
-2. When hits are known: they are loaded, or count as misses. The later tokens of a prompt are the dearer ones, so a
-   tier's part of a prompt is worth loading whole or not at all.
-3. While they are loaded: at the pace of this load, the rest takes longer than computing it. So that the pace shows, a
-   load that is not much faster than computing is submitted piece by piece.
+2. When the hits are known: they are loaded, or they count as misses. Later tokens of a prompt are more expensive to
+   compute than earlier tokens. So a tier's part of a prompt is loaded as a whole or not at all.
+3. During the load: the load ends if, at its pace, the rest takes longer than computing the rest. A load that is not
+   much faster than computing is submitted piece by piece, so that its pace can be measured.
 
-Every ``TRIAL_EVERY``-th request for which a tier is too slow loads from it anyway, until (3) ends the load. So a tier
-that has become faster is noticed.
+Every ``TRIAL_EVERY``-th request for which a tier is too slow loads from the tier nevertheless, until (3) ends the load.
+These trials show when the tier has become faster.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .options import ManagerOptions
 from .worth import Steps, Way
 
 TRIAL_EVERY: Final = 16
-_PIECES: Final = 8  # of a load that may turn out too slow
-_MUCH_FASTER: Final = 0.05  # a load that takes this share of computing is submitted whole
+_PIECES: Final = 8  # number of pieces of a load that may turn out too slow
+_MUCH_FASTER: Final = 0.05  # a load that takes less than this share of computing is submitted as a whole
 _TRIAL_HASTE: Final = 4  # the late time of a trial counts so many times
-_MARGIN: Final = 1.2  # rather than end a load too soon
+_MARGIN: Final = 1.2  # margin, so that no load ends too soon
 _GRACE: Final = 1 / 16  # share of computing that a load may take before its pace counts
 
 #: Why a request loads from a tier (the first four), or does not: labels of ``kvtiers_load_decisions_total``.
@@ -46,8 +46,8 @@ class Prompt:
     """The tokens of a request.
 
     Attributes:
-        tokens: all that the engine computes before the first token, if it has nothing of them.
-        computed: those that the engine's own cache has.
+        tokens: number of tokens to compute before the first generated token, if nothing is cached.
+        computed: number of these tokens in the engine's own cache.
     """
 
     tokens: int
@@ -56,14 +56,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds expected of a tier's part of a request.
+    """Expected seconds to load, or to compute, a tier's part of a request.
 
     Attributes:
-        load_s: until it is loaded.
+        load_s: seconds until the part is loaded.
         is_known: False: ``load_s`` is only a lower bound.
-        gain_s: to compute what the load replaces.
-        queue_s: to compute the prompts that the engine has begun, which a request waits for in any case.
-        doubt: share of ``gain_s`` that may be too much.
+        gain_s: seconds to compute the tokens that the load replaces.
+        queue_s: seconds to compute the prompts that the engine has begun. The request waits for them in any case.
+        doubt: share of ``gain_s`` by which the estimate may be too high.
     """
 
     load_s: float
@@ -75,12 +75,12 @@ class Expected:
 
 @dataclass(slots=True)
 class Progress:
-    """A tier's loads since its start.
+    """Progress of a tier's loads since its start.
 
     Attributes:
-        moved: number of blocks whose loads it has reported, as loaded or failed.
+        moved: number of blocks that the tier has reported as loaded or failed.
         moved_at: time of the latest report.
-        unreported: number of blocks that it is loading.
+        unreported: number of blocks that the tier is loading.
     """
 
     moved: int = 0
@@ -90,13 +90,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was expected of a load when it was decided.
+    """A decided load: the expected times and the tier's progress at the time of the decision.
 
     Attributes:
         began_at: time of the decision.
         blocks: the request's hits in the tier.
-        total: those and the blocks that the tier had to load before.
-        moved: blocks that the tier had loaded by then, since its start.
+        total: ``blocks``, plus the blocks that the tier had to load before.
+        moved: number of blocks that the tier had loaded since its start.
     """
 
     expected: Expected
@@ -108,12 +108,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Why a request does not load from a tier, or no longer does.
+    """The reason why a request does not load, or no longer loads, from a tier.
 
     Attributes:
         reason: one of ``REASONS``.
-        load_s, compute_s: seconds that were expected.
-        spent_s: seconds after which its load was given up; 0: no load had begun.
+        load_s, compute_s: expected seconds to load and to compute.
+        spent_s: seconds after which the load was given up; 0: no load had begun.
     """
 
     reason: str
@@ -127,7 +127,7 @@ class Decisions:
 
     Attributes:
         steps: the engine's steps; its connector reports them here.
-        ways: by tier.
+        ways: estimates of each tier.
         metrics: where decisions are counted.
     """
 
@@ -137,26 +137,26 @@ class Decisions:
         self._load = [tier.load for tier in tiers]
         self._blocks_per_token = options.blocks_per_token
         self.metrics = metrics
-        self._slower = [0] * len(tiers)  # requests for which the tier was too slow, since the last trial
+        self._slower = [0] * len(tiers)  # per tier, number of requests since the last trial for which it was too slow
         for tier in tiers:
             for reason in REASONS:
-                self.count(tier.name, reason, by=0)  # a rate misses the first 1 of a new series
+                self.count(tier.name, reason, by=0)  # start at 0, because a rate misses the first 1 of a new series
 
     def count(self, name: str, reason: str, by: int = 1) -> None:
         """Count a decision about a request and a tier."""
         self.metrics.inc("kvtiers_load_decisions_total", name, reason, by=by)
 
     def blocks_of(self, prompt: Prompt) -> int:
-        """Blocks that a request loads if tiers have its whole prompt."""
+        """Number of blocks that a request loads if tiers have its whole prompt."""
         return int((prompt.tokens - prompt.computed) * self._blocks_per_token)
 
     def expect(
         self, tier: int, total: int, req_id: str, prompt: Prompt | None, start: int, end: int
     ) -> Expected | None:
-        """What is expected of a tier if it loads a request's blocks from number ``start`` to ``end``.
+        """Estimate the times if a tier loads a request's blocks from number ``start`` to ``end``.
 
         Args:
-            total: those and the blocks that it has to load before.
+            total: number of these blocks, plus the blocks that the tier has to load before.
 
         Returns:
             None: nothing is known about the request or about the engine.
@@ -180,7 +180,7 @@ class Decisions:
         return min(tokens, blocks / self._blocks_per_token) if self._blocks_per_token else tokens * bool(blocks)
 
     def _compute_s(self, prompt: Prompt, loaded: float) -> float:
-        """Seconds to compute the prompt if so many of its tokens are loaded."""
+        """Return the seconds to compute the prompt if so many of its tokens are loaded."""
         done = prompt.computed + loaded
         return self.steps.prefill.seconds(prompt.tokens - done, done)
 
@@ -212,10 +212,10 @@ class Decisions:
     # -- while it loads ----------------------------------------------------------------------------------------------
 
     def window(self, tier: int, plan: Plan | None, moved: int, step_s: float) -> float:
-        """Number of blocks that the tier may have at once of a request's load.
+        """Return how many blocks of a request the tier may load at once.
 
-        Enough to keep the tier busy until the next step submits more: for twice its latency and the time of a step.
-        While too little is known, twice as many as have arrived.
+        The number keeps the tier busy until the next step submits more: for twice its latency and the time of a step.
+        Without enough samples, it is twice the number of blocks that have arrived.
         """
         if plan is None:
             return math.inf
@@ -233,7 +233,7 @@ class Decisions:
         """Whether the rest of a load takes longer than computing the tokens of these blocks.
 
         Args:
-            left: blocks of the request that the tier has not loaded yet.
+            left: number of the request's blocks that the tier has not loaded yet.
         """
         gain_s = plan.expected.gain_s * left / plan.blocks
         if now - plan.began_at < _GRACE * plan.expected.gain_s:
@@ -242,14 +242,14 @@ class Decisions:
         return rest_s > gain_s and rest_s > gain_s + self.steps.queued_s(req_id)
 
     def _rest_s(self, tier: int, plan: Plan, progress: Progress, now: float) -> float:
-        """Seconds that the rest of a load may take, cautiously.
+        """Return a cautious estimate of the seconds that the rest of a load may take.
 
-        If the blocks under way are late, the other blocks are expected to be as much slower, and the blocks under way
-        to take as long again as they are late.
+        If the blocks under way are late, the other blocks are expected to be slower by the same factor. The blocks
+        under way are expected to take as long again as they are late.
         """
         expected, way = plan.expected, self.ways[tier]
         arrived = min(plan.total, progress.moved - plan.moved)
-        late_s = now - max(plan.began_at, progress.moved_at) if progress.unreported else 0.0  # else it waits for room
+        late_s = now - max(plan.began_at, progress.moved_at) if progress.unreported else 0.0  # else waiting for room
         is_trial = expected.load_s > expected.gain_s + expected.queue_s
         if not is_trial and way.knows(plan.total):
             due_s = way.seconds(progress.unreported)

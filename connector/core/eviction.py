@@ -27,7 +27,7 @@ class EvictionPolicy(ABC):
 
     def __init__(self, num_orders: int = 1) -> None:
         self._orders: list[_Order] = [OrderedDict() for _ in range(num_orders)]
-        self._pinned: dict[OffloadKey, _Order] = {}  # key -> the order that it returns to
+        self._pinned: dict[OffloadKey, _Order] = {}  # pinned key -> the list that it returns to
 
     @abstractmethod
     def insert(self, key: OffloadKey) -> None:
@@ -59,7 +59,7 @@ class EvictionPolicy(ABC):
         self._pinned.pop(key)[key] = None
 
     def discard(self, key: OffloadKey) -> None:
-        """Remove a resident, unpinned key whose block has gone without eviction."""
+        """Remove a resident, unpinned key whose block was removed without eviction."""
         self.pin(key)
         del self._pinned[key]
 

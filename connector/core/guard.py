@@ -21,15 +21,15 @@ logger = get_logger(__name__)
 
 _T = TypeVar("_T")
 
-JOB_DEADLINE_S: Final = 20.0  # of a tier that states none
+JOB_DEADLINE_S: Final = 20.0  # deadline of a tier that states no deadline
 REPORT_S: Final = 1.0  # added to a tier's own deadline, so that it can end its I/O and report
 
-#: Share of the shutdown time limit that a tier is given as ``shutdown_s``. The rest is for what it closes after that.
+#: Share of the shutdown time limit that a tier gets as ``shutdown_s``. The tier closes its resources in the rest.
 SHUTDOWN_SHARE: Final = 0.8
 
 _BY_SIGNALS: Final = (KeyboardInterrupt, SystemExit)
 
-REQUESTS_MAX: Final = 65_536  # requests remembered to count each lookup once; the oldest beyond these may count twice
+REQUESTS_MAX: Final = 65_536  # requests remembered to count each lookup once; lookups of older requests may count twice
 
 #: Methods and attributes of a tier that may fail: labels of ``kvtiers_contained_errors_total``.
 _Guarded = Literal[
@@ -39,7 +39,7 @@ _Guarded = Literal[
 
 
 class _Contained:
-    """Context manager: what the tier raises in it ends here, and is counted."""
+    """Context manager that catches and counts the tier's exceptions."""
 
     def __init__(self, tier: GuardedTier, where: _Guarded) -> None:
         self._tier = tier
@@ -56,16 +56,16 @@ class _Contained:
 
 
 class GuardedTier:
-    """One tier whose faults are counted, and logged the first time; each of its jobs ends once. Scheduler thread only.
+    """Wraps one tier: counts its faults, logs each kind once, and ends each job once. Scheduler thread only.
 
-    A BaseException that is not an Exception (a CancelledError, a Rust extension's panic) is contained too: a tier can
-    raise it, and it would end the engine. Only the exceptions that signals raise pass through: vLLM's own handler
-    raises SystemExit once, wherever the engine is at that time.
+    A BaseException that is not an Exception (a CancelledError, a Rust extension's panic) is caught too, because it
+    would end the engine. Only the exceptions that signals raise pass through: vLLM's signal handler raises SystemExit
+    once, in whatever code runs at that time.
 
     Attributes:
         name: name in logs and metrics: the tier's own name if it has one, else its type.
         raised: jobs whose submission raised, and when each of them counts as ended. The tier may have begun some blocks
-            before it raised. If their slots were freed now, the tier could overwrite the slots' next owner.
+            before it raised. If their slots were freed at once, the tier could overwrite the slots' next blocks.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class GuardedTier:
         self._clock = clock
         self._metrics = metrics
         self._logged: set[str] = set()
-        self._jobs: dict[int, JobMetadata] = {}  # submitted, and not ended
-        self._reports_until = -math.inf  # when all jobs should be reported, unless storage hangs
-        self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # by id of each unfinished request
+        self._jobs: dict[int, JobMetadata] = {}  # jobs that were submitted and have not ended
+        self._reports_until = -math.inf  # time by which all jobs should be reported, unless storage hangs
+        self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # unfinished request -> its counted keys
         self._lookups = {True: 0, False: 0}  # hits and misses since the last step's end
         self._count_lookups()
         for where in get_args(_Guarded):
-            metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts miss a series' first 1
+            metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts miss a new series' first 1
 
     @cached_property
     def deadline_s(self) -> float:
@@ -106,7 +106,7 @@ class GuardedTier:
 
     @cached_property
     def load(self) -> str:
-        """Whether to load what the tier has: "auto", "always" or "never".
+        """Whether to load the tier's blocks: "auto", "always" or "never".
 
         Raises:
             ConfigError: the tier's ``load`` is something else.
@@ -120,18 +120,18 @@ class GuardedTier:
         return str(own)
 
     def check_values(self) -> None:
-        """Read ``deadline_s`` and ``load`` now, so that a wrong one ends the start and not the first job.
+        """Read ``deadline_s`` and ``load`` now, so that a wrong value ends the start and not the first job.
 
         Raises:
-            ConfigError: see there.
+            ConfigError: see ``deadline_s`` and ``load``.
         """
         _ = self.deadline_s, self.load
 
     # -- lookups -----------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """The tier's answer. If the tier raises, or its answer has no truth value, that counts as a miss."""
-        try:  # a context manager would take a fifth of the time of a key
+        """Return the tier's answer. A miss if the tier raises, or if its answer has no truth value."""
+        try:  # not ``_Contained``, which would take a fifth of the time per key
             answer = self.tier.lookup(key, req_context)
             if answer is None:
                 return None
@@ -156,7 +156,7 @@ class GuardedTier:
 
         Returns False if it was counted before.
         """
-        if req_context.req_id:  # otherwise repeats cannot be recognized, and no finish is reported
+        if req_context.req_id:  # without a request id, repeats cannot be recognized and no end is reported
             answered = self._answered.get(req_context.req_id)
             if answered is None:
                 answered = self._answered[req_context.req_id] = set()
@@ -211,7 +211,7 @@ class GuardedTier:
         return job.job_id not in self.raised
 
     def take_ended(self) -> Iterator[JobResult]:
-        """The jobs that ended, each once: reported by the tier, or raised and past the deadline.
+        """Return the jobs that ended, each once: reported by the tier, or raised at submission and past the deadline.
 
         Every value of a result has its proper type, and ``successful_keys`` are keys of the job, in its order.
         """
@@ -237,7 +237,7 @@ class GuardedTier:
             return None
 
     def _checked(self, result: JobResult, job: JobMetadata) -> JobResult:
-        """The result with proper types. If a failed job names no keys, all of its keys failed, as in vLLM."""
+        """Convert a result to proper types. If a failed job names no keys, all of its keys failed, as in vLLM."""
         keys: tuple[OffloadKey, ...] = ()
         moved = 0.0, 0
         try:
@@ -248,7 +248,7 @@ class GuardedTier:
                 keys = tuple(key for key in job.keys if key in done)
             moved = float(result.transfer_time), int(result.transfer_bytes)
         except Exception as e:  # noqa: BLE001 - a foreign tier may report anything, but its job has ended
-            self.contain("get_finished", f"job {_shown(result.job_id)}: a value of its result: {_shown(e)}")
+            self.contain("get_finished", f"job {_shown(result.job_id)}: its result has an invalid value: {_shown(e)}")
         return JobResult(job.job_id, len(keys) == len(job.keys), keys, *moved)
 
     # -- other calls -------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class GuardedTier:
             self.tier.drain_jobs()
 
     def take_events(self) -> list[OffloadingEvent]:
-        """The tier's well-formed events. Others are left out: an engine reads events where it catches no exceptions."""
+        """Return the tier's well-formed events. Drops all other events, because engines catch no exceptions here."""
         events = []
         for event in self._collected("take_events", self.tier.take_events, OffloadingEvent):
             with _Contained(self, "take_events"):  # a foreign tier may put anything into an event
@@ -275,7 +275,7 @@ class GuardedTier:
         return events
 
     def _collected(self, where: _Guarded, give: Callable[[], Iterable[object]], kind: type[_T]) -> list[_T]:
-        """Items that the tier yields, until it raises. Items of another type are counted as errors and left out."""
+        """Return the tier's items until it raises. Items of another type are counted as errors and left out."""
         collected: list[_T] = []
         with _Contained(self, where):
             for item in give():
@@ -346,7 +346,7 @@ def shut_down_tiers(
     """Shut all tiers down in parallel, so that each may use the whole time limit.
 
     Returns:
-        Indices of the tiers that did not end in time. Their threads go on, so nothing may call those tiers any more.
+        Indices of the tiers that did not end in time. Their threads go on, so these tiers must not be called any more.
     """
     errors: dict[int, str] = {}
 

@@ -1,4 +1,4 @@
-"""Jobs: loads and stores that tiers have not reported, and what the loads of one tier hold of the region."""
+"""Jobs: unreported loads and stores of all tiers, and the share of the region that each tier's loads hold."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .waits import Wait
 logger = get_logger(__name__)
 
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
-_JOBS_PER_SHARE = 4  # so that a tier that ends one job has others to work on until that one is replaced
+_JOBS_PER_SHARE = 4  # jobs per window, so that a tier that ends a job has others to work on
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A submitted job. A store pins its blocks; a load has the wait that it was begun for.
+    """A submitted job. A store pins its blocks. A load has the wait of its request.
 
     Attributes:
         begun_at: time of a load's submission.
         late_at: time at which a load is given up.
-        moved: blocks that the tier had loaded before a load's submission, since its start.
-        took_s: seconds that the tier took for a load, by its own report; 0 if it does not tell.
+        moved: number of blocks that the tier had loaded, since its start, before a load's submission.
+        took_s: seconds that the tier reports for a load; 0: it does not report them.
         is_over: the load was reported or given up.
     """
 
@@ -74,7 +74,7 @@ class Jobs:
         return tier.submit_load(JobMetadata(job_id, keys, slots, job.wait.context))
 
     def take_ended(self, index: int) -> Iterator[tuple[Job, frozenset[OffloadKey]]]:
-        """The jobs of a tier that ended, and the keys of each that succeeded."""
+        """Return the ended jobs of a tier, each with the keys that succeeded."""
         for result in self._tiers[index].take_ended():
             job = self._jobs.pop(result.job_id)
             job.took_s = result.transfer_time
@@ -84,7 +84,7 @@ class Jobs:
         """Wait until the tiers have finished their jobs. Bounded by the tiers' own deadlines.
 
         Args:
-            take: takes the jobs that ended. It may submit stores of loaded blocks, or stores that waited for room.
+            take: takes the ended jobs. It may submit stores of loaded blocks, or stores that waited for room.
         """
         before: set[int] | None = None
         while before is None or before != self._jobs.keys():
@@ -97,22 +97,22 @@ class Jobs:
 
 
 class TierShare:
-    """What the unreported loads of one tier hold of the region. Scheduler thread only.
+    """The share of the region that the unreported loads of one tier hold. Scheduler thread only.
 
     A load that was given up still counts: its slots are out of use until the tier reports the load.
 
     Args:
-        index: of the tier.
-        name: of the tier, for logs and metrics.
+        index: index of the tier.
+        name: name of the tier, for logs and metrics.
         blocks_max: limit of the blocks in unreported loads, 1 or more.
         deadline_s: seconds from a load's submission until it is given up.
 
     Attributes:
         room: number of blocks that may be loaded now.
-        progress: of its loads.
+        progress: progress of the tier's loads.
         awaited: number of blocks in loads that were neither reported nor given up.
-        job_blocks_max: limit of the blocks in one job. A larger load is split into several jobs, so that the jobs that
-            the tier has not begun by their deadline are reported on time, even if other jobs hang.
+        job_blocks_max: limit of the blocks in one job. A larger load is split into several jobs. So the tier can report
+            the jobs that it has not begun by their deadline on time, even if other jobs hang.
     """
 
     def __init__(self, index: int, name: str, blocks_max: int, deadline_s: float) -> None:
@@ -131,11 +131,11 @@ class TierShare:
         return bool(self._jobs)
 
     def begin(self, blocks: list[Block], wait: Wait, now: float, job_blocks_max: float) -> list[Job]:
-        """Make jobs of at most so many blocks that load these blocks. The caller has checked ``room``."""
+        """Make jobs that load these blocks, each with at most so many blocks. The caller has checked ``room``."""
         for block in blocks:
             block.tier = self.index
         size = int(min(self.job_blocks_max, job_blocks_max))
-        # The pieces of a large load begin with a job of one block. Samples of two sizes tell latency from bandwidth.
+        # The first piece of a large load is one block, because samples of two sizes tell latency from bandwidth.
         starts = [0, *range(int(size < self.job_blocks_max), len(blocks), size)]
         jobs = [
             Job(self.index, blocks[start:end], wait, now, now + self.deadline_s, self.progress.moved)

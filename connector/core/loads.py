@@ -1,4 +1,4 @@
-"""Loads: blocks that tiers read into slots of the region, from a request's hits to the end of each load."""
+"""Loads: reads a request's hits from tiers into slots of the region, and follows each load until it ends."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .waits import EVERY_TIER, Lookup, Wait
 
 logger = get_logger(__name__)
 
-_FAILED_MAX = 65_536  # failed blocks that are remembered, for requests that came before; the oldest are forgotten
-_TOGETHER = 0.1  # a load that ended later by this part of the time counts as ended with another
-_RELEASE_SHARE = 0.1  # part of promotion_wait_s that the first starving request waits before others lose their holds
+_FAILED_MAX = 65_536  # failed blocks that are remembered for earlier requests; the oldest are forgotten
+_TOGETHER = 0.1  # two loads count as ended together if their times differ by less than this share
+_RELEASE_SHARE = 0.1  # share of promotion_wait_s after which a starving request takes other requests' holds
 
 
 class Loads:
-    """Gives hits slots and loads them; ends the wait of hits that get no slot in time. Scheduler thread only.
+    """Gives slots to hits and loads them. Ends the wait of hits that get no slot in time. Scheduler thread only.
 
-    Failed loads are remembered, for requests that came before the failure: they would retry and wait in turn.
+    Remembers failed loads, so that requests from before the failure do not retry the load one after the other.
 
     Attributes:
-        shares: by tier.
-        num_failed: loads that failed or were given up.
+        shares: share of each tier.
+        num_failed: number of loads that failed or were given up.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Loads:
         self._jobs = jobs
         self._decisions = decisions
         self._clock = clock
-        self._step_s = 0.0  # time from one step's end to the next, lately
-        self._step_ended_at: float | None = None  # of the latest step, if there was something to serve
-        self._ended: list[tuple[Job, float]] = []  # since the last step, and the seconds that each one took
-        self._queued: list[set[OffloadKey]] | None = None  # by tier, hits that wait for slots; None: see ``_queue``
+        self._step_s = 0.0  # recent time from the end of a step to the end of the next step
+        self._step_ended_at: float | None = None  # end of the latest step, if it had requests to serve
+        self._ended: list[tuple[Job, float]] = []  # loads that ended since the last step, and their seconds
+        self._queued: list[set[OffloadKey]] | None = None  # per tier, hits that wait for slots; see ``_queue``
         self._room_wait_s = options.promotion_wait_s
-        # (key, tier) -> number of the last load in which it failed; the oldest first
+        # (key, tier) -> number of the last load in which the key failed; the oldest first
         self._failed: OrderedDict[tuple[OffloadKey, int], int] = OrderedDict()
         slots.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # a rate misses the first 1 of a new series
 
@@ -84,8 +84,8 @@ class Loads:
     def _learn(self) -> None:
         """Take the times of the loads that ended since the last step.
 
-        A long step hides when they ended, so the tier's own report counts. Loads that shared the tier's bandwidth and
-        ended at about the same time count together.
+        A long step hides when the loads ended, so the tier's own report counts. Loads that shared the tier's bandwidth
+        and ended at about the same time count as one load.
         """
         for share in self.shares:
             ended = sorted(
@@ -102,13 +102,13 @@ class Loads:
         self._ended.clear()
 
     def rest(self) -> None:
-        """Note that in this step there is nothing to serve."""
+        """Note that this step has no requests to serve."""
         self._step_ended_at = None
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def judge_unasked(self, wait: Wait, lookups: Sequence[Lookup]) -> None:
-        """Choose the tiers that a new request does not ask, and the order of the others. See ``decisions``.
+        """Choose the tiers that a new request does not ask, and the order of the others; see ``decisions``.
 
         Args:
             lookups: of the tiers.
@@ -130,7 +130,7 @@ class Loads:
         wait.choose_tiers(lookups, tried)
 
     def _judge(self, wait: Wait, now: float) -> None:
-        """Decide about the hits of tiers that were not decided about. While answers are owed, only for loading them."""
+        """Decide about the hits of undecided tiers. While answers are missing, hits can only be accepted."""
         if not wait.take_undecided():
             return
         parts: dict[int, tuple[int, list[OffloadKey]]] = {}  # tier -> number of its first hit, and its hits
@@ -143,7 +143,7 @@ class Loads:
                 continue
             share, queued = self.shares[index], self._queue(wait.served)[index]
             total = share.progress.unreported + len(queued) + sum(key not in queued for key in keys)
-            # A request uses only a prefix, so without these hits it could not use those that come after them.
+            # A request uses only a prefix, so without these hits it could not use the later hits.
             expected = self._decisions.expect(index, total, wait.req_id, wait.prompt, known + first, end)
             tried = wait.tried >> index & 1
             reason = "trial" if tried else self._decisions.judge(index, expected, may_try=not wait.owed)
@@ -159,9 +159,9 @@ class Loads:
                 end = known + first
 
     def _queue(self, served: Iterable[Wait]) -> list[set[OffloadKey]]:
-        """By tier, the hits that requests have decided to load and that have no slot yet.
+        """Return per tier the hits that were accepted for loading and have no slot yet.
 
-        Collected once a step, because a step may judge hundreds of requests with thousands of hits each.
+        Collected once per step, because a step may decide about hundreds of requests with thousands of hits each.
         """
         if self._queued is None:
             self._queued = [set() for _ in self.shares]
@@ -171,7 +171,7 @@ class Loads:
         return self._queued
 
     def _end_behind(self, wait: Wait, now: float) -> None:
-        """End the request's loads from tiers that are slower than computing the rest. What has arrived is used."""
+        """End the request's loads from tiers that are slower than computing the rest. Arrived blocks are used."""
         for index, plan in list(wait.plans.items()):
             if plan is None:
                 continue
@@ -200,7 +200,7 @@ class Loads:
     # -- slots for hits ----------------------------------------------------------------------------------------------
 
     def serve(self, wait: Wait, now: float) -> None:
-        """Load the request's hits that get slots. Other hits wait on; they count as misses if they waited too long."""
+        """Load the request's hits that get slots. Other hits wait, or count as misses after too long a wait."""
         if wait.plans:
             self._end_behind(wait, now)
         if wait.hits:
@@ -223,14 +223,15 @@ class Loads:
             if is_stuck and self._miss_hits(wait, 1 << share.index, "region:tier_share"):
                 self._slots.log_once(
                     f"loads {share.index}",
-                    f"tier {share.name}: loads that it has not reported fill its whole share of the region: "
-                    "no more is loaded from it until it reports some (see kvtiers_promotion_room_expired_total)",
+                    f"tier {share.name}: unreported loads fill the tier's whole share of the region. No more blocks "
+                    "are loaded from this tier until it reports some (see kvtiers_promotion_room_expired_total)",
                 )
 
     def release_latest_holds(self, served: Iterable[Wait], now: float) -> None:
         """Unpin the blocks held by the latest starving requests. Otherwise starving requests could block one another.
 
-        Not immediately: room may come soon, and an unpinned block that no tier has would be lost if evicted.
+        Waits a while before that, because room may become free soon, and an unpinned block that no tier has may be
+        evicted and lost.
         """
         if self.are_awaited:
             return
@@ -245,7 +246,8 @@ class Loads:
     def _end_starving(self, wait: Wait, now: float) -> None:
         """Treat the request's hits as misses, because the region had no room for them in time.
 
-        While the engine computes other requests, the hits wait on: as misses, they would be computed after those.
+        While the engine computes other requests, the hits go on waiting. As misses, they would have to wait for these
+        requests, too.
         """
         since = wait.starved_since
         if since is not None and now - since < self._room_wait_s + self._decisions.steps.queued_s(wait.req_id):
@@ -256,13 +258,13 @@ class Loads:
             self._slots.log_once(
                 "load",
                 f"region holds {self._slots.num_blocks} blocks, request {wait.req_id!r} needs {needed}: "
-                "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
+                "only its first blocks can be loaded; make region.size larger",
             )
             reason = "region:too_small"
         self._miss_hits(wait, EVERY_TIER, reason, needed=needed, has=self._slots.num_blocks)
 
     def _miss_hits(self, wait: Wait, tiers: int, reason: str, **facts: int) -> int:
-        """Treat the request's hits in the tiers of a bit mask as misses. Other tiers may have the keys."""
+        """Treat the request's hits in the tiers of a bit mask as misses. Other tiers may still have the keys."""
         for share in self.shares:
             if tiers >> share.index & 1:
                 keys = [key for key, tier in wait.hits.items() if tier == share.index]
@@ -275,7 +277,7 @@ class Loads:
 
     @staticmethod
     def _room(share: TierShare, window: float, wanted: int) -> int:
-        """Number of blocks that a request may load from the tier now: at least half a window, unless it wants fewer."""
+        """Number of blocks to load from the tier now. 0 until half a window, or all wanted blocks, may be loaded."""
         free = window - share.awaited
         return int(min(share.room, free)) if free >= min(wanted, window / 2) else 0
 
@@ -289,7 +291,7 @@ class Loads:
                 self._give_up(job, "load:error")
 
     def end(self, job: Job, succeeded: Collection[OffloadKey]) -> list[Block]:
-        """End a load that its tier reported, or that raised and is past its deadline. Returns the ready blocks."""
+        """End a load that was reported, or whose submission raised and whose deadline passed. Returns ready blocks."""
         share = self.shares[job.tier]
         share.room += len(job.blocks)
         share.progress.unreported -= len(job.blocks)
@@ -315,12 +317,12 @@ class Loads:
             for job in share.take_late(now):
                 self._slots.metrics.inc("kvtiers_deadline_expired_total", share.name, "load")
                 # Not counted as a contained error: the storage hangs, which is not the tier's fault.
-                message = f"tier {share.name}: loads over {share.deadline_s:g} s are given up"
+                message = f"tier {share.name}: loads that took longer than {share.deadline_s:g} s were given up"
                 self._slots.log_once(f"late {share.index}", message)
                 self._give_up(job, "load:late", deadline_s=share.deadline_s)
 
     def _give_up(self, job: Job, reason: str, **facts: float) -> None:
-        """Wait for a load no longer. Its slots stay out of use until the tier reports the job."""
+        """Stop waiting for a load. Its slots stay out of use until the tier reports the job."""
         self._slots.record.blocks(reason, [block.key for block in job.blocks], self.shares[job.tier].name, **facts)
         self._note_failed(job, job.blocks)
         self._slots.quarantine(job.blocks)
@@ -349,5 +351,5 @@ class Loads:
         for block in blocks:
             self._failed[block.key, job.tier] = self.num_failed
             self._failed.move_to_end((block.key, job.tier))
-        while len(self._failed) > max(_FAILED_MAX, self._slots.num_blocks):  # at least all that one request may need
+        while len(self._failed) > max(_FAILED_MAX, self._slots.num_blocks):  # enough for any request
             self._failed.popitem(last=False)

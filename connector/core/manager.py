@@ -1,11 +1,12 @@
-"""BlockManager: the engine's calls. The CPU region is in front, any number of tiers behind it.
+"""BlockManager: serves the engine's calls with the CPU region and any number of tiers behind it.
 
 - Cascade: a block that the engine stores in the region is copied to every tier.
-- Promotion: a key that is not in the region is looked up in the tiers, in order. A hit is loaded into a reserved slot;
-  ``lookup`` says "ask again" until then. A block loaded from a later tier is also stored to the tiers before it.
+- Promotion: a key that is not in the region is looked up in the tiers, in order. A hit is loaded into a reserved slot,
+  and ``lookup`` returns "ask again" until the block is ready. A block loaded from a later tier is also stored to the
+  tiers before it.
 - Every wait is bounded (``waits.Wait`` names the limits). When a limit passes, the key counts as absent.
-- After a failed load, that tier's copy counts as absent for the request until it finishes, so no request retries
-  forever. The same holds for requests that came before the failure, or they would retry in turn and wait in turn.
+- After a failed load, the tier's copy counts as absent for the request until the request ends, so no request retries
+  forever. It also counts as absent for earlier requests, which would otherwise retry and wait one after the other.
 - A tier's faults never reach the engine: exceptions, duplicate results and results of unknown jobs are only counted.
 
 Scheduler thread only, except that ``shutdown`` calls each tier's shutdown on a thread of its own, to limit its time.
@@ -36,14 +37,14 @@ class BlockManager(OffloadingManager):
     """The region and its tiers as one OffloadingManager.
 
     Args:
-        slots: the region's.
+        slots: the region's slots.
         tiers: lookups ask them in this order; stores go to all of them.
         clock: seconds, monotonic.
 
     Attributes:
-        shutdown_s: time limit of ``shutdown``; may be lowered.
-        excluded_tiers: returns the bit mask of the tiers that a request must not load from; may be set. 0 by default.
-        loads, stores: whether the engine loads from the tiers, and whether it stores to them; may be set.
+        shutdown_s: time limit of ``shutdown``. May be lowered.
+        excluded_tiers: returns the bit mask of the tiers that a request must not load from, by default 0. May be set.
+        loads, stores: whether blocks are loaded from the tiers, and stored to the tiers. May be set.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class BlockManager(OffloadingManager):
         self._loads = Loads(slots, self._tiers, self._jobs, self.decisions, options, clock)
         self._waits = Waits(slots, self._tiers, self.decisions.ways, options, clock)
         self._stores = Stores(slots, self._tiers, options.store_backlog_share, self._jobs, clock)
-        self._prompt_of, self._prompt = "", Prompt(0, 0)  # of the request that is looked up next
+        self._prompt_of, self._prompt = "", Prompt(0, 0)  # length of the prompt that is looked up next
         self._slots_told: SlotCounts | None = None
         self._closed = False
 
@@ -88,7 +89,7 @@ class BlockManager(OffloadingManager):
         return self._lookup_region(key, req_context)
 
     def note_request(self, req_id: str, num_tokens: int, num_computed_tokens: int) -> None:
-        """Note how long the prompt is whose keys are looked up next. ``num_computed_tokens`` of it need no load.
+        """Note the length of the prompt that is looked up next. ``num_computed_tokens`` of its tokens need no load.
 
         Without this call, and without the calls of ``decisions.steps``, every hit is loaded.
         """
@@ -96,16 +97,16 @@ class BlockManager(OffloadingManager):
         self.decisions.steps.expect(req_id, num_tokens)
 
     def continue_wait(self, req_id: str) -> bool:
-        """Continue a request's wait for a step without looking up its keys: ``lookup`` would answer as last time.
+        """Continue a request's wait for a step without looking up its keys, because the answers would be the same.
 
         O(1). Call it before the step's first lookup of the request: answers that tiers give within a step count from
-        the next step on. False: look the keys up. Something is new (an answer, a load, a deadline), or the request
-        waits for nothing.
+        the next step on. False: look the keys up, because there is news (an answer, a load, a deadline), or because
+        the request does not wait.
         """
         return self._waits.continue_wait(req_id)
 
     def is_coming(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Whether a key whose ``lookup`` returned None is on its way into the region; False: a tier owes an answer."""
+        """Whether the block of a key whose ``lookup`` returned None is being loaded. False: a tier owes an answer."""
         block = self.slots.find(key)
         if block is not None:
             return block.state in (BlockState.STORING, BlockState.LOADING)
@@ -115,7 +116,7 @@ class BlockManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.slots.prepare_load(keys)
         self.slots.record.loads(req_context.req_id, keys)
-        self._waits.stop(req_context.req_id)  # its wait is over: it loads all the blocks that it wants
+        self._waits.stop(req_context.req_id)  # the wait is over, because the request loads all the blocks that it wants
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -211,7 +212,7 @@ class BlockManager(OffloadingManager):
     # -- lookups -----------------------------------------------------------------------------------------------------
 
     def _lookup_region(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """The part of ``lookup`` for the first key of a request in a step, and for keys that are in the region."""
+        """Look up the first key of a request in a step, or a key that is in the region; a part of ``lookup``."""
         waits = self._waits
         wait = waits.by_id.get(req_context.req_id)
         if wait is not None and wait is not waits.current:
@@ -232,7 +233,7 @@ class BlockManager(OffloadingManager):
             prompt = self._prompt if self._prompt_of == req_context.req_id else None
             wait = waits.add(req_context, self._loads.num_failed, self.excluded_tiers(req_context), prompt)
             self._loads.judge_unasked(wait, self._tier_lookups)
-        # Not ``wait.excluded``: a hit may also be excluded for lack of room, and this block already has a slot.
+        # Do not check ``wait.excluded``: a lack of room may exclude a hit, but this block already has a slot.
         if block is None or (
             block.state is BlockState.LOADING
             and (wait.declined_tiers >> block.tier & 1 or self._loads.has_failed(wait, key, block.tier))
@@ -249,7 +250,7 @@ class BlockManager(OffloadingManager):
         may_be_excluded = (
             wait.excluded_tiers | wait.declined_tiers or wait.excluded or self._loads.num_failed != wait.came_after
         )
-        for index, bit, ask in wait.lookups:  # enumerate would take a sixth of the time of this call
+        for index, bit, ask in wait.lookups:  # not enumerate, which would take a sixth of the time of this call
             if may_be_excluded and self._loads.is_excluded(wait, key, index):
                 continue
             answer = ask(key, wait.context)
@@ -258,7 +259,7 @@ class BlockManager(OffloadingManager):
             elif answer:
                 hit = index
                 break
-        # A tier that owes an answer comes before the tier with the hit and may be faster: worth a bounded wait.
+        # A tier that owes an answer precedes the tier with the hit and may be faster, so wait for a limited time.
         if owing and not wait.gave_up:
             wait.owe(key, owing)
             return None
@@ -272,7 +273,7 @@ class BlockManager(OffloadingManager):
         return None
 
     def _note_miss(self, key: OffloadKey, wait: Wait, owing: int) -> None:
-        """Record why a key is absent. ``owing``: the tiers that did not answer, as bits."""
+        """Record why a key is absent. ``owing``: bit mask of the tiers that did not answer."""
         record, req_id = self.slots.record, wait.req_id
         for index, tier in enumerate(self._tiers):
             if owing >> index & 1:
@@ -290,7 +291,7 @@ class BlockManager(OffloadingManager):
         return record.missed(req_id, key, "lookup:request" if wait.excluded_tiers & every_tier == every_tier else "")
 
     def _count_expired(self, key: OffloadKey, wait: Wait, tiers: int) -> None:
-        """Count that the request has given up waiting for these tiers' answers."""
+        """Count that the request has stopped waiting for these tiers' answers."""
         for index, tier in enumerate(self._tiers):
             if tiers >> index & 1 and tier.note_answer(key, wait.context, hit=False):
                 self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")

@@ -15,14 +15,14 @@ class ManagerOptions:
     """Limits of a BlockManager.
 
     Attributes:
-        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. The time that the
-            engine needs for prompts that it has begun is added: as a miss, the request would wait for these, too. After
-            a tenth of ``promotion_wait_s``, if nothing is being loaded, requests that came later give up the blocks
-            that they hold.
-        lookup_total_s: how long a request waits for the tiers' answers at most. Then it uses the prefix known so far.
-            The tiers have limits of their own, which are usually shorter.
+        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. The time for prompts
+            that the engine has begun is added, because after a miss the request would wait for these prompts, too.
+            If nothing is being loaded, later requests give up their held blocks after a tenth of
+            ``promotion_wait_s``.
+        lookup_total_s: longest wait of a request for the tiers' answers. Then the request uses the prefix known so far.
+            The tiers' own limits are usually shorter.
         load_deadline_s: an unreported load counts as a miss after this time, or at the tier's deadline if that is
-            sooner (``GuardedTier.deadline_s``). I/O that cannot be ended keeps its slots, but not its request waiting.
+            sooner (``GuardedTier.deadline_s``). I/O that cannot be ended keeps its slots, but its request goes on.
         store_backlog_share: part of the region that blocks on their way to tiers may pin, divided equally among the
             tiers. A tier with a full part gets no more blocks. If a job exceeds the part, the rest waits unpinned and
             may be evicted meanwhile. So a hung tier takes neither the whole region nor the other tiers' parts.
@@ -30,8 +30,8 @@ class ManagerOptions:
             larger load follows as loads are reported. A hit that waits for its tier's part is a miss after the tier's
             load deadline, or at once if all of the tier's unreported loads were given up. The default is less than
             ``store_backlog_share`` leaves, so the region has room even if every tier hangs.
-        promotion_hold_s: how long blocks that a waiting request found, or that were loaded for it, are kept for it
-            after its latest lookup or load.
+        promotion_hold_s: how long blocks that a waiting request found, or that were loaded for it, are kept after its
+            latest lookup or load.
         shutdown_s: time limit of ``shutdown``. vLLM kills its engine after 5 s.
         blocks_per_token: number of stored blocks per token of a long prompt. 0: hits always count as the whole prompt.
         step_tokens_max: tokens that the engine computes in one step.

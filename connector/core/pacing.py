@@ -1,4 +1,4 @@
-"""Bounded waits of the scheduler thread: short pauses while loads and lookups run, and a drain of stores at shutdown.
+"""Short pauses of the scheduler thread during loads and lookups, and a bounded wait for stores at shutdown.
 
 vLLM keeps stepping while requests wait for their lookups and loads. Its server process sleeps 1 ms between such
 steps. An engine inside the caller's process does not sleep, so a loading thread gets the GIL only every 5 ms.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SHORT_STEP_S = 0.001  # every forward pass takes longer, and so does a server's idle step
+SHORT_STEP_S = 0.001  # every forward pass, and a server's idle step, takes longer
 PAUSE_S = 0.0003
 
 #: vLLM kills its engine 5 s after asking it to end, and the engine has more than kvtiers to shut down.
@@ -20,7 +20,7 @@ _POLL_S = 0.005
 
 
 class Pacer:
-    """Pauses after a step that was too short for a forward pass. Scheduler thread only."""
+    """Pauses after steps that were too short for a forward pass. Scheduler thread only."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep

@@ -1,7 +1,7 @@
-"""Why a request was not given more blocks: codes of reasons, what they mean, and one sentence for each request.
+"""Reasons why a request got no more blocks: their codes, their texts, and a sentence for each request.
 
-A code is ``what:why``, such as ``store:backlog``. Tiers name the errors of their storage, so some codes are not listed
-here: for these, the text of ``what:`` applies.
+A code has an operation and a cause, such as ``store:backlog``. Causes may be errors of a tier's storage, so not all
+codes are listed here. A code that is not listed gets the text of its operation, such as ``store:``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What a code means.
+    """The meaning of a code.
 
     Attributes:
         text: about the first block that was not found. May name ``{tier}``, ``{why}`` and facts of the request.
-        advice: what to do; "": nothing, because this is no fault.
+        advice: how to fix it; "": no fix, because this is not a fault.
     """
 
     text: str
@@ -91,9 +91,9 @@ REASONS: Mapping[str, Reason] = {
     "load:behind": Reason(
         "loading the next block from tier {tier} was given up after {actual_s:.3g} s ({expected_s:.3g} s expected), "
         "because computing became faster",
-        "look why the storage was slower than usual (docs/load-or-compute.md)",
+        "find out why the storage was slower than usual (docs/load-or-compute.md)",
     ),
-    "load:never": Reason("tier {tier} is not loaded from, because of its option load: never"),
+    "load:never": Reason("nothing is loaded from tier {tier}, because of its option load: never"),
     "load:": Reason("loading the next block from tier {tier} failed ({why})", "run kvtiers check CONFIG --write"),
     "lookup:deadline": Reason(
         "tier {tier} did not answer in time whether it has the next block (lookup_deadline_s)",
@@ -108,13 +108,13 @@ REASONS: Mapping[str, Reason] = {
     "lookup:role": Reason("this engine's kv_role does not let it load blocks from tiers"),
     "lookup:request": Reason("the request itself excludes the tiers"),
     "lookup:storage_off": Reason(
-        "the engine's cache was reset, and tiers are not used since", "set storage_after_reset: keep, or restart"
+        "the engine's cache was reset, and tiers have not been used since", "set storage_after_reset: keep, or restart"
     ),
     "lookup:": Reason("tier {tier} was not asked for the next block ({why})"),
     "region:too_small": Reason("the request needs {needed} blocks, and the region has {has}", _REGION),
     "region:no_room": Reason("tier {tier} has the next block, but the region had no room for it in time", _REGION),
     "region:tier_share": Reason(
-        "tier {tier} has the next block, but loads that it has not reported fill its share of the region",
+        "tier {tier} has the next block, but its unreported loads fill its share of the region",
         f"see {_CUT_OFF}",
     ),
     "region:evicted": Reason("the region evicted the next block, and no tier has it", f"{_REGION}, or add a tier"),
@@ -125,7 +125,7 @@ _UNKNOWN = Reason("{why}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What became of a request's prefix: one line of ``trace_requests``.
+    """The result of a request's lookups and loads: a line of ``trace_requests``.
 
     Attributes:
         time: when the request ended, in Unix seconds.
@@ -161,7 +161,7 @@ class RequestRecord:
 
 
 def meaning(reason: str) -> Reason:
-    """What a code means."""
+    """Return the meaning of a code."""
     what, colon, _ = reason.partition(":")
     return REASONS.get(reason) or REASONS.get(what + colon) or _UNKNOWN
 
@@ -179,7 +179,7 @@ class _Facts(dict[str, Any]):
 
 
 def why(reason: str, tier: str = "", facts: Mapping[str, Any] | None = None) -> str:
-    """A clause about a reason. Facts that are missing are shown as dots."""
+    """Describe a reason in a clause. Missing facts are shown as dots."""
     values = _Facts(facts or {}, why=reason.partition(":")[2] or reason, tier=tier or _Unknown())
     try:
         return meaning(reason).text.format_map(values)

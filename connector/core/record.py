@@ -1,4 +1,4 @@
-"""Record: what happened to blocks, and why requests did not load more of them. ``kvtiers explain`` shows it.
+"""Record: the latest events of blocks, and why requests did not load more blocks. ``kvtiers explain`` shows it.
 
 Memory is bounded: the latest blocks, as hashes of their keys, and the requests that have not ended.
 """
@@ -19,17 +19,17 @@ from .reasons import RequestRecord, meaning, why
 
 logger = get_logger(__name__)
 
-BLOCKS_MAX = 32_768  # blocks in each of two generations, about 5 MB in all
-REQUESTS_MAX = 8192  # that have not ended; the oldest beyond these are not explained
-REASONS_MAX = 128  # different reasons that are counted: tiers name errors of stores that anybody may have written
-BLOCK_DIGITS_BYTES = 8  # of a block's hash, in a request's record
-UNUSED_BYTES = 10 << 30  # stored to a tier without a load, which is worth a warning
-UNUSED_S = 3600.0  # for so long at least, and the least time between two warnings
-LOOK_S = 60.0  # between two calls of ``look_at_use`` that do something
+BLOCKS_MAX = 32_768  # blocks in each of two generations, about 5 MB in total
+REQUESTS_MAX = 8192  # unfinished requests; older requests are not explained
+REASONS_MAX = 128  # limit of the reasons that are counted, because third-party stores may name any errors
+BLOCK_DIGITS_BYTES = 8  # digits of a block's hash in a request's record
+UNUSED_BYTES = 10 << 30  # bytes stored to a tier without any load before a warning
+UNUSED_S = 3600.0  # shortest time without a load before a warning, and between two warnings
+LOOK_S = 60.0  # pause between two checks by ``look_at_use``
 
 
 class Fate(NamedTuple):
-    """The last thing that happened to blocks."""
+    """The latest event of a block."""
 
     reason: str
     tier: str
@@ -38,7 +38,7 @@ class Fate(NamedTuple):
 
 
 class _Fates:
-    """Key -> its fate, for the latest blocks. When a generation is full, the one before is forgotten."""
+    """Maps the latest keys to their fates. When a generation is full, the generation before is forgotten."""
 
     def __init__(self) -> None:
         self._new: dict[int, Fate] = {}
@@ -59,13 +59,13 @@ class _Fates:
 
 @dataclass(slots=True)
 class _Request:
-    """A request that has not ended. The fields are those of RequestRecord, except for the last four.
+    """A request that has not ended. All fields but the last four are those of RequestRecord.
 
     Attributes:
-        promoted: blocks that tiers loaded for it, by tier.
-        notes: why blocks are absent for this request only, by the key's hash.
-        missed: the first block that its last lookups did not find.
-        miss: why.
+        promoted: tier -> number of blocks that it loaded for the request.
+        notes: hash of a key -> why the block is absent for this request only.
+        missed: the first block that the last lookups did not find.
+        miss: why the lookups did not find it.
     """
 
     tokens: int | None = None
@@ -82,7 +82,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Use:
-    """A tier's total bytes at its latest load, or at the first look."""
+    """A tier's total bytes at its latest load, or at the first check."""
 
     stored: float
     loaded: float
@@ -91,14 +91,14 @@ class _Use:
 
 
 class Record:
-    """What happened to blocks, and how many blocks each request loaded. Scheduler thread only.
+    """Records events of blocks, and how many blocks each request loaded. Scheduler thread only.
 
     Args:
         metrics: counts the requests by reason.
         clock: Unix seconds.
 
     Attributes:
-        write: called with the line of each request that ended; must not block. None: lines are not made.
+        write: called with a line for each request that ended; must not block. None: no lines are written.
         expects_loads: whether a tier that is stored to and never loaded from is worth a warning.
         is_alone: the region has no tiers behind it, so blocks that leave it are lost.
     """
@@ -110,11 +110,11 @@ class Record:
         self._metrics = metrics
         self._clock = clock
         self._fates = _Fates()
-        self._late = _Fates()  # what tiers tell of blocks perhaps after a request has missed, and stored, them again
-        self._ended: dict[str, dict[str, list[OffloadKey]]] = {}  # by tier and reason, since the last step's end
-        self._nearest: dict[str, dict[str, str]] = {}  # by tier
+        self._late = _Fates()  # tiers may report these events after a request has missed and restored a block
+        self._ended: dict[str, dict[str, list[OffloadKey]]] = {}  # tier -> reason -> blocks, since the last step
+        self._nearest: dict[str, dict[str, str]] = {}  # tier -> its nearest namespace
         self._requests: OrderedDict[str, _Request] = OrderedDict()
-        self._reasons: Counter[str] = Counter()  # of requests, since the last load from any tier
+        self._reasons: Counter[str] = Counter()  # reasons of requests, since the last load from any tier
         self._counted: set[str] = set()
         self._uses: dict[str, _Use] = {}
         self._look_at = 0.0
@@ -122,7 +122,7 @@ class Record:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def blocks(self, reason: str, keys: Collection[OffloadKey], tier: str = "", **facts: Any) -> None:
-        """Note what happened to blocks, for all requests that will miss them."""
+        """Note an event of blocks, for all requests that will miss them."""
         if keys:
             fate = Fate(reason, tier, self._clock(), facts)
             self._fates.put(keys, fate)
@@ -130,12 +130,12 @@ class Record:
                 self._late.put(keys, fate)
 
     def ended(self, tier: str, reason: str, keys: Collection[OffloadKey]) -> None:
-        """Note how a tier's job ended for these blocks. ``take`` records them, all blocks of a step at once."""
+        """Note how a tier's job ended for these blocks. ``take`` records all blocks of a step at once."""
         if keys:
             self._ended.setdefault(tier, {}).setdefault(reason, []).extend(keys)
 
     def left_region(self, reason: str, keys: Collection[OffloadKey]) -> None:
-        """Note that blocks have left the region. A fate that is known already says more, and is kept."""
+        """Note that blocks have left the region. A known fate is kept, because it says more."""
         self.blocks(reason, [key for key in keys if self._fates.get(key) is None])
 
     def take(
@@ -156,15 +156,15 @@ class Record:
         self._request(req_id).notes.update(dict.fromkeys(map(hash, keys), Fate(reason, tier, self._clock(), facts)))
 
     def is_new_miss(self, req_id: str, key: OffloadKey) -> bool:
-        """Whether ``missed`` was not called last with this key: engines repeat the lookups of a waiting request."""
+        """Whether the last call of ``missed`` had another key: engines repeat the lookups of a waiting request."""
         request = self._requests.get(req_id)
         return request is None or request.missed != key
 
     def missed(self, req_id: str, key: OffloadKey, reason: str = "", tier: str = "", **facts: float) -> None:
-        """Note that a block is absent for a request, and that its lookups end there.
+        """Note that a block is absent for a request, and that the request's lookups end there.
 
         Args:
-            reason: why, if it was not asked for or not answered; "": the tiers that were asked lack it.
+            reason: why tiers were not asked or did not answer; "": the tiers were asked and lack the block.
         """
         request = self._request(req_id)
         now = self._clock()
@@ -189,7 +189,7 @@ class Record:
         """Note that the engine loads blocks from the region."""
         request = self._request(req_id)
         request.loaded += len(keys)
-        if request.missed is not None and request.missed in keys:  # it came after all
+        if request.missed is not None and request.missed in keys:  # the block came after all
             request.missed = request.miss = None
 
     def computed(self, req_id: str, num_blocks: int) -> None:
@@ -199,7 +199,7 @@ class Record:
             request.computed += num_blocks
 
     def prompt(self, req_id: str, *, tokens: int, engine_tokens: int, loaded_tokens: int, block_tokens: int) -> None:
-        """Note what an engine knows of a prompt after its lookups; for the fields see ``RequestRecord``."""
+        """Note the engine's numbers for a prompt after its lookups; for the fields see ``RequestRecord``."""
         request = self._request(req_id)
         request.tokens, request.engine_tokens = tokens, engine_tokens
         request.loaded_tokens, request.block_tokens = loaded_tokens, block_tokens
@@ -269,13 +269,13 @@ class Record:
     # -- tiers that are never loaded from ----------------------------------------------------------------------------
 
     def look_at_use(self, tiers: Iterable[str]) -> None:
-        """Warn of a tier that is stored to and not loaded from. Once a minute; other calls do nothing.
+        """Warn of a tier that stores blocks and never loads any. Checks once a minute; other calls do nothing.
 
         Args:
             tiers: names of the tiers that may be loaded from.
         """
         now = self._clock()
-        if 0 <= self._look_at - now <= LOOK_S:  # a clock that was set back must not end the looks
+        if 0 <= self._look_at - now <= LOOK_S:  # even if the clock was set back, checks must go on
             return
         self._look_at = now + LOOK_S
         for tier in tiers:

@@ -1,4 +1,4 @@
-"""Slots: tracks which block is in which slot of the region and who uses it, and evicts blocks to make room.
+"""Slots: tracks the block in each slot of the region and its users, and evicts blocks to make room.
 
 A slot is in one of five states. ``counts`` returns the number of slots in each state; their sum never changes:
 
@@ -9,7 +9,7 @@ A slot is in one of five states. ``counts`` returns the number of slots in each 
 - pending: being filled, by the engine (store) or by a tier (promotion).
 - ready: loadable and evictable.
 - pinned: loadable, but not evictable: the engine loads it, a tier's job uses it, or a waiting request holds it.
-- quarantined: never loadable again, but the engine or a tier may still touch the bytes; free after it ends.
+- quarantined: never loadable again, but the engine or a tier may still touch the bytes. Then the slot becomes free.
 
 The module moves no bytes. Scheduler thread only. Every operation is O(1) per key, except sorting unordered keys.
 """
@@ -69,10 +69,10 @@ class Block:
     key: OffloadKey
     slot: int
     state: BlockState
-    prepared: int  # number of its last slot reservation or load preparation; increases along a prefix
+    prepared: int  # number of the last slot reservation or load preparation; increases along a prefix
     loads: int = 0  # number of the engine's running loads
-    pins: int = 0  # number of tiers' jobs and waiting requests that need the block to stay
-    promoted: bool = False  # it came from a tier, and ``touch`` has not been called for the use it was loaded for
+    pins: int = 0  # number of tier jobs and waiting requests that need the block
+    promoted: bool = False  # it came from a tier, and ``touch`` has not been called yet for the use that loaded it
     tier: int = 0  # index of the tier that loads or loaded the block; set by ``TierShare``
     waiters: list[Waiter] | None = None  # to notify when the block is no longer being filled; None for most blocks
 
@@ -94,8 +94,8 @@ class Block:
 class Slots:
     """The region's slots.
 
-    BlockManager passes the engine's calls to the first half of the methods. These calls come from outside, so wrong
-    calls are counted, logged once and ignored: no call corrupts the accounting. The second half works on Blocks.
+    BlockManager passes the engine's calls to the first half of the methods. These calls come from outside. So wrong
+    calls are counted, logged once and ignored, and cannot corrupt the accounting. The second half works on Blocks.
 
     Within one call, the first keys count as the most valuable (a prefix is useless without its first blocks), so the
     last keys are evicted first. ``complete_load`` and ``end_store`` may name keys in any order (vLLM passes sets):
@@ -106,7 +106,7 @@ class Slots:
         policy: eviction policy; LRU by default.
 
     Attributes:
-        record: what happened to blocks and requests. The classes that use the region write to it, too.
+        record: events of blocks and requests. The classes that use the region write to it, too.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Slots:
         self.num_blocks = num_blocks
         self.metrics = Metrics() if metrics is None else metrics
         self.record = Record(self.metrics)
-        self._policy = LRUPolicy() if policy is None else policy  # an empty policy is falsy
+        self._policy = LRUPolicy() if policy is None else policy  # not "or", because an empty policy is falsy
         self._blocks: dict[OffloadKey, Block] = {}  # never replaced, because ``find`` is bound to it
         #: Returns the key's block in any state. Not a method, for speed: called for each key of each waiting request.
         self.find: Callable[[OffloadKey], Block | None] = self._blocks.get
@@ -155,7 +155,7 @@ class Slots:
             if block is not None and block.promoted:
                 block.promoted = False
                 if block.loads or block.pins:
-                    continue  # the use it was loaded for; counted again, ARC would take the block for a frequent one
+                    continue  # the use that loaded it; counted twice, the block would be frequent for ARC
             self._policy.touch(key)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
@@ -184,8 +184,8 @@ class Slots:
         if len(wanted) > self.num_blocks:
             self.log_once(
                 "store",
-                f"region holds {self.num_blocks} blocks, request {req_context.req_id!r} needs {len(wanted)}: nothing "
-                f"of it can be stored beyond its first {self.num_blocks} blocks; make region.size larger",
+                f"region holds {self.num_blocks} blocks, request {req_context.req_id!r} needs {len(wanted)}: only "
+                f"its first {self.num_blocks} blocks can be stored; make region.size larger",
             )
             self.record.blocks("store:too_small", wanted[self.num_blocks :])
             wanted = wanted[: self.num_blocks]
@@ -249,7 +249,7 @@ class Slots:
         return len(self._free) + len(self._policy)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> list[Block]:
-        """Reserve slots to promote absent keys: for as many of the first keys as there is room."""
+        """Reserve slots to promote absent keys, for as many of the first keys as there is room for."""
         if self._closed:
             return []
         keys = keys[: self.room]
@@ -271,7 +271,7 @@ class Slots:
         return ready
 
     def quarantine(self, blocks: Iterable[Block]) -> None:
-        """Forget blocks whose promotion was given up; ``end_promotion`` frees their slots when it ends after all."""
+        """Forget blocks whose promotion was given up. ``end_promotion`` frees their slots when the promotion ends."""
         for block in blocks:
             if block.state is BlockState.LOADING:
                 del self._blocks[block.key]

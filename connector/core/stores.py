@@ -5,8 +5,9 @@ loadable, until every tier has reported. Blocks beyond a tier's share of the reg
 
 A tier may refuse a block because the tier is cut off, full or behind. The block is offered to that tier again when it
 is used, because a prefix that never leaves the region would otherwise never reach the tier. It is also offered again
-when it has left the region and comes back from another tier. The tier is spared for ``RETRY_S`` after the refusal, or
-every request would try a dead tier. Each block has its own wait, so a block that is always refused delays no others.
+when it has left the region and comes back from another tier. A refused block is not offered again for ``RETRY_S``, or
+every request would try a dead tier. Each block has its own wait, so a block that is always refused delays no other
+block.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Stores:
     """The stores to the tiers. Scheduler thread only.
 
     Args:
-        share: part of the region that blocks on their way to tiers may pin, for all tiers together.
-        jobs: takes the stores; the caller calls ``end`` when one ends.
+        share: share of the region that blocks on their way to tiers may pin, for all tiers together.
+        jobs: submits the stores. The caller calls ``end`` when a store ends.
         clock: seconds, monotonic.
     """
 
@@ -48,13 +49,14 @@ class Stores:
         self._refused: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in tiers]
         self._refused_max = max(REFUSED_MAX, slots.num_blocks)
         for index in self._takers:
-            self._drop(index, ())  # start the series at 0: a rate misses the first increase if it starts at 1
+            self._drop(index, ())  # start the series at 0, because a rate misses its first value
 
     def add(self, blocks: list[Block], num_tiers: int) -> None:
         """Store blocks to the first ``num_tiers`` tiers, and to later tiers that refused them before.
 
-        With fewer than all tiers, the blocks were loaded from the tier after those. A large load ends in several parts.
-        So loaded blocks that find a tier's backlog full wait unsent, up to as many as the region has slots.
+        If ``num_tiers`` is less than the number of tiers, the blocks were loaded from the next tier. A large load ends
+        in several parts. So loaded blocks wait unsent if a tier's backlog is full, at most as many as the region has
+        slots.
         """
         are_loaded = num_tiers < len(self._tiers)
         if self._tiers and not self._takers and not are_loaded:
@@ -86,7 +88,7 @@ class Stores:
         self._slots.record.ended(name, "stored", succeeded)
         if refused:
             self._slots.record.ended(name, "store:error", [block.key for block in refused])
-        for block in reversed(job.blocks):  # so that a prefix's first blocks are evicted last
+        for block in reversed(job.blocks):  # in reverse order, so that a prefix's first blocks are evicted last
             self._slots.unpin(block)
 
     def drop_unsent(self) -> None:
@@ -97,7 +99,7 @@ class Stores:
                 unsent.clear()
 
     def close(self) -> None:
-        """Submit all unsent blocks, beyond the backlog limit (the region is about to end), and accept no more."""
+        """Submit all unsent blocks, ignoring the backlog limit, because the region is about to end. Accept no more."""
         for index in self._takers:
             self._send(index, self._slots.num_blocks)
         self._takers = []
@@ -117,7 +119,8 @@ class Stores:
             self._slots.log_once(
                 f"backlog {index}",
                 f"tier {self._tiers[index].name}: {self._backlog[index]} of the region's {self._slots.num_blocks} "
-                "blocks wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
+                "blocks wait for this tier, which gets no more until it has stored some "
+                "(see kvtiers_stores_dropped_total)",
             )
             return
         if refused := self._refused[index]:
@@ -136,13 +139,13 @@ class Stores:
                 self._slots.pin(block)
                 self._backlog[index] += 1
                 batch.append(block)
-            else:  # it was evicted while it waited
+            else:  # the block was evicted while it waited
                 self._drop(index, [block])
         if batch:
             self._jobs.submit(Job(index, batch))
 
     def _drop(self, index: int, blocks: Collection[Block]) -> None:
-        """Count blocks that the tier does not get, and offer them again later."""
+        """Count blocks that the tier does not get now, and offer them again later."""
         name = self._tiers[index].name
         self._slots.record.blocks("store:backlog", [block.key for block in blocks], name)
         self._slots.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=len(blocks))

@@ -1,4 +1,4 @@
-"""TraceFile: appends lines to a file of bounded size, without ever making the scheduler's thread wait for the disk."""
+"""TraceFile: appends lines to a file of bounded size. The scheduler's thread never waits for the disk."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-FILE_BYTES_MAX: Final = 64 << 20  # then the file becomes PATH.1, and a new one begins
-LINES_MAX: Final = 4096  # that wait to be written; if the disk hangs, the oldest are dropped
+FILE_BYTES_MAX: Final = 64 << 20  # then the file is renamed to PATH.1, and a new file begins
+LINES_MAX: Final = 4096  # lines that wait to be written; if the disk hangs, the oldest lines are dropped
 CLOSE_S: Final = 1.0
 
 
 class TraceFile:
-    """A file that a thread of its own writes, which sleeps while there is nothing to write.
+    """A file that is written by its own thread, which sleeps while there are no lines to write.
 
     The scheduler's thread calls ``write`` and ``close``. If the file cannot be written, that is logged once.
 
     Args:
-        path: opened for each write, so it may be moved away. A new file is readable by its owner only.
+        path: the file. It is opened for each write, so it may be moved away. Only the owner can read a new file.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,7 +1,7 @@
-"""Waits: the requests that missed the region, what each of them waits for, and the blocks that it holds meanwhile.
+"""Waits: the requests that missed the region, the keys that each request waits for, and the blocks that it holds.
 
-An engine looks up all its waiting requests in every step, and usually nothing has changed since the last step. This
-module knows: a tier tells which keys it has answered, and a block tells its waiters when it is no longer being filled.
+An engine looks up all its waiting requests in every step, although usually nothing has changed. This module tracks the
+changes: a tier tells which keys it has answered, and a block notifies its waiters when it is no longer being filled.
 """
 
 from __future__ import annotations
@@ -21,64 +21,64 @@ from .worth import Way
 
 EVERY_TIER = -1  # as a bit mask
 Lookup = tuple[int, int, Callable[[OffloadKey, ReqContext], bool | None]]  # index of a tier, its bit, its ``lookup``
-_GAP_S_MAX = 1.0  # limit of what counts as waited between two lookups: an engine whose batch is full looks nothing up
-#: Of more unfinished requests than these, those are forgotten that have not been looked up lately. If they are looked
-#: up once more, their waits begin anew.
+_GAP_S_MAX = 1.0  # longest time between two lookups that counts as waited: a full engine makes no lookups
+#: If there are more unfinished requests, requests that were not looked up lately are forgotten. Their waits begin anew
+#: at their next lookups.
 REQUESTS_MAX = 65_536
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """What a request that missed the region waits for. Other classes read its fields; only its methods write them.
+    """A request that missed the region, and its waits. Other classes read the fields; only the methods write them.
 
-    Each key advances by itself. Every wait has a limit, after which the tiers count as if they lacked the key::
+    Each key passes through these states by itself. Every wait has a limit; then the key counts as absent in the tiers::
 
         owed    tiers owe an answer         lookup_total_s
         hits    its block needs a slot      promotion_wait_s for room, its tier's load deadline for a share of it
         coming  its block is being filled   the load's deadline; an engine ends its stores
         held    its block is ready          promotion_hold_s
 
-    It is in ``served`` while the ends of steps must serve it, for hits, loads or held blocks. The blocks of its loads
-    count against their tiers' shares until the tiers report them, even if the request has ended.
+    The request is in ``served`` while the ends of steps must serve its hits, loads or held blocks. The blocks of its
+    loads count against their tiers' shares until the tiers report them, even if the request has ended.
     """
 
     context: ReqContext
     slots: Slots
     options: ManagerOptions
-    served: dict[Wait, None]  # shared by all requests; in the order in which they began to wait
-    came_after: int  # number of the last load that had failed when it came
-    excluded_tiers: int  # bit mask of the tiers that it must not load from
-    prompt: Prompt | None = None  # None: the engine does not tell
+    served: dict[Wait, None]  # shared by all requests, in the order in which they began to wait
+    came_after: int  # number of the last failed load when the request came
+    excluded_tiers: int  # bit mask of the tiers that the request must not load from
+    prompt: Prompt | None = None  # None: unknown to the engine
     req_id: str = field(init=False)
     # Lookups
-    step: int = -1  # number of the step of its latest lookup
-    asked_at: float = 0.0  # time of its latest lookup
-    has_news: bool = False  # an answer may have changed since its latest lookup
-    excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers it must not be loaded from
+    step: int = -1  # step of the latest lookup
+    asked_at: float = 0.0  # time of the latest lookup
+    has_news: bool = False  # an answer may have changed since the latest lookup
+    excluded: dict[OffloadKey, int] = field(default_factory=dict)  # key -> mask of tiers not to load from
     # Decisions; see ``decisions``
     lookups: Sequence[Lookup] = ()  # of the tiers, in the order in which they are asked
-    tried: int = 0  # bit mask of the tiers that are tried although they are expected to be too slow
-    plans: dict[int, Plan | None] = field(default_factory=dict)  # tier to load from -> what is expected, if anything
+    tried: int = 0  # bit mask of the tiers on trial, although they are expected to be too slow
+    plans: dict[int, Plan | None] = field(default_factory=dict)  # tier to load from -> the plan; None: no estimate
     declined_tiers: int = 0  # bit mask
-    declined: dict[int, Declined] = field(default_factory=dict)  # tier -> what was declined last
-    judged: tuple[int, int, int] = 0, 0, 0  # tiers, hits and owed keys when it was last decided
+    declined: dict[int, Declined] = field(default_factory=dict)  # tier -> its latest declined load
+    judged: tuple[int, int, int] = 0, 0, 0  # tiers, hits and owed keys at the latest decision
     # Answers that tiers owe
     owed: set[OffloadKey] = field(default_factory=set)
-    owing: int = 0  # bit mask of the tiers that owe answers, while any is owed; may include too many
-    owed_since: float = 0.0  # time of the first lookup that was owed, while any is
-    left_open: bool = False  # tiers owed answers after its latest lookups
-    waited_s: float = 0.0  # seconds that answers have been owed for
-    gave_up: bool = False  # it no longer waits for answers
-    # Hits, which have no slot yet
+    owing: int = 0  # bit mask of the tiers that owe answers; may include too many tiers
+    owed_since: float = 0.0  # time of the first unanswered lookup
+    left_open: bool = False  # tiers that owed answers after the latest lookups
+    waited_s: float = 0.0  # seconds for which answers have been owed
+    gave_up: bool = False  # the request no longer waits for answers
+    # Hits: keys without a slot yet
     hits: dict[OffloadKey, int] = field(default_factory=dict)  # key -> tier
-    hit_tiers: int = 0  # bit mask of the tiers with hits; may include too many until the hits are scanned again
-    capped_since: float | None = None  # since when hits have waited for their tiers' shares; None if none did
-    starved_since: float | None = None  # since when a hit has waited for room in the region; None if none did
-    starved_key: OffloadKey | None = None  # the first one that waits for it
+    hit_tiers: int = 0  # bit mask of the tiers with hits; may include too many tiers until the next scan
+    capped_since: float | None = None  # since when hits have waited for their tiers' shares; None: no hit waits
+    starved_since: float | None = None  # since when a hit has waited for room in the region; None: no hit waits
+    starved_key: OffloadKey | None = None  # the first hit that waits for room
     # Blocks
-    found: list[Block] = field(default_factory=list)  # in this round of lookups, before it waited for others
-    coming: set[OffloadKey] = field(default_factory=set)  # being filled; may include hits that another request loads
-    loading: int = 0  # number of blocks that tiers load for this request
+    found: list[Block] = field(default_factory=list)  # in this round of lookups, before the request waits
+    coming: set[OffloadKey] = field(default_factory=set)  # being filled; may include hits that other requests load
+    loading: int = 0  # number of blocks that tiers load for the request
     held: dict[OffloadKey, Block] = field(default_factory=dict)
     held_until: float = 0.0  # blocks are held longer while there are hits or loads
 
@@ -105,7 +105,7 @@ class Wait:
         self.found = []
 
     def stay(self) -> None:
-        """Have the request served at the ends of steps, and hold the blocks that it finds."""
+        """Add the request to ``served``, and hold the blocks that it finds."""
         self.served[self] = None
         self._hold_until(self.asked_at)
         if self.found:
@@ -113,14 +113,14 @@ class Wait:
             self.found = []
 
     def note_found(self, block: Block) -> None:
-        """Note a ready block. It is held while the request waits for others, or that wait would be in vain."""
+        """Note a ready block, and hold it while the request waits for other blocks, because these need it."""
         if self in self.served:
             self._pin([block])
         else:
             self.found.append(block)
 
     def owe(self, key: OffloadKey, tiers: int = EVERY_TIER) -> None:
-        """Wait for the answers that the tiers of a bit mask owe for the key."""
+        """Wait for the answers for the key from the tiers of a bit mask."""
         self.owing = self.owing | tiers if self.owed else tiers
         if not self.owed:
             self.left_open = True
@@ -129,41 +129,41 @@ class Wait:
         self.owed.add(key)
 
     def take_answers(self, keys: AbstractSet[OffloadKey]) -> None:
-        """Note that a tier has answers for these keys; the next round of lookups gets them."""
+        """Note that a tier has answers for these keys, for the next round of lookups."""
         self.owed -= keys
         self.has_news = True
 
     def ask_again(self, tiers: int = EVERY_TIER) -> None:
-        """Note that the tiers of a bit mask may have answers for any key; the next round of lookups gets them."""
+        """Note that the tiers of a bit mask may have answers for any key, for the next round of lookups."""
         if self.owed and self.owing & tiers:
             self.owed.clear()
             self.has_news = True
 
     def hit(self, key: OffloadKey, tier: int) -> None:
-        """Load the key from the tier as soon as it gets a slot; the end of the step looks for one."""
+        """Load the key from the tier as soon as it gets a slot; the end of the step looks for a slot."""
         if not self.hits:
             self.stay()
-        self.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
+        self.owed.discard(key)  # it is owed if an answer came between two lookups of the key in this round
         self.hits[key] = tier
         self.hit_tiers |= 1 << tier
 
     # -- slots for hits ----------------------------------------------------------------------------------------------
 
     def take_slots(self, rooms: list[int], now: float) -> dict[int, list[Block]]:
-        """Reserve slots for hits, in their order. Hits of a tier whose share is full wait, and hold up no others.
+        """Reserve slots for hits, in their order. Hits of a tier with a full share wait, and do not delay other hits.
 
-        Hits that are in the region are dropped, because another request loads or has loaded them: the next lookup finds
-        them.
+        Hits that are in the region by now are dropped, because another request loads or has loaded them. The next
+        lookup finds them.
 
         Args:
-            rooms: per tier, how many blocks of it may be loaded now; changed.
+            rooms: per tier, the number of blocks that may be loaded from it now. Reduced by this call.
 
         Returns:
             The blocks to load, by tier.
         """
         find, room, starved = self.slots.find, self.slots.room, self.starved_key
         if not room and starved in self.hits and rooms[self.hits[starved]] and find(starved) is None:
-            return {}  # a search would pass all the hits that wait for a share before this one
+            return {}  # a search would pass all earlier hits that wait for a share
         self.starved_key = None
         wanted: list[OffloadKey] = []
         in_region = []
@@ -199,7 +199,7 @@ class Wait:
         """Count the hits in the tiers of a bit mask as misses. Returns how many of them no other request loads."""
         missed = [key for key, tier in self.hits.items() if tiers >> tier & 1]
         self._drop_hits(missed)
-        absent = [key for key in missed if self.slots.find(key) is None]  # others are loaded by another request
+        absent = [key for key in missed if self.slots.find(key) is None]  # another request loads the other hits
         for key in absent:
             self.excluded[key] = self.excluded.get(key, 0) | tiers
         return len(absent)
@@ -216,17 +216,17 @@ class Wait:
         self.lookups, self.tried = lookups, tried
 
     def take_undecided(self) -> bool:
-        """Whether there are hits without a plan, and more hits or answers than at the last call."""
+        """Whether there are hits without a decision, and more hits or answers than at the last call."""
         undecided = self.hit_tiers & ~sum(1 << tier for tier in self.plans)
         before, self.judged = self.judged, (undecided, len(self.hits), len(self.owed))
         return bool(undecided) and self.judged != before
 
     def plan(self, tier: int, plan: Plan | None) -> None:
-        """Load hits from the tier. None: without comparing its pace with computing."""
+        """Load hits from the tier. None: do not compare the pace of the load with computing."""
         self.plans[tier] = plan
 
     def decline(self, tier: int, declined: Declined) -> None:
-        """Load no more from the tier: its hits, and its blocks that are being filled, count as absent."""
+        """Stop loading from the tier: its hits, and its blocks that are being filled, count as absent."""
         self.declined[tier] = declined
         self.declined_tiers |= 1 << tier
         self.plans.pop(tier, None)
@@ -251,7 +251,7 @@ class Wait:
         self.has_news = True
 
     def load_ended(self, num_blocks: int, ready: Iterable[Block], now: float) -> None:
-        """Note that a load of this request was reported or given up. Hold its ready blocks, unless the wait is over."""
+        """Note that a load of the request was reported or given up. Hold its ready blocks, unless the wait is over."""
         self.loading -= num_blocks
         if self in self.served:
             self._hold_until(now)
@@ -275,7 +275,7 @@ class Wait:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def end_step(self, now: float) -> None:
-        """Let go of the held blocks if nothing that the request waits for needs them any longer."""
+        """Unpin the held blocks if the request no longer waits for blocks that need them."""
         if self.hits or self.loading:
             self._hold_until(now)
         elif not self.held or now >= self.held_until:
@@ -283,7 +283,7 @@ class Wait:
             self.let_go()
 
     def stop(self) -> None:
-        """Wait for nothing and hold nothing; a later wait starts from zero. Loads go on, and serve any request."""
+        """End all waits and unpin held blocks; a later wait starts from zero. Loads go on, and serve any request."""
         self.served.pop(self, None)
         self._drop_hits(self.hits)
         self.owed.clear()
@@ -298,10 +298,10 @@ class Wait:
 class Waits:
     """The requests that missed the region, by id. Scheduler thread only.
 
-    An engine looks a request's keys up one after the other, without those of other requests between them.
+    An engine looks up all keys of a request, one after the other, before the keys of the next request.
 
     Attributes:
-        by_id: the most recently looked up is last.
+        by_id: requests by id, the most recently looked up last.
         served: requests that may have hits, loads or held blocks, in the order in which they began to wait.
         current: the request of the latest lookup in this step.
     """
@@ -322,12 +322,12 @@ class Waits:
         self.by_id: OrderedDict[str, Wait] = OrderedDict()
         self.served: dict[Wait, None] = {}
         self.current: Wait | None = None
-        self._found: tuple[str, list[Block]] = "", []  # by the request of the latest lookup, which is not remembered
+        self._found: tuple[str, list[Block]] = "", []  # by the request of the latest lookup, if it is not remembered
         self._step = 0
         self._took_answers = False  # whether the tiers' answers were taken in this step
 
     def continue_wait(self, req_id: str) -> bool:
-        """Begin a request's step without a lookup. False: lookups may have new answers, or it waits for nothing."""
+        """Begin a request's step without lookups. False: lookups may have new answers, or the request does not wait."""
         wait = self.by_id.get(req_id)
         if wait is None:
             return False
@@ -341,16 +341,16 @@ class Waits:
         wait.begin_round()
 
     def note_found(self, req_id: str, block: Block) -> None:
-        """Note that a request that is not remembered found a ready block, in case that it misses the next one."""
+        """Note a ready block that an unremembered request found, in case the request misses the next block."""
         if self._found[0] != req_id:
             self._found = req_id, []
         self._found[1].append(block)
 
     def add(self, context: ReqContext, came_after: int, excluded_tiers: int, prompt: Prompt | None = None) -> Wait:
-        """Remember a new request. If there are too many, forget the one without lookups for longest.
+        """Remember a new request. If there are too many, forget the request whose latest lookup is the oldest.
 
-        One that is looked up in every step is not forgotten: it would be new at its next lookup and replace another one
-        in turn, so no request's wait would ever end.
+        A request that is looked up in every step is not forgotten: at its next lookup it would be new and replace
+        another request in turn, so no request's wait would ever end.
         """
         if len(self.by_id) >= REQUESTS_MAX:
             oldest = next(iter(self.by_id.values()))
@@ -396,7 +396,7 @@ class Waits:
         self._found = "", []
 
     def stop(self, req_id: str) -> None:
-        """End the wait of a request that loads its blocks: it needs no others, and the load itself keeps them."""
+        """End the wait of a request that loads its blocks: it needs no other blocks, and the load pins these."""
         wait = self.by_id.get(req_id)
         if wait is not None:
             wait.stop()
@@ -409,7 +409,7 @@ class Waits:
         self.by_id.pop(req_id, None)
 
     def end_all(self) -> None:
-        """Forget every request, and all that requests found."""
+        """Forget all requests and the blocks that they found."""
         for req_id in list(self.by_id):
             self.end(req_id)
         self._found = "", []

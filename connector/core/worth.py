@@ -1,16 +1,16 @@
-"""What loading and computing cost: learned from the tiers' loads and the engine's steps. No clock, no engine, no torch.
+"""Estimates how long loading and computing take, from the tiers' loads and the engine's steps. Imports no engine.
 
-A request waits for a load until ``Way.seconds``. Meanwhile it could compute the same tokens in ``Prefill.seconds``.
-Both are a few coefficients, fitted to what was seen lately:
+A request waits ``Way.seconds`` for a load. The engine would compute the same tokens in ``Prefill.seconds``. Both
+estimates are sums of a few terms, whose coefficients are fitted to the latest loads and steps:
 
 - a step of the engine: a + b * tokens + c * tokens * context
 - a load: latency + seconds per block * blocks, with the blocks that the tier has to load before
 
-Relative errors count, so a short step counts as much as a long one. The time of a very slow sample, such as one with
-a pause in it, is capped.
+The fit minimizes relative errors, so a short step counts as much as a long step. The time of a very slow sample, such
+as a step with a pause in it, is capped.
 
-Both estimates are optimistic: while there are few samples, the expected time is reduced, down to half of it. So loading
-and computing are both tried until enough is known to reject one of them.
+Both estimates are optimistic: while there are few samples, the expected time is reduced, down to one half. So both
+loading and computing are tried until the samples show which of them is slower.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-#: Ridge regression: these shares of a term's weight count against its coefficient. They decide what the samples leave
-#: open: if all samples have the same size, the term that is proportional to the size gets the time.
+#: Ridge regression: each term is penalized by this share of its weight. The penalties matter if the samples do not
+#: determine all coefficients. If all samples have the same size, the term proportional to the size gets all the time.
 _RIDGE = 1e-6
 _RIDGE_OF_OTHERS = 3e-3
 SLOWER_MAX = 4.0
-_MISFIT_MAX = 1.25  # once a link is known, a load counts as this many times slower or faster than expected at most
-_MEMORY_STEPS = 32  # full steps of the engine after which a step counts for a third
-_MEMORY_JOBS = 16  # loads of a tier, likewise
+_MISFIT_MAX = 1.25  # after ``_MEMORY_JOBS`` loads, the most by which a load counts as slower or faster than expected
+_MEMORY_STEPS = 32  # after this many full steps of the engine, the weight of a sample has dropped to about a third
+_MEMORY_JOBS = 16  # the same for the loads of a tier
 _DOUBT_MAX = 0.5
-_STEPS_MAX = 64  # steps that have not ended; an engine has a few
+_STEPS_MAX = 64  # limit of the steps that have not ended; an engine has only a few
 
-Terms = tuple[float, float, float]  # of a prefill: steps, tokens, work
+Terms = tuple[float, float, float]  # steps, tokens and work of a prefill
 _NOTHING: Terms = (0.0, 0.0, 0.0)
 
 
 class Fit:
-    """Seconds as a sum of terms with coefficients of 0 or more, by least squares of relative errors.
+    """Fits seconds as a sum of terms with coefficients of 0 or more, by least squares of relative errors.
 
     Args:
-        num_terms: numbers in a sample. The second one is its size.
+        num_terms: number of terms in a sample. The second term is the sample's size.
     """
 
     def __init__(self, num_terms: int) -> None:
@@ -50,9 +50,9 @@ class Fit:
         self._solved: NDArray[np.float64] | None = None
 
     def add(self, terms: Sequence[float], seconds: float, keep: float) -> None:
-        """Add a sample. Earlier samples keep this share of their weight.
+        """Add a sample. ``keep``: the share of their weight that earlier samples keep.
 
-        The error counts relative to what was expected, and a sample counts as ``SLOWER_MAX`` times as much at most.
+        Errors are relative to the expected time. A sample counts as at most ``SLOWER_MAX`` times the expected time.
         """
         if seconds <= 0:
             return
@@ -69,13 +69,13 @@ class Fit:
         self._solved = None
 
     def seconds(self, terms: Sequence[float]) -> float:
-        """Seconds expected for these terms; 0 without samples."""
+        """Return the expected seconds for these terms; 0 without samples."""
         if self._solved is None:
             self._solved = self._solve()
         return float(self._solved.dot(terms))
 
     def _solve(self) -> NDArray[np.float64]:
-        """The coefficients. A term whose coefficient would be negative explains nothing and is left out."""
+        """Return the coefficients. A term whose coefficient would be negative is left out, with coefficient 0."""
         solved = np.zeros(len(self._sums))
         used = np.flatnonzero(self._products.diagonal() > 0)
         while used.size:
@@ -91,7 +91,7 @@ class Fit:
 
 
 class Prefill:
-    """How long the engine takes to compute a prompt's tokens.
+    """Estimates how long the engine takes to compute a prompt's tokens.
 
     Args:
         step_tokens_max: tokens that the engine computes in one step.
@@ -100,26 +100,26 @@ class Prefill:
     def __init__(self, step_tokens_max: int) -> None:
         self._step_tokens_max = step_tokens_max
         self._fit = Fit(3)
-        self._tokens = 0  # in all samples
+        self._tokens = 0  # total tokens of all samples
 
     def learn(self, tokens: int, work: float, seconds: float) -> None:
-        """Add a step as a sample. ``work``: for each of its prompt tokens the number of tokens before it, summed up."""
+        """Add a step as a sample. ``work``: sum over its prompt tokens of the number of tokens before each token."""
         keep = math.exp(-tokens / (_MEMORY_STEPS * self._step_tokens_max))
         self._fit.add((1.0, tokens, work), seconds, keep)
         self._tokens += tokens
 
     def seconds(self, tokens: float, context: float) -> float:
-        """Seconds to compute ``tokens`` after ``context`` others; 0 if nothing is known."""
+        """Return the seconds to compute ``tokens`` after ``context`` other tokens; 0 without samples."""
         return self.seconds_of(self.terms(tokens, context))
 
     def terms(self, tokens: float, context: float) -> Terms:
-        """Steps, tokens and work of ``tokens`` after ``context`` others. Those of several prompts can be added."""
+        """Return steps, tokens and work of ``tokens`` after ``context`` other tokens. Terms of prompts can be added."""
         if tokens <= 0:
             return _NOTHING
         return math.ceil(tokens / self._step_tokens_max), tokens, tokens * (context + tokens / 2)
 
     def seconds_of(self, terms: Terms) -> float:
-        """Seconds to compute so many steps, tokens and so much work."""
+        """Return the seconds to compute these steps, tokens and work."""
         return self._fit.seconds(terms)
 
     def doubt(self, tokens: float) -> float:
@@ -128,32 +128,32 @@ class Prefill:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step was seen."""
+        """Whether there is any sample."""
         return self._tokens > 0
 
 
 class Way:
-    """How long a tier takes to answer lookups and to load blocks.
+    """Estimates how long a tier takes to answer lookups and to load blocks.
 
     Attributes:
-        lookup_s: seconds until a request's lookups are answered, lately.
+        lookup_s: moving average of the seconds until a request's lookups are answered.
     """
 
     def __init__(self) -> None:
         self.lookup_s = 0.0
         self._fit = Fit(2)
         self._jobs = 0  # number of samples
-        self._sizes = math.inf, 0.0  # blocks of the smallest and the largest sample
+        self._sizes = math.inf, 0.0  # number of blocks in the smallest and the largest sample
 
     def learn(self, blocks: int, seconds: float) -> None:
         """Add a load as a sample.
 
-        A load that takes longer than expected may be explained by latency or by bandwidth. A link that becomes slower
+        Either latency or bandwidth may explain a load that takes longer than expected. A link that becomes slower
         changes both. So both coefficients are first scaled by a quarter of the error.
 
         Args:
-            blocks: blocks of all loads that ended between this load's submission and its end.
-            seconds: between its submission and its end.
+            blocks: number of blocks in all loads that ended between this load's submission and its end.
+            seconds: time between the load's submission and its end.
         """
         expected_s = self._fit.seconds((1.0, blocks))
         if self._jobs >= _MEMORY_JOBS and self.knows(blocks) and expected_s > 0:
@@ -168,7 +168,7 @@ class Way:
     def learn_late(self, blocks: int, moved: int, seconds: float) -> None:
         """Add a load that was given up after ``seconds``, when ``moved`` of its ``blocks`` had arrived.
 
-        If it was no slower than expected, it is left out.
+        A load that was not slower than expected is ignored.
         """
         all_s = seconds * blocks / (moved + 1)
         if all_s > self.seconds(blocks):
@@ -179,14 +179,14 @@ class Way:
         self.lookup_s += (seconds - self.lookup_s) / 4 if self.lookup_s else seconds
 
     def knows(self, blocks: int) -> bool:
-        """Whether the samples say how long so many blocks take: they differ in size, or are about as large."""
+        """Whether the samples tell how long so many blocks take: their sizes differ, or are similar to ``blocks``."""
         smallest, largest = self._sizes
         return largest >= 2 * smallest or smallest / 2 <= blocks <= largest * 2
 
     def seconds(self, blocks: int) -> float:
-        """Seconds until the last of so many blocks is loaded, if all are submitted at once.
+        """Return the seconds until so many blocks are loaded, if all are submitted at once.
 
-        A lower bound if ``knows`` is false.
+        The result is a lower bound if ``knows`` is false.
         """
         if self.knows(blocks):
             return self._fit.seconds((1.0, blocks))
@@ -196,7 +196,7 @@ class Way:
         return self._fit.seconds((1.0, smallest)) * blocks / smallest
 
     def blocks_in(self, seconds: float) -> float:
-        """Blocks that the tier loads in this time, latency not counted."""
+        """Return the number of blocks that the tier loads in this time, without the latency."""
         per_block = self._fit.seconds((0.0, 1.0))
         return seconds / per_block if per_block > 0 else math.inf
 
@@ -212,10 +212,10 @@ class Way:
 
 
 class Steps:
-    """The engine's steps: what each one computed, and how long it took. Scheduler thread only.
+    """Records which prompt tokens each engine step computed, and how long the step took. Scheduler thread only.
 
-    A step begins when it was scheduled, or when the step before it ended if that was later: an engine may schedule
-    a step while it computes the one before. So pauses between steps do not count.
+    A step's time counts from its scheduling, or from the end of the step before, if that is later: an engine may
+    schedule a step while it computes the step before. So pauses between steps do not count.
 
     Attributes:
         prefill: learned from the steps with prompt tokens.
@@ -223,10 +223,10 @@ class Steps:
 
     def __init__(self, step_tokens_max: int) -> None:
         self.prefill = Prefill(step_tokens_max)
-        self._sizes: dict[str, int] = {}  # request -> its tokens, until all of them are computed
-        self._left: dict[str, Terms] = {}  # request whose prompt is computed, or only waits for that -> its rest
+        self._sizes: dict[str, int] = {}  # request -> number of its prompt tokens, until all are computed
+        self._left: dict[str, Terms] = {}  # request that is computed, or only waits for it -> its remaining terms
         self._queued = _NOTHING  # sum of ``_left``, because hundreds of requests may ask for it in one step
-        self._running: deque[tuple[float, int, float]] = deque(maxlen=_STEPS_MAX)  # began, prompt tokens, work
+        self._running: deque[tuple[float, int, float]] = deque(maxlen=_STEPS_MAX)  # begin, prompt tokens, work
         self._ended_at = -math.inf
 
     def expect(self, req_id: str, num_tokens: int) -> None:
@@ -235,15 +235,15 @@ class Steps:
 
     @property
     def are_decodes(self) -> bool:
-        """Whether no known request has prompt tokens left to compute: all steps only generate."""
+        """Whether all steps only generate: no known request has prompt tokens left to compute."""
         return not self._sizes
 
     def began(self, scheduled: Iterable[tuple[str, int, int]], now: float) -> None:
         """Note a step.
 
         Args:
-            scheduled: request, number of its tokens that the step computes, number of those computed before. Requests
-                that generate may be left out.
+            scheduled: of each request its id, the number of its tokens in this step, and the number of its tokens
+                computed before. Requests that only generate may be left out.
         """
         tokens, work = 0, 0.0
         for req_id, count, computed in scheduled:
@@ -267,12 +267,12 @@ class Steps:
         self._ended_at = now
 
     def queue(self, req_id: str, computed: int) -> None:
-        """Note that the request waits to be computed, and for nothing else."""
+        """Note that the request waits only for the engine to compute it."""
         if req_id in self._sizes:
             self._leave(req_id, self.prefill.terms(self._sizes[req_id] - computed, computed))
 
     def forget(self, req_id: str) -> None:
-        """Note that the request needs no more prompt tokens computed."""
+        """Note that no prompt tokens of the request are left to compute."""
         self._sizes.pop(req_id, None)
         self._queued = self._queued_but(req_id)
         self._left.pop(req_id, None)
@@ -282,16 +282,16 @@ class Steps:
         self._left[req_id] = terms
 
     def _queued_but(self, req_id: str, terms: Terms = _NOTHING) -> Terms:
-        """``_queued`` if these terms were left of the request."""
+        """Return ``_queued`` as it would be if these terms were left of the request."""
         before = self._left.get(req_id, _NOTHING)
         steps, tokens, work = (total - old + new for total, old, new in zip(self._queued, before, terms, strict=True))
         return steps, tokens, work
 
     def queued_s(self, req_id: str) -> float:
-        """Seconds until the engine has computed the prompts that it has begun, and those that wait only for that."""
+        """Return the seconds to compute all other prompts that are begun or wait only for the engine."""
         return self.prefill.seconds_of(self._queued_but(req_id))
 
     @property
     def running_s(self) -> float:
-        """Expected seconds of the steps that have not ended."""
+        """Return the expected seconds of the steps that have not ended."""
         return sum(self.prefill.seconds_of((1, tokens, work)) for _, tokens, work in self._running if tokens)

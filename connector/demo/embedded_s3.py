@@ -38,7 +38,7 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
         except ImportError as e:
             raise ConfigError("needs moto: pip install '.[demo]' in kvtiers' checkout", field="endpoint_url") from e
 
-        # Restores the environment as it was, with what is removed below.
+        # Restores the environment, including the variables that are removed below.
         cleanup.enter_context(mock.patch.dict(os.environ, {**server.environment, **_no_proxy()}))
         for name in PROFILE_VARIABLES:
             os.environ.pop(name, None)

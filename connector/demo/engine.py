@@ -2,7 +2,7 @@
 
 It has one thread, greedy decoding, and one request at a time. It does all that an engine must do for offloading: ask
 which leading blocks exist, load them, compute the rest, store new blocks, report the end of every transfer, and close
-each step. It knows nothing of the implementation behind ``OffloadingSpec``.
+each step. It does not know the implementation behind ``OffloadingSpec``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..base import GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, Transfer
 from .model import LoadedModel
 from .paged_cache import PagedKVCache, RequestCache
 
-POLL_S = 0.0005  # pause between polls while there is nothing to compute: short, and releases the GIL
+POLL_S = 0.0005  # short pause between polls while no prompt is computed; releases the GIL
 PREFILL_CHUNK_TOKENS = 4096
 STORE_WAIT_S_MAX = 30.0  # how long an answered request's blocks wait for room in the region
 
@@ -38,7 +38,7 @@ class Request:
         num_computed: leading tokens whose KV is in the engine's blocks.
         blocks_hit: offloaded blocks that ``lookup`` found, of ``blocks_total`` in the prompt.
         tokens_loaded: tokens whose KV was loaded and not computed.
-        load_s: from submission until the loaded KV was in place; 0 if nothing was loaded.
+        load_s: seconds from submission until the loaded KV was in place; 0: no KV was loaded.
         ttft_s: time to first token, from submission.
     """
 
@@ -165,7 +165,7 @@ class Engine:
             blocks_total=len(prompt) // self.chunk_tokens,
             block_ids=self.memory.block_ids[:blocks],
         )
-        self._end_stores()  # of the request before: they read the blocks that this request writes
+        self._end_stores()  # stores of the request before read the blocks that this request writes
         self._request = request
         if load:
             self._load(request)
@@ -189,7 +189,7 @@ class Engine:
     def drain(self) -> None:
         """Store the rest of the last request, and wait until every stored block is in every tier.
 
-        The rest of a request's chunks waits until the tiers have the first ones: tiers accept only a share of the
+        The other chunks of a request wait until the tiers have the first chunks: tiers accept only a share of the
         region at once. They drop blocks beyond that share, and blocks that leave the region before their turn.
         """
         request = self._request
@@ -255,7 +255,7 @@ class Engine:
         self._manager.complete_load(keys)
 
     def _store(self, request: Request) -> bool:
-        """Start to store chunks that are computed and not yet stored, as many as there is room for. False: none."""
+        """Start to store computed chunks that are not stored yet, as many as there is room for. False: no chunk."""
         new = self._new_keys(request)[: self._store_chunks_max]
         output = None
         while new and output is None:

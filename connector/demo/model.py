@@ -229,7 +229,7 @@ def _stop_token_ids(module: Any) -> frozenset[int]:
 
 
 def _revision(source: ModelSource) -> str | None:
-    """Return a digest that tells these weights from others of the same name; None: the hub's commit does that."""
+    """Return a digest of the weights, because other weights may have the same name; None: use the hub's commit."""
     if source.gguf_file:
         with (Path(source.path) / source.gguf_file).open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()

@@ -179,7 +179,7 @@ class _PagedLayer(DynamicLayer):
         slots.index_copy_(0, owner.value_slots, value_states[0].transpose(0, 1))
         owner.on_layer(self._index)
         if owner.num_computed == 0:
-            return key_states, value_states  # these are all of them, and already in order
+            return key_states, value_states  # these are all blocks, in order
         rows = tensor.view(-1, *tensor.shape[2:])
         ordered = owner.memory.workspace.view(-1, *tensor.shape[2:])[: len(owner.rows)]
         torch.index_select(rows, 0, owner.rows, out=ordered)

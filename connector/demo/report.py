@@ -70,7 +70,7 @@ class Hop:
 
     @property
     def loss(self) -> str:
-        """How many blocks were lost, and why; empty if none was lost."""
+        """Number of lost blocks, with the reasons; "": no block was lost."""
         reasons = ", ".join(f"{count} by {reason}" for reason, count in self.lost.items())
         lost = f"{sum(self.lost.values())} blocks did not get from {self.source} to {self.destination} ({reasons})"
         return lost if self.lost else ""

@@ -46,7 +46,7 @@ def counted_revision(weights: str, options: Mapping[str, Any]) -> str:
 
 
 def check_options(options: Mapping[str, Any], own: Collection[str], engines: Collection[str] = ()) -> None:
-    """Refuse an unknown option, and a value that is not accepted.
+    """Refuse unknown options and invalid values.
 
     Args:
         own: options of kvtiers for one engine only.
@@ -69,7 +69,7 @@ def serve_metrics(options: Mapping[str, Any], metrics: Metrics, place: int = 0) 
     """Serve metrics at ``metrics_port`` plus ``place``, on this host only. None: the option is absent, or see the log.
 
     Args:
-        place: of this process among those with the same options.
+        place: number of this process among the processes with the same options.
 
     Raises:
         ConfigError: prometheus_client is missing.
@@ -84,13 +84,13 @@ def serve_metrics(options: Mapping[str, Any], metrics: Metrics, place: int = 0) 
 class Door:
     """A tier, and the memory through which its blocks pass. Any thread may call it.
 
-    Calls for blocks never raise: what fails counts as a miss, and is logged at most once a minute.
+    Calls for blocks never raise: a failed call counts as a miss, and is logged at most once a minute.
 
     Args:
         options: the operator's, with names from ``OPTIONS``.
         block_bytes: size of every block.
         metrics: where the tier counts.
-        label: end of the tier's name in logs and metrics; tells this tier from others with the same options.
+        label: end of the tier's name in logs and metrics, different for each tier with the same options.
 
     Raises:
         ConfigError: names the option that is wrong.

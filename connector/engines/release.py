@@ -1,4 +1,4 @@
-"""Checks at an engine's start that its release has everything that kvtiers uses, and calls what kvtiers implements."""
+"""Checks at an engine's start that its release has the names that kvtiers uses, and calls kvtiers' methods."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Release:
             return "unknown"
 
     def check(self, *classes: type) -> None:
-        """Refuse a release that differs from what kvtiers expects. Log a warning for one that was not tested.
+        """Refuse a release that differs from kvtiers' expectations. Log a warning for an untested release.
 
         Args:
             classes: kvtiers' classes that the engine calls.

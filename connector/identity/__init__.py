@@ -4,6 +4,6 @@
 - ``model_files``: digests of a model's files, of a hub commit, and of values.
 - ``weight_files``: where a file of weights has its headers and tensors.
 
-``connector.vllm.identity`` and ``connector.vllm.weights`` have vLLM's tables, and what vLLM keeps outside its config
-objects.
+``connector.vllm.identity`` and ``connector.vllm.weights`` have vLLM's tables, and facts that vLLM keeps outside its
+config objects.
 """

@@ -1,4 +1,4 @@
-"""Digests that identify an engine's model and configuration: of a model's files, a hub commit, or config values.
+"""Computes digests of model files and configuration values, and finds hub commits, to identify a model.
 
 The same files and values give the same digest in every process and on every host.
 """
@@ -20,15 +20,15 @@ from .weight_files import Layout, layout_of
 
 logger = get_logger(__name__)
 
-#: Weights of up to this size are read whole. Of larger weights about as much is read, in samples.
+#: Weights of up to this size are read whole. Of larger weights, samples of about this size in total are read.
 READ_BYTES = 64 << 20
 SAMPLE_BYTES = 4096
 SMALL_BYTES_MAX = 64 << 10
-CONFIG_BYTES_MAX = 64 << 20  # an index of 90,000 tensors has 9 MB
+CONFIG_BYTES_MAX = 64 << 20  # the index of a model with 90,000 tensors has 9 MB
 DIGEST_HEX_DIGITS = 24
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-#: Other files that change what the weights compute. Tokenizers do not count: blocks are named by token ids.
+#: Other files that change the model's computation. Tokenizers do not count, because blocks are named by token ids.
 _CONFIGS = re.compile(
     r"config\.json|params\.json|.*quant.*config\.json|(video_)?(pre)?processor_config\.json|.*\.py"
     r"|.*\.index\.json"  # vLLM loads only the files that an index names
@@ -39,8 +39,8 @@ def files_digest(path: str, also: str = "") -> str | None:
     """Digest of a local model: its configs, and its weights' names, sizes and samples. None: no readable local files.
 
     Weights of up to 64 MiB are read whole. Larger weights are sampled: their headers, all small tensors, and parts of
-    every other tensor, more of a larger one. So the digest changes if any one tensor is replaced, but not always if
-    only some elements of a large tensor change. File times do not count: a copied folder is the same model. Within a
+    every other tensor, in proportion to its size. So the digest changes if any one tensor is replaced, but not always
+    if only some elements of a large tensor change. File times do not count: a copied folder is the same model. Within a
     process, files are read again only after their inode, size or times have changed.
 
     Args:
@@ -104,10 +104,10 @@ def hub_folder(name: str, cache: str | None = None) -> Path:
 
 
 class _Sampler:
-    """Chooses what to read of a model's weights, so that the cost does not grow with their size.
+    """Chooses the parts of a model's weights to read, so that the cost does not grow with their size.
 
-    Reads one sample of each tensor, and ``READ_BYTES / SAMPLE_BYTES`` more, by size. A local disk reads these 16,384
-    samples in about a second.
+    Chooses one sample of each tensor, and ``READ_BYTES / SAMPLE_BYTES`` (16,384) more, shared out by size. A local disk
+    reads these samples in about a second.
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
@@ -116,7 +116,7 @@ class _Sampler:
         self._small_bytes = min(SMALL_BYTES_MAX, max(SAMPLE_BYTES, READ_BYTES // max(1, tensors)))
 
     def spans(self, layout: Layout) -> Iterator[tuple[int, int]]:
-        """Offset and size of everything to read of one file."""
+        """Yield offset and size of each part of a file to read."""
         if self._total_bytes <= READ_BYTES:
             yield 0, layout.size_bytes
             return
@@ -127,7 +127,7 @@ class _Sampler:
                 continue
             count = 1 + size * (READ_BYTES // SAMPLE_BYTES) // self._total_bytes
             last = size - SAMPLE_BYTES
-            for index in range(count):  # the middle, or both ends and between them
+            for index in range(count):  # one sample: the middle; several: evenly from end to end
                 yield first + (last // 2 if count == 1 else last * index // (count - 1)), SAMPLE_BYTES
 
 
@@ -140,7 +140,7 @@ def _contents(file: Path, layout: Layout | None, sampler: _Sampler) -> Iterator[
             yield opened.read(CONFIG_BYTES_MAX)
             return
         spans = list(sampler.spans(layout))
-        with suppress(OSError):  # a hint: without it each read would wait for the disk in turn
+        with suppress(OSError):  # only a hint to the kernel, which then reads all parts in parallel
             for offset, size in spans:
                 os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
         for offset, size in spans:

@@ -1,8 +1,8 @@
-"""Finds the options that count among an engine's config objects, and converts their values to plain ones.
+"""Finds the engine's options that belong to the namespace ("count"), and converts their values to JSON types.
 
 Every field of every config object counts, unless a table says why it does not. An option that no table lists counts,
-too: it starts a new namespace. The price is a cold cache, never a wrong token. A field at its default does not count,
-so that releases with more or fewer fields agree.
+too, so it starts a new namespace: the cache is cold, but no token is wrong. A field at its default does not count, so
+that releases with more or fewer fields agree.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = get_logger(__name__)
 
 
 class Shown(str):
-    """A text that is safe to show: a choice that the engine knows, a number or a name in code. Equal to its ``str``."""
+    """A text that is safe to log: an option's choice, a number or a name in code. Equal to the same ``str``."""
 
     __slots__ = ()
 
 
 class Counts(enum.Enum):
-    """Whether an option belongs to the namespace. An unknown one does, and the log says so."""
+    """Whether an option belongs to the namespace. An UNKNOWN option does, with a warning in the log."""
 
     YES = enum.auto()
     NO = enum.auto()
@@ -38,10 +38,10 @@ class Counts(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """What is known about the fields of an engine's config classes.
+    """Lists which fields of an engine's config classes count.
 
     Attributes:
-        ignored: class -> fields that cannot change the meaning of stored KV. ``*``: all.
+        ignored: class -> fields that cannot change the meaning of stored KV. ``*``: all fields.
         counting: class -> fields that count.
     """
 
@@ -57,11 +57,11 @@ class Tables:
 
 
 def counted(config: Any, tables: Tables, within: str = "") -> Iterator[tuple[str, Any]]:
-    """Name and plain value of the fields that count and are not at their defaults.
+    """Yield name and value, in JSON types, of the fields that count and are not at their defaults.
 
     Args:
         config: a dataclass. Its fields may be dataclasses.
-        within: beginning of the names, with a dot at its end.
+        within: prefix of the names, with a dot at its end.
     """
     owner: Any = type(config)
     for field in dataclasses.fields(config):
@@ -77,7 +77,7 @@ def counted(config: Any, tables: Tables, within: str = "") -> Iterator[tuple[str
 
 
 def unknown(config: Any, tables: Tables, names: Collection[str]) -> Iterator[str]:
-    """Those of the names from ``counted`` that no table lists."""
+    """Yield the names from ``counted`` that no table lists."""
     for name in names:
         *path, last = name.split(".")
         owner = config
@@ -89,12 +89,12 @@ def unknown(config: Any, tables: Tables, names: Collection[str]) -> Iterator[str
 
 
 def identity_digest(found: Mapping[str, Any]) -> str | None:
-    """Digest of the options that count; None if there are none, so all are at their defaults."""
+    """Digest of the options that count; None if all options are at their defaults."""
     return f"engine:{value_digest(found)}" if found else None
 
 
 def readable(found: Mapping[str, Any]) -> dict[str, str]:
-    """Options that count in a form that is safe to show: digests replace values that may be secrets."""
+    """Return the options with texts that are safe to log: digests replace values that may be secrets."""
     return {name: _shown(value) for name, value in found.items()}
 
 
@@ -103,7 +103,7 @@ def default(field: dataclasses.Field[Any]) -> Any:
     value = field.default
     if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    # A pydantic dataclass may have its FieldInfo there.
+    # In a pydantic dataclass, the default may be a FieldInfo.
     if (factory := getattr(value, "default_factory", None)) is not None:
         return factory()
     return getattr(value, "default", value)
@@ -151,7 +151,7 @@ def _plain(value: Any, place: str, tables: Tables) -> Any:
     if type(value).__module__ == "torch":  # a dtype or a device
         return Shown(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if "PydanticUndefined" not in kind and kind != "dataclasses._MISSING_TYPE":  # no value: nothing is left out
+    if "PydanticUndefined" not in kind and kind != "dataclasses._MISSING_TYPE":  # these mean "no value"
         text = f"{place} is a {kind}: only its type is part of the namespace, not its value"
         log_once(logger, logging.WARNING, text)
     return kind

@@ -25,7 +25,7 @@ _MALFORMED = (
     struct.error, zipfile.BadZipFile, NotImplementedError,
 )  # fmt: skip
 
-#: Sizes of GGUF's kinds of values. Strings and arrays have lengths of their own.
+#: Sizes of GGUF's kinds of values. Strings and arrays contain their lengths.
 _GGUF_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 

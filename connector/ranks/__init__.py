@@ -1,6 +1,6 @@
-"""Tiers of an engine whose workers may be on several hosts: each rank has a tier of its own, on its own host.
+"""Tiers of an engine whose workers may be on several hosts: each rank has its own tier, on its own host.
 
 - ``place``: the options that name the tier.
-- ``blocks``: what the scheduler knows about blocks of which every rank keeps its own part.
-- ``transfers``: a rank's half. It moves blocks between KV tensors and the rank's tier, through slots of its own.
+- ``blocks``: the scheduler's knowledge about blocks of which every rank keeps its own part.
+- ``transfers``: moves blocks between a rank's KV tensors and its tier, through slots of its own.
 """

@@ -1,4 +1,4 @@
-"""RankBlocks: what an engine's scheduler knows about blocks of which every rank keeps its own part."""
+"""RankBlocks: the scheduler's knowledge about blocks of which every rank keeps its own part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ...tiers.blocks.keys import OffloadKey
 
-KEYS_MAX = 131_072  # of each kind; some 20 MB
+KEYS_MAX = 131_072  # keys of each kind; about 20 MB
 #: After this time, the scheduler's tier is asked again whether a block that all ranks had is there, and a block that a
 #: rank lacked may be loaded again. A tier's own answers are valid for as long.
 BELIEVED_S = 60.0
@@ -21,16 +21,16 @@ _T = TypeVar("_T")
 
 
 class RankBlocks:
-    """Which blocks all ranks have, which are being stored, and which a rank lacks. Scheduler thread only.
+    """Tracks which blocks all ranks have, which are being stored, and which a rank lacks. Scheduler thread only.
 
     A block counts as stored when all ranks have stored it. An entry may be wrong: storage may have lost the block. A
-    rank then cannot load its part and reports that, so the block is doubted, and stored again when it is offered.
+    rank then fails to load its part and reports this. The block counts as doubtful, and is stored again when offered.
 
-    A block stays on its way until its ranks report it. If the storage of a rank hangs, that may be never.
+    A block counts as being stored until all ranks have reported it, which may be never if a rank's storage hangs.
 
     Args:
         ranks: number of ranks.
-        news_s: time in which a rank reports a store, unless its storage hangs. An idle engine waits no longer for news.
+        news_s: time in which a rank reports a store, unless its storage hangs. An idle engine waits at most this long.
         clock: seconds, monotonic.
     """
 
@@ -38,11 +38,11 @@ class RankBlocks:
         self._all = (1 << ranks) - 1
         self._news_s = news_s
         self._clock = clock
-        self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when the tier is asked again
-        self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # -> when it may be loaded again
-        self._used: OrderedDict[OffloadKey, float] = OrderedDict()  # -> until when another use does not count
+        self._present: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when the tier is asked again
+        self._doubted: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when it may be loaded again
+        self._used: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> until when another use does not count
         self._uses: list[OffloadKey] = []
-        self._on_the_way: OrderedDict[OffloadKey, int] = OrderedDict()  # -> ranks that have not stored it yet, as bits
+        self._on_the_way: OrderedDict[OffloadKey, int] = OrderedDict()  # -> mask of ranks that have not stored it
         self._news_at = clock()
 
     @property
@@ -51,7 +51,7 @@ class RankBlocks:
         return bool(self._on_the_way) and self._clock() < self._news_at + self._news_s
 
     def is_absent(self, key: OffloadKey) -> bool:
-        """Whether the block cannot be loaded now, whatever the scheduler's own tier says."""
+        """Whether the block cannot be loaded now, regardless of the scheduler's own tier."""
         until = self._doubted.get(key)
         if until is not None and until <= self._clock():
             del self._doubted[key]
@@ -59,7 +59,7 @@ class RankBlocks:
         return until is not None or key in self._on_the_way
 
     def is_present(self, key: OffloadKey) -> bool:
-        """Whether all ranks have the block, as far as is known."""
+        """Whether all ranks are known to have the block."""
         return self._present.get(key, -math.inf) > self._clock()
 
     def is_stale(self, key: OffloadKey) -> bool:
@@ -74,7 +74,7 @@ class RankBlocks:
             self._present.pop(key, None)
 
     def note_uses(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that a request has these blocks, wherever it got them from."""
+        """Note that a request has these blocks, loaded or computed."""
         now = self._clock()
         for key in keys:
             if key in self._present and self._used.get(key, -math.inf) <= now:
@@ -87,7 +87,7 @@ class RankBlocks:
         return uses
 
     def to_store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that must be stored, and note that they are on their way."""
+        """Return the keys that must be stored, and note that they are being stored."""
         wanted = [key for key in keys if key not in self._present and key not in self._on_the_way]
         for key in reversed(keys):  # a prefix is useless without its beginning, so the beginning is forgotten last
             if key in self._present:
@@ -99,11 +99,11 @@ class RankBlocks:
         return wanted
 
     def note(self, stored: Mapping[OffloadKey, int], lost: Collection[OffloadKey]) -> None:
-        """Note what ranks report.
+        """Note the ranks' reports.
 
         Args:
-            stored: key -> ranks that have stored it since their last report, as bits. They may report a store late,
-                when the block is on its way once more; the rank has the block nevertheless.
+            stored: key -> bit mask of the ranks that have stored it since their last report. A report may come late,
+                when the block is being stored once more; the rank has the block nevertheless.
             lost: keys that a rank could not load or store, or that were removed there.
         """
         self._news_at = self._clock()
@@ -113,7 +113,7 @@ class RankBlocks:
             _note(self._doubted, key, self._clock() + BELIEVED_S)
         for key, ranks in stored.items():
             left = self._on_the_way.get(key)
-            if left is None:  # another rank could not store it
+            if left is None:  # another rank could not store the block
                 continue
             if left & ~ranks:
                 self._on_the_way[key] = left & ~ranks

@@ -1,11 +1,11 @@
-"""RankLoads: whether a request loads what the ranks have, and how long that takes. Scheduler thread only.
+"""RankLoads: decides whether a request loads the ranks' blocks, and limits the load. Scheduler thread only.
 
 ``core.decisions`` decides, as for an engine with a region. But the scheduler sees only when a load begins and when its
 slowest rank has ended:
 
 - It decides about a request's whole load, before the first lookup and again when the number of hits is known.
-- Nothing shows how far a load is. So it is given up if it takes twice as long as expected and as computing would have
-  taken. The ranks then end it, and the engine computes what has not arrived.
+- It does not see the progress of a load. So a load is given up if it takes twice as long as expected, and twice as long
+  as computing would have taken. The ranks then end the load, and the engine computes the missing blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..core.decisions import LOADED, Decisions, Expected, Prompt
 from ..core.guard import GuardedTier
 from ..core.options import ManagerOptions
 
-_LATE = 2.0  # times what was expected
-_TRIAL = 0.5  # of computing: a tier that has become fast enough to matter takes less
+_LATE = 2.0  # multiple of the expected time
+_TRIAL = 0.5  # multiple of the time to compute; a tier that has become fast takes less
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class _Request:
     """A request whose load has not begun.
 
     Attributes:
-        reason: of the latest decision about it.
-        found: tokens that its lookups found; None: they have not ended.
-        limit_s: seconds after which its load is given up.
-        answered_at: time of the latest answer that its lookups waited for; None: they have waited for none.
+        reason: reason of the latest decision.
+        found: number of tokens that the lookups found; None: the lookups have not ended.
+        limit_s: seconds after which the load is given up.
+        answered_at: time of the latest answer that the lookups waited for; None: they have waited for no answer.
     """
 
     prompt: Prompt
@@ -48,8 +48,8 @@ class _Load:
     """A request's load.
 
     Attributes:
-        moved: blocks whose loads had ended when it began, since the engine's start.
-        in_line: blocks that were being loaded then, with its own.
+        moved: number of blocks, since the engine's start, whose loads had ended when this load began.
+        in_line: number of blocks that were being loaded when this load began, including its own.
     """
 
     blocks: int
@@ -63,10 +63,10 @@ class RankLoads:
     """Decides about the loads of all requests.
 
     Args:
-        tier: the scheduler's own.
+        tier: the scheduler's own tier.
         options: for ``blocks_per_token`` and ``step_tokens_max``.
         metrics: counts the decisions.
-        only_stores: load nothing. Such an engine looks up, too, because it need not store what is there.
+        only_stores: do not load. Such an engine also looks up blocks, because it need not store existing blocks.
         clock: seconds, monotonic.
     """
 
@@ -90,9 +90,9 @@ class RankLoads:
         self._in_line = 0  # blocks whose loads have not
 
     def note_request(self, req_id: str, num_tokens: int, num_computed_tokens: int) -> None:
-        """Note how long the prompt is whose keys are looked up next. Repeated while the request waits.
+        """Note the length of the prompt that is looked up next. Repeated while the request waits.
 
-        A request that was preempted has more tokens, so it is decided about again.
+        A request that was preempted has more tokens, so a new decision is made.
         """
         prompt = Prompt(num_tokens, num_computed_tokens)
         request = self._requests.get(req_id)
@@ -160,7 +160,7 @@ class RankLoads:
         if load is None:
             return
         self._in_line -= load.blocks
-        if not failed:  # the time of a load that failed tells nothing, and few of its blocks may have been moved
+        if not failed:  # the time of a failed load says nothing about others, and few of its blocks may have been moved
             self._moved += load.blocks
             self.decisions.ways[0].learn(self._moved - load.moved, self._clock() - load.began_at)
 

@@ -29,7 +29,7 @@ OF_A_REQUEST = "it is a parameter of a request; write it into the request's kv_t
 LOAD_DEADLINE_S = 20.0
 CPU_BYTES = "1GiB"
 
-_PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` is translated to
+_PLACES = ("bucket", "prefix", "root_dir", "url")  # options of the tier that ``shared_storage_path`` becomes
 
 
 def rank_tier(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
@@ -43,8 +43,8 @@ def rank_tier(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
             - ``config_file``: a deployment's YAML, with ``index`` if the file has several tiers
 
     Raises:
-        ConfigError: not exactly one of the three is given, an option is unknown, or other processes cannot read what
-            is in the tier.
+        ConfigError: not exactly one of the three is given, an option is unknown, or the tier cannot be shared by
+            processes.
     """
     for name in sorted(extra_config.keys() - {*_WAYS, *_OPTIONS, *SETTINGS}):
         if name in REQUEST_PARAMETERS:
@@ -150,15 +150,15 @@ def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> fl
 
 
 def shareable(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
-    """Return the tier, if the scheduler's process can read what a worker's process stores in it.
+    """Return the tier, if the scheduler's process can read the blocks that a worker's process stores in it.
 
     Raises:
         ConfigError: names the tier's type, or its URL.
     """
     if not isinstance(tier, BoundedTierConfig):
-        raise ConfigError(f"{tier.type} is not storage of several processes; fs, nfs, s3, fsspec are", field="type")
+        raise ConfigError(f"{tier.type} cannot be shared by processes; write fs, nfs, s3 or fsspec", field="type")
     if isinstance(tier, FsspecTierConfig) and "memory" in (part.partition("://")[0] for part in tier.url.split("::")):
-        raise ConfigError("memory:// is not storage of several processes: each process has its own", field="url")
+        raise ConfigError("memory:// cannot be shared by processes, because each process has its own", field="url")
     return tier
 
 
@@ -182,7 +182,7 @@ def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **setti
     scheme, _, rest = url.partition("://")
     if folder is not None:
         kind = "nfs" if file_system_type(folder).startswith("nfs") else "fs"
-        # A user may name a link. Tiers follow none at their root, because others might put one there.
+        # A user may name a link. Tiers follow no link at their root, because other users might put a link there.
         options: dict[str, Any] = {"type": kind, "root_dir": escape(os.path.realpath(folder))}
     elif scheme == "s3" and not storage_options:
         bucket, _, prefix = rest.partition("/")

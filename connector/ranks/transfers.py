@@ -4,8 +4,8 @@ Blocks pass through the slots of a small region that belongs to this rank. So st
 that hangs may end at any later time, and then writes into its slot. No other transfer gets that slot until the tier has
 reported the read. The tier does its I/O in other processes, or in threads of its own, and nothing here waits for it.
 
-- A store is copied to slots and has ended for the engine, which may then reuse the blocks. Stores hold at most half of
-  the slots. If they find no slot, the rest of their blocks is dropped and counted.
+- A store copies blocks to slots. Then it has ended for the engine, which may reuse the blocks. Stores hold at most half
+  of the slots. Blocks without a free slot are dropped and counted.
 - A load waits for slots and takes them in pieces. Its blocks are copied to the KV tensors as they arrive.
 - A load ends after ``load_deadline_s`` at the latest. The blocks that were not loaded are reported as failed.
 - A load ends at once if it has no slot, and every slot belongs to a read or store that the tier should have ended.
@@ -32,8 +32,8 @@ from ..core.pacing import DRAIN_SHARE, drain
 
 logger = get_logger(__name__)
 
-PIECE_BYTES_MAX = 64 << 20  # of a load, in one job of the tier: the copy of a piece runs while the next ones are read
-STORE_SHARE = 0.5  # of the slots; the rest is for loads only
+PIECE_BYTES_MAX = 64 << 20  # bytes of a load in one job of the tier: a piece is copied while the next pieces are read
+STORE_SHARE = 0.5  # share of the slots for stores; the other slots are for loads only
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load. ``next_key``: index of the first key without a slot so far. ``given_up``: why; "" if it was not."""
+    """A load. ``next_key``: index of the first key without a slot. ``given_up``: the reason; "": not given up."""
 
     job_id: int
     keys: Sequence[OffloadKey]
@@ -70,8 +70,8 @@ class _Load:
 class _Part:
     """Keys with their slots, in the tier or in a copy. ``load``: the load whose keys they are, from ``first`` on.
 
-    ``is_void``: a copy from KV blocks that may have been overwritten meanwhile. ``hangs_from``: when the tier should
-    have ended it.
+    ``is_void``: a copy from KV blocks that may have been overwritten meanwhile. ``hangs_from``: time by which the tier
+    should have reported the job.
     """
 
     keys: Sequence[OffloadKey]
@@ -87,7 +87,7 @@ class RankTransfers:
 
     Args:
         tier: the rank's tier, over the region of the slots. This object shuts it down.
-        metrics: where ``tier`` counts.
+        metrics: the metrics of ``tier``.
         handlers: copy from KV tensors to slots, and back. This object shuts them down.
         slots: number of slots; at least 2.
         slot_bytes: bytes of one slot.
@@ -165,26 +165,26 @@ class RankTransfers:
             self._give_up(load, why)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Note that blocks are in use, though nothing of them is read."""
+        """Note that blocks are in use, without reading them."""
         self._guard.touch(keys)
 
     def take_ended(self) -> list[Ended]:
-        """Move everything on, and return the transfers that ended since the last call. Does not wait."""
+        """Advance all transfers, and return those that ended since the last call. Does not wait."""
         self._poll()
         ended, self._ended = self._ended, []
         return ended
 
     def take_report(self) -> tuple[list[OffloadKey], set[OffloadKey]]:
-        """Return the keys that were stored, and those that were lost, since the last call.
+        """Return the stored and the lost keys since the last call.
 
-        Lost are keys that could not be stored or loaded, and keys that were removed from the tier.
+        A key is lost if it could not be stored or loaded, or was removed from the tier.
         """
         stored, lost = self._stored, self._lost
         self._stored, self._lost = [], set()
         return [key for key in stored if key not in lost], lost
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Return when nothing touches the KV blocks of these jobs any more. Loads are given up, not waited for."""
+        """Wait until these jobs touch no KV block any more. Gives loads up, without waiting for storage."""
         for job_id in job_ids:
             if (load := self._loads.get(job_id)) is not None:
                 self._give_up(load, "the engine took its blocks back")
@@ -193,7 +193,7 @@ class RankTransfers:
         self._to_slots.wait([copy_id for copy_id, (_, job_id) in self._copying.items() if job_id in wanted])
 
     def shutdown(self, within_s: float) -> None:
-        """Finish stores for most of ``within_s``, then end everything."""
+        """Finish stores for most of ``within_s``, then end all transfers and the tier."""
 
         def is_idle() -> bool:
             self._poll()
@@ -225,7 +225,7 @@ class RankTransfers:
         for load in list(self._loads.values()):
             if not load.given_up and now >= load.began_at + self._load_deadline_s:
                 self._metrics.inc("kvtiers_deadline_expired_total", self._guard.name, "load")
-                self._doubt(load, f"it took longer than load_deadline_s, {self._load_deadline_s:g} s")
+                self._doubt(load, f"the load took longer than load_deadline_s, {self._load_deadline_s:g} s")
         self._advance()
 
     def _advance(self) -> None:
@@ -258,7 +258,7 @@ class RankTransfers:
                 part.load.done[part.first : part.first + len(part.keys)] = [True] * len(part.keys)
             else:
                 self._metrics.inc("kvtiers_blocks_total", self._guard.name, "load", "failed", by=len(part.keys))
-                self._give_up(part.load, "a copy to its blocks failed")
+                self._give_up(part.load, "a copy to the KV tensors failed")
             self._release(part)
             return
         assert job_id is not None
@@ -270,7 +270,7 @@ class RankTransfers:
         self._release(part)
 
     def _end_part(self, part: _Part, succeeded: Collection[OffloadKey]) -> None:
-        """The tier is done with the slots of a part."""
+        """Note that the tier no longer uses the slots of a part."""
         self._lost.update(key for key in part.keys if key not in succeeded)
         if part.load is None:
             self._stored += [key for key in part.keys if key in succeeded]
@@ -289,8 +289,8 @@ class RankTransfers:
             blocks = part_of(part.load.target, self._factor, part.first, part.first + count)
             if not self._to_blocks.transfer_async(copy_id, (CPULoadStoreSpec(copied.slots), blocks)):
                 self._end_copy(copy_id, succeeded=False)
-        if count < len(part.keys):  # what follows in the prompt is of no use
-            self._give_up(part.load, "the tier does not have all of its blocks")
+        if count < len(part.keys):  # later blocks of the prompt are useless
+            self._give_up(part.load, "the tier does not have all blocks of the load")
 
     def _drop(self, keys: Collection[OffloadKey], reason: str) -> None:
         self._lost.update(keys)

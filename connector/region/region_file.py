@@ -103,7 +103,7 @@ def running_regions(directory: str = "/dev/shm", *, proc: str = "/proc") -> list
     for pid in filter(str.isdecimal, os.listdir(proc)):
         with contextlib.suppress(OSError), os.scandir(os.path.join(proc, pid, "fd")) as descriptors:
             for descriptor in descriptors:
-                with contextlib.suppress(OSError, RegionError):  # it was closed, or has another version's header
+                with contextlib.suppress(OSError, RegionError):  # the file was closed, or has another version's header
                     # Not by its name: the process that created the file knows it by its number.
                     if not os.readlink(descriptor.path).startswith(f"{directory}/"):
                         continue
@@ -260,8 +260,8 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
     if pid:
         who = "the scheduler" if seat == geometry.num_workers else f"rank {seat}"
         raise RegionError(
-            f"region {path}: {who} is process {pid} already, or one that it forked and that outlived it: "
-            "two engines share one instance_id, or an ended one has left that process behind"
+            f"region {path}: {who} is process {pid} already, or a process that {pid} forked. Two engines share one "
+            "instance_id, or a process of an ended engine still runs; end that process"
         )
     return True
 
@@ -273,7 +273,8 @@ def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
         directory: the file's directory; "" for a memfd, which no file system limits.
     """
     size = geometry.size_bytes
-    # Check the limits first: filling memory takes a second per GB, and if the machine runs out, the OOM killer acts.
+    # Check the limits first: filling memory takes a second per GB, and if the machine runs out of memory, the OOM
+    # killer acts.
     for place, free in _limits(directory):
         if size > free:
             raise RegionError(_too_large(size, place, free))

@@ -3,8 +3,9 @@
 The header comes after the rows, so that the rows are page-aligned in the file as in memory. It has one seat per worker
 and one for the scheduler. A seat holds its process's pid, for messages. A lock on the seat's first byte (fcntl(2), open
 file description lock) shows that the process lives. The kernel releases the lock when the last descriptor of that open
-file is closed, including descriptors passed to the tiers' worker processes or inherited by a forked child. A pid cannot
-show this: in containers that share /dev/shm but not a PID namespace, it belongs to no process or to another process.
+file is closed, including descriptors passed to the tiers' worker processes or inherited by a forked child. A pid
+cannot show this: in containers that share /dev/shm but not a PID namespace, the pid may belong to no process or to
+another process.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class RegionHeader:
         """Whether the start of this region's engine has failed: a process died, or its creator ended before sizing it.
 
         Args:
-            fd: locked with flock, which the creator holds until the file is sized. An opening of the file that holds no
-                byte locks, because an opening does not see its own locks.
+            fd: a descriptor locked with flock, which the creator holds until the file is sized. It must hold no byte
+                locks, because a descriptor does not see its own locks.
         """
         end = self.geometry.size_bytes
         taken = [end + _seat_offset(seat) for seat, pid in enumerate(self.seats) if pid]

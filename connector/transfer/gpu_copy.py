@@ -110,7 +110,7 @@ class GpuCopier:
             kernel cannot be compiled here.
 
     Attributes:
-        methods_used: methods that have copied jobs so far. A job that one method refused counts for the next.
+        methods_used: methods that have copied jobs so far. A job that a method refused counts for the next method.
 
     Raises:
         ValueError: the requested method cannot work here.

@@ -1,7 +1,7 @@
 """Makes the copies of a plan between two places in host memory, near the speed of one thread's memcpy.
 
-numpy moves items of any fixed size, but it indexes only one side per pass, and a copy has ids on both sides. One pass
-is still enough: a slot's bytes are contiguous in the region, so the region's side is a plain slice per slot.
+A copy has ids on both sides, but numpy indexes only one side per pass. One pass is still enough, because a slot's bytes
+are contiguous in the region: the region's side is a plain slice per slot.
 
 - Loads scatter the slice: ``gpu[ids] = slice``. numpy releases the GIL from 500 items upward; a scatter of fewer items
   holds the GIL during the copy.

@@ -1,4 +1,4 @@
-"""Decides whether options count that have an effect only in some engines.
+"""Decides whether an option counts that has an effect only in some engines.
 
 The functions must give the same answer in every engine with the same options, so they use only the engine's config.
 """
@@ -15,12 +15,12 @@ logger = get_logger(__name__)
 #: Values of ``compilation_config.backend`` that compile the model as it is. A function of a plug-in may change it.
 _COMPILERS = ("", "eager", "inductor")
 
-#: Values of ``--speculative-config``'s ``method`` that draft without a model, so blocks have no KV of a draft.
+#: Values of ``--speculative-config``'s ``method`` that draft without a model, so that blocks contain no draft KV.
 _DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
 def with_effect(config: Any) -> Iterator[tuple[str, Any]]:
-    """Options that ``uncounted.IGNORED`` lists, but that have an effect in this engine and therefore count."""
+    """Options in ``uncounted.IGNORED`` that have an effect in this engine, and therefore count."""
     engine = getattr(config, "model_config", None)
     if str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy":
         seed = getattr(engine, "seed", None)
@@ -38,7 +38,7 @@ def with_effect(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def without_effect(config: Any) -> Iterator[str]:
-    """Name prefixes of options and variables that do not count in this engine, though ``uncounted`` lacks them."""
+    """Name prefixes of options and variables that do not count in this engine, in addition to ``uncounted``."""
     drafts = getattr(config, "speculative_config", None)
     if getattr(drafts, "method", None) in _DRAFTS_WITHOUT_MODEL:
         yield "speculative_config."
@@ -46,14 +46,14 @@ def without_effect(config: Any) -> Iterator[str]:
     engine = getattr(config, "model_config", None)
     if adapters is not None and getattr(adapters, "lora_dtype", None) == getattr(engine, "dtype", ""):
         yield "lora_config.lora_dtype"
-    if getattr(engine, "has_inner_state", True) is False:  # vLLM sets them by the CPU, whatever the model
+    if getattr(engine, "has_inner_state", True) is False:  # vLLM sets them according to the CPU, whatever the model
         yield from ("cache_config.mamba_", "VLLM_SSM_")
 
 
 def _uses_transformers_model(engine: Any) -> bool:
-    """Whether the model's code is Transformers', which may come from the model's repository."""
+    """Whether the model runs with code of Transformers, which may come from the model's repository."""
     try:
         return bool(engine.using_transformers_backend())
-    except Exception as e:  # noqa: BLE001 - if vLLM does not say, the option counts
+    except Exception as e:  # noqa: BLE001 - if the answer is unknown, the option counts
         logger.debug("vLLM does not say whether it uses the model's own code: %r", e)
         return True

@@ -40,7 +40,7 @@ from .spec import KVTiersManager, KVTiersSpec
 class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """vLLM's OffloadingConnector with KVTiersSpec or KVTiersTier. It hands them vLLM's whole config.
 
-    There is one object in the scheduler's process and one in each worker's. vLLM calls each from one thread.
+    The scheduler's process and each worker's process have one object. vLLM calls each object from one thread.
 
     Args:
         vllm_config, role, kv_cache_config: from vLLM.
@@ -49,7 +49,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         ConfigError: names the option in ``kv_connector_extra_config`` that is wrong or does not fit the engine.
     """
 
-    # The manager, in the scheduler's process. None: vLLM's own, which decides nothing about loads.
+    # The manager, in the scheduler's process. None: vLLM's own manager, which does not decide about loads.
     _judging: KVTiersManager | RankManager | None = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -87,9 +87,9 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Any) -> bool:
-        """Return False, because nothing is done layer by layer.
+        """Return False, because KV is not transferred layer by layer.
 
-        With full CUDA graphs, vLLM asks this before it loads the model. So wrong options stop it within seconds.
+        With full CUDA graphs, vLLM calls this before it loads the model. So wrong options stop vLLM within seconds.
 
         Raises:
             ConfigError: as for the class. vLLM's config wraps it in pydantic's ValidationError, which shows its text.

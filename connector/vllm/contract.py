@@ -4,12 +4,11 @@ The check runs before any other module of ``connector.vllm`` is imported. If vLL
 changed a signature, the engine refuses to start, and the error names the change. A release that kvtiers was not tested
 with starts if nothing changed.
 
-- ``contract.json``: what kvtiers reads, sets and calls. ``tests/vllm/contract_reader.py`` makes it from the source of
-  ``connector.vllm`` and describes its entries.
-- ``implements``: the methods that vLLM calls. Each class that inherits from one of vLLM's is compared with it when its
-  module is imported.
+- ``contract.json`` lists the names that kvtiers reads, sets and calls. ``tests/vllm/contract_reader.py`` makes the file
+  from the source of ``connector.vllm``, and describes its entries.
+- ``implements`` compares each class that inherits from a vLLM class with its base class, when its module is imported.
 
-Tested releases before the newest may lack what the code can do without.
+Older tested releases may lack names that the code can do without.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from .versions import TESTED, VERSION, release
 
 logger = get_logger(__name__)
 
-SHOWN_MAX = 10  # changes that an error lists
+SHOWN_MAX = 10  # limit of the changes that an error lists
 
-#: Place in vLLM (a module, or a class as ``module:Class``) -> what kvtiers uses of it.
+#: Place in vLLM (a module, or a class as ``module:Class``) -> names that kvtiers uses.
 USED: Mapping[str, list[str]] = json.loads(Path(__file__).with_name("contract.json").read_text())
 
 #: Method -> first release of vLLM that calls it.
@@ -63,7 +62,7 @@ def check_contract(version: str = VERSION) -> None:
     """Refuse a vLLM that lacks something kvtiers uses. Log a warning for a release not tested with kvtiers.
 
     Raises:
-        ConfigError: lists what is missing or changed.
+        ConfigError: lists the missing and changed names.
     """
     installed = _tested(version)
     _refuse(changes(installed), version)
@@ -84,14 +83,14 @@ def implements(cls: _C) -> _C:
     in the same order. Only parameters that have a default in kvtiers may be missing in vLLM.
 
     Raises:
-        ConfigError: lists what changed.
+        ConfigError: lists the changes.
     """
     _refuse(changed_methods(cls, _tested(VERSION)), VERSION)
     return cls
 
 
 def _tested(version: str) -> tuple[int, int] | None:
-    """The release; None for an untested release, which must have everything."""
+    """Return the release; None: an untested release, which must have everything."""
     installed = release(version)
     return installed if installed is not None and "{}.{}".format(*installed) in TESTED else None
 
@@ -107,14 +106,14 @@ def _refuse(changed: Iterator[str], version: str) -> None:
 
 
 def changed_methods(cls: type, installed: tuple[int, int] | None) -> Iterator[str]:
-    """Each difference between a class' methods and those of its vLLM base classes, as one sentence."""
+    """List each difference between a class's methods and those of its vLLM base classes, as a sentence."""
     return contract.changed_methods(
         cls, "vllm", OWN, lambda name: installed is not None and installed < SINCE.get(name, installed)
     )
 
 
 def changes(installed: tuple[int, int] | None) -> Iterator[str]:
-    """Each difference between the installed vLLM and ``USED``, as one sentence.
+    """List each difference between the installed vLLM and ``USED``, as a sentence.
 
     Args:
         installed: the release. None: an untested release, which must have every entry.

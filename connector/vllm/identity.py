@@ -1,9 +1,9 @@
 """The part of an engine's configuration that belongs to its namespace: everything except the fields in ``uncounted``.
 
 ``connector.identity`` finds the options in vLLM's config objects. Every variable of vLLM's that is set counts as well.
-``counting.json`` lists the fields and variables of the tested releases that count (``make contract``). Others count,
-too, and are logged. ``conditions`` has the options that count only in some engines, ``variables`` those of the
-environment.
+``counting.json`` lists the fields and variables of the tested releases that count (``make contract``). Unknown options
+count, too, and are logged. ``conditions`` handles options that count only in some engines, and ``variables`` handles
+the environment.
 
 The scheduler's process computes the identity when vLLM creates its connector. The workers of SharedStorageConnector
 use the scheduler's identity, because their configs differ: they have ranks, and loading the model changes them.
@@ -55,7 +55,7 @@ def identity(
 
     Args:
         vllm_config: vLLM's VllmConfig.
-        ignore: names of options that do not count, because the operator says that they do not change the KV.
+        ignore: names of options that the operator excludes, because they do not change the KV.
 
     Raises:
         ConfigError: the config is not a dataclass, so its fields are unknown; or a name in ``ignore`` is not an option.
@@ -91,13 +91,14 @@ def log_identity(vllm_config: Any, found: Mapping[str, Any]) -> None:
     surprises = [*unknown(vllm_config, TABLES, found), *(each for each in named if each not in COUNTING_VARIABLES)]
     if surprises:
         shown = ", ".join(f"{name}={value}" for name, value in readable(found).items() if name in surprises)
-        text = f"part of the namespace, as this kvtiers does not know whether it changes KV: {shown}. If it does not, "
-        log_once(logger, logging.WARNING, f"{text}write its name in identity.ignore, for all engines that share blocks")
+        text = f"part of the namespace, because this kvtiers does not know whether it changes KV: {shown}"
+        fix = "If it does not, write its name in identity.ignore, for all engines that share blocks"
+        log_once(logger, logging.WARNING, f"{text}. {fix}")
     found = {name: value for name, value in found.items() if name not in surprises}
     chosen = {name: value for name, value in found.items() if value not in USUAL.get(name, ())}
     if chosen:
         shown = ", ".join(f"{name}={value}" for name, value in readable(chosen).items())
-        log_once(logger, logging.INFO, f"part of the namespace, as not at its default: {shown}")
+        log_once(logger, logging.INFO, f"part of the namespace, because not at its default: {shown}")
 
 
 def _check_option(vllm_config: Any, name: str) -> None:
@@ -108,7 +109,7 @@ def _check_option(vllm_config: Any, name: str) -> None:
     for part in name.split("."):
         names = [field.name for field in dataclasses.fields(at)] if dataclasses.is_dataclass(at) else []
         if part not in names:
-            if at is None:  # this engine does not have the object
+            if at is None:  # this engine does not have such an object
                 return
             accepted = difflib.get_close_matches(part, names, n=3) or names
             raise ConfigError(

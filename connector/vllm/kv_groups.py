@@ -1,6 +1,6 @@
-"""Checks a model's KV cache groups and their layout, and refuses those that kvtiers cannot store.
+"""Checks a model's KV cache groups and their layout, and refuses groups that kvtiers cannot store.
 
-vLLM's OffloadingConfig does not tell a group's kind; the KVCacheConfig that vLLM hands to a connector does.
+vLLM's OffloadingConfig does not contain a group's kind. The KVCacheConfig that a connector gets does.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def stored_layers(config: Any, kv_cache_config: Any) -> list[Any]:
 def has_window(layers: Iterable[Any]) -> bool:
     """Whether a layer keeps only the blocks of a window.
 
-    For its group vLLM stores a chunk whose last block exists, even if its first blocks have left the window. In
-    their place vLLM would store arbitrary bytes. With one block per chunk this cannot happen.
+    vLLM stores a chunk of such a layer's group if the chunk's last block exists, even if its first blocks have left
+    the window. vLLM would store arbitrary bytes in place of these blocks. One block per chunk avoids this.
 
     Args:
         layers: from ``stored_layers``.
@@ -91,7 +91,7 @@ def has_states(layers: Iterable[Any]) -> bool:
 
 
 def blocks_per_token(config: Any, kv_cache_config: Any, blocks_per_chunk: int) -> float:
-    """Return the number of stored blocks that a token of a long prompt adds: those of the groups with full attention.
+    """Return the number of stored blocks per token of a long prompt, which only groups with full attention store.
 
     Args:
         config: vLLM's OffloadingConfig.

@@ -25,7 +25,7 @@ _PREFIX = "vllm:"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Definitions of all kvtiers metrics. A histogram becomes a counter of its sum; ``…_jobs`` has its count."""
+    """Return the definitions of all metrics. A histogram becomes a counter of its sum, and a counter ``…_jobs``."""
     return {
         _vllm_name(name): (
             OffloadingGaugeMetadata(documentation=metric.help, labelnames=metric.labels)
@@ -40,9 +40,9 @@ _MADE: dict[tuple[Any, str], Any] = {}
 
 
 def shared_types(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return vLLM's classes of metrics, such that kvtiers' connectors in one MultiConnector share their metrics.
+    """Return vLLM's metric classes, changed so that kvtiers' connectors in a MultiConnector share their metrics.
 
-    vLLM makes the metrics of each connector, and Prometheus refuses a name that is made a second time.
+    vLLM creates the metrics of each connector, and Prometheus refuses to register a name twice.
     """
 
     def make(kind: Any, *, name: str, **options: Any) -> Any:

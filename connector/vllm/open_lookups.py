@@ -1,4 +1,4 @@
-"""OpenLookups: the requests whose lookups had no answer yet, so that vLLM need not repeat them in every step."""
+"""OpenLookups: tracks requests with unanswered lookups, so that vLLM need not repeat these in every step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class OpenLookups:
     """The requests that wait for lookups. Scheduler thread only.
 
     Args:
-        pacer: told of each lookup, and of each step in which a request waits on.
-        waits_on: whether nothing that a request waits for has changed.
+        pacer: notified of each lookup, and of each step in which a request goes on waiting.
+        waits_on: returns whether a request waits and has no news.
     """
 
     def __init__(self, pacer: Pacer, waits_on: Callable[[str], bool] = lambda _: True) -> None:
@@ -42,7 +42,7 @@ class OpenLookups:
             self.forget(req_id)
 
     def continue_wait(self, req_id: str, num_computed_tokens: int) -> bool:
-        """Continue a request's wait for a step without lookups: they would have no answer again. O(1).
+        """Continue a request's wait for a step without lookups, because they would have no answer again. O(1).
 
         If it returns False, let vLLM look the keys up and then call ``note_asked``.
         """

@@ -12,7 +12,7 @@ from typing import Any
 from ...tiers.errors import ConfigError
 
 #: Types of RoPE that depend only on a token's position, in Transformers. ``dynamic`` and ``longrope`` choose their
-#: frequencies by the largest position of a step, which may be another request's. Unknown types may do the same.
+#: frequencies by the largest position in a step, which may belong to another request. Unknown types may do the same.
 _ROPES_BY_POSITION = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
 
 
@@ -25,7 +25,8 @@ def check_model(model: Any) -> None:
             - ``pooler_config``: the pooler needs all tokens to be computed.
             - ``model``: vLLM does not reuse this model's KV either, such as that of encoder-decoder models.
             - ``rope_type``: the position embeddings depend on a prompt's length.
-            - ``dual_chunk_attention_config``: what a token sees depends on a prompt's length and its last tokens.
+            - ``dual_chunk_attention_config``: the attention of a token depends on a prompt's length and its last
+              tokens.
     """
     _check_reuse(model)
     _check_rope(model)

@@ -32,7 +32,7 @@ from .rank_messages import RankKeys, RankStep, fields_of
 
 logger = get_logger(__name__)
 
-FAILED_LOADS_MAX = 3  # of a request, which is then computed: a failed load need not mean that storage lost a block
+FAILED_LOADS_MAX = 3  # loads per request before it is computed: a failed load need not mean a lost block
 
 
 @implements
@@ -44,11 +44,11 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         engine: the engine's identity; part of every key.
         apart: the identity of the ranks' namespace.
         place: the ranks' tier.
-        options: what the engine's times of computing are learned with.
+        options: settings for learning how long the engine computes.
 
     Attributes:
         adapters: request id -> revision of its LoRA adapter; None: not known, so nothing is loaded or stored.
-        loads: decides which requests load what lookups find.
+        loads: decides which requests load the blocks that their lookups find.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         self._guard = GuardedTier(tier, apart.metrics)
         self._region = region
         self._revision = str(apart.config.model.revision)
-        # Ranks that have not reported their model's revision, as bits. Nothing is stored before all have.
+        # Bit mask of the ranks that have not reported their model's revision. No block is stored before all ranks have.
         self._unknown = (1 << engine.config.parallel.world_size) - 1
         self._salt = hashlib.sha256(f"ranks\n{engine.config.model.revision}\n".encode())
         role = translate.role_of(vllm_config)
@@ -79,12 +79,12 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         self._keeps_storage = keeps_storage(extra_config)
         self._is_off = False
         self._blocks = RankBlocks(engine.config.parallel.world_size, self._guard.deadline_s)
-        # Under another policy, a request ends with its load.
+        # Under another policy, a request whose load fails ends with an error.
         transfer = vllm_config.kv_transfer_config
         self._may_give_up = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
         self._pacer = Pacer()
         self._loading: dict[str, bool] = {}  # request -> whether a rank has failed to load a block for it
-        self._failed_loads: dict[str, int] = {}  # by request
+        self._failed_loads: dict[str, int] = {}  # request -> number of its failed loads
         self.open_lookups = OpenLookups(self._pacer)
         self._name = lru_cache(KEYS_MAX)(self._make_name)  # a waiting request's keys are looked up again and again
         self._stats = StatsExporter(apart.metrics)
@@ -140,18 +140,18 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         return RankStep(**fields_of(meta), resets=self._resets, uses=self._blocks.take_uses(), late=late)
 
     def note(self, report: Mapping[str, Any]) -> None:
-        """Take what ranks report: the fields of a ``RankReport``."""
+        """Process the ranks' reports: the fields of a ``RankReport``."""
         self._blocks.note(report["stored"], report["lost"])
         for revision, ranks in report["revisions"].items():
             self._unknown &= ~ranks
             if revision != self._revision:
                 self._refuse_rank(revision)
-        for req_id in report["failed"]:  # ranks may report it in several steps, and it counts once
+        for req_id in report["failed"]:  # several ranks may report the same request, which counts once
             if req_id in self._loading:
                 self._loading[req_id] = True
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
-        # Blocks that were loaded are offered, too: a rank may have failed to load them, and they are stored again.
+        # vLLM also offers loaded blocks. Blocks that a rank failed to load are then stored again.
         return RequestOffloadingContext(policy=base.OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -193,9 +193,9 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         self._region.cleanup()
 
     def _refuse_rank(self, revision: str) -> None:
-        """Use storage no more. The KV of every rank depends on the weights of all, and would be stored as the model's.
+        """Stop using storage, because every rank's KV depends on the weights of all ranks.
 
-        The engine goes on, as it would without storage.
+        The engine continues without storage.
         """
         self._is_off = True
         logger.error(
@@ -206,7 +206,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
         )
 
     def _note_answers(self, req_id: str, keys: Collection[OffloadKey]) -> None:
-        """Note what the tier says of blocks that it had: a block that it lost is stored again when it is offered.
+        """Note the tier's answers for blocks that it had. A lost block is stored again when vLLM offers it.
 
         vLLM asks for all blocks of a prompt, but reads no answer after the first block that is missing.
         """
@@ -217,7 +217,7 @@ class RankManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed w
                     self._blocks.answered(key, present=answer)
 
     def _named(self, key: OffloadKey, req_context: Any) -> OffloadKey | None:
-        """Return the key of a block in the ranks' tiers. None: it depends on an adapter that is not known."""
+        """Return the key of a block in the ranks' tiers. None: the revision of its adapter is unknown."""
         adapter = self.adapters.get(req_context.req_id, "")
         return None if adapter is None else self._name(key, adapter)
 

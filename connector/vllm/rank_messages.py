@@ -1,4 +1,4 @@
-"""What the scheduler's and the workers' sides of RankTiersSpec tell each other, with vLLM's own messages."""
+"""Messages between the scheduler's and the workers' sides of RankTiersSpec, sent with vLLM's own messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _K = TypeVar("_K")
 
 @dataclass
 class RankKeys(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """What the scheduler sends to the ranks for a transfer.
+    """The scheduler's message to the ranks for a transfer.
 
     Attributes:
         keys: the blocks' keys in the ranks' tiers, in the order of the transfer.
@@ -37,7 +37,7 @@ class RankKeys(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not installed wh
 @implements
 @dataclass
 class RankStep(OffloadingConnectorMetadata):  # type: ignore[misc]  # as above
-    """What the scheduler sends to the ranks in each step.
+    """The scheduler's message to the ranks in each step.
 
     vLLM's workers queue stores for a step, and do not empty the queue when the engine resets its cache. By the next
     step the KV blocks may be overwritten. So a rank ends the stores of earlier resets as lost.
@@ -46,7 +46,7 @@ class RankStep(OffloadingConnectorMetadata):  # type: ignore[misc]  # as above
         resets: how often the engine has reset its cache.
         uses: stored blocks that requests found in the GPU's cache. They count as used, so a tier's limits remove
             other blocks first.
-        late: requests whose loads the ranks must end, because they take too long.
+        late: requests whose loads take too long, so the ranks must end them.
     """
 
     resets: int = 0
@@ -57,13 +57,13 @@ class RankStep(OffloadingConnectorMetadata):  # type: ignore[misc]  # as above
 @implements
 @dataclass
 class RankReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # as above
-    """What ranks tell the scheduler, with what vLLM's connector tells it.
+    """The ranks' report to the scheduler, with the report of vLLM's connector.
 
     Attributes:
-        stored: key -> ranks that stored it, as bits.
+        stored: key -> bit mask of the ranks that stored it.
         lost: see ``RankBlocks.note``.
         failed: requests of which a rank did not load all blocks.
-        revisions: revision of a model -> ranks that have it, as bits; once, in a rank's first report.
+        revisions: revision of a model -> bit mask of the ranks that have it. Only in a rank's first report.
     """
 
     stored: dict[OffloadKey, int] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def _merged(ranks: Mapping[_K, int], others: Mapping[_K, int]) -> dict[_K, int]:
 
 
 def report_of(meta: Any, **news: Any) -> RankReport | None:
-    """Add the fields of a ``RankReport`` to vLLM's own report. None: neither says anything."""
+    """Add the fields of a ``RankReport`` to vLLM's own report. None: both are empty."""
     if meta is None and not any(news.values()):
         return None
     theirs = fields_of(meta) if meta is not None else {}

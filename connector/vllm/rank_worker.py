@@ -25,10 +25,10 @@ from .spec import JOBS_MAX, gpu_blocks
 class RankWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """A rank's transfers. The worker's thread only.
 
-    vLLM asserts that transfers succeed. So a load that failed is reported as ended, and its blocks as failed.
+    vLLM asserts that transfers succeed. So a failed load is reported as ended, and its blocks as failed.
 
     Args:
-        tier: this rank's, over ``region``. This object shuts both down.
+        tier: this rank's tier, over ``region``. This object shuts both down.
         apart: the identity of the rank's namespace.
         kv_caches: the KV tensors.
         fails_requests: report requests that failed to load, because blocks of several groups may have the same ids.
@@ -77,10 +77,10 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed whe
         self._transfers.touch(keys)
 
     def end_loads(self, req_ids: Collection[str]) -> None:
-        """Take a step's ``RankStep.late``. What has not arrived is reported as failed."""
+        """Take a step's ``RankStep.late``. Blocks that have not arrived are reported as failed."""
         for job_id, req_id in self._loading.items():
             if req_id in req_ids:
-                self._transfers.give_up(job_id, "it takes longer than computing")
+                self._transfers.give_up(job_id, "the load takes longer than computing")
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         if dst_spec.resets != self._resets:
@@ -118,7 +118,7 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed whe
         return failed
 
     def report(self, meta: Any) -> RankReport | None:
-        """Add what happened on this rank to vLLM's own report."""
+        """Add this rank's report to vLLM's own report."""
         stored, lost = self._transfers.take_report()
         failed, self._failed = self._failed, set()
         revisions, self._revisions = self._revisions, {}
@@ -133,6 +133,6 @@ class RankWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed whe
         self._transfers.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Store what waits, for a bounded time, and end everything."""
+        """Finish waiting stores for a bounded time, then shut down."""
         self._transfers.shutdown(SHUTDOWN_S)
         self._region.cleanup()

@@ -1,14 +1,15 @@
-"""RankTiersSpec: gives each rank of an engine a tier of its own, inside vLLM's OffloadingConnector.
+"""RankTiersSpec: gives each rank of an engine its own tier, inside vLLM's OffloadingConnector.
 
-SharedStorageConnector uses this spec. It serves vLLM's scheduler as KVTiersSpec does, but there is no region that all
-processes see. So the ranks of an engine may be on several hosts:
+SharedStorageConnector uses this spec. It serves vLLM's scheduler as KVTiersSpec does, but the processes do not share a
+region. So the ranks of an engine may be on several hosts:
 
-- The scheduler has a tier, too, on the storage of rank 0. It asks this tier only which blocks are there, decides which
-  requests load them (``connector.ranks.loads``), and sends keys to the ranks.
+- The scheduler has a tier, too, on the storage of rank 0. It only looks up blocks in this tier, decides which requests
+  load them (``connector.ranks.loads``), and sends keys to the ranks.
 - Each rank moves its own part of a block (``connector.ranks.transfers``), and reports which blocks it stored and lost.
 
-The workers' configs differ from the scheduler's: they have ranks, and loading a model changes them. So the digest of
-the engine's options is not part of the ranks' namespace. It is in every key, and only the scheduler makes keys.
+The workers' configs differ from the scheduler's config: they have ranks, and loading a model changes them. So the
+digest of the engine's options is not part of the ranks' namespace. It is part of every key, and only the scheduler
+makes keys.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .spec import canonical_kv_caches
 
 @implements
 class RankTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """Creates the scheduler's and the workers' sides. One object in the scheduler's and in each worker's process.
+    """Creates the scheduler's and the workers' sides. The scheduler's and each worker's process have one object.
 
     Args:
         config: vLLM's OffloadingConfig.

@@ -33,8 +33,8 @@ def check_siblings() -> None:
     """Refuse a second KVTiersConnector in a ``MultiConnector``, and connectors that may load within a step.
 
     Such a connector reports only after a step which blocks it could not fill. vLLM recomputes these blocks, but KV that
-    the step computed from them would be stored as good. Connectors that kvtiers does not know are refused, too. Call
-    this in a worker, after vLLM has created all connectors of the process.
+    the step computed from them would be stored as valid blocks. Connectors that kvtiers does not know are refused, too.
+    Call this in a worker, after vLLM has created all connectors of the process.
 
     Raises:
         ConfigError: names the refused connectors.
@@ -89,8 +89,8 @@ def _no_sibling(who: str) -> ConfigError:
 def check_one_host(vllm_config: Any) -> None:
     """Refuse an engine whose options place workers on several hosts.
 
-    Each host has its own region, and the tiers see only the scheduler's. In that region the KV of workers on other
-    hosts is zeros, which would be sealed as good. Call this in the scheduler's process, once the workers run.
+    Each host has its own region, and the tiers see only the scheduler's. In this region the KV of workers on other
+    hosts is zeros, which would be stored as valid blocks. Call this in the scheduler's process, once the workers run.
 
     Raises:
         ConfigError: the workers are on several hosts, or not where the scheduler is.
@@ -108,7 +108,7 @@ def check_one_host(vllm_config: Any) -> None:
 
 
 def check_one_scheduler(vllm_config: Any) -> None:
-    """Refuse workers with schedulers of their own: each has a region, and their lookups end at different times.
+    """Refuse an engine in which each worker has its own scheduler and region: their lookups would differ.
 
     Raises:
         ConfigError: ``external_launcher`` gives each worker its own scheduler.

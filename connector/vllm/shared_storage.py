@@ -1,4 +1,4 @@
-"""SharedStorageConnector: plugs a tier of each rank into vLLM's KV offloading, for engines on one host or on several.
+"""SharedStorageConnector: plugs a tier per rank into vLLM's KV offloading, for engines on one or several hosts.
 
 ::
 
@@ -35,8 +35,8 @@ from .rank_worker import RankWorker
 
 logger = get_logger(__name__)
 
-_ADAPTER_THREADS = 4  # of which an adapter holds at most one, also if its files are on a mount that hangs
-ADAPTER_DEADLINE_S = 5.0  # to read the files of a LoRA adapter; its prompt is then computed, and not stored
+_ADAPTER_THREADS = 4  # threads; an adapter holds at most one, even if its files are on a mount that hangs
+ADAPTER_DEADLINE_S = 5.0  # time to read a LoRA adapter's files; then its prompts are computed and not stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Read:
 class SharedStorageConnector(KVTiersConnector):
     """KVTiersConnector with RankTiersSpec.
 
-    There is one object in the scheduler's process and one in each worker's. vLLM calls each from one thread.
+    The scheduler's process and each worker's process have one object. vLLM calls each object from one thread.
 
     ``kv_connector_extra_config`` accepts the place (see ``connector.ranks.place.rank_tier``), ``blocks_per_chunk``,
     ``cpu_bytes_to_use``, ``lookup_deadline_s``, ``load_deadline_s``, ``storage_after_reset`` and ``identity``.
@@ -71,7 +71,7 @@ class SharedStorageConnector(KVTiersConnector):
         if self.connector_scheduler is not None:
             self._adapter_pool = DaemonPool(_ADAPTER_THREADS, "kvtiers-adapters")
         self._reads: dict[tuple[int, str], _Read] = {}  # the latest one of each adapter
-        self._asked: dict[str, _Read] = {}  # by request
+        self._asked: dict[str, _Read] = {}  # request -> read of its adapter
 
     @classmethod
     def options_of(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,16 +124,17 @@ class SharedStorageConnector(KVTiersConnector):
         return self._rank_manager.step_of(super().build_connector_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the ranks report."""
+        """Process the ranks' reports."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):
             self._rank_manager.note(vars(report))  # to vLLM, it is a report of any connector
         super().update_connector_output(connector_output)
 
     def _ask_adapter(self, request: Any) -> None:
-        """Have the files of a request's adapter read, on a thread. Until then nothing is loaded or stored for it.
+        """Read the files of a request's adapter on a thread. Until then no block of the request is loaded or stored.
 
-        vLLM's block hashes have an adapter's name. Its content is part of the key, because it may be trained again.
+        vLLM's block hashes contain an adapter's name. The key also contains a digest of its files, because the adapter
+        may be trained again under the same name.
         """
         lora, req_id = getattr(request, "lora_request", None), request.request_id
         if lora is None or req_id in self._rank_manager.adapters:
@@ -186,7 +187,7 @@ class SharedStorageConnector(KVTiersConnector):
         self._rank_worker.end_loads(step["late"])  # a load may be late in the step that starts it
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the requests whose loads ended, and those of them that failed. vLLM calls this from 0.30 on."""
+        """Return the requests whose loads ended, and the requests whose loads failed. vLLM calls this from 0.30 on."""
         theirs: Any = getattr(super(), "get_transfer_results", None)
         results = theirs(finished_req_ids)
         failed: set[str] = getattr(results, "failed_recving", set())
@@ -198,7 +199,7 @@ class SharedStorageConnector(KVTiersConnector):
         return self._rank_worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> RankReport | None:
-        """Return what this rank stored and lost since the last step, with vLLM's own report."""
+        """Return this rank's stored and lost blocks since the last step, with vLLM's own report."""
         return self._rank_worker.report(super().build_connector_worker_meta())
 
     def get_kv_connector_stats(self) -> Any:

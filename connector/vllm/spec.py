@@ -52,7 +52,7 @@ _STEPS_IN_FLIGHT = 3
 
 @implements
 class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """Wires kvtiers' region, tiering and handlers for vLLM. One object in the scheduler's and in each worker's process.
+    """Creates kvtiers' region, tiers and handlers for vLLM. The scheduler's and each worker's process have one object.
 
     Args:
         config: vLLM's OffloadingConfig.
@@ -150,13 +150,13 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """Adapts kvtiers' BlockManager to vLLM's OffloadingManager. Scheduler thread only.
 
-    When vLLM resets its cache, it forgets its transfers and never reports how the running ones ended. This class
-    remembers them. It ends them as failed once no worker can still be copying: when vLLM says so
-    (``on_reset_flushed``, from 0.33 on), or after ``steps_in_flight`` more steps.
+    When vLLM resets its cache, it forgets its running transfers and never reports their ends. This class remembers the
+    transfers. It ends them as failed when no worker can still be copying: when vLLM calls ``on_reset_flushed`` (from
+    0.33 on), or after ``steps_in_flight`` more steps.
 
     From 0.32 on vLLM does not tell managers which blocks are used. This class counts a block as used if a request
-    loads it, or offers it to be stored although the region has it. Each request offers the blocks that it found in the
-    GPU's own cache.
+    loads the block, or offers it to be stored although the region has it. Each request offers the blocks that it found
+    in the GPU's own cache.
 
     Args:
         spec: creates kvtiers' manager and has the deployment; shut down together with this object.
@@ -177,7 +177,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self.core.excluded_tiers = partial(translate.excluded_tiers, places)
         self.decisions, self.note_request = self.core.decisions, self.core.note_request
         self.core.loads, self.core.stores = role
-        self._is_off = False  # the tiers are not used since a reset
+        self._is_off = False  # the tiers are not used any more, because of a reset
         self._record = self.core.slots.record
         self._record.expects_loads = role.loads
         self._block_tokens = spec.config.cache.tokens_per_hash * spec.blocks_per_chunk
@@ -294,7 +294,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             self._stale_steps = self._steps_in_flight
 
     def on_reset_flushed(self) -> None:
-        """End the forgotten transfers: no worker is still copying. vLLM calls this from 0.33 on."""
+        """End the forgotten transfers, because no worker copies any more. vLLM calls this from 0.33 on."""
         self._end_stale()
 
     def get_stats(self) -> Any:

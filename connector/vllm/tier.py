@@ -1,6 +1,7 @@
 """KVTiersTier: runs a kvtiers tier behind vLLM's own, unpatched TieringOffloadingSpec.
 
-KVTiersConnector adds one entry to vLLM's ``secondary_tiers`` for each tier. vLLM asks and fills the tiers separately.
+KVTiersConnector adds one entry to vLLM's ``secondary_tiers`` for each tier. vLLM looks up and stores blocks in each
+tier separately.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self,
         offloading_spec: Any,
         primary_kv_view: memoryview,
-        tier_type: str,  # noqa: ARG002 - vLLM passes it; the options have a better one
+        tier_type: str,  # noqa: ARG002 - vLLM passes it, but ``tier`` has a more specific type
         backpressure_detector: Any = None,
         *,
         tier: dict[str, Any] | None = None,
@@ -101,14 +102,14 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         try:
             self._guard.check_values()
         except BaseException:
-            shut_down_tiers([self._guard], self._ending_s)  # vLLM never gets this tier, so nobody else shuts it down
+            shut_down_tiers([self._guard], self._ending_s)  # vLLM never gets this tier, so it will not shut it down
             raise
         self._metrics = spec.metrics
         self._stats = StatsExporter(spec.metrics)
         self._publishes = bool(getattr(offloading_spec.config, "enable_kv_cache_events", False))
         self._pacer = Pacer()
         self._loads: set[int] = set()
-        self._stores: dict[int, list[OffloadKey]] = {}  # the keys in vLLM's order, which the result must follow
+        self._stores: dict[int, list[OffloadKey]] = {}  # job -> its keys in vLLM's order, which the result must follow
         self._ended: list[VllmJobResult] = []
         self._not_stored = 0  # blocks of stores that ended while the tier was shut down
 
@@ -171,7 +172,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
         self._guard.on_schedule_end()
-        self._guard.take_answered()  # vLLM repeats all lookups; a PollingTierManager gives up those of silent storage
+        self._guard.take_answered()  # for a PollingTierManager, which then gives up lookups of silent storage
         self._pacer.step_ended(loading=bool(self._loads))
 
     def drain_jobs(self) -> None:

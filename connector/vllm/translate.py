@@ -75,8 +75,8 @@ def warn_of_adapters(vllm_config: Any) -> None:
 def warn_of_reset() -> None:
     """Warn that the engine stops using its storage.
 
-    vLLM resets its connector when weights may have been changed in place. It tells neither whether they changed nor
-    what they are now. Blocks are stored under the weights at the engine's start. So after a reset the stored KV may
+    vLLM resets its connector when weights may have been changed in place. It does not tell whether the weights changed,
+    and to which weights. Blocks are stored under the weights at the engine's start. So after a reset the stored KV may
     belong to other weights, and newly computed KV must not be stored under the old name.
     """
     logger.warning(
@@ -94,7 +94,7 @@ def check_adapters(vllm_config: Any) -> None:
     restart as the base model's KV, even by a release without this bug.
 
     Raises:
-        ConfigError: says what to change.
+        ConfigError: the message says how to fix the options.
     """
     if _LEAKS_ADAPTERS_ON_CPU and getattr(vllm_config, "lora_config", None) is not None and current_platform.is_cpu():
         raise ConfigError(
@@ -109,7 +109,7 @@ def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> En
     """Build the engine's identity from vLLM's OffloadingConfig and VllmConfig.
 
     Args:
-        in_worker: do not log what counts; the scheduler's process logs it, once per engine.
+        in_worker: do not log the options that count; the scheduler's process logs them, once per engine.
 
     Raises:
         ConfigError: see ``check_adapters``.
@@ -159,14 +159,14 @@ def engine_spec(config: Any, vllm_config: Any, *, in_worker: bool = False) -> En
 
 
 class Role(NamedTuple):
-    """What ``kv_role`` allows an engine to do with storage. (vLLM's OffloadingConnector ignores ``kv_role``.)"""
+    """Whether ``kv_role`` allows an engine to load and to store. (vLLM's OffloadingConnector ignores ``kv_role``.)"""
 
     loads: bool = True
     stores: bool = True
 
 
 def role_of(vllm_config: Any) -> Role:
-    """Convert ``kv_role``: kv_producer only stores, kv_consumer only loads, others do both. Warns if it is not both."""
+    """Convert ``kv_role``: kv_producer only stores, kv_consumer only loads, others do both. Warns unless both."""
     kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
     role = Role(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
     if role != Role():
@@ -218,7 +218,7 @@ def kv_platform(vllm_config: Any, block_sizes: Iterable[int]) -> str:
     - CUDA: kernels may use smaller blocks than vLLM. With kernel blocks of 64 tokens, a block of 128 has its heads
       twice. No config tells the kernels' block size; it is only known that no kernel splits blocks of 16 tokens.
 
-    The digest covers everything that vLLM chooses a backend by, besides the options in ``identity``.
+    The digest covers everything that decides vLLM's choice of a backend, besides the options in ``identity``.
 
     Args:
         block_sizes: tokens per block of each group.
@@ -264,7 +264,7 @@ def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResu
 
 
 def excluded_tiers(places: Iterable[tuple[Medium, Locality | None]], req_context: ReqContext) -> int:
-    """Bit mask of the places that ``kv_load_tiers`` in a request's parameters excludes from loading."""
+    """Return a bit mask of the places that a request's parameter ``kv_load_tiers`` excludes from loading."""
     allows = req_context.load_tier_filter.allows
     return sum(1 << index for index, (kind, where) in enumerate(places) if not allows(medium=kind, locality=where))
 
@@ -323,7 +323,7 @@ def medium(name: str) -> Medium:
 
 @cache
 def hit_source(name: str) -> Any:
-    """vLLM's ``CacheHitSource`` (0.32 and later) for "CPU" or a tier's type. It has no value for remote storage."""
+    """Return vLLM's ``CacheHitSource`` (0.32 and later) for "CPU" or a tier's type. None exists for remote storage."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     if name in ("CPU", "memory"):
@@ -332,7 +332,7 @@ def hit_source(name: str) -> Any:
 
 
 def locality(tier_type: str) -> Locality | None:
-    """Whether storage of a tier's type is local to this machine or remote; None: not known."""
+    """Whether storage of a tier's type is local to this machine or remote; None: unknown."""
     return _LOCALITIES.get(tier_type)
 
 

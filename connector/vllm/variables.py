@@ -1,8 +1,8 @@
 """Decides which ``VLLM_*`` variables count, by the variables that the installed vLLM registers in ``vllm.envs``.
 
-Other names that begin with ``VLLM_`` are not vLLM's: Kubernetes sets some for every Service whose name begins with
-``vllm``, and operators use the prefix for their own. If vLLM's variables cannot be read, every name counts that is
-neither in ``uncounted`` nor of Kubernetes' form.
+Other names that begin with ``VLLM_`` do not belong to vLLM: Kubernetes sets such variables for every Service whose name
+begins with ``vllm``, and operators use the prefix, too. If vLLM's list of variables cannot be read, all names count,
+except the names in ``uncounted`` and names of Kubernetes' form.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ logger = get_logger(__name__)
 
 PREFIX = "VLLM_"
 
-#: What Kubernetes sets in a pod for each Service (``enableServiceLinks``).
+#: Variables that Kubernetes sets in a pod for each Service (``enableServiceLinks``).
 _SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT(_\w+)?)|\w+_PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?")
 
 #: Values that have the same effect as no value, and that vLLM sets by itself on some machines (here on CPUs with BF16).
 _AS_UNSET = {f"{PREFIX}SSM_CONV_STATE_LAYOUT": "SD"}
 
-#: Plug-ins in modules that begin with these do not change a model.
+#: Plug-ins in modules whose names begin so do not change a model.
 _OWN_PLUGINS = ("kvtiers.", "vllm.")
 
 #: Values that are safe to show.
@@ -33,7 +33,7 @@ _FLAG_OR_NUMBER = re.compile(r"true|false|\d{1,9}", re.IGNORECASE)
 
 
 def counted(environ: Mapping[str, str], ignored: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Name and value of the variables that count: vLLM's own.
+    """Return name and value of vLLM's variables that count.
 
     A variable that is set to its default counts as well, because vLLM checks whether some variables are set at all.
     For example, ``VLLM_USE_DEEP_GEMM=1`` forces DeepGEMM, which vLLM otherwise chooses by itself or not.
@@ -61,12 +61,12 @@ def _unlisted(environ: Mapping[str, str], ignored: Collection[str]) -> list[str]
 
 
 def _registered() -> Mapping[str, Any] | None:
-    """The variables of the installed vLLM; None if they cannot be told from others."""
+    """Return the variables of the installed vLLM; None: its list cannot be read."""
     try:
         import vllm.envs
         import vllm.platforms
 
-        if vllm.platforms.current_platform.is_out_of_tree():  # a plug-in's platform has variables of its own
+        if vllm.platforms.current_platform.is_out_of_tree():  # a plug-in's platform has its own variables
             return None
         known = vllm.envs.environment_variables
     except Exception as e:  # noqa: BLE001 - any release may keep its variables elsewhere
@@ -76,7 +76,7 @@ def _registered() -> Mapping[str, Any] | None:
 
 
 def _left_out_plugins(allowed: str | None) -> str:
-    """Names of the installed plug-ins that ``VLLM_PLUGINS`` keeps from being loaded, besides kvtiers' and vLLM's."""
+    """Return the installed plug-ins that ``VLLM_PLUGINS`` excludes, without kvtiers' and vLLM's own plug-ins."""
     if allowed is None:
         return ""
     entries = importlib.metadata.entry_points()

@@ -24,7 +24,7 @@ from . import prefix_only
 
 logger = get_logger(__name__)
 
-_OF_SCHEDULER = re.compile(rf"(config|engine):[0-9a-f]{{{DIGEST_HEX_DIGITS}}}(?=\+|$)")  # a commit has 40
+_OF_SCHEDULER = re.compile(rf"(config|engine):[0-9a-f]{{{DIGEST_HEX_DIGITS}}}(?=\+|$)")  # a commit has 40 digits
 
 #: Values of ``--load-format`` that read the model's own files, which a commit or digest identifies.
 _OWN_FILES = frozenset(
@@ -46,9 +46,9 @@ _LLAMA4_TUNED_ABOVE_TOKENS = 32_768
 
 
 def kv_revision(vllm_config: Any) -> str | None:
-    """Return a text that identifies the weights, and everything besides options that changes their KV.
+    """Return a text that identifies the weights, and everything else but options that changes the KV.
 
-    None: nothing is known about the weights.
+    None: the weights are unknown.
 
     Args:
         vllm_config: vLLM's VllmConfig, or an object with some of its fields.
@@ -80,7 +80,7 @@ def kv_revision(vllm_config: Any) -> str | None:
         parts.append(f"variables:{value_digest(variables)}")
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None and draft.model != model.model:  # the blocks also hold the KV of the draft model's layers
+    if draft is not None and draft.model != model.model:  # blocks also contain the KV of the draft model's layers
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
         parts.append(f"draft:{value_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None
@@ -106,7 +106,7 @@ def _refuse_counted_pictures(model: Any, cache: Any) -> None:
 
 
 def weights_revision(model: Any, load: Any = None) -> str | None:
-    """Return a text that identifies the weights besides the model's name; None if nothing is known.
+    """Return a text that identifies the weights together with the model's name; None: the weights are unknown.
 
     It consists of:
 
@@ -210,7 +210,7 @@ class Adapters:
         result is None until the engine is restarted.
 
         Args:
-            lora: a request's.
+            lora: the LoRA request of a request.
         """
         path = os.path.expanduser(lora.lora_path)
         found = files_digest(path, also="adapter_config.json") if os.path.exists(path) else hub_commit(path, None)
@@ -221,7 +221,7 @@ class Adapters:
         if is_known and self._seen.setdefault(adapter, found) == found:
             return found
         if self._seen.get(adapter) != "":
-            self._seen[adapter] = ""  # permanent, even if the old files come back
+            self._seen[adapter] = ""  # permanent, even if the old files are restored
             logger.warning(
                 "the files of the adapter in %s were changed after the engine's start: its KV is neither stored nor "
                 "loaded until the engine is started again",

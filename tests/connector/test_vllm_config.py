@@ -189,7 +189,7 @@ def test_size_or_number_that_is_not_accepted_is_named(read: Any, extra: dict[str
         ({"shared_storage_path": "s3://bucket/a", "min_free": "1GiB"}, "^min_free: "),
         ({"tier": "fs"}, "^tier: 'fs' is not a mapping; a tier has a type"),
         ({"tier": {"type": "fs"}}, "^tier.root_dir: is required"),
-        ({"tier": {"type": "memory"}}, "^tier.type: memory is not storage of several processes"),
+        ({"tier": {"type": "memory"}}, "^tier.type: memory cannot be shared by processes"),
     ],
 )
 def test_what_is_not_accepted_is_named_as_it_was_given(extra: dict[str, object], said: str) -> None:

@@ -373,7 +373,7 @@ def test_close_of_several_tiers_on_hung_mount_takes_as_long_as_one(tmp_path: Pat
     [
         ({"teir": 1}, "teir: is not an option of kvtiers; accepted are"),
         ({"staging": "lots"}, "staging: "),
-        ({"tier": {"type": "memory"}}, "type: memory is not storage of several processes"),
+        ({"tier": {"type": "memory"}}, "type: memory cannot be shared by processes"),
         ({"shared_storage_path": "/tmp/x"}, "shared_storage_path and tier is given"),
     ],
 )

@@ -310,7 +310,7 @@ def test_killed_processes_of_the_tier_lose_no_pages(tmp_path: Path) -> None:
     [
         ({"interface_v1": 0}, {}, "interface_v1: is missing; write 1"),
         ({"teir": {}}, {}, "teir: is not an option of kvtiers; accepted are"),
-        ({"tier": {"type": "memory"}}, {}, "type: memory is not storage of several processes"),
+        ({"tier": {"type": "memory"}}, {}, "type: memory cannot be shared by processes"),
         ({"staging": "1KiB"}, {}, "staging: "),
         ({"metrics_port": "9100"}, {}, "metrics_port: '9100' is not accepted; write 1 to 65535"),
         ({}, {"should_split_heads": True}, "tp_lcm_size: splits pages by heads"),

@@ -441,7 +441,7 @@ def test_secret_in_foreign_variable_is_neither_logged_nor_written(caplog: pytest
     found = identity(VllmConfig(), environ)
     log_identity(VllmConfig(), found)
     assert readable(found) == {"VLLM_MLA_DISABLE": "1"}
-    assert "part of the namespace, as not at its default: VLLM_MLA_DISABLE=1" in caplog.text
+    assert "part of the namespace, because not at its default: VLLM_MLA_DISABLE=1" in caplog.text
     assert "hunter2" not in caplog.text
 
 
@@ -459,7 +459,7 @@ def test_workers_do_not_log_the_identity(monkeypatch: pytest.MonkeyPatch, caplog
     translate.engine_spec(offloading_config(), VllmConfig(), in_worker=True)
     assert "part of the namespace" not in caplog.text
     translate.engine_spec(offloading_config(), VllmConfig())
-    assert "part of the namespace, as not at its default: VLLM_MLA_DISABLE=1" in caplog.text
+    assert "part of the namespace, because not at its default: VLLM_MLA_DISABLE=1" in caplog.text
 
 
 @dataclasses.dataclass

@@ -156,7 +156,7 @@ def test_unknown_field_counts_and_is_logged_as_warning(caplog: pytest.LogCapture
     assert identity(config, {}) == {"held.new": True}
     [(level, text)] = logged(config, {}, caplog)
     assert level == "WARNING"
-    assert "part of the namespace, as this kvtiers does not know whether it changes KV: held.new=True. If" in text
+    assert "part of the namespace, because this kvtiers does not know whether it changes KV: held.new=True. If" in text
     assert "max_num_seqs" not in text
 
 
@@ -188,14 +188,14 @@ def test_unknown_variable_counts_and_is_logged_as_warning(
     assert unknown[0] == "WARNING"
     assert "VLLM_NEVER_HEARD_OF=(" in unknown[1]
     assert "MLA_DISABLE" not in unknown[1] + known[1].replace("VLLM_MLA_DISABLE=1", "")
-    assert known == ("INFO", "part of the namespace, as not at its default: VLLM_MLA_DISABLE=1")
+    assert known == ("INFO", "part of the namespace, because not at its default: VLLM_MLA_DISABLE=1")
     assert "hunter2" not in unknown[1] + known[1]
 
 
 def test_field_that_counts_is_logged_as_info(caplog: pytest.LogCaptureFixture) -> None:
     config = Holder(vllm.config.KernelConfig(moe_backend="triton"))
     assert logged(config, {}, caplog) == [
-        ("INFO", "part of the namespace, as not at its default: held.moe_backend=triton")
+        ("INFO", "part of the namespace, because not at its default: held.moe_backend=triton")
     ]
 
 

@@ -1,4 +1,4 @@
-"""A job's blocks: how they are ordered and cut into batches, so that its first blocks are moved first; and results."""
+"""Orders a job's blocks and cuts them into batches, so that first blocks are moved first; holds batch results."""
 
 from __future__ import annotations
 

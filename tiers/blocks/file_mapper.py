@@ -1,4 +1,4 @@
-"""FileMapper: the path of a block, which says who wrote the block and which block it is. Does no I/O.
+"""FileMapper: maps a block to its path, which names the block's namespace, rank, group and hash. Does no I/O.
 
 The layout is the same for every tier::
 

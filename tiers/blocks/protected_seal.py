@@ -95,7 +95,7 @@ class GcmSeal(Seal):
 
         Raises:
             SealError: the payload changed during encryption. (Without encryption, the load detects the change, because
-                the checksum is of the slot, which is also what is written. Here both are of the encrypted copy.)
+                both the checksum and the written bytes come from the slot. Here both come from the encrypted copy.)
         """
         trailer = bytearray(super().trailer(key, payload))
         checksum_before = trailer[_CHECKSUM]

@@ -16,8 +16,9 @@ both lengths are multiples of 4,096, so that O_DIRECT stays possible. Little-end
 
 (130..136 is padding. Authentication: 0 none, 2 AES-256-GCM, see ``protected_seal``; 1 was AES-256-GMAC.)
 
-Every version keeps the magic, the version and the checksum at offset 208 in place. A reader checks that checksum before
-it trusts any other field. Only an intact trailer can be another version's, and only such a block is left alone.
+Every version keeps the magic, the version and the checksum at offset 208 in place. A reader checks this checksum before
+it trusts any other field. Only a block with an intact trailer can belong to another version, and only such a block is
+left alone.
 
 Most wrong bytes reported for KV caches are not bit rot but mistaken identity: same path, same size, different meaning.
 So a block carries its identity, and a reader compares the identity before it looks at the payload.
@@ -120,7 +121,7 @@ class Seal:
     #: The payload is stored unchanged, so its trailer can be created while the payload is written.
     stores_as_is = True
     _authentication: int = Authentication.NONE
-    _checksum: int = Checksum.XXH3_64  # of new blocks; reading accepts every algorithm of DIGESTS
+    _checksum: int = Checksum.XXH3_64  # for new blocks; reading accepts every algorithm in DIGESTS
     _key_id = 0
 
     def __init__(

@@ -1,4 +1,4 @@
-"""AgeHistogram: which age the oldest share of blocks has, in constant memory."""
+"""AgeHistogram: finds the age of the oldest blocks, in constant memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 AGE_S_MIN = 1e-3
 BUCKETS_PER_OCTAVE = 64  # ages in one bucket differ by at most 1.1 %
-#: Least age of each bucket but the first: 1 ms to 34 years.
+#: Smallest age in each bucket after the first bucket: 1 ms to 34 years.
 EDGES_S = [AGE_S_MIN * 2 ** (step / BUCKETS_PER_OCTAVE) for step in range(40 * BUCKETS_PER_OCTAVE)]
 
 
@@ -33,7 +33,7 @@ class AgeHistogram:
         self._blobs += other._blobs
 
     def age_of_oldest(self, share: float) -> float:
-        """The age from which blocks have ``share`` of all bytes, or a bucket's worth more. Infinite for 0."""
+        """Return the age such that blocks this old hold ``share`` of all bytes, or a bucket more. Infinite for 0."""
         wanted = share * sum(self._bytes)
         if wanted <= 0:
             return float("inf")
@@ -41,5 +41,5 @@ class AgeHistogram:
             wanted -= self._bytes[bucket]
             if wanted <= 0:
                 return EDGES_S[bucket - 1]
-        # Blocks of the first bucket (timestamps in the future) are last, and only if there are no others.
+        # Blocks of the first bucket (timestamps in the future) count as old only if all blocks are in this bucket.
         return EDGES_S[0] if any(self._bytes[1:]) else float("-inf")

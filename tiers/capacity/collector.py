@@ -1,23 +1,24 @@
-"""Collector: keeps a root below its limits. Every engine has one; one of them works at a time.
+"""Collector: keeps a root below its limits. Every engine has a collector; only one collector works at a time.
 
-The bound is soft. Writers never ask: they put, and publish how much every ``poll_s`` (``written``). The collector adds
-this to its last listing and subtracts what it removed. It removes blocks once the sum is above a mark, and says "full"
-above a second one, which makes writers stop until enough is removed. Both marks keep a head room below ``max_bytes``
-for what is written until writers hear of it (``CapacityPolicy.marks``).
+The bound is soft. Writers put blocks without asking, and publish the number of bytes every ``poll_s`` (``written``).
+The collector adds these bytes to its last listing and subtracts the removed bytes. If the sum is above a first mark,
+the collector removes blocks. Above a second mark it publishes "full", and writers stop until enough is removed. Both
+marks leave a head room below ``max_bytes``, because writers go on until they have read "full"
+(``CapacityPolicy.marks``).
 
-Removing and measuring are one walk (``walker``). How many keys it passes in a poll does not depend on the size of the
-root: a few while nothing is missing, as many as ``STEP_S`` allows while something is. The closer the root comes to
-full, the larger the share of blocks that counts as the oldest.
+A single walk (``walker``) measures the root and removes blocks. The number of keys that it passes in a poll does not
+depend on the size of the root: a few keys while nothing must be removed, otherwise as many as ``STEP_S`` allows. The
+closer the root comes to full, the larger the share of blocks that counts as the oldest.
 
-A collector whose engine puts nothing asks the storage nothing, except that with a ``ttl`` it looks once per ``every_s``
-whether a listing is due. Without a ``ttl``, nothing is written to a root into which nobody puts.
+A collector whose engine puts nothing does not access the storage. With a ``ttl``, it checks once per ``every_s``
+whether a listing is due. Without a ``ttl``, it writes nothing to a root into which nobody puts.
 
-The one that works says so in the record that it publishes (``usage``). Another takes its place when it gives up, or
-when its record has been unchanged for ``lease_s`` by the other's clock, so no clocks are compared. A collector that
-reads another one's name there stops. Two may overlap for a few polls. Both then remove the oldest blocks, so at most
-twice the excess goes.
+The working collector publishes its name in a record (``usage``). Another collector takes over if the working collector
+gives up, or if the record stays unchanged for ``lease_s``. The other collector measures this time with its own clock,
+so no clocks are compared. A collector stops if it reads another collector's name in the record. Two collectors may
+overlap for a few polls. Both then remove the oldest blocks, so at most twice the excess is removed.
 
-A reader that asks for a removed block has a miss.
+Reading a removed block is a miss.
 """
 
 from __future__ import annotations
@@ -40,37 +41,38 @@ from .written import Writer, WrittenBytes, since_boot
 logger = get_logger(__name__)
 
 NO_TIMES = (
-    "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
+    "this storage (or its fsspec driver) does not report when a blob was written, so ttl and max_bytes do not work"
 )
-IDLE_S = 10.0  # after so long, and four polls, without a put, no collector is needed
-KEYS_PER_S = 1000  # passed while nothing is missing: one request a second, or 1 % of a core for files
-STEP_S = 1.0  # of walking while something is missing; uses are recorded and the record is published in between
-RATE_HALF_S = 60.0  # the known rate of puts is its last peak, and half of it after so long
-#: Which share of the bytes counts as the oldest: (just above the mark, near full), for files and across a network. A
-#: small share is closer to least recently used, and passes more keys for each block that is removed.
+IDLE_S = 10.0  # no collector is needed after this time, and four polls, without a put
+KEYS_PER_S = 1000  # keys per poll while nothing must be removed: one request a second, or 1 % of a core for files
+STEP_S = 1.0  # length of a walk while blocks must be removed; after each walk, uses and the record are written
+RATE_HALF_S = 60.0  # the rate of puts is its last peak, halved every so many seconds
+#: Share of the bytes that counts as the oldest, (just above the mark, near full), for files and across a network. A
+#: smaller share is closer to least recently used, but more keys are passed for each removed block.
 NEAR_SHARES, FAR_SHARES = (1 / 32, 1 / 2), (1 / 8, 1 / 2)
-WHOLE_SHARES = (1 / 128, 1 / 128)  # of a root so small that the ages of all its blocks are known
-REST_S_MIN = 1.0  # after passes that removed nothing; longer after each further one
-LOOKS = 2  # passes that may remove nothing because they learn ages
-CLOCK_SHARE = 1 / 3  # of lease_s: how often the storage's clock is read
+WHOLE_SHARES = (1 / 128, 1 / 128)  # share for a root so small that the ages of all its blocks are known
+REST_S_MIN = 1.0  # pause after a pass that removed nothing, longer after each further such pass
+LOOKS = 2  # first passes, which may remove nothing because they learn the ages
+CLOCK_SHARE = 1 / 3  # part of lease_s between two reads of the storage's clock
 
 
 class Collector:
     """Measures a root and removes blocks. For one thread, in any process.
 
     Args:
-        store: the root, without a reserve of free space, because a full root must accept the collector's records.
+        store: the root, opened without a reserve of free space, because a full root must accept the collector's
+            records.
         policy: the limits.
         on_removed: called with the names of removed blocks and the reason, batch by batch.
-        owner: this collector's name in its record; None: a random one. A collector that is started in place of one that
-            has ended takes its place at once if it has the same name.
+        owner: this collector's name in its record; None: a random name. A collector that replaces an ended collector
+            works at once if it has the same name.
         clock: Unix seconds.
         monotonic: seconds.
         since_boot: see ``tiers.capacity.written``.
 
     Attributes:
-        full: why writers must stop; "": they need not.
-        is_urgent: whether ``poll`` has more to do at once.
+        full: why writers must stop; "": writers may go on.
+        is_urgent: whether ``poll`` should be called again at once.
     """
 
     def __init__(
@@ -96,16 +98,16 @@ class Collector:
         self._room = Room(store, policy, monotonic)
         self._shares = FAR_SHARES if store.capabilities.latency_bound else NEAR_SHARES
         self._counts_puts = policy.max_bytes is not None or policy.min_free_bytes > 0
-        self._lag = Lag(policy, monotonic)  # of another collector
+        self._lag = Lag(policy, monotonic)  # the record of another collector
         self.full = ""
         self.is_urgent = False
         now = monotonic()
         # As if this engine had just put, so that a limit lowered since the last start takes effect.
         self._active_at = now
         self._looks_at = now  # when to look next whether a listing is due
-        self._heard = ("", 0), now  # another collector's name and last beat, and since when it is the last
-        self._seen_listing: tuple[int, float] | None = None  # number of the last complete listing, and since when
-        self._listing_put = -1, 0, 0  # a listing, and what was put before it, and until it was seen
+        self._heard = ("", 0), now  # another collector's name and last beat, and when this beat was first seen
+        self._seen_listing: tuple[int, float] | None = None  # last complete listing, and when it was seen
+        self._listing_put = -1, 0, 0  # number of a listing, bytes put before it, bytes put until it was seen
         self._told_foreign = False
         self._offset_s: float | None = None  # the storage's clock minus ``monotonic``
         self._take_up(Usage())
@@ -126,7 +128,7 @@ class Collector:
         self._active_at = self._monotonic()
 
     def poll(self) -> CollectReport | None:
-        """Do what is due, for about ``STEP_S`` at most. None: nothing is due, or another collector is at work.
+        """Do the work that is due, for at most about ``STEP_S``. None: nothing is due, or another collector works.
 
         Raises:
             StoreError: the storage does not answer, cannot be listed, or does not tell when blobs were written.
@@ -149,7 +151,7 @@ class Collector:
         return self._listed > 0
 
     def release(self) -> None:
-        """Let another collector work."""
+        """Stop working, so that another collector may work."""
         if self._works:
             self._works = False
             self._publish("")
@@ -164,7 +166,7 @@ class Collector:
     def run(
         self, *, dry_run: bool = False, on_progress: Callable[[int], None] = lambda _: None
     ) -> CollectReport | None:
-        """List everything, and remove what exceeds the limits. None: another collector works, or died not long ago.
+        """List the root, and remove blocks beyond the limits. None: another collector works, or died not long ago.
 
         A dry run writes nothing, so it cannot ask for the storage's time, and uses this host's clock.
 
@@ -223,7 +225,7 @@ class Collector:
                 self._publish(self._owner)
         self._end_pass(report)
         if report.dry_run and report.blobs and not (self._walker.last and self._walker.last.tells_times):
-            raise StoreConfigError(NO_TIMES)  # a real run notices this from its record
+            raise StoreConfigError(NO_TIMES)  # a real run notices this when it publishes its record
 
     # -- whether to work ---------------------------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class Collector:
         is_active = bool(self.full) or now - self._active_at <= self._idle_s
         looks = self._policy.ttl_s is not None and now >= self._looks_at
         if not is_active and not looks:
-            self._lag.note(0, 0)  # what is put later is not late yet
+            self._lag.note(0, 0)  # bytes put after the listing are not late yet
             return False
         if looks:
             self._looks_at = now + self._policy.every_s
@@ -249,10 +251,10 @@ class Collector:
         return is_active or is_due
 
     def _counted_by_others(self, usage: Usage) -> int:
-        """How many of the bytes that this engine put another collector has counted: by its record or a listing.
+        """Number of this engine's bytes that another collector has counted, by this engine's record or by a listing.
 
-        A collector that cannot read this engine's record still lists its blocks. What was put before a listing was seen
-        is in the next one, but for a poll's worth.
+        A collector that cannot read this engine's record still lists its blocks. Bytes that were put before a listing
+        was seen are in the next listing, except those of about one poll.
         """
         listed, _, put = self._listing_put
         if usage.listed != listed:
@@ -260,7 +262,7 @@ class Collector:
         return max(usage.put.get(self._writer.name, 0), self._listing_put[1])
 
     def _is_free(self, usage: Usage) -> bool:
-        """Whether no other collector works, or the one that does has been silent for ``lease_s``."""
+        """Whether no other collector works, or the working collector has been silent for ``lease_s``."""
         if usage.holder in ("", self._owner):
             return True
         if (heard := (usage.holder, usage.beat)) != self._heard[0]:
@@ -268,10 +270,10 @@ class Collector:
         return not self.seconds_to_wait
 
     def _is_listing_due(self, usage: Usage) -> bool:
-        """Whether the last complete listing is ``every_s`` old, or there was none.
+        """Whether the last complete listing is ``every_s`` old, or there was no listing.
 
-        Its timestamp is another host's and is used only for the first record seen. If two hosts' clocks differ by more
-        than ``every_s``, each host would otherwise consider all listings of the other one old.
+        The listing's timestamp comes from another host's clock, and is used only for the first record seen. Otherwise,
+        if two hosts' clocks differ by more than ``every_s``, each host would consider the other's listings old.
         """
         now = self._monotonic()
         if self._seen_listing is None:
@@ -281,7 +283,7 @@ class Collector:
         return not usage.listed or now - self._seen_listing[1] >= self._policy.every_s
 
     def _begin(self, usage: Usage) -> bool:
-        """Begin to work, unless another collector works. Returns whether this one does now."""
+        """Begin to work, unless another collector works. Returns whether this collector works now."""
         if not self._is_free(usage):
             return False
         self._take_up(usage)
@@ -295,18 +297,18 @@ class Collector:
         return True
 
     def _take_up(self, usage: Usage) -> None:
-        """Go on from what the last collector knew."""
+        """Continue with the numbers of the last collector's record."""
         self._beat, self._listed, self._listed_at, self._blobs = usage.beat, usage.listed, usage.listed_at, usage.blobs
         self._base = usage.bytes if usage.listed else 0
         self._put = self._put_at_pass = max(0, self._writer.put_bytes - usage.put.get(self._writer.name, 0))
         self._put_at_base = 0
-        self._removed = 0  # since the listing that ``_base`` is from
+        self._removed = 0  # changes since the listing that ``_base`` comes from
         self._written.begin(usage.put)
         self._counted_at: float | None = None
         self._put_at_count = self._put
         self._rate = 0.0
         self._published_at = self._clock_read_at = float("-inf")
-        self._fruitless = 0  # passes in a row that should have removed something and did not
+        self._fruitless = 0  # passes in a row that removed nothing although blocks should have been removed
         self._rest_until = float("-inf")
         self._offset_s = None
         self._walker.forget()
@@ -332,7 +334,7 @@ class Collector:
         return report
 
     def _count(self) -> None:
-        """Every ``poll_s``, learn what the writers put, and whether another collector has begun to work."""
+        """Every ``poll_s``, read the writers' records, and whether another collector has begun to work."""
         now = self._monotonic()
         passed_s = float("inf") if self._counted_at is None else now - self._counted_at
         if passed_s < self._policy.poll_s:
@@ -360,7 +362,7 @@ class Collector:
         lists_first = not self._listed and self._policy.max_bytes is not None
         is_short = excess > 0 or bool(
             self.full
-        )  # full without an excess: others may be able to remove blocks that this process cannot
+        )  # full without an excess: another process may be able to remove blocks that this process cannot
         is_fast = lists_first or (is_short and now >= self._rest_until)
         usage = Usage(listed=self._listed, listed_at=self._listed_at)
         if not (is_fast or self._walker.current is not None or self._is_listing_due(usage)):
@@ -381,7 +383,7 @@ class Collector:
                 self._fruitless = 0
             elif is_fast:
                 self._fruitless += 1
-            if self._fruitless > LOOKS:  # all blocks are young, or cannot be removed
+            if self._fruitless > LOOKS:  # all blocks are young or cannot be removed
                 rest_s = max(self._policy.grace_s, REST_S_MIN) * 2.0 ** min(30, self._fruitless - LOOKS - 1)
                 self._rest_until = self._monotonic() + min(self._policy.every_s, rest_s)
         still_missing = self._excess_bytes()[0] > 0 and self._monotonic() >= self._rest_until
@@ -393,7 +395,7 @@ class Collector:
         self._put_at_pass = self._put
 
     def _end_pass(self, report: CollectReport) -> None:
-        """Take the sum of a pass that has ended for what is stored."""
+        """Use the sum of an ended pass as the number of stored bytes."""
         last = self._walker.last
         assert last is not None
         self._base, self._put_at_base, self._removed = last.bytes, self._put_at_pass, 0
@@ -412,7 +414,7 @@ class Collector:
         return 0 if current is None else max(0, current.bytes + self._put - self._put_at_pass)
 
     def _removable_bytes(self) -> int:
-        """Bytes of blocks, as far as is known."""
+        """Known bytes of blocks."""
         passed = self._walker.last or self._walker.current
         return max(1, self._used() - (0 if passed is None else passed.foreign_bytes))
 
@@ -420,7 +422,7 @@ class Collector:
         return self._policy.marks(self._rate)
 
     def _excess_bytes(self, *, freed: int = 0) -> tuple[int, float]:
-        """Bytes to remove, 0 or less for none, and the share of the blocks' bytes that counts as the oldest.
+        """Return the bytes to remove (0 or less: none) and the share of the blocks' bytes that counts as the oldest.
 
         Args:
             freed: bytes that a dry run counts as removed.
@@ -439,14 +441,15 @@ class Collector:
         return excess, min(1.0, share)
 
     def _is_foreign_too_much(self, marks: Marks) -> bool:
-        """Whether files that are not blocks exceed the limit alone. Then removing blocks would not help."""
+        """Whether files that are not blocks exceed the limit by themselves, so that removing blocks does not help."""
         passed = self._walker.last or self._walker.current
         foreign = 0 if passed is None else passed.foreign_bytes
         is_too_much = foreign > marks.full_bytes
         if is_too_much and not self._told_foreign:
             logger.warning(
                 "files that are not blocks have %d bytes, more than max_bytes = %d allows: nothing is stored, and no "
-                "block is removed to make room, until they are removed", foreign, self._policy.max_bytes,
+                "block is removed to make room. Remove these files, or raise max_bytes",
+                foreign, self._policy.max_bytes,
             )  # fmt: skip
         self._told_foreign = is_too_much
         return is_too_much
@@ -474,7 +477,7 @@ class Collector:
             publish_usage(self._store, usage)
         except StoreFullError as e:
             is_published = False
-            logger.debug("no room for the collector's record: %s", e)
+            logger.debug("the collector's record was not written, because the storage is full: %s", e)
         if holder and now - self._clock_read_at >= CLOCK_SHARE * self._policy.lease_s:
             self._clock_read_at = now
             self._read_clock(is_published=is_published)
@@ -495,5 +498,5 @@ class Collector:
         self._offset_s = None if now is None else now - self._monotonic()
 
     def _ttl_s(self) -> float:
-        """The age at which blocks are removed now: infinite while the storage's time is unknown."""
+        """The age at which blocks are removed. Infinite while the storage's time is unknown."""
         return float("inf") if self._policy.ttl_s is None or self._offset_s is None else self._policy.ttl_s

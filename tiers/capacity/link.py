@@ -1,4 +1,4 @@
-"""CollectorLink: the engine's end of the collector's process. It has no thread, and only ``close`` waits."""
+"""CollectorLink: talks to the collector's process for the engine. It has no thread, and only ``close`` waits."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .policy import REMOVAL_REASONS, CapacityPolicy, Lag
 logger = get_logger(__name__)
 
 TOUCH_EVERY_S: Final = 600.0
-TOUCHED_KEYS_MAX: Final = 262_144  # remembered, so that their uses are not recorded again too soon
-UNSENT_KEYS_MAX: Final = 262_144  # further uses are dropped, to be recorded at the next use
-WAITING_KEYS_MAX: Final = 65_536  # the same limit while the process has not been needed yet; the oldest are dropped
-USES_A_POLL: Final = 512  # sent at once, which takes 0.2 ms
+TOUCHED_KEYS_MAX: Final = 262_144  # uses to remember, so that they are not recorded again too soon
+UNSENT_KEYS_MAX: Final = 262_144  # unsent uses; further uses are dropped, and recorded at the next use
+WAITING_KEYS_MAX: Final = 65_536  # unsent uses while the process has not been needed yet; the oldest are dropped
+USES_A_POLL: Final = 512  # uses sent in one frame, which takes 0.2 ms
 REMOVED_KEYS_MAX: Final = 65_536  # removals waiting for ``take_removed``; older ones are dropped
-STORED_KEYS_MAX: Final = 65_536  # latest stores, which show that a reported removal may be older than the block
+STORED_KEYS_MAX: Final = 65_536  # remembered stores, which show that a reported removal may be older than the block
 REASONS_MAX: Final = 256  # frames with removals waiting for ``take_reasons``; older ones are dropped
 REPORTS_MAX: Final = 64  # waiting for ``take_reports``; older ones are dropped
 LISTEN_S: Final = 1.0
 # A process that is silent for this long is killed. On far storage the limit is SILENT_POLLS polls, if that is longer.
-# It doubles after each kill and stays so, because the process may only be slow: one page of a far listing takes long.
+# The limit doubles with each kill, because the process may only be slow: a page of a far listing takes long.
 SILENT_S, SILENT_S_MAX = 20.0, 600.0
 SILENT_POLLS: Final = 8
 CLOSE_S: Final = 0.5
@@ -70,27 +70,27 @@ class CollectorLink(Connections[Child]):
         self._config = recipe.encode() | {
             "policy": asdict(policy),
             "mapper": mapper.to_json(),
-            "owner": secrets.token_hex(8),  # the same for the next process, which then need not wait
+            "owner": secrets.token_hex(8),  # the next process gets the same name, so it need not wait
         }
-        json.dumps(self._config)  # fails here, not in a thread
-        # A use must be recorded well before the block's ttl ends, and is after two of these periods at the latest.
+        json.dumps(self._config)  # an error is raised here, not in a thread
+        # A use must be recorded well before the block's ttl ends. It is recorded after at most two of these periods.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 8) if policy.ttl_s else TOUCH_EVERY_S
         self._notes_uses = notes_uses
-        self._touched: set[OffloadKey] = set()  # since ``_touched_since``
-        self._touched_before: set[OffloadKey] = set()  # and before
+        self._touched: set[OffloadKey] = set()  # blocks used since ``_touched_since``
+        self._touched_before: set[OffloadKey] = set()  # blocks used in the period before
         self._touched_since = -math.inf
-        self._waiting: OrderedDict[OffloadKey, None] = OrderedDict()  # uses before the process is needed
-        self._unsent: deque[OffloadKey] = deque()  # uses, in their order
-        self._puts: deque[int] = deque()  # bytes that the process was not told yet
+        self._waiting: OrderedDict[OffloadKey, None] = OrderedDict()  # uses noted before the process is needed
+        self._unsent: deque[OffloadKey] = deque()  # uses to send, in their order
+        self._puts: deque[int] = deque()  # put bytes that were not sent to the process yet
         self._was_refused = False
-        self._removed: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> since when it may have been removed
+        self._removed: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> earliest time of its removal
         self._reasons: deque[tuple[str, list[OffloadKey]]] = deque(maxlen=REASONS_MAX)
-        self._stored: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when this engine noted its last store
-        self._stored_all_since = -math.inf  # ``_stored`` has all stores noted after this
+        self._stored: OrderedDict[OffloadKey, float] = OrderedDict()  # key -> when its last store was noted
+        self._stored_all_since = -math.inf  # ``_stored`` holds all stores noted after this time
         self._full = ""
-        self._put_bytes = self._counted_bytes = 0  # in all; counted by a process
+        self._put_bytes = self._counted_bytes = 0  # total, and the part that a process has counted
         self._lag = Lag(policy, clock)
-        self._error = ""  # the last one; "" after a success
+        self._error = ""  # the last error; "" after a success
         self._reports: deque[dict[str, Any]] = deque(maxlen=REPORTS_MAX)
         self._silent_s = 0.0
         self._silent_s_max = max(SILENT_S, SILENT_POLLS * policy.poll_s)
@@ -102,7 +102,7 @@ class CollectorLink(Connections[Child]):
         """Record that the blocks were used."""
         if not self._notes_uses:
             return
-        if not self._is_needed:  # perhaps for weeks
+        if not self._is_needed:  # perhaps never, or after weeks
             for key in keys:
                 self._waiting[key] = None
                 self._waiting.move_to_end(key)
@@ -125,14 +125,14 @@ class CollectorLink(Connections[Child]):
 
     @property
     def is_full(self) -> str:
-        """Why nothing may be put now; "": puts are allowed. It is known one poll late, so the bound is soft."""
+        """Why nothing may be put now; "": puts are allowed. Known one poll late, so the bound is soft."""
         if late_s := self._lag.late_s:
             why = self._error or "its process hangs or gets no CPU"
             return f"the collector of max_bytes has not counted new blocks for {late_s:.0f} s: {why}"
         return self._full
 
     def note_put(self, size: int) -> None:
-        """Record that so many bytes were put, or may have been."""
+        """Record that so many bytes were put, or may have been put."""
         if self._is_needed:
             self._puts.append(size)
             self._put_bytes += size
@@ -145,8 +145,8 @@ class CollectorLink(Connections[Child]):
         """Take up to ``count_max`` blocks that this engine's collector removed, the oldest removals first.
 
         Returns:
-            The blocks that are gone, and those in doubt: this engine stored them at about the time of their removal, so
-            they probably exist.
+            The blocks that are gone, and the blocks in doubt, which probably exist: this engine stored them at about
+            the time of their removal.
         """
         removed: list[OffloadKey] = []
         doubtful: list[OffloadKey] = []
@@ -156,13 +156,13 @@ class CollectorLink(Connections[Child]):
         return removed, doubtful
 
     def take_reasons(self) -> list[tuple[str, list[OffloadKey]]]:
-        """Why blocks were removed, since the last call: pairs of a reason of ``REMOVAL_REASONS`` and keys."""
+        """Return why blocks were removed since the last call: pairs of a reason of ``REMOVAL_REASONS`` and keys."""
         reasons = list(self._reasons)
         self._reasons.clear()
         return reasons
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Record that the blocks are stored now, so that an earlier removal that is reported later is not believed."""
+        """Record that the blocks are stored now, so that a late report of an earlier removal is ignored."""
         now = self._clock()
         for key in keys:
             self._stored[key] = now
@@ -173,7 +173,7 @@ class CollectorLink(Connections[Child]):
     def take_reports(self) -> list[dict[str, Any]]:
         """Poll, and take the process's reports since the last call: ``report`` and ``used``, or ``error``.
 
-        Each has ``runs``, the number of polls merged into it. If the process ended by itself, that is an ``error``.
+        Each report has ``runs``, the number of polls merged into it. A process that ended by itself is an ``error``.
         """
         self.poll()
         reports = list(self._reports)
@@ -181,7 +181,7 @@ class CollectorLink(Connections[Child]):
         return reports
 
     def poll(self) -> None:
-        """Send what waits, take what has come, and replace a process that hangs or has ended. Does not wait."""
+        """Send and receive frames, and replace a process that hangs or has ended. Does not wait."""
         if self._was_refused and not self._is_needed:
             self._is_needed = True
             self._child.start_at = -math.inf
@@ -201,7 +201,7 @@ class CollectorLink(Connections[Child]):
         self._hang_up([self._child], CLOSE_S)
 
     def _tell(self) -> None:
-        """Send uses and puts. A process that hears of a full disk removes what it does not know to be used."""
+        """Send uses and puts. Report a full disk after all uses, because the process then removes unused blocks."""
         keys = [self._unsent.popleft() for _ in range(min(USES_A_POLL, len(self._unsent)))]
         put = self._puts.popleft() if self._puts else None
         was_refused = self._was_refused and not self._unsent
@@ -245,8 +245,8 @@ class CollectorLink(Connections[Child]):
     def _end_if_late(self, child: Child, now: float) -> None:
         """Kill a silent process.
 
-        Silence is counted in calls of this method, one a second, so time in which the engine was stopped or idle does
-        not count. Nor does a second in which the collector runs or waits for a core.
+        Silence is counted in calls of this method, one a second. So time in which the engine was stopped or idle does
+        not count. A second in which the collector runs or waits for a core does not count either.
         """
         assert child.handle is not None
         if now < self._listen_at:
@@ -266,11 +266,11 @@ class CollectorLink(Connections[Child]):
         if not self._closing:
             text = "tier %s: the collector's process ended: %s; starting another one in %.1f s"
             logger.warning(text, self._name, why, child.pause_s)
-            self._report_error({"error": f"it ended: {why}", "runs": 1})  # else nobody would notice if all of them die
+            self._report_error({"error": f"it ended: {why}", "runs": 1})  # so that metrics show it
 
 
 def _is_runnable(pid: int | None) -> bool:
-    """Whether a process runs or waits for a core. False: it waits for something else, is stopped, or is unknown."""
+    """Whether a process runs or waits for a core. False: it sleeps, is stopped, or does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
             return f.read().rpartition(b")")[2].split()[0] == b"R"

@@ -1,4 +1,4 @@
-"""CapacityPolicy: how much a root may store and for how long, and the marks at which its collector acts."""
+"""CapacityPolicy: the limits of a root, and the marks at which its collector acts."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HEAD_ROOM_SHARE = (0.01, 0.25)  # of max_bytes: the least and the most that is kept free for what is being written
+HEAD_ROOM_SHARE = (0.01, 0.25)  # smallest and largest share of max_bytes that is kept free for blocks being written
 #: Polls until a put has an effect: its writer publishes it, the collector reads the record, the writers read "full".
 POLLS_TO_STOP = 3
 REMOVAL_REASONS = ("ttl", "capacity")
-FREE_MARGIN_SHARE = 0.05  # of min_free: free space beyond it up to which the collector removes
+FREE_MARGIN_SHARE = 0.05  # share of min_free: the collector removes blocks until this much more is free
 LAG_S = 2.0  # twice the time between two records of a collector
-START_LAG_S = 10.0  # until a collector has counted anything: a busy machine takes seconds to start its process
+START_LAG_S = 10.0  # limit for the first count of a collector: a busy machine takes seconds to start its process
 
 
 class Marks(NamedTuple):
     """Sizes of a root at which its collector acts.
 
     Attributes:
-        evict_bytes: above this, blocks are removed, down to this.
-        full_bytes: above this, writers stop.
+        evict_bytes: above this size, blocks are removed until the root has this size.
+        full_bytes: above this size, writers stop.
     """
 
     evict_bytes: int
@@ -37,10 +37,10 @@ class CapacityPolicy:
             (``SupportsTouch``), the time since the block was written counts.
         min_free_bytes: free space to keep on the file system. Stores refuse puts that would use it; the collector
             starts to remove blocks shortly before.
-        block_bytes: size of one block, if known before any is stored: space for one more block is also kept free.
+        block_bytes: size of a block, if known before the first store. Space for one more block is also kept free.
         every_s: how long after a complete listing the next one begins, if there is a reason to list: writers that put,
             or a ``ttl``.
-        poll_s: how often writers publish what they put, and how often the collector reads these records.
+        poll_s: how often writers publish their put bytes, and how often the collector reads these records.
         grace_s: younger blocks are never removed, because their writer may be about to read them.
         lease_s: a collector that has published nothing for this long is considered dead.
         writer_s: the record of a writer that has not renewed it for this long is removed.
@@ -62,10 +62,10 @@ class CapacityPolicy:
         return self.max_bytes is None and self.ttl_s is None
 
     def marks(self, bytes_per_s: float) -> Marks | None:
-        """The marks below ``max_bytes``; None: there is no such limit.
+        """The marks below ``max_bytes``; None: ``max_bytes`` is not set.
 
         Args:
-            bytes_per_s: how fast all writers together put.
+            bytes_per_s: rate at which all writers together put.
         """
         limit = self.max_bytes
         if limit is None:
@@ -76,17 +76,17 @@ class CapacityPolicy:
 
 
 class Lag:
-    """Whether a writer must stop because its collector does not keep up, and so cannot tell when the root is full.
+    """Decides whether a writer must stop because its collector does not keep up and cannot tell when the root is full.
 
-    It must if more than the least head room is uncounted, and nothing was counted for ``LAG_S`` (``START_LAG_S``) or
-    ``POLLS_TO_STOP`` polls. ``note`` decides this and not the reader: a writer that was idle has not heard yet what was
-    counted meanwhile.
+    The writer must stop if more bytes than the smallest head room are uncounted, and no bytes were counted for
+    ``LAG_S`` (``START_LAG_S``) or ``POLLS_TO_STOP`` polls. Only ``note`` decides this. Reading ``late_s`` does not: a
+    writer that was idle does not know yet which bytes were counted meanwhile.
 
     Args:
         clock: monotonic seconds.
 
     Attributes:
-        late_s: seconds for which nothing was counted, if the writer must stop; 0: it need not.
+        late_s: seconds for which no bytes were counted, if the writer must stop; 0: the writer may go on.
     """
 
     def __init__(self, policy: CapacityPolicy, clock: Callable[[], float]) -> None:
@@ -95,11 +95,11 @@ class Lag:
         self._polls_s = POLLS_TO_STOP * policy.poll_s
         self._clock = clock
         self._counted_bytes = 0
-        self._since: float | None = None  # since when too much has been uncounted and nothing was counted
+        self._since: float | None = None  # when too many bytes became uncounted, or the last count since then
         self.late_s = 0.0
 
     def note(self, put_bytes: int, counted_bytes: int) -> None:
-        """Take what was put and what of it was counted, in all."""
+        """Note the total bytes that were put, and how many of them were counted."""
         now = self._clock()
         if put_bytes - counted_bytes <= self._uncounted_bytes_max:
             self._since = None

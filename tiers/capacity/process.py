@@ -1,25 +1,25 @@
 """The collector's process: a separate interpreter at low priority, so that a listing never holds the engine's GIL.
 
-It is a child of the engine (``tiers.child_process``), and talks to it by frames (``tiers.frames``). The engine sends
-``[put, was_refused]``, with the keys of blocks that were used:
+The process is a child of the engine (``tiers.child_process``). Both exchange frames (``tiers.frames``). The engine
+sends ``[put, was_refused]``, with the keys of blocks that were used:
 
-- ``put``: bytes that the engine has put since the last frame; null: none
+- ``put``: bytes that the engine has put since the last frame; null: no bytes
 - ``was_refused``: the storage refused a block because it is full
 
-The process sends ``[counted, since, full, report, error]``, with the keys of removed blocks, each with the place of its
-reason in ``REMOVAL_REASONS``. Null: nothing new.
+The process sends ``[counted, since, full, report, error]``, with the keys of removed blocks. Each key has the index of
+its reason in ``REMOVAL_REASONS``. Null: no news.
 
-- ``counted``: so many of the bytes that the engine put are counted, since the last frame
+- ``counted``: how many of the engine's put bytes were counted since the last frame
 - ``since``: monotonic seconds; the blocks were removed since then
-- ``full``: why the engine must stop putting blocks, after a poll that went well; "": it need not
-- ``report``: ``{"report": {…}, "used": bytes, "runs": polls}``, after polls in which it worked; "used" is null until it
-  is known
-- ``error``: ``{"error": "…", "runs": polls}``. If the frame also has ``full``, a later poll went well
+- ``full``: after a successful poll, why the engine must stop putting blocks; "": it may go on
+- ``report``: ``{"report": {…}, "used": bytes, "runs": polls}``, after polls in which this collector worked; "used" is
+  null until it is known
+- ``error``: ``{"error": "…", "runs": polls}``. If the frame also has ``full``, a later poll succeeded
 
-A frame without news is a sign of life, at least every ``ALIVE_EVERY_S`` while its storage answers.
+A frame without news is a sign of life. While the storage answers, a frame is sent at least every ``ALIVE_EVERY_S``.
 
-It ends when the connection or the engine does, or on SIGTERM, even in the middle of a walk: that leaves nothing to
-repair.
+The process ends when the connection or the engine ends, or on SIGTERM. It may end in the middle of a walk, because an
+unfinished walk leaves nothing to repair.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from .walker import CollectReport
 
 logger = get_logger(__name__)
 
-NICENESS: Final = 10  # as the tier's processes: with less time than them it would not keep up with what they put
-USES_MAX: Final = 262_144  # not recorded yet; older ones are dropped
-#: Time limit to record uses in one go. A poll follows, for about STEP_S. Together they must take less than LAG_S: an
-#: engine whose puts are counted by no poll for so long stops putting blocks.
+NICENESS: Final = 10  # like the tier's processes, so that the collector keeps up with their puts
+USES_MAX: Final = 262_144  # uses that are not recorded yet; older uses are dropped
+#: Time limit to record uses in one go. A poll of about STEP_S follows. Both together must take less than LAG_S, because
+#: an engine whose puts are not counted for LAG_S stops putting blocks.
 NOTE_S_MAX: Final = LAG_S / 4
 ERROR_PAUSE_S_MAX: Final = 60.0
 ALIVE_EVERY_S: Final = 5.0
 EXIT_S: Final = 0.3
-MEMORY_BYTES_MAX: Final = 2 << 30  # of this process, whatever a server answers; queued uses take a tenth of it
-REMOVED_KEYS_MAX: Final = 65_536  # of which the engine has not heard; older ones are dropped
+MEMORY_BYTES_MAX: Final = 2 << 30  # whatever a server answers; queued uses take a tenth of it
+REMOVED_KEYS_MAX: Final = 65_536  # removals not reported to the engine yet; older removals are dropped
 REMOVED_KEYS_A_FRAME: Final = 1024
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     """Collect until the connection ends."""
     sock, tag, parent, config = connect_to_engine("kvtiers-collector", NICENESS)
     limit_memory(MEMORY_BYTES_MAX)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the collector gives up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # SystemExit lets the collector give up
     mapper = FileMapper.from_json(config["mapper"])
     news = News(sock, tag, mapper)
     inbox: SimpleQueue[tuple[int | None, bool]] = SimpleQueue()
@@ -81,7 +81,7 @@ def main() -> None:
     store: Store | None = None
     collector: Collector | None = None
     error_pause_s = 0.0
-    put_bytes = 0  # that the engine put, and no poll has counted
+    put_bytes = 0  # bytes that the engine put and no poll has counted
     try:
         while True:
             pause_s = policy.poll_s
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 class News:
-    """What the engine has not heard yet. It is bounded: an engine without requests may read nothing for a week.
+    """Collects the news for the engine. Its size is bounded: an engine without requests may read nothing for a week.
 
     Attributes:
         poll_began_at: monotonic seconds.
@@ -131,7 +131,7 @@ class News:
         self._tag = tag
         self._mapper = mapper
         self._pid = os.getpid()
-        self._out = b""  # the rest of a frame
+        self._out = b""  # the unsent rest of a frame
         self._told_at = -math.inf
         self._told_full: str | None = None
         self._counted = 0
@@ -143,7 +143,7 @@ class News:
         self.poll_began_at = 0.0
 
     def add_removed(self, names: Iterable[str], reason: str) -> None:
-        """Add removed blobs, if they are the engine's own blocks, and send: a poll may take long."""
+        """Add the removed blobs that are the engine's own blocks, and send at once, because a poll may take long."""
         if not self._removed:
             self._since = self.poll_began_at
         place = REMOVAL_REASONS.index(reason)
@@ -151,10 +151,10 @@ class News:
         self.send()
 
     def add_poll(self, report: CollectReport | None, used: int | None, full: str, counted: int) -> None:
-        """Add a poll that went well.
+        """Add a poll that succeeded.
 
         Args:
-            report: None: the poll only asked.
+            report: None: this collector did not work in the poll.
             counted: bytes that the engine put and that the poll counted.
         """
         self._full = full
@@ -175,7 +175,7 @@ class News:
         self._error = {"error": text, "runs": 1 + (self._error["runs"] if self._error else 0)}
 
     def send(self) -> None:
-        """Send what is new, or that this process lives. Does not wait: what finds no room is sent later, merged."""
+        """Send the news, or a sign of life. Does not wait: if the socket is full, the news is sent later, merged."""
         end_if_forked(self._pid)
         try:
             while self._out or self._is_due():
@@ -205,13 +205,13 @@ def _note_uses(store: Store, mapper: FileMapper, uses: deque[OffloadKey], limit_
             if isinstance(store, SupportsTouch):
                 store.touch(name)
         except StoreError as e:
-            logger.debug("a use is not noted: %s", e)
+            logger.debug("the use of a block was not recorded: %s", e)
 
 
 def _listen(
     sock: socket.socket, tag: bytes, parent: int, inbox: SimpleQueue[tuple[int | None, bool]], uses: deque[OffloadKey]
 ) -> None:
-    """Take what the engine sends until it hangs up or ends. Then end this process, whatever that is doing."""
+    """Receive the engine's frames until it hangs up or ends. Then end this process, even in the middle of a call."""
     with suppress(EOFError, OSError):
         for frames in receive(sock, tag, [parent]):
             for content, raw in frames:
@@ -220,4 +220,4 @@ def _listen(
                     inbox.put(content)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(EXIT_S)
-    os._exit(0)  # the main thread hangs in a call
+    os._exit(0)  # the main thread hangs in a call and cannot be ended otherwise

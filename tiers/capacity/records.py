@@ -1,7 +1,7 @@
-"""Records: small JSON blobs through which the processes that share a root know of each other.
+"""Records: small JSON blobs that the processes of a shared root write for each other.
 
-They are ordinary blobs below ``_kvtiers/``, so every store can keep them. No block's name starts like that, because a
-namespace's folder name ends in a digest. A record is replaced as a whole (``put(overwrite=True)``), so a reader sees
+Records are ordinary blobs below ``_kvtiers/``, so every store can keep them. No block's name starts like that, because
+a namespace's folder name ends in a digest. A record is replaced as a whole (``put(overwrite=True)``), so a reader sees
 either the old record or the new one.
 
 A record is a header line and a JSON object, padded with spaces::
@@ -9,8 +9,8 @@ A record is a header line and a JSON object, padded with spaces::
     kvtiers-record 1 <checksum> - -\n{...}
 
 The checksum (xxh3_128) covers the record's name and everything after the checksum. A corrupt record, and a record
-stored under another record's name, count as missing. Records are not authenticated, even where blocks are: whoever can
-write a record can also fill the root or remove blocks.
+stored under another record's name, count as missing. Records are not authenticated, even if blocks
+are: a process that can write a record can also fill the root or remove blocks.
 """
 
 from __future__ import annotations

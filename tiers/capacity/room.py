@@ -1,4 +1,4 @@
-"""Room: free space of the storage itself, and a back-off if removed blocks do not become free space."""
+"""Room: makes free space on the storage, and pauses if removed blocks do not become free space."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .policy import FREE_MARGIN_SHARE, CapacityPolicy
 
 logger = get_logger(__name__)
 
-REFUSED_SHARE = 0.05  # of the stored bytes: removed if the storage refuses blocks for a reason that free space hides
-GAINED_SHARE = 1 / 16  # of what was removed; less than this gained means that removing does not help
+REFUSED_SHARE = 0.05  # share of the stored bytes to remove if storage with free space refuses blocks
+GAINED_SHARE = 1 / 16  # share of the removed bytes; if less space was gained, removing does not help
 #: Pauses after removals that gained nothing, doubled each time. ZFS shows freed space after 5 s, btrfs after 30 s.
 PAUSE_S, PAUSE_S_MAX = 60.0, 3600.0
 
 
 class Room:
-    """How much must be removed for the storage to accept blocks. For the collector's thread.
+    """Computes how many bytes to remove so that the storage accepts blocks. For the collector's thread.
 
-    It asks for removals in rounds. A round that gains neither free space nor puts (a snapshot keeps the blocks, or a
-    quota counts something else) is followed by a pause.
+    Blocks are removed in rounds. If a round gains neither free space nor puts (a snapshot keeps the blocks, or a quota
+    does not count them), a pause follows.
 
     Args:
         store: the root.
@@ -34,9 +34,9 @@ class Room:
         self._monotonic = monotonic
         self._was_refused = False
         self._is_hopeless: bool | None = None  # None: not known yet
-        self._target = self._removed = 0  # bytes of the current round; target 0: there is none
+        self._target = self._removed = 0  # bytes of the current round; target 0: no round
         self._free_before = self._put_before = 0
-        self._is_for_refusal = False  # the round: then free space says nothing
+        self._is_for_refusal = False  # then free space says nothing
         self._pause_s = 0.0
         self._until: float | None = None  # end of the pause
         self.largest_bytes = policy.block_bytes
@@ -46,11 +46,11 @@ class Room:
         self._was_refused = True
 
     def note_removed(self, size: int) -> None:
-        """Count removed bytes, for whatever reason."""
+        """Count removed bytes, whatever the reason of the removal."""
         self._removed += size if self._target else 0
 
     def missing_bytes(self, *, put: int, used: int) -> int:
-        """Bytes to remove now; 0: none.
+        """Return the number of bytes to remove now.
 
         Args:
             put: bytes put so far, by a counter that only grows.
@@ -81,7 +81,7 @@ class Room:
         return min(missing, self._target - self._removed)
 
     def _ends_round(self, put: int, free: int) -> bool:
-        """Judge a round whose bytes are removed. False: pause."""
+        """Check whether a finished round gained space or puts. False: pause."""
         gained = put - self._put_before + (0 if self._is_for_refusal else max(0, free - self._free_before))
         now = self._monotonic()
         if gained >= GAINED_SHARE * self._removed:
@@ -91,8 +91,8 @@ class Room:
             self._until = now + self._pause_s
             if self._pause_s == 2 * PAUSE_S:
                 logger.warning(
-                    "removing %d bytes of blocks freed no space (a snapshot may keep them): no block is removed to "
-                    "make room for the next %.0f s", self._removed, self._pause_s,
+                    "removing %d bytes of blocks freed no space (a snapshot may keep them), so no block is removed for "
+                    "space in the next %.0f s", self._removed, self._pause_s,
                 )  # fmt: skip
             return False
         elif now < self._until:
@@ -102,7 +102,7 @@ class Room:
         return True
 
     def _gives_up(self) -> bool:
-        """Whether even an empty root would not make room: the reserve is not less than the file system."""
+        """Whether even an empty root would not make room, because the reserve is as large as the file system."""
         if self._is_hopeless is None:
             space = self._space()
             self._is_hopeless = space is not None and space[1] <= self._policy.min_free_bytes

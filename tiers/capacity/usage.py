@@ -1,4 +1,4 @@
-"""Usage: the record in which a root's collector says how much is stored and whether writers must stop."""
+"""Usage: the record of a root's collector, with the stored bytes and whether writers must stop."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ logger = get_logger(__name__)
 
 USAGE = f"{OWN_PREFIX}usage"
 BYTES_MAX = 1 << 63
-AT_S_MAX = 1e15  # excludes NaN and integers too large for float arithmetic
+AT_S_MAX = 1e15  # limit of plausible numbers, without NaN and integers too large for float arithmetic
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the collector of a root knows.
+    """The record of a root's collector.
 
     Attributes:
-        holder: name of the collector that works; "": none does.
-        beat: differs from publication to publication, so that others see that the collector is alive.
+        holder: name of the collector that works; "": no collector works.
+        beat: changes with each publication, which shows that the collector is alive.
         listed: number of complete listings; 0: ``bytes`` is only a lower bound.
-        listed_at: Unix seconds of the collector's host at the end of the last complete listing.
-        bytes: stored bytes: the last listing, plus what was put since, less what was removed since.
+        listed_at: end of the last complete listing, in Unix seconds of the collector's host.
+        bytes: stored bytes: the bytes of the last listing, plus later puts, less later removals.
         blobs: number of blobs in the last complete listing.
-        put: writer -> how much of what it put is included in ``bytes``; see ``written``.
-        full: why writers must stop; "": they need not.
+        put: writer -> how many of its put bytes are included in ``bytes``; see ``written``.
+        full: why writers must stop; "": writers may go on.
     """
 
     holder: str = ""
@@ -42,7 +42,7 @@ class Usage:
 
 
 def read_usage(store: Store) -> Usage | None:
-    """The collector's last record; None if there is none, or it is invalid or cannot be read.
+    """Return the collector's last record; None: there is no record, or it is invalid or unreadable.
 
     Raises:
         StoreError: the storage does not answer.
@@ -71,5 +71,5 @@ def publish_usage(store: Store, usage: Usage) -> None:
 
 
 def is_count(count: object) -> bool:
-    """Whether a value from a record is a plausible byte count. It may be forged; huge ints overflow floats."""
+    """Whether a value from a record is a plausible byte count. Records may be forged, and huge ints overflow floats."""
     return isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= BYTES_MAX

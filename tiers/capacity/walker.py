@@ -1,15 +1,16 @@
 """Walker: goes through a root's listing piece by piece, measures it, and removes the oldest blocks on the way.
 
-A pass is one walk through the whole listing, in as many steps as its caller likes. It sums sizes and samples ages. In
-the same pass, blocks past their ``ttl`` are removed, and blocks older than the age beyond which the sample has the
-wanted share of bytes, until enough bytes are removed. Memory does not grow with the root, and a step's cost does not
-depend on its size.
+A pass is one walk through the whole listing, in as many steps as the caller likes. It sums sizes and samples ages. The
+same pass removes blocks past their ``ttl``. It also removes the oldest blocks until enough bytes are removed: the
+sample tells the age from which blocks belong to the wanted share of bytes. Neither the memory nor the cost of a step
+grows with the root.
 
 The sum of a pass leaves out blobs that are younger than the pass, because their writers' records count them
-(``written``). If uses change times as well, a young blob may be an old one that was used; then all blobs are summed,
-and what was put during the pass may count twice until the next one. The sum may be too high, never too low.
+(``written``). If the store records uses as times, a young blob may be an old blob that was used. Then the pass sums
+all blobs, and blobs put during the pass may count twice until the next pass. The sum may be too high, never too low.
 
-Only blocks are removed: names made by FileMapper. Records, ``config.json`` and foreign files are counted and kept.
+Only blocks are removed, which are blobs with names made by FileMapper. Records, ``config.json`` and foreign files are
+counted and kept.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .ages import AgeHistogram
 
 logger = get_logger(__name__)
 
-PAGE_KEYS = 1000  # keys between two looks at the clock; an object store lists as many with a request
-SAMPLE_BLOBS_MIN, SAMPLE_BLOBS_MAX = 1000, 16_384  # blocks passed that make a sample; of a small root, all
+PAGE_KEYS = 1000  # keys between two looks at the clock, as many as an object store lists with a request
+SAMPLE_BLOBS_MIN, SAMPLE_BLOBS_MAX = 1000, 16_384  # passed blocks in a sample; in a small root, all blocks
 STUCK_KEYS_MAX = 65_536
 STUCK_S = 600.0
 STAMP_S = 1.0  # S3 and some file systems truncate times to seconds
@@ -35,14 +36,14 @@ STAMP_S = 1.0  # S3 and some file systems truncate times to seconds
 
 @dataclass(slots=True)
 class CollectReport:
-    """What a collector did since its last report; with ``dry_run``, what it would have done.
+    """A collector's actions since its last report; with ``dry_run``, the actions that it would have taken.
 
     Attributes:
         blobs, bytes: totals of the last complete listing, 0 before the first.
         removed_blobs, removed_bytes: totals by reason, "ttl" or "capacity".
         kept_by_error: number of blobs that could not be removed.
-        leftovers: files of dead writers that were removed since the store was opened; with ``dry_run``, that a run
-            would remove.
+        leftovers: number of dead writers' files removed since the store was opened; with ``dry_run``, the number of
+            files to remove.
     """
 
     dry_run: bool = False
@@ -57,12 +58,12 @@ class CollectReport:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a step should remove.
+    """Which blocks a step should remove.
 
     Attributes:
-        ttl_s: blocks of this age; infinite: none.
-        excess_bytes: stop removing the oldest after so many bytes.
-        share: remove the blocks that belong to the oldest of this share of bytes.
+        ttl_s: remove blocks of this age; infinite: no block.
+        excess_bytes: stop removing the oldest blocks after so many bytes.
+        share: remove only the oldest blocks, which hold this share of the bytes.
     """
 
     ttl_s: float = float("inf")
@@ -76,10 +77,10 @@ class Pass:
 
     Attributes:
         began: Unix seconds of the storage's clock.
-        blobs, bytes: what was passed and kept.
-        young_bytes: of blobs younger than the pass, which are not in ``bytes``.
-        foreign_bytes: of blobs that are not blocks; part of ``bytes``.
-        removed_bytes: removed in this pass.
+        blobs, bytes: number and size of the blobs that were passed and kept.
+        young_bytes: bytes of blobs younger than the pass, which are not in ``bytes``.
+        foreign_bytes: bytes of blobs that are not blocks; part of ``bytes``.
+        removed_bytes: bytes removed in this pass.
         largest_bytes: size of the largest block.
         tells_times: at least one blob had a time.
     """
@@ -95,11 +96,11 @@ class Pass:
 
 
 class Sample:
-    """The ages of the blocks passed last. It says which blocks ahead are the oldest.
+    """Samples the ages of the blocks passed last, to tell which of the blocks ahead are the oldest.
 
-    Keys are hashes, so blocks that were passed are a fair sample of those ahead, with the ages that they had when they
-    were passed, whether they were removed or not. A root that is smaller than a sample is known as a whole. Then only
-    the blocks that stayed are ahead, and they are older by the time since.
+    Keys are hashes. So passed blocks, removed or not, are a fair sample of the blocks ahead, with their ages at the
+    time of the pass. A root that is smaller than a sample is known as a whole. Then only the blocks that stayed are
+    ahead, and they have aged since.
 
     Args:
         monotonic: seconds.
@@ -107,21 +108,21 @@ class Sample:
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._kept, self._removed = AgeHistogram(), AgeHistogram()  # since the last full sample
+        self._kept, self._removed = AgeHistogram(), AgeHistogram()  # ages since the last full sample
         self._full: AgeHistogram | None = None
-        self._whole_at: float | None = None  # when ``_full`` was the whole root
-        self._found: tuple[float, float] | None = None  # the last share asked of ``_full``, and the answer
+        self._whole_at: float | None = None  # time at which ``_full`` was the whole root
+        self._found: tuple[float, float] | None = None  # the last share that was asked for, and the answer
 
     def add(self, age_s: float, size: int) -> None:
         """Add a block that stays."""
         self._kept.add(age_s, size)
 
     def add_removed(self, age_s: float, size: int) -> None:
-        """Add a block that goes."""
+        """Add a block that is removed."""
         self._removed.add(age_s, size)
 
     def roll_over(self, *, is_end: bool) -> None:
-        """Begin a new sample if this one has enough blocks, or if it is the whole root because a pass ends."""
+        """Begin a new sample if this sample has enough blocks, or holds the whole root at the end of a pass."""
         is_large = self._kept.blobs + self._removed.blobs >= SAMPLE_BLOBS_MAX
         if is_large:
             self._kept.add_all(self._removed)
@@ -132,7 +133,7 @@ class Sample:
 
     @property
     def is_usable(self) -> bool:
-        """Whether there are enough blocks to tell which are the oldest."""
+        """Whether the sample is large enough to tell which blocks are the oldest."""
         blobs = self._kept.blobs + self._removed.blobs if self._full is None else self._full.blobs
         return blobs >= (SAMPLE_BLOBS_MIN if self._full is None else 1)
 
@@ -142,7 +143,7 @@ class Sample:
         return self._whole_at is not None
 
     def age_of_oldest(self, share: float, *, knows_time: bool = True) -> float:
-        """The age from which a block ahead belongs to the oldest ``share`` of bytes; infinite if that is not known.
+        """Return the age from which a block ahead belongs to the oldest ``share`` of bytes; infinite: unknown.
 
         Args:
             knows_time: False: ages count from the newest block, so they do not grow.
@@ -165,14 +166,14 @@ class Walker:
 
     Args:
         store: the root.
-        grace_s: younger blocks stay.
+        grace_s: blocks younger than this stay.
         on_removed: called with the names of removed blocks and the reason, batch by batch.
         monotonic: seconds.
 
     Attributes:
         current: the pass under way; None: the next step begins one.
         last: the last complete pass since ``forget``.
-        newest: the latest time of a blob so far; 0.0: none was listed.
+        newest: the latest time of a blob so far; 0.0: no blob was listed.
     """
 
     def __init__(
@@ -190,14 +191,14 @@ class Walker:
         self._sums_young = isinstance(store, SupportsTouch)
         self._listing: Iterator[KeyInfo] = iter(())
         self._sample = Sample(self._monotonic)
-        self._stuck: set[str] = set()  # blocks that could not be removed; as the oldest, they would hide the others
-        self._stuck_until = float("-inf")  # when to try them again
+        self._stuck: set[str] = set()  # blocks that could not be removed, which would hide the others
+        self._stuck_until = float("-inf")  # when to try to remove these blocks again
         self.current: Pass | None = None
         self.last: Pass | None = None
         self.newest = 0.0
 
     def forget(self) -> None:
-        """Forget everything: the root was left to others for a while."""
+        """Forget everything, because another collector worked meanwhile."""
         self._listing = iter(())
         self._sample = Sample(self._monotonic)
         self.current = self.last = None
@@ -214,10 +215,10 @@ class Walker:
         """Continue the pass until it ends, the excess is removed, ``keys_max`` keys are passed, or ``until``.
 
         Args:
-            wanted: what to remove.
-            report: counts what was removed.
-            now: Unix seconds of the storage's clock; None: unknown. Ages then count from the newest blob.
-            until: by ``monotonic``.
+            wanted: the blocks to remove.
+            report: counts the removed blobs.
+            now: Unix seconds of the storage's clock; None: unknown, so ages count from the newest blob.
+            until: time limit, by ``monotonic``.
 
         Returns:
             Whether the pass has ended.
@@ -258,7 +259,7 @@ class Walker:
         return self._sample.is_whole
 
     def _pass_page(self, current: Pass, wanted: Wanted, report: CollectReport, now: float | None, keys_max: int) -> int:
-        """Pass up to ``keys_max`` keys; returns how many. 0: the listing has ended."""
+        """Pass up to ``keys_max`` keys; return their number. 0: the listing has ended."""
         excess = wanted.excess_bytes
         age_s_min = float("inf")
         if excess > 0:
@@ -285,7 +286,7 @@ class Walker:
                 age_s = reference_s - mtime
                 if -STAMP_S < age_s < 0.0:
                     age_s = 0.0
-                # For ttl, a block dated 1 h ahead counts as 1 h old: its clock is wrong by that much.
+                # For ttl, a block dated 1 h in the future counts as 1 h old, because its clock was wrong by 1 h.
                 if abs(age_s) >= grace_s:
                     if abs(age_s) >= wanted.ttl_s:
                         doomed["ttl"].append(info)

@@ -1,11 +1,11 @@
-"""How much the writers of a root have put: each publishes a small record while it puts, and its collector reads all.
+"""Counts the bytes that writers put into a root: each writer publishes a small record, and the collector reads them.
 
-``_kvtiers/writers/<name>`` holds ``{"put": bytes}``, what this writer has put since it began. Its writer replaces it
-every few seconds while it puts, and reads at the same time what the collector says (``usage``). Nothing waits for
-these records: a writer that dies between a put and its record leaves bytes that the next listing finds.
+``_kvtiers/writers/<name>`` holds ``{"put": bytes}``, the bytes that this writer has put since it began. While it puts,
+the writer replaces its record every few seconds, and then also reads the collector's record (``usage``). Nothing waits
+for these records. If a writer dies between a put and its record, the next listing finds the bytes.
 
-A record that its collector has seen unchanged for ``writer_s`` is removed. A writer that was silent for nearly as long
-therefore goes on under a new name; no clocks are compared.
+The collector removes a record that stays unchanged for ``writer_s``. So a writer that was silent for nearly as long
+continues under a new name. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ logger = get_logger(__name__)
 
 WRITERS_PREFIX = f"{OWN_PREFIX}writers/"
 WRITER_NAME = re.compile(r"[0-9a-f]{16}")
-SILENT_SHARE = 0.5  # of writer_s, after which a writer takes a new name
-SURE_S = 2.0  # a record is read until it is unchanged for so long: its time may be a whole second
-READERS_MAX = 32  # concurrent reads of records, if each read waits for a network
+SILENT_SHARE = 0.5  # share of writer_s after which a silent writer takes a new name
+SURE_S = 2.0  # a record is read again until unchanged for so long, because its time may be in whole seconds
+READERS_MAX = 32  # limit of concurrent reads of records across a network
 
 
 def since_boot() -> float:
-    """Seconds since this machine started, including its sleep. Nobody can set this clock."""
+    """Seconds since this machine started, including its sleep. This clock cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Writer:
-    """One process that puts blobs: counts their bytes, publishes the count, and knows whether the root is full.
+    """Counts and publishes the bytes that this process puts, and tells whether the root is full.
 
     Any thread may call; ``_lock`` owns the fields. Only ``poll`` calls the storage, without the lock.
 
@@ -48,8 +48,8 @@ class Writer:
         clock: monotonic seconds, including the machine's sleep.
 
     Attributes:
-        name: of its record.
-        usage: what the collector said last; None: nothing.
+        name: name of this writer's record.
+        usage: the collector's last record; None: no record was read.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Writer:
         return self._put_bytes
 
     def note_put(self, size: int) -> None:
-        """Count bytes that were put, or may have been put."""
+        """Count bytes that were put or may have been put."""
         with self._lock:
             self._put_bytes += size
 
     def full(self) -> str:
-        """Why the root is full, or "". Polls first if the last poll is ``poll_s`` old.
+        """Return why the root is full, or "". Polls first if the last poll is ``poll_s`` old.
 
         Raises:
             StoreError: the records cannot be read or written.
@@ -97,7 +97,7 @@ class Writer:
         """Publish the count if it has changed, and read ``usage``.
 
         Args:
-            publishes: False: only read.
+            publishes: False: only read ``usage``.
 
         Raises:
             StoreError: the records cannot be read or written.
@@ -117,7 +117,7 @@ class Writer:
             try:
                 put_record(self._store, WRITERS_PREFIX + name, {"put": put_bytes})
             except StoreFullError as e:
-                logger.debug("no room for a writer's record: %s", e)  # the next listing finds what it put
+                logger.debug("the writer's record was not written: %s", e)  # the next listing finds its blocks
             else:
                 with self._lock:
                     if name == self.name:
@@ -126,7 +126,7 @@ class Writer:
 
 
 class WrittenBytes:
-    """Reads the writers' records, and adds up how much was put. For the collector's thread.
+    """Reads the writers' records and adds up the put bytes. For the collector's thread.
 
     Args:
         store: the root.
@@ -134,7 +134,7 @@ class WrittenBytes:
         clock: monotonic seconds.
 
     Attributes:
-        seen: writer -> bytes of it that are included in the sums that ``read`` returned.
+        seen: writer -> number of its bytes in the sums that ``read`` has returned.
     """
 
     def __init__(
@@ -147,19 +147,19 @@ class WrittenBytes:
         self._store = store
         self._writer_s = writer_s
         self._clock = clock
-        self._found: dict[str, tuple[KeyInfo, float, float]] = {}  # name -> as listed, since when, and last read
+        self._found: dict[str, tuple[KeyInfo, float, float]] = {}  # name -> entry, since when, last count
         self.seen: dict[str, int] = {}
 
     def begin(self, seen: Mapping[str, int]) -> None:
-        """Go on from another collector's ``seen``."""
+        """Continue with another collector's ``seen``."""
         self.seen = dict(seen)
         self._found.clear()
 
     def read(self, *, without: str = "") -> int:
-        """Read the records that changed; return how many bytes were put since the last call.
+        """Read the changed records; return the number of bytes put since the last call.
 
         Args:
-            without: a writer whose bytes the caller counts by itself.
+            without: name of the writer whose bytes the caller counts itself.
 
         Raises:
             StoreError: the records cannot be listed.
@@ -201,7 +201,7 @@ class WrittenBytes:
             pool.shutdown(0)
 
     def _count(self, name: str) -> int | None:
-        """A writer's count; None: its record is gone, invalid or unreadable. The next listing finds what it put."""
+        """Return a writer's count; None: its record is absent, bad or unreadable. The next listing finds its blobs."""
         try:
             record = get_record(self._store, WRITERS_PREFIX + name)
         except UNREADABLE as e:
@@ -218,7 +218,7 @@ class WrittenBytes:
 
 
 def used_bytes(store: Store) -> int | None:
-    """Bytes stored, by the records; None: no collector has listed the root yet.
+    """Return the stored bytes according to the records; None: no collector has listed the root yet.
 
     Raises:
         StoreError: the records cannot be read.

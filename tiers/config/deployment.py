@@ -65,7 +65,7 @@ class MetricsConfig(Model):
         None, description="Port of /metrics. 0: any free port, which is logged. null: not served."
     )
     address: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_check_host_name)] = Field(
-        "127.0.0.1", description="Address to listen on. Whoever reaches it can read the metrics."
+        "127.0.0.1", description="Address to listen on. Every client that can connect can read the metrics."
     )
 
 
@@ -207,7 +207,7 @@ def parse_tier(data: object, registered: Collection[str] = (), *, folder: str | 
         raise Mistakes([("", f"{show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
     tier_type = data.get("type")
     model: type[TierConfig] | type[ExternalTierConfig]
-    shown = show(tier_type)  # as it is written: a variable's value may be secret
+    shown = show(tier_type)  # the text before expansion, because a variable's value may be secret
     try:
         tier_type = expand(tier_type)
     except ValueError as e:

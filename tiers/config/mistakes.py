@@ -1,4 +1,4 @@
-"""A configuration's mistakes in words: from pydantic's errors to sentences that say what would be accepted."""
+"""Converts pydantic's errors to sentences about the mistakes of a configuration and the accepted values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CREDENTIALS = (
 #: Options of commits before 0.1.0 that have a successor.
 _REPLACED = {
     "auth": "write encrypt: aes-gcm, which authenticates as well",
-    "request_timeout": "it is two thirds of job_deadline_s",
+    "request_timeout": "a request may take two thirds of job_deadline_s",
     "sse_kms_key_id": "write sse: with the key's ARN or id",
     "addressing_style": "for virtual, write endpoint_url: https://BUCKET.HOST",
     "role_arn": "write the role into a profile of ~/.aws/config, and profile: its name",
@@ -37,7 +37,7 @@ _REPLACED = {
 _ACCEPTED = "{shown} is not accepted; write {accepted}"
 _TOO_SHORT = "{shown} is too short; write at least {min_length} character(s)"
 _TOO_LONG = "{shown} is too long; write at most {max_length} characters"
-#: pydantic's error type -> our words. ``accepted`` is what the field accepts; other names are in the error's context.
+#: pydantic's error type -> our message. ``accepted`` describes accepted values; other names are in the error's context.
 _WORDS: Mapping[str, str] = {
     "invalid_key": "is not a text; keys are text",
     "missing": "is required; write {accepted}",
@@ -66,7 +66,7 @@ def explain(error: ValidationError, model: type[BaseModel], data: object) -> lis
     """Explain pydantic's errors, as (field, message).
 
     Args:
-        data: what was validated. pydantic's errors hold values whose variables were replaced, which may be secret.
+        data: the validated data. pydantic's errors hold values whose variables were replaced, which may be secret.
     """
     schema = _schema_of(model)
     items = error.errors(include_url=False)
@@ -107,7 +107,7 @@ def _explain_one(item: ErrorDetails, schema: dict[str, Any], data: object) -> tu
 
 
 def did_you_mean(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """The known name that was probably meant; "" if none is close."""
+    """Return the known name that was probably meant; "": no known name is similar."""
     normal = re.sub(r"[-\s]+", "_", name.lower())
     return next(iter(get_close_matches(normal, list(known), 1, CLOSE)), "")
 
@@ -124,7 +124,7 @@ def _unknown_key(name: str, owner: dict[str, Any]) -> str:
 
 
 def value_in_words(schema: Mapping[str, Any], value: object) -> str:
-    """A field's value, in the unit that its JSON schema tells: "4 MiB", "10s"."""
+    """Format a field's value with the unit from its JSON schema: "4 MiB", "10s"."""
     for each in schema.get("anyOf", (schema,)):
         kind = each.get("type", "")
         if isinstance(value, int | float) and not isinstance(kind, str) and (known := _KINDS.get(" ".join(kind))):
@@ -133,7 +133,7 @@ def value_in_words(schema: Mapping[str, Any], value: object) -> str:
 
 
 def in_words(schema: Mapping[str, Any]) -> str:
-    """What a field accepts, from its JSON schema: "a duration above 0s, up to 1d"."""
+    """Describe a field's accepted values, from its JSON schema: "a duration above 0s, up to 1d"."""
     if "anyOf" in schema:
         options = [in_words(each) for each in schema["anyOf"] if each.get("type") != "null"]
         return " or ".join(options) + (", or null" if len(options) < len(schema["anyOf"]) else "")
@@ -148,7 +148,7 @@ def in_words(schema: Mapping[str, Any]) -> str:
 
 
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-#: JSON schema's type -> it in words, and how its bounds are written.
+#: Type in JSON schema -> its name, and a function that formats its bounds.
 _KINDS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "boolean": ("true or false", str),
     "integer": ("a whole number", str),
@@ -176,7 +176,7 @@ def join(parent: str, child: str) -> str:
 
 
 def show(value: object) -> str:
-    """A value as an error message may show it: short and printable, otherwise only its kind."""
+    """Format a value for an error message: the value if it is short and printable, otherwise only its kind."""
     if isinstance(value, bool) or value is None:
         return kind_of(value) if value is None else str(value).lower()
     if value and not isinstance(value, (int, float, str)):
@@ -189,20 +189,20 @@ def show(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The kind of a value, without its content, which may be secret."""
+    """Name the kind of a value, but not its content, which may be secret."""
     kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", bytes: "binary", type(None): "nothing"}
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def _child(data: object, part: int | str) -> object:
-    """An entry of a mapping or an item of a list; None if there is none."""
+    """Return an entry of a mapping or an item of a list; None: it does not exist."""
     if isinstance(data, dict):
         return data.get(part)
     return data[part] if isinstance(data, list | tuple) and isinstance(part, int) and part < len(data) else None
 
 
 def _schema_at(schema: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, Any]:
-    """The JSON schema of a field; {} if it has none."""
+    """Return the JSON schema of a field; {}: it has no schema."""
     found: dict[str, Any] = schema
     for part in loc:
         found = found.get("items", {}) if isinstance(part, int) else found.get("properties", {}).get(part, {})

@@ -65,7 +65,7 @@ def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:
 def tool_recipe(config: TierConfig, *, read_only: bool = False) -> Recipe:
     """Like ``store_recipe``, for tools.
 
-    The store has no reserve of free space, because a tool that frees space must not be refused for lack of it.
+    The store keeps no reserve of free space, because a tool that frees space must be able to write.
 
     Args:
         read_only: open the store read-only even if the tier may write, so that opening it creates nothing.

@@ -1,7 +1,7 @@
-"""Where each tier keeps its blocks; finds two tiers in the same location, or one inside another.
+"""Finds tiers that keep their blocks in the same location, or inside another tier's location.
 
-It finds mistakes of a copied section. Links are not followed, and two ways to spell one server, or two protocols of one
-server, are not compared.
+This finds mistakes in copied sections. Links are not followed. Two names, or two protocols, of the same server are not
+recognized as the same location.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tier_options import (
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
-    """Where a tier keeps its blocks.
+    """The location of a tier's blocks.
 
     Attributes:
         name: the config field that gives the location.
@@ -33,20 +33,20 @@ class TierPlace:
     """
 
     name: str
-    storage: object = field(repr=False)  # holds a driver's options, which may be secret
+    storage: object = field(repr=False)  # not shown: holds a driver's options, which may be secret
     path: str
 
     def is_same(self, other: TierPlace) -> bool:
-        """Whether both are the same location."""
+        """Whether both locations are the same."""
         return self.storage == other.storage and self.path == other.path
 
     def is_inside(self, other: TierPlace) -> bool:
-        """Whether this location is below the other."""
+        """Whether this location is inside the other location."""
         return self.storage == other.storage and self.path.startswith(f"{other.path}/")
 
 
 def place_of(tier: AnyTierConfig) -> TierPlace | None:
-    """Where a tier keeps its blocks; None for memory tiers and external tiers."""
+    """Return the location of a tier's blocks; None for memory tiers and external tiers."""
     if isinstance(tier, FsTierConfig | NfsTierConfig):
         return TierPlace("root_dir", "files", _spelled(tier.root_dir))
     if isinstance(tier, S3TierConfig):
@@ -58,7 +58,7 @@ def place_of(tier: AnyTierConfig) -> TierPlace | None:
         if protocol in LOCAL:
             return TierPlace("url", "files", _spelled(path))
         return TierPlace("url", (protocol, tier.storage_options), path.strip("/"))
-    if isinstance(tier, StoreTierConfig):  # its options are opaque: equal options count as the same location
+    if isinstance(tier, StoreTierConfig):  # custom options are opaque, so equal options count as the same location
         return TierPlace("options", ("store", tier.module_path, tier.options), "")
     return None
 
@@ -68,7 +68,7 @@ def _endpoint_of_environment() -> str:
 
 
 def shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
-    """Errors, as (field, message), for tiers in the same location as another tier or inside it.
+    """Yield an error (field, message) for each tier in the same location as another tier, or inside it.
 
     The outer tier's collector would count the inner tier's blocks as its own and remove them.
     """

@@ -39,8 +39,8 @@ from .values import (
 from .variables import AS_WRITTEN, escape, expand
 
 MAX_BYTES_MIN = 1 << 20
-REQUEST_SHARE = 2 / 3  # of job_deadline_s, for one request to S3 with its retries: the job's other work takes time, too
-CONNECTIONS_MAX = 1024  # of a client to S3; each takes a descriptor
+REQUEST_SHARE = 2 / 3  # share of job_deadline_s for an S3 request with its retries; a job has other work
+CONNECTIONS_MAX = 1024  # limit of a client to S3; each connection takes a descriptor
 ISOLATION = (
     "process: I/O runs in processes, which are killed when they hang. thread: I/O runs in the engine's threads; "
     "on nfs this needs a mount that times out (soft, softerr). auto: process if other processes can map the region."
@@ -48,12 +48,12 @@ ISOLATION = (
 LOOKUP_DEADLINE = "Lookups are misses if the storage answers none of them for this long."
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*://", re.ASCII)
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
-POLL_S, REMOTE_POLL_S = 0.25, 5.0  # how often writers publish what they put, and a collector reads it
+POLL_S, REMOTE_POLL_S = 0.25, 5.0  # how often writers publish their counts, and the collector reads them
 LIST_EVERY_S, REMOTE_LIST_EVERY_S = 600.0, 3600.0  # how long after a listing the next one begins
 
 
 def _reject_key(value: object) -> object:
-    words = re.split(r"[\s,]+", value) if isinstance(value, str) else ()  # whole words only: a path may hold a digest
+    words = re.split(r"[\s,]+", value) if isinstance(value, str) else ()  # whole words: a path may contain a digest
     if any(_KEY.fullmatch(word) for word in words):
         raise ValueError("is a key itself; write the file or the variable that holds the keys")
     return value
@@ -68,8 +68,8 @@ Seconds = Annotated[float, DurationIn(0, 86_400, above=True)]
 def default_threads() -> int:
     """Default number of read threads, and of write threads, for a fast medium.
 
-    Copying keeps a core busy, and idle threads of one kind take tasks of the other, so both kinds together match the
-    number of cores. More than 4 of a kind only queue for the GIL between two system calls.
+    Copying keeps a core busy, and idle threads of one kind take tasks of the other kind. So both kinds together match
+    the number of cores. More than 4 threads of a kind would only wait for the GIL between two system calls.
     """
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
@@ -115,7 +115,7 @@ class TierConfig(Model):
 
     Attributes:
         absent_ttl_s: how long the answer "absent" to a lookup is cached. Short, because another replica may store the
-            block; longer where asking costs more.
+            block. Longer for storage with more expensive lookups.
     """
 
     absent_ttl_s: ClassVar[float] = 1.0
@@ -128,7 +128,9 @@ class TierConfig(Model):
         description="Threads that prefer loads. On s3 and fsspec: concurrent requests, at most 8 with "
         "`isolation: thread`.",
     )
-    n_write_threads: Threads = Field(default_factory=default_threads, description="The same for stores.")
+    n_write_threads: Threads = Field(
+        default_factory=default_threads, description="Threads that prefer stores. Limits as for n_read_threads."
+    )
     children: Annotated[int, Field(ge=1, le=64)] = Field(
         2, description="Processes for the tier's I/O. More than two help only with many cores."
     )
@@ -212,7 +214,7 @@ class BoundedTierConfig(TierConfig):
             )
 
     def capacity_policy(self) -> CapacityPolicy | None:
-        """The limits for the collector; None if there are none, or if the tier is read-only.
+        """Return the limits for the collector; None: no limit is set, or the tier is read-only.
 
         A disk is a limit by itself, even with ``min_free: 0``: without a collector, a full disk would stay full.
         """
@@ -244,11 +246,11 @@ class FsTierConfig(BoundedTierConfig):
 class NfsTierConfig(BoundedTierConfig):
     """Blocks as files on an NFS mount. All hosts need the same UID. Not tested on CephFS and Lustre."""
 
-    # Without the mount option lookupcache=pos, the NFS client itself caches it for about 30 s.
+    # Without the mount option lookupcache=pos, the NFS client itself caches "absent" for about 30 s.
     absent_ttl_s: ClassVar[float] = 5.0
     type: Literal["nfs"] = "nfs"
     root_dir: Folder = Field(description="Folder on the mount; created if missing.")
-    min_free: Size = Field(1 << 30, description="As for fs.")
+    min_free: Size = Field(1 << 30, description="Free space to leave on the file system, as for fs.")
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
 
 
@@ -263,7 +265,7 @@ class MemoryTierConfig(TierConfig):
 
 
 class NetworkTierConfig(BoundedTierConfig):
-    """Options of every tier that mostly waits for a network, and therefore uses many threads and long batches."""
+    """Options of tiers that mostly wait for a network, and therefore use many threads and long batches."""
 
     absent_ttl_s: ClassVar[float] = 5.0
     n_read_threads: Threads = Field(32, description="Concurrent load requests, at most 8 in the engine's process.")
@@ -331,7 +333,7 @@ def _check_url(url: str, info: ValidationInfo) -> str:
 
     fsspec would treat both as paths in the working directory of its process.
     """
-    *outer, last = url.split("::")  # each link but the last one may be a protocol alone
+    *outer, last = url.split("::")  # every part of a chain but the last may be only a protocol
     if not all(_PROTOCOL.match(link if "://" in link else f"{link}://") for link in outer) or not _PROTOCOL.match(last):
         path = "file:///folder, or type: fs with a root_dir, for a folder on this machine"
         raise ValueError(f"is not a URL; write protocol://bucket/folder, or {path}")

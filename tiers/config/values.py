@@ -61,13 +61,13 @@ def parse_duration(value: object) -> float:
 
 
 def show_size(size: int) -> str:
-    """A size as it may be written, exactly: "64MiB", "4097"."""
+    """Format a size exactly, as a configuration accepts it: "64MiB", "4097"."""
     powers = (power for power in range(5, 0, -1) if size and not size % (1 << 10 * power))
     return next((f"{size >> 10 * power}{' KMGTP'[power]}iB" for power in powers), str(size))
 
 
 def human_bytes(size: float) -> str:
-    """A size in few digits, such as "1.5 GiB"."""
+    """Format a size with few digits, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
@@ -76,7 +76,7 @@ def human_bytes(size: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """A duration as it may be written, exactly to the millisecond: "1d", "90s", "500ms"."""
+    """Format a duration to the millisecond, as a configuration accepts it: "1d", "90s", "500ms"."""
     milliseconds = round(seconds * 1000)
     if not milliseconds:
         return "0s"
@@ -96,15 +96,16 @@ def _expand_home(value: object) -> object:
 
 
 def absolute(path: str, info: ValidationInfo) -> str:
-    """Make a path absolute. It is relative to the folder of the file that it is written in, else to the process's.
+    """Make a path absolute. It is relative to the folder of its configuration file, or else to the working directory.
 
-    Done when the path is parsed, so that a later change of directory or a process started elsewhere finds the same.
+    Call this when the path is parsed, so that the path stays the same after a change of directory and in other
+    processes.
     """
     return os.path.abspath(os.path.join((info.context or {}).get("folder") or "", path))
 
 
 def _reject_remote(value: object) -> object:
-    """Reject what mounts or clients take, and a folder is not: ``server:/export`` and URLs."""
+    """Reject ``server:/export`` and URLs, which are not folders."""
     if not isinstance(value, str):
         return value
     if _URL.match(value):
@@ -118,7 +119,7 @@ def _reject_remote(value: object) -> object:
 
 
 def matching(pattern: str, accepted: str) -> Any:
-    """Restrict a text to a pattern; ``accepted`` says in words what matches."""
+    """Restrict a text to a pattern; ``accepted`` describes the pattern in words."""
     return Field(pattern=pattern, json_schema_extra={"x-accepted": accepted})
 
 

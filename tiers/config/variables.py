@@ -1,7 +1,7 @@
 """Environment variables in a configuration: ``$NAME``, ``${NAME}`` and ``${NAME:-default}``; ``$$`` is a dollar.
 
-Every text is expanded once, when it is parsed. A parsed model gives its texts with each dollar doubled (``dict(model)``
-and ``model_dump``), so that they can be parsed again and mean the same.
+Every text is expanded once, when it is parsed. ``dict(model)`` and ``model_dump`` of a parsed model double each dollar,
+so that the texts can be parsed again with the same meaning.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 from ..errors import public_url
 
-#: Fields whose texts are used as they are written: they may hold a password with a dollar, or name a variable.
+#: Fields whose texts are not expanded, because they may hold a password with a dollar or name a variable.
 AS_WRITTEN = frozenset({"keys_env", "options", "storage_options"})
 
 _VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)(?::-([^{}]*))?\}|(\{|))", re.ASCII)
 
 
 class VariableError(ValueError):
-    """A variable is not set, is empty or is written wrongly."""
+    """A variable is not set, is empty or has the wrong syntax."""
 
 
 def expand(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """Replace the variables in a text, or in the texts of a list; anything else is returned unchanged.
 
-    A variable in a URL's login or query that is not set, or is empty, stays as it is written: a password may hold a
-    dollar.
+    In a URL's login or query, the text of a variable that is unset or empty stays unchanged, because a password may
+    contain a dollar.
 
     Raises:
         VariableError: a variable is not set or empty and has no default, or a dollar does not begin a variable.

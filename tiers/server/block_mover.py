@@ -1,7 +1,7 @@
 """BlockMover: stores, loads and looks up a batch of blocks on a tier's threads, and verifies them.
 
-Bytes go straight between the region's slots and the store. Nothing here copies, joins or keeps a block. The exception
-is encryption: a block is encrypted into its thread's buffer.
+The store reads and writes the region's slots directly. Nothing here copies, joins or keeps a block, except that a block
+is encrypted into its thread's buffer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 #: Blocks of this size or more are checksummed piece by piece while they move. Speed relative to plain preadv on one
 #: core and ext4, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
-LENT_LOOK_S = 0.01  # between looks at slots that a store still uses
+LENT_LOOK_S = 0.01  # between checks of slots that a store still uses
 _SINGLE_BLOCK_ERRORS = (StoreUnavailableError, StorePermissionError)  # errors that may concern only one block
 
 
@@ -52,10 +52,10 @@ class BlockMover:
         name: the tier's name, for logs.
         name_prefix: prefix of the blocks' names in the store; see ``tiers.blocks.file_mapper.block_name``.
         rows: the region.
-        say: called with errors that only an operator can fix, each time; whoever logs them limits how often.
+        say: called each time with an error that only an operator can fix. The caller limits how often it is logged.
 
     Attributes:
-        must_replace: whether a store overwrites a block even if it looks good, because its last load failed.
+        must_replace: tells whether a store must overwrite a block that looks good, because its last load failed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BlockMover:
             except StoreError as e:
                 self._note("store", e)
                 batch.errors[type(e).__name__] += 1
-                if e.retryable:  # full or read-only storage does not count as a fault: blocks can still be loaded
+                if e.retryable:  # full or read-only storage is not a fault, because blocks can still be loaded
                     batch.fault = str(e)
                     batch.perhaps_stored += 1
                 elif isinstance(e, StoreFullError):
@@ -109,7 +109,7 @@ class BlockMover:
     def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
         """Store one block unless it is already stored intact; returns the outcome."""
         name = block_name(self._name_prefix, key)
-        # Put first, and check only if that finds a blob: most blocks are new, and a check costs as much as a small put.
+        # Put first, and check only if a blob exists: most blocks are new, and a check costs as much as a small put.
         published = self._put(name, key, row, overwrite=False)
         if published:
             self._deletes_in_vain = False
@@ -118,7 +118,7 @@ class BlockMover:
         try:
             self._check_stored(key, name)
             if not overwrite:
-                return "already_stored" if published is False else "moved"  # None: the store does not tell
+                return "already_stored" if published is False else "moved"  # None: the store cannot tell
         except BlobNotFoundError:
             overwrite = False  # deleted between the put and the check
         except _SINGLE_BLOCK_ERRORS:
@@ -140,7 +140,7 @@ class BlockMover:
         except StoreError as e:
             if not overwrite or e.retryable:
                 raise
-            # There may be no room for a second block beside the bad one.
+            # There may be no room for the new block beside the bad block.
             if self._is_good(key, name):
                 return "already_stored"
             if self._deletes_in_vain:
@@ -189,7 +189,7 @@ class BlockMover:
         return self._pieces.put_pieces(name, parts, look, overwrite=overwrite)
 
     def _check_stored(self, key: OffloadKey, name: str) -> None:
-        """Check size and trailer of the stored blob; only the size if the store cannot read a blob's end."""
+        """Check the size and trailer of a stored blob. Only the size if the store cannot read the end of a blob."""
         if self._tails is not None:
             size, tail = self._tails.get_tail(name, TRAILER_BYTES) or (None, b"")
         else:
@@ -202,7 +202,7 @@ class BlockMover:
             self._seal.check_trailer(key, tail, self._rows.row_bytes)
 
     def load_batch(self, pairs: Iterable[Pair]) -> Batch:
-        """Fill slots with verified blocks. When it ends, also by an exception, the store cannot reach the slots."""
+        """Fill slots with verified blocks. After the call, even if it raises, the store cannot reach the slots."""
         rows = LentRows(self._rows)
         try:
             return self._load_rows(pairs, rows)
@@ -234,7 +234,7 @@ class BlockMover:
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
         name = block_name(self._name_prefix, key)
         failure: SealError | BlobCorruptError | None = None
-        for _ in range(2):  # a torn page, or a blob replaced while it is read, is read correctly the second time
+        for _ in range(2):  # a torn page, or a blob replaced during the read, can be read correctly the second time
             try:
                 seen = None
                 if self._pieces is None:
@@ -261,18 +261,19 @@ class BlockMover:
         batch.gone.append(key)
         if not (isinstance(failure, SealError) and failure.foreign):
             batch.bad.append(key)
-            if reason is not SealReason.AUTHENTICATION:  # compared last: such a block was read well
-                batch.fault = f"{name} is not the block it should be ({failure})"
+            if reason is not SealReason.AUTHENTICATION:  # the tag is checked last, so the block was read correctly
+                batch.fault = f"{name} is not a valid copy of its block ({failure})"
         if reason is SealReason.UNKNOWN_KEY:
             self._warn_of_key(failure)
         else:
-            self._say(f"tier {self.name}: {name} is not the block it should be ({failure})")
+            self._say(f"tier {self.name}: {name} is not a valid copy of its block ({failure})")
         return False
 
     def _warn_of_key(self, failure: Exception) -> None:
         self._say(
-            f"tier {self.name}: stored blocks are misses, and no store replaces them ({failure}). If keys were "
-            "rotated, add the old key after the new one; if other engines have a newer key file, use it here, too"
+            f"tier {self.name}: stored blocks cannot be authenticated, so they are misses and stay as they are "
+            f"({failure}). If keys were rotated, add the old key after the new one. If other engines have a newer key "
+            "file, use that file here, too"
         )
 
     def _note_load(self, key: OffloadKey, error: StoreError, batch: Batch) -> None:
@@ -283,16 +284,16 @@ class BlockMover:
             batch.unreadable.append(key)
 
     def _note(self, what: str, error: StoreError) -> None:
-        # Debug: a line per block would flood the log when a disk is full. Counters and state changes tell the rest.
+        # Debug level, because a line per block would flood the log when a disk is full. Metrics count these errors.
         logger.debug("tier %s: %s failed: %s", self.name, what, error)
         if isinstance(error, StorePermissionError | StoreConfigError):
             self._say(f"tier {self.name}: {what} failed: {error}")
 
     def probe(self, keys: Sequence[OffloadKey], name_prefix: str = "") -> list[bool | None]:
-        """Whether each key has a blob of a block's size; None where the lookup failed.
+        """Return whether each key has a blob of a block's size; None: the lookup failed.
 
         Args:
-            name_prefix: of another namespace, whose blocks may have another size.
+            name_prefix: prefix of another namespace, whose blocks may have another size.
         """
         expected = self._rows.row_bytes + TRAILER_BYTES
         names = [block_name(name_prefix or self._name_prefix, key) for key in keys]
@@ -305,7 +306,10 @@ class BlockMover:
 
 
 class LentRows:
-    """Rows that a store fills in one call, and must not reach afterwards: slots are reused. One thread uses it."""
+    """Rows that a store fills in one call. Afterwards the store must not reach them, because slots are reused.
+
+    One thread uses an object.
+    """
 
     def __init__(self, rows: Rows) -> None:
         owner = rows.lend()
@@ -321,17 +325,17 @@ class LentRows:
         return view
 
     def take_back(self) -> bool:
-        """Release the views. False: something of the store, such as a thread, still has views or arrays made of them.
+        """Release the views. False: the store still has views or arrays made of them, for example in a thread.
 
         No living exception may refer to the frames of the call; see ``_drop_frames``.
         """
         for view in (self._whole, *self._views):
-            with suppress(BufferError):  # still in use, which ``_owner`` shows as well
+            with suppress(BufferError):  # a view is still in use, which ``_owner`` shows as well
                 view.release()
         self._views.clear()
         if self._owner() is not None:
-            # Perhaps it is only a reference cycle, such as an exception and its frame. A young one: a collection of all
-            # objects of an engine would hold up its scheduler.
+            # The view may only be in a reference cycle, such as an exception and its frame. Collect only young objects:
+            # a full collection would hold up an engine's scheduler.
             gc.collect(1)
         return self._owner() is None
 
@@ -341,7 +345,7 @@ class LentRows:
         while self._owner() is not None:
             time.sleep(pause_s)
             pause_s = min(1.0, 2 * pause_s)
-            gc.collect(1 if pause_s < 1.0 else 2)  # a thread that ended late may leave a cycle, too
+            gc.collect(1 if pause_s < 1.0 else 2)  # a thread that ended late may also leave a reference cycle
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -40,7 +40,7 @@ class MappedRegion:
 
     Attributes:
         fd: descriptor of the file, owned by this object; -1: closed.
-        offset, length: of the region in the file, in bytes.
+        offset, length: place of the region in the file, in bytes.
 
     Raises:
         RegionError: the region is not a writable mapping of a single file, or the file cannot be opened.
@@ -62,7 +62,7 @@ class MappedRegion:
 def _open_mapped_file(region: memoryview) -> tuple[int, int]:
     """Open the file behind a region: a descriptor, and the offset of the region's first byte in the file."""
     length = region.nbytes
-    if region.readonly or not length:  # Python cannot tell its address
+    if region.readonly or not length:  # Python cannot tell the address of such a region
         raise RegionError("the region is empty or read-only")
     address = ctypes.addressof(ctypes.c_char.from_buffer(region))
     mappings = [m for m in _mappings() if m.start < address + length and m.end > address]
@@ -110,7 +110,7 @@ def _open(mapping: _Mapping) -> int:
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             else:
                 fd = os.dup(int(path.rpartition("/")[2]))
-        except OSError:  # the descriptor of the listing itself or one closed meanwhile; no such name, or no permission
+        except OSError:  # the descriptor was closed meanwhile, the name does not exist, or permission is missing
             continue
         if _is_file_of(mapping, os.fstat(fd)) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
             return fd

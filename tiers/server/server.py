@@ -1,11 +1,11 @@
 """Server: does a tier's I/O. One loop reads frames, and a few threads move blocks and look keys up.
 
-It runs in a process of its own (``server.process``), or in threads of the engine's process where no other process can
-map the region. The frames are the same; see ``tiers.frames``.
+A server runs in a separate process (``server.process``). If no other process can map the region, it runs in threads of
+the engine's process (``server.threads``). Both use the same frames (``tiers.frames``).
 
-A part, which is some blocks of a job, is dealt into pieces, and each thread takes the next piece. So the first blocks
-of a part are moved first, and no thread idles while a piece waits. A part is reported when no thread can touch its
-slots any more.
+A part, which is some blocks of a job, is cut into pieces, and each thread takes the next piece. So the first blocks of
+a part are moved first, and no thread idles while a piece waits. A part is reported when no thread can touch its slots
+any more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 PIECE_BYTES_MIN: Final = 1 << 20  # a smaller piece is not worth waking another thread
 PIECE_BYTES_MAX: Final = 8 << 20  # so that blocks are spread evenly, and the engine hears of progress
 ALIVE_EVERY_S: Final = 1.0
-LATE_LOOK_S: Final = 0.25  # between looks for late blocks, while blocks wait
+LATE_LOOK_S: Final = 0.25  # between checks for late blocks, while blocks wait
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +61,11 @@ class Server:
 
     Args:
         sock: a blocking stream socket.
-        tag: of the connection's frames.
+        tag: starts each frame of the connection.
         make_store: creates the store; called again after it failed.
         rows: the region.
-        clock: seconds, monotonic; the engine's deadlines are by this clock.
-        give_up: called when the memory limit is reached: what a library has allocated may never be free again.
+        clock: monotonic seconds, the same clock as the engine's deadlines use.
+        give_up: called when the memory limit is reached, because a library may never free its memory.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Server:
         self._said: list[str] = []
         self._loads: deque[_Piece] = deque()
         self._stores: deque[_Piece] = deque()
-        # One token a piece. A seat for loads only takes pieces without taking their tokens, so some find no piece left.
+        # One token per piece. A load-only thread takes a piece without its token, so a later token may find no piece.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._load_tokens: SimpleQueue[bool] = SimpleQueue()
-        self._storing: set[int] = set()  # threads that take or move stores
+        self._storing: set[int] = set()  # threads that take or move a store
         self._turns: SimpleQueue[tuple[int, list[OffloadKey], str] | None] = SimpleQueue()
         loads, stores = self._loads, self._stores
         seated: list[tuple[Callable[..., None], tuple[Any, ...], int]] = [
@@ -115,7 +115,7 @@ class Server:
                 (run, arguments) for run, arguments, count in seated for _ in range(count)
             )
         ]
-        self._num_movers = seats.loads_first + seats.stores_first  # that take tokens
+        self._num_movers = seats.loads_first + seats.stores_first  # threads that take tokens
         self._num_loads_only = seats.loads_only
 
     def serve(self, ends: Sequence[int] = ()) -> None:
@@ -148,7 +148,7 @@ class Server:
         return not any(thread.is_alive() for thread in self._threads)
 
     def close_store(self) -> None:
-        """Close the store, if there is one, after ``join`` or as the last thing that this process does."""
+        """Close the store, if it was created. Call it after ``join``, or as the last action of this process."""
         if self._mover is not None:
             self._mover.store.close()
 
@@ -157,7 +157,7 @@ class Server:
         self._send("alive")
 
     def prepare(self) -> None:
-        """Create the store before the first request. If that fails, requests try again, and report the error."""
+        """Create the store before the first request. After a failure, requests try again and report the error."""
         with suppress(Exception):
             self._get_mover().store.prepare()
 
@@ -193,7 +193,7 @@ class Server:
                 self._load_tokens.put(True)
 
     def _piece_blocks(self, count: int, num_threads: int) -> int:
-        """Blocks per piece: one if a block mostly waits, else a thread's share of the part, but not little work."""
+        """Blocks per piece: 1 if a block mostly waits for the network. Else a thread's share of the part, or more."""
         if self._mover is not None and self._mover.store.capabilities.latency_bound:
             return 1
         row_bytes = self._rows.row_bytes
@@ -201,12 +201,12 @@ class Server:
         return max(share, PIECE_BYTES_MIN // row_bytes, 1)
 
     def _drop_late(self) -> None:
-        """Drop pieces that must not begin any more. If all threads hang, no other thread would."""
+        """Drop pieces that must not begin any more. The threads cannot do this if all of them hang."""
         for queue in (self._loads, self._stores):
             for piece in list(queue):
                 part, pairs = piece
                 if self._why_not(part):
-                    with suppress(ValueError):  # a thread has just taken it
+                    with suppress(ValueError):  # a thread has just taken the piece
                         queue.remove(piece)
                         self._end_piece(part, self._dropped(part, len(pairs), Batch()))
 
@@ -250,7 +250,7 @@ class Server:
         return self._dropped(part, len(rest), batch) if rest else batch
 
     def _begun(self, part: _Part, pairs: Sequence[Pair], rest: list[Pair]) -> Iterator[Pair]:
-        """The pairs, until it is too late to begin one; ``rest`` gets the others."""
+        """Yield pairs until their deadline; ``rest`` gets the remaining pairs."""
         for place, pair in enumerate(pairs):
             if self._why_not(part):
                 rest.extend(pairs[place:])
@@ -258,7 +258,7 @@ class Server:
             yield pair
 
     def _why_not(self, part: _Part) -> str:
-        """Why a block of the part must not begin; "" if it may."""
+        """The reason why blocks of the part must not begin; "": they may begin."""
         return self._cut or ("deadline" if self._clock() >= part.deadline else "")
 
     def _dropped(self, part: _Part, count: int, batch: Batch) -> Batch:
@@ -312,7 +312,7 @@ class Server:
             store = self._make_store()
         except Exception:
             raise
-        except BaseException as e:  # such as SystemExit: a library that gives up must not end this process
+        except BaseException as e:  # a library may raise SystemExit, which must not end this process
             raise StoreUnavailableError(f"the store raised {type(e).__name__}: {e}") from e
         work = self._work
         mover = BlockMover(work.tier, store, work.mapper.name_prefix, work.seal, self._rows, self._say)
@@ -326,7 +326,7 @@ class Server:
             store: Any = self._get_mover().store
             capabilities = asdict(store.capabilities)
             if hasattr(store, "check"):
-                store.prepare()  # a check has a short time limit
+                store.prepare()  # ``check`` has a short time limit
                 store.check()
             if open_namespace(store, self._work.mapper, read_only=self._work.read_only):
                 tell_nearest(store, self._work.mapper, self._work.tier, lambda found: self._send("nearest", found))
@@ -342,13 +342,13 @@ class Server:
         self._said.append(text)
 
     def _take_said(self) -> list[str]:
-        # One text is enough: the next answer says it again, and the engine's half logs only few of them.
+        # One text is enough: the next answer repeats it, and the engine's half logs few texts.
         said, self._said[:] = self._said[:1], []
         return said
 
     def _send(self, *content: object, raw: bytes = b"") -> None:
         frame = pack_frame(self._tag, content, raw)
         end_if_forked(self._pid)
-        with self._sending, suppress(OSError):  # the engine is gone: the loop notices it
+        with self._sending, suppress(OSError):  # the engine has ended, which the loop notices
             self._sock.sendall(frame)
             self._sent_at = time.monotonic()

@@ -1,6 +1,7 @@
-"""A server in threads of the engine's process, where no other process can map the region.
+"""Runs a tier's server in threads of the engine's process, if no other process can map the region.
 
-Its threads take the GIL from the engine, and cannot be killed: a job whose storage hangs is reported when it answers.
+The threads compete with the engine for the GIL, and cannot be killed. If the storage hangs, a job is reported only when
+the storage answers.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class ServerThreads:
         return False
 
     def has_ended(self) -> bool:
-        """Whether all its threads have ended."""
+        """Whether all threads of the server have ended."""
         if self._loop.is_alive() or not self._server.join(0.0):
             return False
         self._theirs.close()
         return True
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -55,7 +56,7 @@ class ThreadBackend:
 
     Args:
         store: closed when the server has ended.
-        seats: its threads.
+        seats: threads of the server.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
         module_path: ``package.module``, whose ``make_store`` is called, or ``package.module:function``.
 
     Raises:
-        StoreConfigError: the module cannot be imported, the function does not exist, it raised another exception than
-            KVTiersError, or it did not return a Store.
+        StoreConfigError: the module cannot be imported, the function does not exist, raised an exception other than
+            KVTiersError, or did not return a Store.
         StoreUnavailableError: the module or the function raised SystemExit.
         KVTiersError: raised by the function; passed on unchanged.
     """
@@ -32,7 +32,7 @@ def make_custom_store(module_path: str, options: Mapping[str, Any]) -> Store:
         store = make(dict(options))
     except KVTiersError:
         raise
-    except SystemExit as e:  # it must not end the engine
+    except SystemExit as e:  # SystemExit must not end the engine
         raise StoreUnavailableError(f"{module_path} raised {_describe(e)}") from e
     except Exception as e:  # a user's function may raise anything
         raise StoreConfigError(f"{module_path} failed with its options: {_describe(e)}") from e

@@ -197,7 +197,7 @@ class FsspecStore(Store):
         return self._many(keys, "rm_file", _raise_if_error, BlobNotFoundError, BlobCorruptError)
 
     def has_container(self) -> bool | None:
-        """Whether the bucket or container at the root's beginning exists; None: it has none, or nobody can tell."""
+        """Whether the root's bucket or container exists; None: the root has none, or the driver cannot tell."""
         container = self._root.partition("/")[0]
         if not container or not self._is_atomic:
             return None
@@ -238,7 +238,7 @@ class FsspecStore(Store):
         return self._run("", lambda: self._call("ls", path, detail=True))
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver, with a deadline if it is asynchronous. A late call can change only bytes of its own."""
+        """Call the driver, with a deadline if it is asynchronous. A late call can change only its own bytes."""
         fs = self._driver()
         if not fs.async_impl:
             return getattr(fs, method)(*arguments, **options)
@@ -290,7 +290,7 @@ class FsspecStore(Store):
         return found
 
     def _size(self, path: str) -> int | None:
-        """Return a blob's size; None if there is no blob. Raises whatever the driver raises."""
+        """Return a blob's size; None if there is no blob. Passes on the driver's exceptions."""
         try:
             return size_of(self._call("info", path))
         except OSError as e:
@@ -299,7 +299,7 @@ class FsspecStore(Store):
             raise
 
     def _read(self, path: str, parts: Sequence[memoryview], size: int) -> None:
-        """Read with one request, for one byte more than the parts hold, to detect a blob that is too long."""
+        """Read a blob with one request. Requests one byte too many, to detect a blob that is too long."""
         try:
             data = self._call("cat_file", path, start=0, end=size + 1)
         except FileNotFoundError:
@@ -349,7 +349,7 @@ class FsspecStore(Store):
         """
         name, folder = entry["name"].strip("/"), path.strip("/")
         if name != folder and folder and not name.startswith(f"{folder}/"):
-            raise StoreConfigError(f"{self!r}: the driver lists names that were not asked for")
+            raise StoreConfigError(f"{self!r}: the driver lists names outside the requested prefix")
         return bool(name == folder)
 
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
@@ -361,7 +361,7 @@ class FsspecStore(Store):
                 yield KeyInfo(key, size, mtime)
 
     def _sweep(self) -> None:
-        """Remove temporary files of dead writers. Others may use a folder of this name, too, so names are checked."""
+        """Remove temporary files of dead writers. Checks names, because other programs may use such a folder, too."""
         try:
             folder = self._below(TEMPORARY_FOLDER)
             for entry in self._call("ls", folder, detail=True):

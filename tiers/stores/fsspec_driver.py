@@ -40,7 +40,7 @@ _ONE_FILE: Final = "its driver has one open file for all threads, which get each
 #: Protocols that break the rules of a store, and why.
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(["blockcache", "cached", "filecache", "simplecache"], _CACHES),
-    "dir": "the file system that it wraps caches listings, or cannot be called; write the folder into the URL of that",
+    "dir": "the wrapped file system caches listings, or cannot be called; write its URL, with the folder",
     "ftp": "its driver has one connection for all threads, which get each other's answers; use sftp://",
     **dict.fromkeys(["libarchive", "tar"], _ONE_FILE),
 }
@@ -48,7 +48,7 @@ REFUSED: Final[Mapping[str, str]] = {
 TEMPORARY_FOLDER: Final = ".tmp"
 #: The names of these files: dot names, so that listings never show them.
 TEMPORARY_NAME: Final = re.compile(r"\.[0-9a-f]{32}")
-#: Names under which drivers report a file's time.
+#: Keys under which drivers report a file's time.
 _MILLISECONDS_FIELD: Final = "modificationTime"  # webhdfs
 _TIME_FIELDS: Final = (
     *("mtime", "LastModified", "last_modified", "updated", "modified", "created"),
@@ -62,7 +62,7 @@ _LINK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*", re.ASCII)  # a protoco
 
 
 class OptionsError(StoreConfigError):
-    """The driver failed with one of Python's own errors, such as for an option that it does not know."""
+    """The driver failed with a built-in Python error, for example because of an unknown option."""
 
 
 def protocols_of(fs: Any) -> frozenset[str]:
@@ -92,7 +92,7 @@ def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_fo
         Exception: whatever the driver raises.
     """
     if fs.isdir(target):
-        raise BlobCorruptError("there is a folder")  # a move would put the blob into this folder
+        raise BlobCorruptError("there is a folder with this name")  # a move would put the blob into this folder
     folder = target.rpartition("/")[0]
     temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # see TEMPORARY_NAME
     try:
@@ -176,7 +176,7 @@ def translate(error: Exception, key: str, hint: str = "") -> StoreError:
 
 
 def explain_options(options: Mapping[str, Any]) -> str:
-    """Name a driver's options, one of which may be wrong, for the end of an error message. "": there are none."""
+    """Name the driver's options, because an option may be wrong, for the end of an error message. "": no options."""
     return f"; check the names and values of storage_options ({', '.join(map(str, options))})" if options else ""
 
 
@@ -210,7 +210,7 @@ def check_drivers(url: str) -> None:
     protocols = []
     for link in links:
         protocol, has_path, path = link.partition("://")
-        # The text is not shown: without "//" nothing tells a login from a path.
+        # The text is not shown, because without "//" a login looks like a path.
         if _LINK.fullmatch(protocol) is None or (not has_path and link is links[-1]):
             raise StoreConfigError("is not a URL; write protocol://bucket/folder, or file:///folder for a local folder")
         if protocol in LOCAL and has_path and not path.startswith("/"):
@@ -262,5 +262,5 @@ def open_driver(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def missing_package(error: ImportError) -> str:
-    """Name of the missing package. fsspec raises its own ImportError, with the one that has the name as its cause."""
+    """Name of the missing package. It is in the cause of fsspec's own ImportError."""
     return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"

@@ -1,6 +1,6 @@
 """MemoryStore: keeps blobs in this process's memory and drops the least recently used when it is full.
 
-For tests, for a second tier in one machine's memory, and as the smallest example of a store.
+Used for tests, for a second tier in a machine's memory, and as the smallest example of a store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One table from errno to the StoreError that says what it means, for all stores that make system calls."""
+"""One table from errno to StoreError, for all stores that make system calls."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Calls a function when a deadline passes, such as one that shuts down a socket and so ends a blocked read.
+    """Calls a function when a deadline passes, for example to end a blocked read by shutting its socket down.
 
-    It has one thread, which the first guard starts. The thread ends after ``close`` as soon as nothing is guarded. A
+    It has one thread, which the first guard starts. After ``close``, the thread ends as soon as no block is guarded. A
     guarded block that ends in time, as nearly all do, does not wake the thread. ``_changed`` owns every field.
 
     Args:
@@ -64,7 +64,7 @@ class Watchdog:
                     self._changed.notify()
 
     def close(self) -> None:
-        """End the thread as soon as nothing is guarded."""
+        """End the thread as soon as no block is guarded."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -3,11 +3,11 @@
 Jobs and lookups are frames (``tiers.frames``), and a server answers each of them once. A job is cut into parts,
 and a part goes to the server that has the least work.
 
-A server that is silent for a job's deadline although it has work, or that has not ended a part after twice that, is
-killed. Its parts are reported as failed only when it is reaped, because until then it may touch their slots. Meanwhile
-the other servers get its work, as they do while it starts again: a busy machine may take seconds for that.
+A server is killed if it has work and is silent for a job's deadline, or if it has not ended a part after twice that
+time. The parts of a killed server are reported as failed only when it is reaped, because until then it may touch their
+slots. Until the server is replaced, which may take seconds on a busy machine, the other servers get its work.
 
-Servers in threads of this process cannot be killed: their parts are reported when the storage answers.
+Servers in threads of this process cannot be killed. Their parts are reported when the storage answers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..errors import ConfigError, QueueFullError, StoreError, StoreTimeoutError,
 from ..frames import FOUND, Seats, decode_batch, decode_error, pack_pairs
 from ..store import Capabilities, Store
 
-PART_BYTES_MIN: Final = 1 << 20  # a smaller part is not worth another server's attention
-DOUBT_SHARE: Final = 0.25  # of the deadline: while a server is silent for longer, others get the work
-LATE_FACTOR: Final = 2.0  # no part may take longer than this many deadlines, whatever else its server does
-START_S: Final = 30.0  # for a server to say that it runs, if the deadline is shorter
-END_S: Final = 1.5  # for a server without work to end
+PART_BYTES_MIN: Final = 1 << 20  # a smaller part is not worth waking another server
+DOUBT_SHARE: Final = 0.25  # share of the deadline; while a server is silent for longer, the other servers get the work
+LATE_FACTOR: Final = 2.0  # no part may take longer than this many deadlines, even if its server answers other requests
+START_S: Final = 30.0  # least time for a server to send its first frame, even if the deadline is shorter
+END_S: Final = 1.5  # time for a server without work to end
 
 
 class Backend(Protocol):
@@ -44,13 +44,13 @@ class Backend(Protocol):
 
     @property
     def store(self) -> Store | None:
-        """The store that servers in this process use. None: the servers are processes."""
+        """The store that servers in threads of this process use. None: the servers are processes."""
 
     def start(self, seats: Seats) -> Handle:
         """Start a server. May block. Raises OSError, RuntimeError or KVTiersError."""
 
     def close(self) -> None:
-        """Release what the servers were given. No server runs any more."""
+        """Release the resources given to the servers. Call it when no server runs any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class FinishedJob:
     Attributes:
         batches: the results of its parts.
         blocks: number of its blocks.
-        duration_s: since its submission.
+        duration_s: seconds from its submission to its end.
     """
 
     job_id: int
@@ -94,7 +94,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What a server owes an answer to. ``job``: for a part of a job. ``look``: number of keys of a lookup."""
+    """A request that a server has not answered. ``job``: of a part of a job. ``look``: number of keys of a lookup."""
 
     sent_at: float
     job: _Job | None = None
@@ -105,11 +105,11 @@ class _Request:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Server(Child):
     seats: Seats
-    owed: dict[int, _Request] = field(default_factory=dict)  # by number, the oldest first
-    loads: int = 0  # blocks under way
+    owed: dict[int, _Request] = field(default_factory=dict)  # number of the request -> request, the oldest first
+    loads: int = 0  # number of blocks under way
     stores: int = 0
     looks: int = 0
-    is_late: bool = False  # and was killed for it
+    is_late: bool = False  # the server was killed because it was late
 
 
 class Channel(Connections[_Server]):
@@ -117,10 +117,10 @@ class Channel(Connections[_Server]):
 
     Args:
         row_bytes: bytes of a block.
-        jobs_max, cost_max: a store beyond these limits is refused; cost is in bytes.
+        jobs_max, cost_max: a store beyond these limits is refused. The cost of a job is its bytes.
         deadline_s: no block of a job begins to move later than this after the job was submitted.
-        tell: called with the texts that servers say.
-        clock: seconds, monotonic; the servers' clock, too.
+        tell: called with the log texts that servers send.
+        clock: monotonic seconds, by the same clock as the servers.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Channel(Connections[_Server]):
     def submit(
         self, job_id: int, pairs: list[Pair], *, is_load: bool, cost: int = 0, to_replace: Iterable[OffloadKey] = ()
     ) -> None:
-        """Start a job. A job without pairs is finished at once.
+        """Start a job. A job without pairs ends at once.
 
-        Loads are not limited: the region's slots bound them, and a refused load would be a miss of a stored block.
+        Loads are not limited: the region's slots bound them, and refusing a load would make a stored block a miss.
 
         Args:
             to_replace: keys of blocks that a store overwrites even if they look good.
@@ -205,7 +205,7 @@ class Channel(Connections[_Server]):
         """Ask whether keys are stored. Returns the lookup's number; see ``take_looked``.
 
         Args:
-            name_prefix: of another namespace, in which blocks may have any size; "": the tier's own.
+            name_prefix: prefix of another namespace, whose blocks may have any size; "": the tier's own namespace.
         """
         now = self._clock()
         servers = self._trusted(now)
@@ -218,7 +218,7 @@ class Channel(Connections[_Server]):
         return self._send(server, _Request(now, look=len(keys)), content, pack_pairs([(key, 0) for key in keys]))
 
     def open(self) -> None:
-        """Have the storage checked and the namespace opened; see ``take_opened``."""
+        """Ask a server to check the storage and open the namespace; see ``take_opened``."""
         now = self._clock()
         if servers := self._trusted(now):
             self._send(servers[0], _Request(now), ["open", None])
@@ -226,26 +226,26 @@ class Channel(Connections[_Server]):
             self._opened = Opened(None, StoreUnavailableError("none of the tier's processes runs"))
 
     def cut(self, why: str) -> None:
-        """Drop all blocks that have not begun, and those that are sent later; "" lets blocks begin again."""
+        """Drop all blocks that have not begun, and all blocks sent later. "" lets blocks begin again."""
         if why != self._cut:
             self._cut = why
             for server in self._children:
                 self._write(server, ["cut", why])
 
     def take_finished(self) -> list[FinishedJob]:
-        """Jobs that have ended since the last call; ``poll`` finds them."""
+        """Return the jobs that have ended since the last call; ``poll`` finds them."""
         finished, self._finished = self._finished, []
         return finished
 
     def take_looked(self) -> list[tuple[int, Sequence[bool | None]]]:
-        """Lookups that were answered: number, and whether each key is stored (None: that failed)."""
+        """Return the answered lookups: number, and whether each key is stored (None: the lookup failed)."""
         if any(server.looks for server in self._children):
             self.poll()
         looked, self._looked = self._looked, []
         return looked
 
     def take_opened(self) -> Opened | None:
-        """The answer to ``open``, once."""
+        """Return the answer to ``open``, once."""
         opened, self._opened = self._opened, None
         return opened
 
@@ -255,13 +255,13 @@ class Channel(Connections[_Server]):
         return len(self._jobs)
 
     def take_late_s(self) -> float:
-        """The longest time that a server was silent, or took for a part, of those that took too long; 0: none did."""
+        """The longest silence, or time for a part, of the servers that took too long; 0: no server did."""
         late_s, self._late_s = self._late_s, 0.0
         return late_s
 
     @property
     def silent_s(self) -> float:
-        """For how long a server with work has been silent: the longest of all; 0: none has work."""
+        """The longest time for which a server with work has been silent; 0: no server has work."""
         now = self._clock()
         return max(self._silence(server, now) for server in self._children)
 
@@ -278,10 +278,10 @@ class Channel(Connections[_Server]):
         return True
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Drop what has not begun, wait for the rest, and end the servers.
+        """Drop blocks that have not begun, wait for the other blocks, and end the servers.
 
         Returns:
-            True if all have ended. False: some may still touch slots, and their jobs are not reported.
+            True if all servers have ended. False: some may still touch slots, and their jobs are not reported.
         """
         if os.getpid() != self._pid:
             return False  # in a fork: the servers belong to the parent
@@ -327,7 +327,7 @@ class Channel(Connections[_Server]):
         request = child.owed.get(number)
         expected = "moved" if request and request.job else "looked" if request and request.look else "opened"
         if request is None or kind != expected:
-            raise ValueError("it answered what it was not asked")
+            raise ValueError("it answered a request that it was not sent")
         if request.job is not None:
             _, encoded, said = arguments
             batch = decode_batch(encoded, request.keys)
@@ -365,9 +365,9 @@ class Channel(Connections[_Server]):
     # ---- servers -----------------------------------------------------------------------------------------------------
 
     def _servers_for(self, job_id: int, is_load: bool, now: float) -> list[_Server]:
-        """The servers to give a new job to, those with the least work first.
+        """Return the servers for a new job, the server with the least work first.
 
-        A load does not wait behind stores, nor a store behind loads, if there is another server.
+        If there is another server, a load does not wait behind stores, nor a store behind loads.
 
         Raises:
             QueueFullError: no server runs.
@@ -383,7 +383,7 @@ class Channel(Connections[_Server]):
         return sorted([*own, *free], key=lambda each: each.loads + each.stores) or servers
 
     def _trusted(self, now: float) -> list[_Server]:
-        """The servers that run, without those that are silent or have not said anything yet if there are others."""
+        """Return the running servers, if possible without servers that are silent or have not sent a frame yet."""
         limit_s = DOUBT_SHARE * self._deadline_s
         running = [each for each in self._children if each.runs]
         heard = [each for each in running if each.spoke_at is not None and self._silence(each, now) <= limit_s]
@@ -406,7 +406,7 @@ class Channel(Connections[_Server]):
             limit_s = max(START_S, limit_s)
             is_late = now - child.started_at > limit_s
         else:
-            # What it owed when it came up is due from then on.
+            # Requests sent before the server came up are due from that time on.
             late_s = min(oldest_s, now - child.spoke_at)
             is_late = self._silence(child, now) > limit_s or late_s > LATE_FACTOR * limit_s
         if is_late:
@@ -415,7 +415,7 @@ class Channel(Connections[_Server]):
             self._end(child, f"it took more than {limit_s:g} s")
 
     def _lost(self, child: _Server, why: str) -> None:
-        """Answer what a server owes that has ended."""
+        """Answer the open requests of a server that has ended."""
         owed, child.owed = child.owed, {}
         is_late, child.is_late = child.is_late, False
         is_loss = why != "shutdown"

@@ -7,9 +7,9 @@
   their cache for 45 hours.
 - half-open -> open: the probe failed.
 
-Loads are counted separately. If only small packets pass, lookups are answered but each load waits for its deadline. If
-this host's memory or network damages what it reads, lookups are answered but all loaded blocks are bad. The probe, a
-lookup, does not reset the count of failed loads: the next load shows whether loads work again.
+Loads are counted separately. If a network passes only small packets, lookups are answered but each load waits for its
+deadline. If this host's memory or network damages reads, lookups are answered but all loaded blocks are bad. The probe
+is a lookup, so it does not reset the count of failed loads: the next load shows whether loads work again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Circuit:
         self._failures: Counter[Kind] = Counter()
         self._probe_at = 0.0
         self.state = CircuitState.CLOSED
-        self.closed = True  # an attribute and not a property, because each lookup reads it
+        self.closed = True  # not a property, for speed: each lookup reads it
         self.openings = 0
 
     def succeed(self, kind: Kind) -> None:

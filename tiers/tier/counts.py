@@ -16,8 +16,8 @@ from .lookup import LookupCounts
 
 logger = get_logger(__name__)
 
-SAY_EVERY_S = 60.0  # a full tier alternates between refusing and accepting blocks; do not log every change
-#: Logged by the circuit, at shutdown, or by BlockMover.
+SAY_EVERY_S = 60.0  # a full tier alternates between refusing and accepting; log only so often
+#: Reasons that are already logged: by the circuit, at shutdown, or by BlockMover.
 _LOGGED_ELSEWHERE = frozenset({"circuit_open", "shutdown", "StoreConfigError", "StorePermissionError"})
 
 _INITIAL_SERIES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
@@ -51,7 +51,7 @@ class TierCounts:
         metrics.set("kvtiers_circuit_closed", name, value=1.0)
 
     def collects(self) -> None:
-        """Show the collector's series: the tier has one."""
+        """Create the collector's series, because the tier has a collector."""
         self.collector_works(True)
         for outcome in ("ok", "error"):
             self._metrics.inc("kvtiers_collector_runs_total", self._name, outcome, by=0)
@@ -71,11 +71,11 @@ class TierCounts:
             metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=late)
 
     def collector_works(self, works: bool) -> None:
-        """Show whether the collector's process runs and answers."""
+        """Set whether the collector's process runs and answers."""
         self._metrics.set("kvtiers_collector_up", self._name, value=float(works))
 
     def collected(self, message: dict[str, Any]) -> None:
-        """Count polls in which the collector worked. ``message`` is from ``CollectorLink.take_reports``."""
+        """Count polls in which the collector worked. ``message`` comes from ``CollectorLink.take_reports``."""
         tier, metrics = self._name, self._metrics
         report = message.get("report")
         metrics.inc("kvtiers_collector_runs_total", tier, "ok" if report else "error", by=message["runs"])

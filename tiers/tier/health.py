@@ -1,7 +1,7 @@
 """TierHealth: decides which results of loads, stores and lookups count as failures for a tier's circuit. No I/O.
 
-A block that cannot be read (on a bad sector, or in another user's folder) fails at every request for it, which says
-nothing new about the storage. So an error that may concern a single block counts once, unless other blocks fail, too.
+A block that cannot be read (on a bad sector, or in another user's folder) fails at every request for it. The repetition
+says nothing new about the storage. So an error of a single block counts once, unless other blocks fail, too.
 
 A load whose blocks are all bad is a failure, too: this host's memory, its network or a proxy may damage every read.
 """
@@ -16,9 +16,9 @@ from ..blocks.keys import OffloadKey
 from .circuit import Circuit, Kind
 from .lookup import LookupCounts
 
-KEYS_MAX = 64  # failed keys remembered per kind; with more, the cause is not single blocks
+KEYS_MAX = 64  # failed keys remembered per kind; more failed keys cannot be single bad blocks
 BAD_KEYS_MAX = 65_536  # about 10 MB
-REST_S = 10.0  # how long a block that could not be read or is bad counts as absent: each load of it fails
+REST_S = 10.0  # how long an unreadable or bad block counts as absent, because each load of it fails
 
 
 class TierHealth:
@@ -31,7 +31,7 @@ class TierHealth:
         self._bad = FailedKeys(BAD_KEYS_MAX)
 
     def looked_up(self, counts: LookupCounts) -> bool:
-        """Record lookups. True: only keys that failed before have failed; look up another key to test the storage."""
+        """Record lookups. True: only keys that had failed before failed; look up another key to test the storage."""
         is_news = self._failed_lookups.add(counts.failed)
         if counts.hits or counts.misses:
             self._circuit.succeed("lookup")  # if some keys cannot be looked up, the others can still be hits
@@ -67,7 +67,7 @@ class TierHealth:
     def to_replace(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """The blocks that the next store must overwrite, because their last load failed.
 
-        That load failed with an error that may be the block's alone, or found that the block is bad.
+        The load failed with an error that may concern only this block, or it found the block bad.
         """
         if not (self._unreadable or self._bad):
             return []
@@ -75,14 +75,14 @@ class TierHealth:
 
 
 class FailedKeys(OrderedDict[OffloadKey, None]):
-    """The keys that failed most recently, up to ``keys_max``."""
+    """Remembers the keys that failed most recently, up to ``keys_max``."""
 
     def __init__(self, keys_max: int) -> None:
         super().__init__()
         self._keys_max = keys_max
 
     def add(self, keys: Iterable[OffloadKey]) -> bool:
-        """Add keys that failed. Returns whether any of them is new here."""
+        """Add keys that failed. Returns whether any of them was not remembered."""
         is_news = False
         for key in keys:
             is_news |= key not in self
@@ -93,7 +93,7 @@ class FailedKeys(OrderedDict[OffloadKey, None]):
         return is_news
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove keys that did not fail again."""
+        """Forget keys that did not fail again."""
         if self:
             for key in keys:
                 self.pop(key, None)

@@ -3,16 +3,17 @@
 ``lookup`` never waits. The first lookup of a key queues a question and returns None. ``flush``, at the end of each
 scheduler step, sends the step's questions to the tier's servers. A later ``lookup`` returns the answer.
 
-- Order: a request's keys are asked in the order of its lookups, so a prompt's first blocks are known first. Requests
-  take turns. A turn is a group of keys that the storage answers well within the deadline.
-- Silence: when no probe has returned for ``deadline_s``, the pending keys count as absent. While other answers arrive,
-  they keep waiting, but a probe ``SILENT_TURNS_MAX`` times as late expires whatever other probes return.
+- Order: a request's keys are asked in the order of its lookups, so the answers for a prompt's first blocks arrive
+  first. Requests take turns. A turn is a group of keys that the storage answers well within the deadline. A turn that
+  was sent is called a probe. A few probes are under way at once, so that the storage need not wait for the next
+  scheduler step.
+- Silence: when no probe has returned for ``deadline_s``, all pending keys count as absent. While some probes return,
+  the keys of other probes keep waiting, for up to ``SILENT_TURNS_MAX`` times ``deadline_s``.
 - Bound: after ``total_s`` a request gets "absent" for every key it still waits for. Other requests keep waiting.
-- Misses: after a miss, the later keys of the same request are not asked, unless a probe already has them, because a
-  prefix ends there. A request that needs them all the same (a sliding window) looks them up again.
+- Misses: a prefix ends at its first miss, so the later keys of the same request are not asked, unless a probe already
+  has them. A request that needs these keys nevertheless (a sliding window) looks them up again.
 
-The scheduler's thread calls all methods. A turn that is sent is called a probe; a few are under way at once, so that
-the storage need not wait for the next scheduler step.
+The scheduler's thread calls all methods.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ logger = get_logger(__name__)
 
 FAILED_S_MIN = 1.0  # a block whose load failed counts as absent for at least this long
 SILENT_TURNS_MAX = 5
-NEAR_TURN_KEYS = 32  # mostly answered one after the other: on a slow disk a turn must end within the deadline
-FAR_TURN_KEYS = 64  # answered all at once
-NEAR_ASKED_MAX = 256  # under way at once: on a slow disk the last of them must not be late either
-OVER_S = 600.0  # a request that was given up is forgotten when it has been idle for so long
-ELSEWHERE_MAX = 8  # keys under way that are looked for in another namespace
-TOTAL_S = 15.0  # a request's wait while the storage keeps answering; computing a long prompt takes as long
+NEAR_TURN_KEYS = 32  # near storage answers keys one by one: a slow disk must answer a turn within the deadline
+FAR_TURN_KEYS = 64  # far storage answers all keys at once
+NEAR_ASKED_MAX = 256  # keys under way at once on near storage: a slow disk must answer even the last key in time
+OVER_S = 600.0  # a request that stopped waiting is forgotten after being idle for this long
+ELSEWHERE_MAX = 8  # limit of the lookups in other namespaces that are under way
+TOTAL_S = 15.0  # longest wait of a request if the storage keeps answering; computing a long prompt takes as long
 
 
 class Asks(Protocol):
-    """Asks the storage: ``tiers.tier.channel.Channel``."""
+    """Sends lookups to the storage. Implemented by ``tiers.tier.channel.Channel``."""
 
     def look(self, keys: Sequence[OffloadKey], name_prefix: str = "") -> int:
-        """Begin a probe, and return its number. ``name_prefix``: of another namespace."""
+        """Begin a probe and return its number. ``name_prefix``: looks in the namespace with this prefix."""
 
     def take_looked(self) -> list[tuple[int, Sequence[bool | None]]]:
-        """Probes that have ended: number, and answers parallel to the keys (None: that lookup failed)."""
+        """Return the probes that have ended: number, and answers parallel to the keys (None: the lookup failed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +58,11 @@ class LookupOptions:
             at least as long.
         total_s: the longest time that a request waits for answers.
         present_ttl_s: how long a positive answer is valid. Short enough to notice removals by another host's collector.
-        absent_ttl_s: how long a negative answer is valid. Short, because another replica may store the block. For a
-            request that is still waiting for other answers it does not expire, because a request needs the answers
-            to all its keys at once. After a failed load, the block is absent for at least ``FAILED_S_MIN``.
-        keys_max: cached answers.
-        asked_max: keys under way at once; more than an engine's step takes to be answered.
+        absent_ttl_s: how long a negative answer is valid. Short, because another replica may store the block. The
+            answer does not expire for a request that is still waiting for other answers, because a request needs the
+            answers to all its keys at once. After a failed load, the block is absent for at least ``FAILED_S_MIN``.
+        keys_max: limit of the cached answers.
+        asked_max: limit of the keys under way at once. Higher than the number of keys that are answered in a step.
     """
 
     deadline_s: float = 0.2
@@ -77,10 +78,10 @@ class LookupCounts:
     """Answers since the last ``take_counts``.
 
     Attributes:
-        hits, misses: answers of the storage; answers from the cache are not counted.
+        hits, misses: number of answers of the storage; answers from the cache are not counted.
         failed: keys whose lookup failed.
-        expired: keys for which the storage did not answer in time.
-        given_up: keys that a request stopped waiting for after ``total_s``.
+        expired: number of keys for which the storage did not answer in time.
+        given_up: number of keys that requests stopped waiting for after ``total_s``.
     """
 
     hits: int = 0
@@ -95,15 +96,15 @@ class _Asker:
     """A request that waits for answers.
 
     Attributes:
-        came_at: when it asked first.
-        question: the value in ``_asked`` for all keys that it asks in the current epoch: a tuple each would cost the
-            garbage collector milliseconds a step.
+        came_at: time of the request's first lookup.
+        question: the value in ``_asked`` for all keys that the request asks in the current epoch. One tuple for each
+            key would cost the garbage collector milliseconds a step.
         queue: keys that no probe has taken yet.
-        owed: number of keys it waits for, including keys that another request asked first.
-        queued_at: when it was last flushed with new keys.
-        idle_at: since when it has been waiting for nothing; None while it waits.
-        is_fresh: it has asked since the last flush.
-        is_over: ``total_s`` has passed, so it waits no longer.
+        owed: number of keys that the request waits for, including keys that another request asked first.
+        queued_at: time of the last ``flush`` with new keys of the request.
+        idle_at: time since which the request has not waited for any key; None while it waits.
+        is_fresh: the request has asked for keys since the last flush.
+        is_over: ``total_s`` has passed, so the request no longer waits.
     """
 
     req_id: str
@@ -122,7 +123,7 @@ class _Turn:
     """One probe: keys of one request.
 
     Attributes:
-        silent_since: when the keys were flushed, or when any probe last returned before this one began, if later.
+        silent_since: when the keys were flushed. If a later time, when the last probe before this one returned.
     """
 
     keys: list[OffloadKey]
@@ -134,7 +135,7 @@ class AsyncLookup:
     """Answers which keys are present in one tier.
 
     Args:
-        asks: asks the storage.
+        asks: sends lookups to the storage.
         is_far: whether the storage takes about as long for many keys as for one (it is latency bound).
     """
 
@@ -149,26 +150,27 @@ class AsyncLookup:
         self._asks = asks
         self._options = options
         self._clock = clock
-        # key -> (present, valid until, why it is absent if the storage did not say so). An OrderedDict, because a plain
-        # dict finds its first entry by scanning the slots of removed entries: 15 to 63 ms a step with a full cache.
+        # key -> (present, valid until, why it counts as absent if that is not the storage's answer). Not a plain dict:
+        # a plain dict finds its first entry by scanning the slots of removed entries: 15 to 63 ms a step with a full
+        # cache.
         self._answers: OrderedDict[OffloadKey, tuple[bool, float, str]] = OrderedDict()
-        self._doubted_until = float("-inf")  # a positive answer that expires before this is older than the last doubt()
-        # key -> who asks, and the epoch in which it did: a probe that began in an earlier one may not reflect what
-        # ``mark``, ``forget`` and ``_expire`` have changed since, so its answer is ignored.
+        self._doubted_until = float("-inf")  # ``doubt`` invalidated the positive answers that expire before this
+        # key -> the request that asks for it, and the epoch of its question. A probe that began in an earlier epoch may
+        # not reflect the changes that ``mark``, ``forget`` and ``_expire`` have noted since, so its answer is ignored.
         self._asked: dict[OffloadKey, tuple[_Asker, int]] = {}
-        self._joined: dict[OffloadKey, list[_Asker]] = {}  # key -> requests that wait besides the one that asked it
-        self._askers: dict[str, _Asker] = {}  # by request id, the oldest first
+        self._joined: dict[OffloadKey, list[_Asker]] = {}  # key -> further requests that wait for the same answer
+        self._askers: dict[str, _Asker] = {}  # request id -> request, the oldest first
         self._fresh: list[_Asker] = []
         self._answered_at = float("-inf")  # when any probe last returned
         self._epoch = 0  # how often ``mark``, ``forget`` and ``_expire`` were called; see ``_asked``
         self._turn_keys = FAR_TURN_KEYS if is_far else NEAR_TURN_KEYS
         asked_max = options.asked_max if is_far else min(options.asked_max, NEAR_ASKED_MAX)
         self._probes_max = max(1, asked_max // self._turn_keys)
-        self._answered: dict[str, list[OffloadKey]] = {}  # by request id, since the last take_answered
+        self._answered: dict[str, list[OffloadKey]] = {}  # request id -> keys answered since the last take_answered
         self._turns: deque[_Asker] = deque()
         self._under_way: dict[int, _Turn] = {}
         self._counts = LookupCounts()
-        self._elsewhere: dict[int, OffloadKey] = {}  # number of a probe -> key that it looks for in another place
+        self._elsewhere: dict[int, OffloadKey] = {}  # number of a probe in another namespace -> its key
         self._found_elsewhere: list[OffloadKey] = []
 
     def lookup(self, key: OffloadKey, req_id: str = "") -> bool | None:
@@ -181,19 +183,19 @@ class AsyncLookup:
         return self._ask(key, req_id, answer)
 
     def why_absent(self, key: OffloadKey, req_id: str) -> str:
-        """Why the last ``lookup`` of the key said absent: deadline, error or total. "": it is not stored."""
+        """Why the last ``lookup`` of the key returned False: deadline, error or total. "": the block is not stored."""
         answer, asker = self._answers.get(key), self._askers.get(req_id)
         if answer is None or self._clock() >= answer[1]:
             return "total" if asker is not None and asker.is_over else ""
         return answer[2]
 
     def look_elsewhere(self, key: OffloadKey, name_prefix: str) -> None:
-        """Ask whether another namespace has the block; see ``take_found_elsewhere``. Few of these are under way."""
+        """Ask whether another namespace has the block. See ``take_found_elsewhere``. Dropped if many are under way."""
         if len(self._elsewhere) < ELSEWHERE_MAX:
             self._elsewhere[self._asks.look([key], name_prefix)] = key
 
     def take_found_elsewhere(self) -> list[OffloadKey]:
-        """Keys that ``look_elsewhere`` has found since the last call."""
+        """Return the keys that ``look_elsewhere`` has found since the last call."""
         if self._elsewhere:
             self.take_replies()
         found, self._found_elsewhere = self._found_elsewhere, []
@@ -212,7 +214,7 @@ class AsyncLookup:
         self._send()
 
     def take_answered(self) -> dict[str, list[OffloadKey]]:
-        """Keys, by request, for which ``lookup`` may now return True or False; since the last call."""
+        """Return the newly answered keys by request: ``lookup`` may now return True or False for them."""
         self.take_replies()
         answered, self._answered = self._answered, {}
         return answered
@@ -225,12 +227,12 @@ class AsyncLookup:
             self._answered.pop(req_id, None)
 
     def mark(self, keys: Collection[OffloadKey], *, present: bool, rest_s: float = FAILED_S_MIN) -> None:
-        """Record what a finished store or a failed load has shown. It overrules answers still under way.
+        """Record that blocks are present after a store, or absent after a failed load. Overrules answers under way.
 
         Args:
-            rest_s: how long keys that are not present stay absent at least.
+            rest_s: minimum time for which absent keys stay absent.
         """
-        # The minimum keeps a block that is there but cannot be read from being loaded again and again.
+        # Without the minimum, a stored block that cannot be read would be loaded again and again.
         ttl_s = self._options.present_ttl_s if present else max(rest_s, self._options.absent_ttl_s)
         self._epoch += 1
         self._end_asking(keys)
@@ -248,7 +250,7 @@ class AsyncLookup:
         self._doubted_until = self._clock() + max(self._options.deadline_s, self._options.present_ttl_s)
 
     def take_counts(self) -> LookupCounts:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         counts, self._counts = self._counts, LookupCounts()
         return counts
 
@@ -282,7 +284,7 @@ class AsyncLookup:
         return None
 
     def _end_question(self, key: OffloadKey, first: _Asker) -> None:
-        """End a key's question. The requests that waited for it look the key up again and get what is known then."""
+        """End a key's question. The requests that waited for the answer look the key up again."""
         del self._asked[key]
         for asker in (first, *self._joined.pop(key, ())):
             asker.owed -= 1
@@ -296,7 +298,7 @@ class AsyncLookup:
                     self._end_question(key, question[0])
 
     def _drop_queue(self, asker: _Asker) -> None:
-        """Drop a request's keys that no probe has taken yet. Other requests that wait for them look them up again."""
+        """Drop a request's keys that no probe has taken yet. Other requests that wait for these keys ask again."""
         while asker.queue:
             key = asker.queue.pop()
             question = self._asked.get(key)
@@ -342,7 +344,7 @@ class AsyncLookup:
 
     def _end_waits(self, over: Set[_Asker]) -> None:
         """End the waits of requests after ``total_s``: for these requests, all keys still unknown are absent."""
-        self._counts.given_up += sum(asker.owed for asker in over)  # before a dropped queue ends what others owe
+        self._counts.given_up += sum(asker.owed for asker in over)  # before ``_drop_queue``, which lowers ``owed``
         for asker in over:
             asker.is_over = True
             self._drop_queue(asker)
@@ -358,18 +360,18 @@ class AsyncLookup:
         answer = (present, until, why)
         for key in keys:
             if key in answers:
-                answers.move_to_end(key)  # the oldest are evicted first
+                answers.move_to_end(key)  # the oldest answers are evicted first
             answers[key] = answer
         while len(answers) > self._options.keys_max:
             answers.popitem(last=False)
 
     def _is_answered_by(self, turn: _Turn, key: OffloadKey) -> bool:
-        """Whether the turn answers the key's current question, rather than one that expired or was overruled."""
+        """Whether the turn answers the key's current question, and not an expired or overruled question."""
         question = self._asked.get(key)
         return question is not None and question[1] <= turn.epoch
 
     def take_replies(self) -> None:
-        """Take the answers that have come, and begin further probes."""
+        """Take the answers that have arrived, and begin further probes."""
         looked = self._asks.take_looked()
         if not looked:
             return
@@ -410,7 +412,7 @@ class AsyncLookup:
             self._drop_queue(asker)
 
     def _send(self) -> None:
-        """Begin probes of the requests that wait, which take turns."""
+        """Begin probes for the waiting requests, in turns."""
         while self._turns and len(self._under_way) < self._probes_max:
             asker = self._turns.popleft()
             taken = [asker.queue.popleft() for _ in range(min(self._turn_keys, len(asker.queue)))]

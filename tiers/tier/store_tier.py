@@ -1,7 +1,8 @@
 """StoreTierManager: implements SecondaryTierManager for any Store.
 
-It is the engine's half of a tier: jobs, answers of lookups, events, the circuit. A ``Channel`` passes jobs and lookups
-to the other half (``tiers.server``), where a Seal checksums a block and a Store keeps it under FileMapper's name.
+This is the half of a tier in the engine: it keeps jobs, lookup answers, events and the circuit. A ``Channel`` passes
+jobs and lookups to the other half (``tiers.server``). There a Seal checksums a block, and a Store keeps the block under
+the name from FileMapper.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from .lookup import AsyncLookup, LookupCounts, LookupOptions
 
 logger = get_logger(__name__)
 
-REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step, so that they do not delay the step
-DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
-DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
+REMOVED_KEYS_PER_STEP_MAX = 1024  # limit of the removals taken from the collector per scheduler step
+DOUBT_SHARE = 0.25  # share of job_deadline_s; a task that has run for longer may hang
+DRAIN_SHARE = 0.7  # share of shutdown_s in which accepted jobs may finish
 BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
-REASONS_MAX = 256  # waiting for ``take_reasons``; of an engine side that does not take them, the oldest are dropped
+REASONS_MAX = 256  # limit of the reasons that wait for ``take_reasons``; the oldest are dropped
 SAY_EVERY_S = 60.0
-#: Assumed of a store that could not be created yet.
+#: Capabilities assumed for a store that could not be created yet.
 UNKNOWN = Capabilities(exclusive_create=False, shared=True, latency_bound=True)
 
 
@@ -55,7 +56,7 @@ class TierOptions:
         make_seal: called with the arguments of ``Seal``; may return a Seal that authenticates or encrypts.
         job_deadline_s: a block that has not started to move this long after its job was submitted fails (L3). A task
             that runs for longer cuts the tier off.
-        circuit_failures: consecutive failures of loads, of stores or of lookups that cut the tier off.
+        circuit_failures: number of consecutive failures of loads, stores or lookups that cut the tier off.
         circuit_probe_s: how often to check whether a tier that was cut off works again.
         shutdown_s: time limit of shutdown. Accepted jobs get most of it to finish; then the rest are cancelled.
         lookup: limits of presence lookups.
@@ -87,17 +88,17 @@ class StoreTierManager(SecondaryTierManager):
 
     The scheduler's thread calls every method and owns every field. There is no other thread and no lock.
 
-    A storage that does not answer at the start does not keep the engine waiting: the tier starts cut off, and its
-    namespace is opened when the storage is back.
+    If the storage does not answer at the start, the engine does not wait: the tier starts cut off, and its namespace is
+    opened when the storage is back.
 
     Args:
-        make_backend: returns what starts the tier's servers; closed at shutdown.
+        make_backend: returns the ``Backend`` that starts the tier's servers; it is closed at shutdown.
         mapper: names the blocks and carries the namespace's identity. By default the identity includes the spec's
-            ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
+            ``strict_fields``. Without them, blocks of other weights or layouts would be taken for this engine's blocks.
 
     Attributes:
-        store: the store, if servers in threads of this process use it; None: processes have theirs.
-        missing: why the storage did not answer at the start; None: it did.
+        store: the store that servers in threads of this process use; None: each server process has its own store.
+        missing: why the storage did not answer at the start; None: it answered.
 
     Raises:
         ConfigError: the region's rows are not a multiple of 4,096 bytes, or the stored namespace has other fields.
@@ -131,7 +132,7 @@ class StoreTierManager(SecondaryTierManager):
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         self._clock = clock
-        self._say_at = float("-inf")  # when the next text of a server may be logged
+        self._say_at = float("-inf")  # earliest time to log a server's next text
         seal = options.make_seal(mapper.fingerprint, mapper.rank)
         backend = make_backend(Work(self.name, mapper, seal, options.read_only), self._rows)
         self.store: Any = backend.store
@@ -160,11 +161,11 @@ class StoreTierManager(SecondaryTierManager):
         self._health = TierHealth(self._circuit)
         self._in_flight: dict[int, _InFlight] = {}
         self._to_book: deque[FinishedJob] = deque()
-        self._booking: Iterator[int] | None = None  # a job of which only a part is booked yet
+        self._booking: Iterator[int] | None = None  # a partly booked job
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
         self._reasons: deque[tuple[str, Sequence[OffloadKey]]] = deque(maxlen=REASONS_MAX)
-        self._refusals: list[tuple[str, Sequence[OffloadKey]]] = []  # of jobs in ``_results``
+        self._refusals: list[tuple[str, Sequence[OffloadKey]]] = []  # reasons of refused jobs in ``_results``
         self.full = ""  # why the storage last refused a block because it was full
         self._closed = False
         self._was_closed = True  # whether the circuit was closed at the last take_answered
@@ -175,7 +176,7 @@ class StoreTierManager(SecondaryTierManager):
         self._counts = TierCounts(self.metrics, self.name, clock=clock)
 
     def _open(self) -> Opened:
-        """Have the namespace opened, and wait for that.
+        """Ask a server to open the namespace, and wait for the answer.
 
         Raises:
             ConfigError, StoreError: a permanent error.
@@ -205,7 +206,7 @@ class StoreTierManager(SecondaryTierManager):
         self._counts.collects()
 
     def _log(self, text: str) -> None:
-        """Log what a server says, which only an operator can fix, at most once a minute."""
+        """Log a server's text about an error that only an operator can fix, at most once a minute."""
         if self._clock() >= self._say_at:
             self._say_at = self._clock() + SAY_EVERY_S
             logger.warning("%s", text)
@@ -215,7 +216,7 @@ class StoreTierManager(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         if not self._circuit.closed:
             return False
-        if self._needs_extra_lookup:  # sent only now, together with a lookup that a request waits for
+        if self._needs_extra_lookup:  # sent only together with a lookup that a request waits for
             self._needs_extra_lookup = False
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         return self._lookup.lookup(key, "" if req_context is None else req_context.req_id)
@@ -238,7 +239,7 @@ class StoreTierManager(SecondaryTierManager):
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
         answered = self._lookup.take_answered()
         was_closed, self._was_closed = self._was_closed, self._circuit.closed
-        return answered if self._circuit.closed or not was_closed else None  # just cut off: lookups say "absent" now
+        return answered if self._circuit.closed or not was_closed else None  # just cut off: lookups return "absent"
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookup.finish(req_context.req_id)
@@ -251,7 +252,7 @@ class StoreTierManager(SecondaryTierManager):
             # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
             self._probe_key = make_offload_key(os.urandom(32), 0)
         if self._circuit.state is CircuitState.HALF_OPEN:
-            self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
+            self._lookup.lookup(self._probe_key)  # in every step, because only this call notices a passed deadline
         self._lookup.flush()
         if self._collector is not None:
             self._poll_collector(self._collector)
@@ -280,7 +281,7 @@ class StoreTierManager(SecondaryTierManager):
         return self._circuit.state
 
     def _note_silence(self) -> bool:
-        """Doubt a storage that does not answer, and cut it off if it is late for a job. Returns whether it is."""
+        """Doubt silent storage, and cut the tier off if a job is late. Returns whether a job is late."""
         silent_s, late_s = self._channel.silent_s, self._channel.take_late_s()
         # If the storage hangs, each request for a block that is cached as present would wait for a load's deadline.
         was_doubted, self._doubted = self._doubted, silent_s > DOUBT_SHARE * self._options.job_deadline_s
@@ -332,10 +333,10 @@ class StoreTierManager(SecondaryTierManager):
         self._channel.poll()
         self._book_ended(math.inf if self._closed else BOOKED_KEYS_PER_CALL)
         results, self._results = self._results, []
-        self._reasons.extend(self._refusals)  # together with the results: the engine side goes by the last reason
+        self._reasons.extend(self._refusals)  # together with the results, because the engine side uses the last reason
         self._refusals.clear()
         if results and self._collector is not None:
-            self._collector.poll()  # perhaps there is no further step, and it must hear what was put
+            self._collector.poll()  # perhaps no step follows, and the collector must know the put bytes
         return results
 
     def descriptors(self) -> Collection[int]:
@@ -345,7 +346,7 @@ class StoreTierManager(SecondaryTierManager):
         return self._events.take()
 
     def stop_collector(self) -> None:
-        """Remove nothing from now on, even if the disk is full. For benchmarks next to a deployment's blocks."""
+        """Stop removing blocks, even if the disk is full. For benchmarks next to a deployment's blocks."""
         if self._collector is not None:
             self._collector.close()
             self._collector = None
@@ -423,8 +424,9 @@ class StoreTierManager(SecondaryTierManager):
         job = self._in_flight.pop(finished.job_id)
         try:
             yield from self._book_outcomes(finished, job)
-        except Exception:  # whatever a task returned, its job must be reported
-            logger.exception("tier %s: job %d cannot be booked; it counts as failed", self.name, finished.job_id)
+        except Exception:  # the job must be reported, whatever a task returned
+            text = "tier %s: the result of job %d cannot be booked, so the job counts as failed"
+            logger.exception(text, self.name, finished.job_id)
             self._results.append(JobResult(finished.job_id, success=False))
 
     def _book_outcomes(self, finished: FinishedJob, job: _InFlight) -> Iterator[int]:
@@ -448,7 +450,7 @@ class StoreTierManager(SecondaryTierManager):
                 if blocks:
                     self._collector.note_put(blocks * (self._rows.row_bytes + TRAILER_BYTES))
             yield from self._note_stored(succeeded)
-        used = succeeded if job.is_load else found  # finding the block already stored counts as a use of it
+        used = succeeded if job.is_load else found  # an already stored block counts as used
         if used:
             self.touch(used)
         if full := next((batch.full for batch in batches if batch.full), ""):

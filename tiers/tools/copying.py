@@ -4,11 +4,10 @@ A block is copied as stored, including its trailer: its name and seal are the sa
 stays encrypted. Each block is verified during the copy, and bad blocks are not copied. Nothing is removed from the
 source.
 
-What the target has under a block's name is replaced if its size or trailer is wrong, as a store job does. A newer
+A blob in the target with a block's name is replaced if its size or trailer is wrong, as a store job does. A newer
 version's block stays.
 
-In a folder a block keeps its age (``SupportsAges``), so the target's collector considers it as old as the source's
-does.
+In a folder a block keeps its age (``SupportsAges``), so both collectors consider the block equally old.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from ..store import KeyInfo, Store, SupportsAges, SupportsTail, read_blob
 from .block_reader import BlockReader, read_identity
 from .inventory import list_blocks
 
-THREADS = 8  # either reading or writing mostly waits, or both
-END_S = 5.0  # for threads to end their current blocks, after Ctrl-C; one that waits for a hung mount is left behind
-BATCH_BLOCKS = 256  # looked up in the target at once
+THREADS = 8  # threads if reading or writing mostly waits
+END_S = 5.0  # for threads to end their current blocks, after Ctrl-C; a thread that hangs is left behind
+BATCH_BLOCKS = 256  # blocks looked up in the target at once
 
 Block = tuple[KeyInfo, BlockName]
 
@@ -76,7 +75,7 @@ class CopyReport:
 
     @property
     def found_none(self) -> bool:
-        """Whether there was nothing to copy."""
+        """Whether there were no blocks to copy."""
         return not (self.copied or self.present or self.bad or self.failed or self.skipped or self.no_room)
 
 
@@ -117,7 +116,7 @@ class Copier:
 
     Args:
         room_bytes: maximum bytes to copy; None: until the target refuses.
-        dry_run: only find out what would be copied; the target is only read.
+        dry_run: only find the blocks to copy; the target is only read.
         rate: bounds how fast blocks are copied; None: no bound.
         on_progress: called with the report after each block and each batch.
     """
@@ -198,9 +197,9 @@ class Copier:
             self._reader.seal_for(name).check_trailer(name.offload_key, trailer, size - TRAILER_BYTES)
         except SealError as e:
             return None if e.foreign else True
-        except BlobCorruptError:  # it is no longer a blob
+        except BlobCorruptError:  # the key no longer holds a blob
             return True
-        except StoreError as e:  # a bad sector, say; of a storage that is down, the sizes cannot be read either
+        except StoreError as e:  # for example a bad sector; if the storage is down, sizes cannot be read either
             if not (e.retryable or _is_refused(e)):
                 raise
             return None
@@ -212,7 +211,7 @@ class Copier:
         """The wanted blocks, as far as the target has space; counts the others."""
         wanted = []
         for (info, name), size, is_wanted in zip(batch, sizes, looks, strict=True):
-            # What a longer blob would free does not count: a bad block does not replace it.
+            # Space that a replaced longer blob would free does not count, because a bad block does not replace it.
             more_bytes = max(0, info.size - (size if isinstance(size, int) else 0))
             if is_wanted is None:
                 self.report.failed += 1

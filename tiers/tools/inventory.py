@@ -46,8 +46,8 @@ class Inventory:
 
     Attributes:
         blocks: by namespace, rank and group.
-        ages: by time since the last use or, if the store does not record uses, since the write; unknown if the server
-            does not tell.
+        ages: by time since the last use or, if the store does not record uses, since the write. Unknown if the server
+            does not report times.
         other_blobs, other_bytes: blobs that are not blocks: ``config.json``, records, foreign files.
     """
 
@@ -64,7 +64,7 @@ class Inventory:
             self.other_bytes += info.size
             return
         self.blocks[name[:3]].add(info.size)
-        if info.mtime == 0.0:  # the driver does not tell
+        if info.mtime == 0.0:  # the driver does not report the time
             self.ages[UNKNOWN_AGE].add(info.size)
             return
         self.ages[_AGE_NAMES[bisect(_AGE_BOUNDS_S, now - info.mtime)]].add(info.size)
@@ -85,6 +85,6 @@ def list_blocks(store: Store, prefix: str = "") -> Iterator[tuple[KeyInfo, Block
 
 
 def unreadable_count(store: Store) -> int:
-    """How many folders and files of namespaces a store's listings have skipped because they cannot be read."""
+    """Number of namespaces' folders and files that a store's listings skipped because they cannot be read."""
     skipped: Iterable[str] = getattr(store, "skipped", ())
     return sum(_FOLDER.fullmatch(name.partition("/")[0]) is not None for name in skipped)

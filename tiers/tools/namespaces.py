@@ -90,13 +90,14 @@ def blocks_of(store: Store, namespace: str) -> Iterator[KeyInfo]:
 class NamespaceRemoval:
     """Removes the blocks of one namespace and then the files that identify it. Nothing else is touched.
 
-    An engine may be writing there. Blocks that appear during the removal stay, and so do the files that identify them.
+    An engine may write to the namespace meanwhile. Blocks that appear during the removal stay, with the files that
+    identify them.
 
     Attributes:
         removed: the blocks that are gone.
         failed: the blocks that could not be removed.
-        written: blocks that were written since the removal listed them.
-        error: why a block could not be removed; "" if all could.
+        written: blocks that were written during the removal.
+        error: why a block could not be removed; "": all were removed.
     """
 
     store: Store
@@ -130,7 +131,7 @@ class NamespaceRemoval:
 
     def _remove_identity(self) -> None:
         if not self.removed.blocks and read_identity(self.store, self.namespace) is None:
-            return  # a folder of somebody else may have such a name, and a config.json
+            return  # a foreign folder may have such a name, and a config.json
         try:
             self.store.delete(f"{self.namespace}/{CONFIG_FILE_NAME}")
         except StoreError as e:

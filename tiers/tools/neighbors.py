@@ -1,4 +1,4 @@
-"""Compare the namespaces of one model: find the fields that differ, which is why their engines share no blocks.
+"""Compares the namespaces of a model: fields that differ are the reason why engines do not share blocks.
 
 ``kvtiers check`` compares all namespaces in a storage. An engine with a new namespace logs at startup which existing
 namespace is nearest to its own. It searches on a separate thread, which ends after ``SEARCH_S_MAX`` and one more call.
@@ -23,10 +23,10 @@ from ..store import Store, read_blob
 
 logger = get_logger(__name__)
 
-NAMESPACES_MAX = 100  # namespaces to read
-SEARCH_S_MAX = 10.0  # for the search at an engine's start
-SHOWN_FIELDS_MAX = 5  # in one log line
-SHOWN_CHARS_MAX = 40  # of a value
+NAMESPACES_MAX = 100  # limit of the namespaces to read
+SEARCH_S_MAX = 10.0  # time for the search at an engine's start
+SHOWN_FIELDS_MAX = 5  # fields shown in one log line
+SHOWN_CHARS_MAX = 40  # longest shown value
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def namespaces_in(
 
     Args:
         beginning: return only namespaces whose names start with this.
-        goes_on: called before each namespace is read; False ends the search.
+        goes_on: called before each namespace is read. The search ends if it returns False.
 
     Raises:
         StoreError: the namespaces' names cannot be listed.

@@ -5,10 +5,10 @@ A storage is kvtiers' own if it has one of these:
 - a namespace whose ``config.json`` names that namespace, as every engine writes it at its start;
 - a record below ``_kvtiers/``, which stays when the last namespace is removed. The record's content is not checked.
   That is safe: commands remove only files with the name of a block, a writer's record or a private file;
-- a block: its name is long enough that nobody else makes it.
+- a block: its long name is unlikely to be made by another program.
 
-A storage without any blob is accepted as well: there is nothing to remove, and a regular job must not fail because an
-engine has not started yet.
+A storage without any blob is accepted as well: no file can be removed, and a scheduled job must not fail because no
+engine has started yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_is_ours(store: Store) -> None:
     """Check that kvtiers wrote to this storage, or that it is empty.
 
     Raises:
-        ConfigError: it holds files of others and nothing of kvtiers.
+        ConfigError: the storage holds only foreign files.
         StoreError: the storage cannot be listed.
     """
     hidden = store.hidden_names() if isinstance(store, KeepsFiles) else []
@@ -35,7 +35,7 @@ def check_is_ours(store: Store) -> None:
     if found is None or _has_identity(store) or _has_record_or_block(store):
         return
     raise ConfigError(
-        f"is not a storage of kvtiers, so nothing is changed: it holds {printable(found)!r}, but no namespace with a "
+        f"is not a kvtiers storage, so nothing is changed: it holds {printable(found)!r}, but no namespace with a "
         f"config.json of kvtiers, no record below {OWN_PREFIX} and no block; check the path"
     )
 

@@ -1,7 +1,8 @@
 """Seal kinds: how stored blocks were sealed, and which blocks a tier's configuration cannot load.
 
-Tools check blocks without keys. So a block can be intact and yet a miss for every engine: its key is no longer in any
-key file, or another version wrote it. A tool that says "all blocks are intact" must report such blocks as well.
+Tools check blocks without keys. So a block can be intact and still be a miss for every engine: no key file has its key
+any more, or another version of kvtiers wrote it. A tool that says "all blocks are intact" must report such blocks as
+well.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _PROTECTIONS = {"aes_256_gcm": "aes-gcm"}
 
 
 def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
-    """How a block was sealed: "none" (no key), "aes-gcm 1a2b3c4d" (protection and key ID) or "other".
+    """Return how a block was sealed: "none" (no key), "aes-gcm 1a2b3c4d" (protection and key ID) or "other".
 
-    "other" is damage, or a seal of another version.
+    "other": the seal is damaged, or another version of kvtiers wrote it.
     """
     fields = describe_trailer(trailer)
     if fields is None:
@@ -41,8 +42,8 @@ def seal_kind(trailer: bytes | bytearray | memoryview) -> str:
 def sample_seals(store: Store) -> Counter[str]:
     """Count the kinds of seal of some blocks. Empty if the store cannot read only the end of a block.
 
-    Each namespace has an equal part in the sample, which is even within a namespace: of the blobs that are listed
-    first, the blocks with the smallest hashes are taken.
+    Each namespace gets an equal part of the sample. From a namespace, the blobs that are listed first are candidates,
+    and the blocks with the smallest hashes are taken, which is an even choice.
 
     Raises:
         StoreError: the blocks cannot be listed.
@@ -57,7 +58,7 @@ def sample_seals(store: Store) -> Counter[str]:
         for _, name in nsmallest(SAMPLE_BLOCKS // len(beginnings), blocks):
             try:
                 found = store.get_tail(name, TRAILER_BYTES)
-            except StoreError:  # counted by verify
+            except StoreError:  # ``kvtiers verify`` counts unreadable blocks
                 continue
             if found is not None and len(found[1]) == TRAILER_BYTES:
                 kinds[seal_kind(found[1])] += 1

@@ -19,10 +19,10 @@ from .block_reader import NO_IDENTITY, BlockReader
 from .inventory import list_blocks, unreadable_count
 from .seal_kinds import seal_kind
 
-BAD_KEYS_MAX = 10_000  # listed by name in a report; further bad blocks are only counted
-NETWORK_THREADS = 8  # in place of one, if reads mostly wait for a network
-BATCH_BLOCKS = 256  # given to the threads at once, so that a listing need not fit in memory
-END_S = 5.0  # for threads to end their current blocks, after Ctrl-C; one that reads from a hung mount is left behind
+BAD_KEYS_MAX = 10_000  # bad blocks named in a report; further bad blocks are only counted
+NETWORK_THREADS = 8  # threads per worker if reads mostly wait for a network
+BATCH_BLOCKS = 256  # blocks given to the threads at once, so that a listing need not fit in memory
+END_S = 5.0  # for threads to end their current blocks, after Ctrl-C; a thread that hangs is left behind
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """A share of all blocks, chosen by their hashes: a block that was stored again, or to another tier, stays in it.
+    """A share of all blocks, chosen by their hashes, so the same blocks belong to it in every run and tier.
 
     Attributes:
         share: more than 0, up to 1.
@@ -69,7 +69,7 @@ ALL = Subset(1.0)
 
 
 class _Finding(NamedTuple):
-    """What was found of a block: why it is bad, whether only another version can judge it, its kind of seal."""
+    """The result for a block: why it is bad, whether only another version can judge it, and its kind of seal."""
 
     reason: str | None = None
     foreign: bool = False
@@ -153,7 +153,7 @@ class RepairResult:
 
 
 def repair(store: Store, bad: Mapping[str, str]) -> RepairResult:
-    """Read the bad blocks once more, and remove those that are still bad. The next store job then writes good ones.
+    """Read the bad blocks once more, and remove those that are still bad. The next store job then writes good blocks.
 
     Args:
         bad: ``VerifyReport.bad_blocks``.

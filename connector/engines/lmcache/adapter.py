@@ -61,13 +61,13 @@ RELEASE = Release(
 
 
 class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not installed where mypy runs
-    """Keeps objects in tiers. Any thread may call, and nothing waits but ``close``.
+    """Keeps objects in tiers. Any thread may call. Only ``close`` waits.
 
     Args:
         config: ``adapter_params``: kvtiers' options, and ``revision``.
 
     Raises:
-        ConfigError: names the option that is wrong, or what this LMCache lacks.
+        ConfigError: names the wrong option, or the name that this LMCache lacks.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:  # noqa: ARG002
@@ -75,10 +75,10 @@ class KVTiersL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         super().__init__()
         check_options(config, ("revision",))
         self._options = dict(config)
-        self._metrics = Metrics()  # of all tiers; each writes only series with its own name
+        self._metrics = Metrics()  # shared by all tiers; each tier writes only series with its own name
         self._server = serve_metrics(config, self._metrics)
         self._lock = threading.Lock()  # guards the fields below
-        self._doors: dict[tuple[str, Layout], tuple[Door | None, float]] = {}  # and when to try again
+        self._doors: dict[tuple[str, Layout], tuple[Door | None, float]] = {}  # -> door, and when to try again
         self._opening = threading.Lock()
         self._next_id = 0
         self._stored: dict[L2TaskId, L2StoreResult] = {}

@@ -1,4 +1,4 @@
-"""Which of SGLang's options belong to a namespace: all that are not at their defaults, except those in ``UNCOUNTED``.
+"""Finds SGLang's options that belong to a namespace: all options not at their defaults, except ``UNCOUNTED``.
 
 An option that nobody has thought about counts: the price is a cold cache, never a wrong token.
 """

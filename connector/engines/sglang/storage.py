@@ -1,4 +1,4 @@
-"""KVTiersHiCacheStorage: what SGLang's HiCache calls, over one tier of kvtiers for each rank.
+"""KVTiersHiCacheStorage: implements SGLang's HiCache storage with a kvtiers tier for each rank.
 
 SGLang's threads call and wait. They hand over pages of its host memory, as addresses of their parts.
 """
@@ -74,7 +74,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         kwargs: not used.
 
     Raises:
-        ConfigError: names the option that is wrong, or what this SGLang lacks.
+        ConfigError: names the wrong option, or the name that this SGLang lacks.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:  # noqa: ARG002
@@ -127,7 +127,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
                 config.pp_size,
                 config.attn_cp_size,
                 config.dcp_size,
-                # Ranks of one pipeline stage have equal pages of MLA, of which SGLang stores one.
+                # Ranks of a pipeline stage have equal MLA pages, so SGLang stores only one rank's pages.
                 rank=self._shard if config.is_mla_model else self._place,
             ),
             kv_cache_layout=pool.layout,
@@ -136,7 +136,7 @@ class KVTiersHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse every pool but that of the KV: kvtiers does not store the others, and a page is useless without them.
+        """Refuse pools besides the KV pool: kvtiers does not store them, and a page is useless without them.
 
         Raises:
             ConfigError: names the pool.

@@ -368,7 +368,7 @@ def test_check_without_write_changes_nothing_in_the_storage(
     assert problems(tier) == []
     if type_ == "store":  # it makes its folder when it is opened
         (said,) = [text for text in texts("ok", tier) if text.startswith("tiers[0]: answers")]
-        assert said.endswith("kvtiers_check_files, which may create folders even without --write")
+        assert said.endswith("kvtiers_check_files opens this store and may create folders even without --write")
     else:
         assert not kv.exists()
     for has_blocks in (False, True):
@@ -609,7 +609,7 @@ def make_store(options):
         ({"class": "Refused", "read_only": True}, None),
         (
             {"class": "Raw"},
-            "tiers[0]: could not be checked: KeyError in kvtiers_check_custom.py:14; let kvtiers_check_cu",
+            "tiers[0]: could not be checked: KeyError in kvtiers_check_custom.py:14; change the store of kv",
         ),
         ({"class": "Forgets"}, "tiers[0].reads: host "),
         ({"class": "MemoryStore"}, None),

@@ -64,7 +64,7 @@ def test_destructive_command_refuses_folder_without_mark_of_kvtiers(
     name, *options = command
     code, out = run(name, str(strange), *options)
     assert code == 2
-    assert "is not a storage of kvtiers, so nothing is changed: it holds " in out
+    assert "is not a kvtiers storage, so nothing is changed: it holds " in out
     assert "no namespace with a config.json of kvtiers" in out
     assert contents(strange) == before
 
@@ -187,7 +187,7 @@ def test_bucket_with_foreign_objects_is_refused_until_kvtiers_has_written_to_it(
     config.write_text("region: {size: 1MiB}\ntiers:\n- {type: s3, bucket: shared, ttl: 7d}\n")
     for command in (("gc",), ("verify", "--repair")):
         code, out = run(command[0], str(config), *command[1:])
-        assert (code, "is not a storage of kvtiers" in out) == (2, True)
+        assert (code, "is not a kvtiers storage" in out) == (2, True)
     open_namespace(bucket, FileMapper.from_offloading_spec("", FakeSpec()))
     ok("gc", str(config))
     found = {item["Key"] for item in client.list_objects_v2(Bucket="shared")["Contents"]}

@@ -151,7 +151,7 @@ def test_stores_beyond_a_backlogs_share_are_dropped_and_counted(
     assert engine.counts.pinned == 8
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 4
     assert engine.counted("kvtiers_blocks_total", "tier0", "store", "dropped") == 4
-    assert len([r for r in caplog.records if "wait for it" in r.message]) == 1
+    assert len([r for r in caplog.records if "wait for this tier" in r.message]) == 1
     assert engine.lookup(KEYS[8:12]) == [True] * 4
     engine.tier.finish(next(iter(engine.tier.jobs)))
     engine.manager.on_schedule_end()
@@ -1038,7 +1038,7 @@ def test_request_larger_than_the_region_loads_its_first_blocks_and_logs_why(capl
     engine.load(KEYS[:4])
     messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(messages) == 1
-    assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be loaded beyond" in messages[0]
+    assert "region holds 4 blocks, request 'r' needs 10: only its first blocks can be loaded" in messages[0]
 
 
 def test_blocks_of_two_requests_count_once_against_the_region(caplog: pytest.LogCaptureFixture) -> None:
@@ -1477,7 +1477,7 @@ def test_unreported_load_is_given_up_and_its_slot_is_not_reused(
     assert engine.counts == SlotCounts(free=0, ready=0, pinned=2, pending=0, quarantined=2)
     assert engine.counted("kvtiers_deadline_expired_total", "tier0", "load") == 1
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "submit_load") == 0  # no code failed
-    assert "tier tier0: loads over 20 s are given up" in caplog.text
+    assert "tier tier0: loads that took longer than 20 s were given up" in caplog.text
     late, *stores = hung.jobs
     hung.finish(late)
     engine.manager.on_schedule_end()

@@ -215,7 +215,7 @@ def test_request_larger_than_the_region_stores_its_first_blocks_and_logs_why(cap
     assert [lookup(slots, key) for key in KEYS[:6]] == [True] * 4 + [False] * 2
     messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(messages) == 1
-    assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be stored beyond" in messages[0]
+    assert "region holds 4 blocks, request 'r' needs 10: only its first 4 blocks can be stored" in messages[0]
 
 
 def test_reservation_takes_as_many_of_the_first_keys_as_fit() -> None:

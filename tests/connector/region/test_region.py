@@ -241,7 +241,7 @@ def test_two_configs_for_one_region_name_the_field(instance_id: str, changed: di
 
 def test_a_taken_rank_is_an_error(instance_id: str) -> None:
     first = SharedOffloadRegion(instance_id, 2, PAGE, 2, 1)
-    with pytest.raises(RegionError, match=f"rank 1 is process {os.getpid()} already, or one that it forked"):
+    with pytest.raises(RegionError, match=f"rank 1 is process {os.getpid()} already, or a process that"):
         SharedOffloadRegion(instance_id, 2, PAGE, 2, 1)
     first.cleanup()
 

@@ -311,7 +311,7 @@ def test_a_forked_child_that_outlives_its_engine_is_told_of_and_its_end_frees_th
     engine.kill()
     os.waitpid(engine.pid, 0)
     try:
-        with pytest.raises(RegionError, match=f"rank 0 is process {engine.pid} already, or one that it forked"):
+        with pytest.raises(RegionError, match=f"rank 0 is process {engine.pid} already, or a process that"):
             SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
     finally:
         os.kill(heir, signal.SIGKILL)

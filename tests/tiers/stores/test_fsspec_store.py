@@ -423,7 +423,7 @@ def test_listing_of_names_not_asked_for_is_refused(
     entry = {"name": other.format(root=local._root), "size": 1, "type": "file"}
     ls = LocalFileSystem.ls
     monkeypatch.setattr(LocalFileSystem, "ls", lambda fs, path, **options: [entry, *ls(fs, path, **options)])
-    with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+    with pytest.raises(StoreConfigError, match="lists names outside the requested prefix"):
         list_keys(local)
 
 
@@ -436,7 +436,7 @@ def test_tree_with_names_outside_the_folder_is_refused(s3: FsspecStore, monkeypa
         return {"other": {"name": f"{root}/a/x/c", "size": 1, "type": "file"}}
 
     monkeypatch.setattr(s3._fs, "_find", find)
-    with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+    with pytest.raises(StoreConfigError, match="lists names outside the requested prefix"):
         list_keys(s3)
 
 
@@ -573,7 +573,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     + [
         ("ftp://host/kv", "ftp:// is not accepted: its driver has one connection for all threads"),
         ("tar://kv::file:///nowhere/kv.tar", "tar:// is not accepted: its driver has one open file for all threads"),
-        ("dir::file:///nowhere/kv", "dir:// is not accepted: the file system that it wraps .* write the folder into"),
+        ("dir::file:///nowhere/kv", "dir:// is not accepted: the wrapped file system .* write its URL"),
         ("dir://kv::s3://bucket", "dir:// is not accepted"),
     ],
 )

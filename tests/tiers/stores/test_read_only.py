@@ -122,7 +122,7 @@ def test_read_only_tier_keeps_a_bad_block(
     for _ in range(3):
         assert bench.run(reader, KEYS[:2], is_load=True).successful_keys == (KEYS[1],)
     assert reader.metrics.value("kvtiers_verify_failures_total", "fs", "payload_checksum") == 4
-    said = [record for record in caplog.records if "is not the block it should be" in record.getMessage()]
+    said = [record for record in caplog.records if "is not a valid copy of its block" in record.getMessage()]
     assert len(said) == 1, "once a minute"
     assert tree(tmp_path / "kv") == before
 

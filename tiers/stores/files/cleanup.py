@@ -1,4 +1,4 @@
-"""Operations of a collector below a root: remove many files, mark a file as used, sweep the store's own folders.
+"""The collector's operations below a root: remove many files, mark a file as used, sweep the store's own folders.
 
 A file is removed with a plain unlinkat. The name disappears in one step, readers that have the file open can finish,
 and later readers find nothing. Renaming the file first would only add a second step that might not be completed.
@@ -21,7 +21,7 @@ from ..os_errors import is_absent
 from .posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, opened
 from .publish import PRIVATE_FOLDER, PRIVATE_NAME, is_writer_dead
 
-STALE_AGE_S_MAX = 3600.0  # no writer needs an hour for one blob, and hosts' clocks differ by less than an hour
+STALE_AGE_S_MAX = 3600.0  # no writer needs so long for a blob, and hosts' clocks differ by less
 
 
 def remove_blobs(root: RootFolder, keys: Iterable[str]) -> Mapping[str, OSError]:
@@ -88,7 +88,7 @@ def sweep(root: RootFolder, now: Callable[[], float], *, remove: bool = True) ->
     """
     count = 0
     for fd, name in _names_in(root, PRIVATE_FOLDER):
-        # Others may use a folder with this name, too: only regular files that are named like a store's own count.
+        # Other programs may use a folder with this name, so only regular files with names like a store's own count.
         if PRIVATE_NAME.fullmatch(name) is None:
             continue
         with contextlib.suppress(OSError):  # removed meanwhile, or damaged
@@ -103,7 +103,7 @@ def sweep(root: RootFolder, now: Callable[[], float], *, remove: bool = True) ->
 
 
 def hidden_names(root: RootFolder) -> list[str]:
-    """Names that listings leave out and that no store wrote: other dot names, and others' files in our own folder."""
+    """Yield foreign names that listings skip: dot names, and foreign files in the store's own folder."""
     found = [name for _, name in _names_in(root, ".") if name[0] == "." and name != PRIVATE_FOLDER]
     inside = [
         f"{PRIVATE_FOLDER}/{name}" for _, name in _names_in(root, PRIVATE_FOLDER) if not PRIVATE_NAME.fullmatch(name)
@@ -114,7 +114,7 @@ def hidden_names(root: RootFolder) -> list[str]:
 def _names_in(root: RootFolder, folder: str) -> Iterator[tuple[int, str]]:
     """The folder's descriptor, and each name in it. Nothing if the folder is absent, or this user may not read it.
 
-    Such a folder belongs to a command run as root. It must not stop the collection.
+    A command run as root may have left such a folder. It must not stop the collection.
     """
     try:
         fd = root.open(folder, OPEN_LISTING)

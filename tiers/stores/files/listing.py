@@ -21,8 +21,8 @@ from .posix import OPEN_LISTING, RootFolder, close_reader, opened
 
 T = TypeVar("T")
 
-#: Errors of a single file or folder if the root still answers: it is damaged, or a mount without its server. ext4 and
-#: XFS report a wrong checksum with EUCLEAN and EBADMSG.
+#: Errors of a damaged file or folder, or of a mount whose server is away, while the root still answers. ext4 and XFS
+#: report a wrong checksum with EUCLEAN and EBADMSG.
 DAMAGED = (
     *(errno.EIO, errno.EUCLEAN, errno.EBADMSG),
     *(errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV),
@@ -33,22 +33,22 @@ FOLDERS_DEEP_MAX = 64
 
 
 def walk(root: RootFolder, prefix: str, on_skipped: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
-    """Yield the regular files below the root whose key starts with ``prefix``, in the order of the folders.
+    """Yield the regular files below the root whose keys start with ``prefix``, folder by folder.
 
     One bad entry must not hide all others, so the listing skips:
 
     - dot names, symbolic links and names that are not valid keys;
     - folders that this user may not read: ``lost+found`` in a mount point, or folders left by a command run as root;
     - files and folders that are removed during the listing, by this host or another;
-    - damaged files and folders (``DAMAGED``): they fail twice while the root still answers. The listing of a damaged
-      folder ends at the damage.
+    - damaged files and folders: access fails twice with an error in ``DAMAGED``, while the root still answers. The
+      listing of a damaged folder ends at the damage.
 
     Holds one open listing (two descriptors) per level of folders, however many files there are.
 
     Args:
-        on_skipped: called with the name, relative to the root, and the error of each entry that was skipped for lack of
-            permission or because of damage. Such errors are raised for the root itself, for the folder that ``prefix``
-            names, and for damage beyond ``DAMAGED_MAX`` entries.
+        on_skipped: called for each entry that was skipped for lack of permission or because of damage, with its name
+            relative to the root and the error. Such errors are raised for the root itself, for the folder that
+            ``prefix`` names, and for damage beyond ``DAMAGED_MAX`` entries.
     """
     start, slash, name_prefix = prefix.rpartition("/")
     try:
@@ -103,16 +103,16 @@ class _Walk:
     def _next(
         self, entries: Iterator[os.DirEntry[str]], fd: int, prefix: str, *, is_start: bool
     ) -> os.DirEntry[str] | None:
-        """The next entry of a folder; None at its end, or where a folder below the first one is damaged."""
+        """Return the next entry of a folder. None: the folder has ended, or a subfolder is damaged from here on."""
         try:
             return next(entries, None)
         except OSError as e:
             if is_start:
                 raise
-            # Read all of it again. Its entries are not yielded, because some of them were yielded before.
+            # Read the whole folder again to see whether it is damaged. Yield no entry: some were yielded before.
             again = self._retry(lambda: deque(_entries_of(fd), 0), e)
             if not isinstance(again, OSError):
-                raise  # the folder can be read after all, but the rest of it was not listed
+                raise  # the folder can be read after all, but its remaining entries were not listed
             self._skip(prefix.rstrip("/"), again)
             return None
 
@@ -133,7 +133,7 @@ class _Walk:
 
     def _skip(self, name: str, e: OSError) -> None:
         """Note an entry that cannot be listed, or raise its error."""
-        if e.errno == errno.ESTALE:  # another host removed it
+        if e.errno == errno.ESTALE:  # another host removed the entry
             os.fstat(self._root.fd)  # if the root is gone, a listing that ends without an error would be empty
             return
         if not isinstance(e, PermissionError):
@@ -149,7 +149,7 @@ def _entries_of(fd: int) -> Generator[os.DirEntry[str]]:
 
 
 def _look(fd: int, entry: os.DirEntry[str], key: str) -> KeyInfo | int | None:
-    """A file's KeyInfo, or the descriptor of a folder. None: anything else, not a valid key, or removed meanwhile."""
+    """Return a file's KeyInfo or a folder's descriptor. None: other kinds of entries, invalid keys, removed entries."""
     try:
         if entry.is_dir(follow_symlinks=False):
             return os.open(entry.name, OPEN_LISTING, dir_fd=fd)

@@ -1,4 +1,4 @@
-"""Reads the mount table: a path's file system, and bad options of an NFS mount. Never touches a mount: it may hang."""
+"""Reads the mount table: finds a path's file system and bad NFS options. Touches no mount, because it may hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOUNTINFO = "/proc/self/mountinfo"  # see proc(5)
 FSTAB = "/etc/fstab"
 #: File systems that belong to one host. Other shared file systems (CephFS, Lustre, FUSE) may be intended.
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-NAMES_CACHED_S_MAX = 60  # acdirmax's default
+NAMES_CACHED_S_MAX = 60  # the default of acdirmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Mount:
 
 
 def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = MOUNTINFO) -> list[str]:
-    """List bad options of the NFS mount that a folder is on, for an operator. Empty if there are none or it is not NFS.
+    """List the bad options of a folder's NFS mount, in words. Empty if there are none, or the mount is not NFS.
 
     Accesses nothing inside the mount, which may hang.
 
@@ -65,7 +65,7 @@ def missing_mount(root_dir: str | os.PathLike[str]) -> str:
 
 
 def unmounted_point(path: str, *, mountinfo: str = MOUNTINFO, fstab: str = FSTAB) -> str:
-    """The mount point of /etc/fstab that ``path`` lies below, if nothing is mounted there; otherwise ""."""
+    """The mount point in /etc/fstab that contains ``path``, if nothing is mounted there; otherwise ""."""
     mounted = {mount.point for mount in _read_mounts(mountinfo)}
     try:
         with open(fstab, encoding="utf-8", errors="surrogateescape") as f:
@@ -131,7 +131,7 @@ def _mount_of(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
 
 
 def _follow(path: str, mounts: Sequence[_Mount]) -> tuple[str, _Mount | None]:
-    """A path without links, and the mount that it is on. Follows only links on this host's own file systems."""
+    """Resolve a path's links; return it with its mount. Follows only links on this host's own file systems."""
     for _ in range(40):  # Linux follows at most this many links
         mount = _innermost(path, mounts)
         parts = path.strip("/").split("/")

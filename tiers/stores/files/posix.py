@@ -1,7 +1,7 @@
 """System calls shared by the stores on a file system: a confined root folder, and reading blobs.
 
 Everything below a root is opened from the root's own descriptor, folder by folder, without following symbolic links. So
-other users who may write inside the root (a tenant, another pod) cannot make this process read or write anywhere else.
+other users with write access to the root (a tenant, another pod) cannot make this process access files elsewhere.
 (One openat2 call does the same, but sandboxes may deny it, and it saves only 2 µs.)
 
 Reading a blob takes these system calls::
@@ -135,7 +135,7 @@ class RootFolder:
             return os.open(name, OPEN_FOLDER, dir_fd=parent_fd)
 
     def give(self, fd: int) -> None:
-        """Change the owner of a new file or folder to the root's owner, if that is another user.
+        """Change the owner of a new file or folder to the root's owner, if the root belongs to another user.
 
         Works by descriptor, so that no other file can be put in its place. Changes only files that belong to root: not
         files that an NFS server gave to another user (root_squash), nor files that such a user already had there.

@@ -45,7 +45,7 @@ from .posix import (
 )
 
 PRIVATE_FOLDER = ".tmp"
-#: Names that private_name makes, and, with a dot, those of ``stores.fsspec`` for the same folder.
+#: Names made by private_name and, with a leading dot, names made by ``stores.fsspec`` for the same folder.
 PRIVATE_NAME = re.compile(r"(?:.+-[0-9a-f]{8}-[0-9]+)?-[0-9]+-[0-9]*-[0-9a-f]{8}-[0-9]+|\.[0-9a-f]{32}")
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...store import parts_size
 from ..vectored_io import transfer
 
-FIRST_BYTES: Final = 16 << 10  # of a TLS record. http.client gets responses with longer headers; S3's are under 1 KiB
+FIRST_BYTES: Final = 16 << 10  # size of a TLS record; http.client gets responses with longer headers
 
 _STATUS = re.compile(rb"http/1\.1 ([2-5][0-9][0-9]) ")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,19})[ \t]*(?=\r\n)")
@@ -30,7 +30,7 @@ class Answer:
     """The response to one request. The constructor receives its headers; one thread uses it.
 
     Args:
-        first: what was already received of it.
+        first: bytes of the response that were already received.
 
     Attributes:
         status: HTTP status, 200 or more.
@@ -39,7 +39,7 @@ class Answer:
     Raises:
         OSError: the connection broke.
         http.client.HTTPException: this is not HTTP.
-        ValueError: a header is not what it should be.
+        ValueError: a header has an invalid value.
     """
 
     def __init__(self, sock: socket.socket, method: str, first: bytes = b"") -> None:
@@ -62,11 +62,11 @@ class Answer:
         response = http.client.HTTPResponse(self._unread, method=method)  # type: ignore[arg-type] # it calls makefile
         response.begin()  # skips 100
         if response.status < http.HTTPStatus.OK:
-            raise http.client.HTTPException("an interim response that nobody asked for")
+            raise http.client.HTTPException("an unexpected interim response (1xx)")
         self._response = response
         self.status = response.status
         self.announced = response.length
-        if method == "HEAD":  # of which http.client says that its body has 0 bytes
+        if method == "HEAD":  # http.client would say that its body has 0 bytes
             length = response.getheader("content-length")
             self.announced = int(length) if length else None
 
@@ -100,7 +100,7 @@ class Answer:
             raise http.client.IncompleteRead(b"")
 
     def read(self, bytes_max: int) -> bytes:
-        """Receive the rest of the body, at most ``bytes_max``, or what there is of it if the connection breaks."""
+        """Receive the rest of the body, at most ``bytes_max``. If the connection breaks, return the received part."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             if self._response is not None:
                 return self._response.read(bytes_max)
@@ -111,14 +111,14 @@ class Answer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it was received, so that the connection is ready for the next request."""
+        """Whether the whole response was received, so that the connection is ready for the next request."""
         if self._response is None:
             return self._left == 0 and not self._unread.first
         return not self._response.will_close and (self._response.isclosed() or self._response.length == 0)
 
 
 class _Unread(io.RawIOBase):
-    """What is still to be read of a response: its ``first`` bytes, already received, and the rest from the socket."""
+    """The unread part of a response: its ``first`` bytes, already received, and the rest from the socket."""
 
     def __init__(self, sock: socket.socket, first: bytes) -> None:
         self.first = memoryview(first)

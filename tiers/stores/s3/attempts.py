@@ -122,7 +122,7 @@ class Attempts:
         """Make the next call create new clients, unless ``process`` was already replaced."""
         if self._process is process:
             self._process = ProcessClients(self._options, self._clock)
-            if self._closed:  # by another thread just now, which may have closed only the old clients
+            if self._closed:  # another thread just replaced them, and may have closed only the old clients
                 self._process.close()
         process.close()
 

@@ -125,7 +125,7 @@ class Boto3Client:
             raise BlobCorruptError(f"{announced} bytes are stored, {bytes_max} were asked for")
         try:
             return answer, answer["Body"].read()
-        except BOTO_ERRORS as e:  # it ended early
+        except BOTO_ERRORS as e:  # the body ended early
             raise self._session.translate(e) from None
 
     def _raise_unless_object(self, answer: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from .boto_http import BoundedBotocoreSession, BoundedHttp
 from .options import check_region
 
 _PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # in botocore's order
-_PROFILES_MAX: Final = 32  # longest chain of source_profile that is followed; it may be circular
+_PROFILES_MAX: Final = 32  # follow at most so many source_profile links, because they may be circular
 IN_QUOTES: Final = "is in quotes, which count as part of the value (docker --env-file keeps them); remove the quotes"
 
 
@@ -23,7 +23,7 @@ class BotoConfig:
     An empty environment variable counts as unset, because Kubernetes and CI systems set empty variables.
 
     Args:
-        profile: the option ``profile``; None: from the environment, otherwise ``default``.
+        profile: the option ``profile``. None: use the environment's profile, or else ``default``.
     """
 
     def __init__(self, profile: str | None) -> None:
@@ -62,7 +62,7 @@ class BotoConfig:
             raise StoreConfigError(f"region: {source}: {e.message}{hint}") from None
 
     def explain_endpoint(self) -> str:
-        """Say what is wrong with an endpoint of the environment or the profile that is not a URL."""
+        """Return the error message for an endpoint, from the environment or the profile, that is not a URL."""
         for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             if value := os.environ.get(name):
                 text = IN_QUOTES if is_in_quotes(value) else "is not a URL; write https://host:port"
@@ -72,7 +72,7 @@ class BotoConfig:
     def check(self, credentials: ReadOnlyCredentials, method: str) -> None:
         """Refuse credentials in quotes, or with a space, control or non-ASCII character.
 
-        A header cannot carry the character, or it is a typo.
+        Some of these characters cannot be sent in a header, and the others are typos.
 
         Args:
             method: botocore's name for the credentials' source.

@@ -38,12 +38,12 @@ from .errors import (
 )
 from .proxies import name_proxy
 
-#: Everything that a boto3 call may raise: its parsers raise any exception about an answer that is not S3's.
+#: Everything that a boto3 call may raise. If the response is not from S3, its parsers may raise any exception.
 BOTO_ERRORS = (Exception,)
 
 
 def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
-    """Translate an exception of a request to S3 into ours. A StoreError, such as one of ``ChainCredentials``, stays.
+    """Translate an exception of a request to S3 into ours. A StoreError stays as it is.
 
     Args:
         place: where the request went.
@@ -92,8 +92,8 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
 def translate_chain(error: Exception, place: Place, timeout_s: float) -> StoreError:
     """Translate an exception that the credential chain raised. Arguments as in ``translate``.
 
-    The chain raises OSError (a token file or helper is missing), RuntimeError (the refreshed credentials have expired,
-    too) and, about the output of a helper, nearly anything.
+    The chain raises OSError if a token file or helper is missing, and RuntimeError if the refreshed credentials have
+    expired, too. If it cannot parse the output of a helper, it may raise nearly any exception.
     """
     if isinstance(error, boto_errors.ProxyConnectionError):
         place = replace(place, endpoint_url="a server of boto3's credential chain")
@@ -121,12 +121,12 @@ def code_of(error: Mapping[str, Any]) -> str:
 
 
 def is_from_s3(error: boto_errors.ClientError) -> bool:
-    """Whether S3 sent the error, not STS or SSO, which the credential chain may ask during any request."""
+    """Whether S3 sent the error. STS or SSO may send it instead: the credential chain may ask them in any request."""
     return _S3_OPERATION.search(error.operation_name) is not None
 
 
 def _is_connection_failure(error: Exception) -> bool:
-    """Whether a connection failed. botocore uses one class for all other exceptions of its HTTP client."""
+    """Whether a connection failed. HTTPClientError alone does not tell: botocore uses it for many causes."""
     if type(error) is boto_errors.HTTPClientError:
         return isinstance(_cause_of(error), (OSError, HTTPError, HTTPException))
     return isinstance(
@@ -141,7 +141,7 @@ def _cause_of(error: Exception) -> object:
 def _text_of(error: boto_errors.BotoCoreError) -> str:
     """botocore's own message on one line, without logins in URLs."""
     if isinstance(error, boto_errors.HTTPClientError):
-        # Its cause may quote a header, such as the session token.
+        # The error's cause may quote a header, such as the session token.
         return f"its HTTP client cannot send the request ({type(_cause_of(error)).__name__})"
     text = without_keys(printable(" ".join(str(error).split())))
     return _LOGIN.sub("//", text)[:TEXT_LENGTH_MAX]
@@ -181,7 +181,11 @@ def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: 
     if isinstance(told, (StorePermissionError, StoreUnavailableError, StoreThrottledError)):
         return told
     # Codes about objects or buckets, such as NoSuchKey and HTTP 501, do not have their S3 meaning here.
-    return StoreUnavailableError(f"endpoint: {source} has a fault") if passes else StorePermissionError(refused)
+    return (
+        StoreUnavailableError(f"endpoint: {source} reported an internal error")
+        if passes
+        else StorePermissionError(refused)
+    )
 
 
 TEXT_LENGTH_MAX = 500
@@ -190,10 +194,11 @@ _LOGIN = re.compile(r"//[^\s/]*@")
 
 _CLOCK_SAYS = ("Signature expired", "Signature not yet current")
 
-# The name of each S3 operation that we or botocore call holds one of these; no operation of the credential chain does.
+# Every S3 operation that kvtiers or botocore calls has one of these words in its name. No operation of the credential
+# chain has.
 _S3_OPERATION = re.compile("Object|Bucket|CreateSession")
 
-#: botocore's exceptions without a response from the server, most specific first -> ours.
+#: botocore's exceptions without a response from the server -> our exception and message; the most specific first.
 _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (
     (
         (boto_errors.NoCredentialsError,),

@@ -2,9 +2,9 @@
 
 botocore's timeouts are per socket call, and it reads a response of any length into memory. A server could hold a
 request forever with endless ``100 Continue`` responses or one header byte per second, or fill all memory with an
-endless error document. Here a watchdog shuts the request's socket at the deadline, anywhere between the TLS handshake
-and the response's last byte, and a response that is too long is an error. An object is received into memory, too, if
-its reader has said how large it may be.
+endless error document. Here a watchdog shuts the request's socket at the deadline, at any point from the TLS handshake
+to the last byte of the response. A response that is too long is an error. An object is received into memory, too, if
+its reader has declared a maximum size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PIECE_BYTES: Final = 64 << 10
 
 
 class AnswerTooLongError(boto_errors.HTTPClientError):  # type: ignore[misc]
-    """The response is longer than any that S3 sends."""
+    """The response is longer than any response from S3."""
 
     fmt = "The response of {endpoint_url} is longer than {bytes_max} bytes"
 
@@ -66,7 +66,7 @@ class BoundedHttp:
         """Bound a client's requests and return the client.
 
         Raises:
-            AttributeError: this version of botocore has other internals.
+            AttributeError: the internals of this botocore version are different.
         """
         endpoint = client._endpoint
         endpoint.http_session._pool_classes_by_scheme.update(_POOLS)
@@ -85,7 +85,7 @@ class BoundedHttp:
             del self._call.bytes_max
 
     def bytes_max(self) -> int:
-        """How long a response to the calling thread may be, if it is no error."""
+        """Maximum length of a successful response to the calling thread."""
         return int(getattr(self._call, "bytes_max", ANSWER_BYTES_MAX))
 
     def deadline(self) -> float:
@@ -97,7 +97,7 @@ class BoundedHttp:
         self.watchdog.close()
 
     def _begin_call(self, model: Any, **_: Any) -> None:
-        if model.name != "HeadBucket":  # botocore makes this one within a call, to find the bucket's region
+        if model.name != "HeadBucket":  # botocore makes this request within a call, to find the bucket's region
             self._call.deadline = self.clock() + self._timeout_s
 
 
@@ -208,7 +208,7 @@ class _Exchange:
         self._ended = True
         twin = self._twin
         if twin is not None:
-            with contextlib.suppress(OSError):  # the other side has closed it
+            with contextlib.suppress(OSError):  # the server has closed the connection
                 twin.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ CLIENTS_S_MIN: Final = 3.0
 # one starts. This wait doubles with each attempt that still hangs; at most MAKES_HUNG_MAX may hang.
 MAKE_S_MAX: Final = 30.0
 MAKES_HUNG_MAX: Final = 8
-RENEW_S_MAX: Final = 60.0  # longest time between renewals that do not help: reading the models holds the GIL
+RENEW_S_MAX: Final = 60.0  # longest pause between useless renewals, because reading the models holds the GIL
 RENEW_EVERY_S: Final = 2.0  # shortest time between renewals: the credential chain may start programs or ask servers
 
 
@@ -99,7 +99,7 @@ class ProcessClients:
 
         Raises:
             StoreError: the clients could not be made, or not in time. An error that is not retryable is remembered for
-                ``RENEW_EVERY_S``. An attempt that hangs is abandoned for a new one after ``MAKE_S_MAX``.
+                ``RENEW_EVERY_S``. After ``MAKE_S_MAX``, a new attempt replaces an attempt that hangs.
         """
         if self.ready is not None:
             return self.ready
@@ -111,8 +111,8 @@ class ProcessClients:
                 self._made, self._begun_at = made, now
                 if before is not None:
                     self._hung.append(before)
-                    before.add_done_callback(_close)  # callers waiting for it may still use it
-                if self._closed:  # by another thread, since this call began
+                    before.add_done_callback(_close)  # waiting callers may still use it
+                if self._closed:  # another thread did so since this call began
                     made.add_done_callback(_close)
         wait_s = max(CLIENTS_S_MIN, until - now)
         try:
@@ -161,7 +161,7 @@ class ProcessClients:
 
 
 def needs_boto3(session: S3Session) -> bool:
-    """Whether blocks must be moved by boto3: through a proxy, or to an endpoint and credentials of a bucket's own."""
+    """Whether boto3 must move blocks: through a proxy, or for a bucket with its own endpoint and credentials."""
     # AWS reserves the suffix for directory buckets.
     return session.proxy is not None or session.options.bucket.endswith("--x-s3")
 

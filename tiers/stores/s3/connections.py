@@ -25,10 +25,10 @@ from .tls import make_context
 
 T = TypeVar("T")
 
-DIAL_S_MIN: Final = 0.001  # 0 would mean not to wait at all, which is another mode of a socket
+DIAL_S_MIN: Final = 0.001  # shortest timeout, because 0 would make the socket non-blocking
 USUAL_PORTS: Final = {"http": 80, "https": 443}
 
-_END: Final = re.compile(rb"\n\r?\n")  # of a response's headers
+_END: Final = re.compile(rb"\n\r?\n")  # longest headers of a response
 
 
 class Connections:
@@ -58,10 +58,10 @@ class Connections:
     def exchange(
         self, method: str, head: bytes, receive: Callable[[Answer], T], *, body: Sequence[memoryview] = ()
     ) -> T:
-        """Send a request and return what ``receive`` makes of the response.
+        """Send a request and return the result of ``receive`` for the response.
 
         A connection that was used before may have been closed by the server in the meantime. Then the request is sent
-        once more on a new connection, which is safe for all of ours: they are idempotent.
+        once more on a new connection. This is safe, because all requests of kvtiers are idempotent.
 
         Args:
             head: of the request.
@@ -127,7 +127,7 @@ class Connections:
                 try:
                     some = sock.recv(FIRST_BYTES)
                 except (BlockingIOError, ssl.SSLWantReadError):
-                    continue  # it is late, or a TLS record held no data
+                    continue  # the response is late, or a TLS record held no data
                 if not some:
                     raise ConnectionError
                 first += some
@@ -178,10 +178,10 @@ class Connections:
                 poll = select.poll()
                 poll.register(sock, select.POLLIN)
                 if not (poll.poll(0) or (isinstance(sock, ssl.SSLSocket) and sock.pending())):
-                    if blocks != sock.getblocking():  # most are used again as they are: each system call yields the GIL
+                    if blocks != sock.getblocking():  # skip the system call if possible: it yields the GIL
                         sock.setblocking(blocks)
                     return sock
-                sock.close()  # readable while idle: the server has closed it, or has sent more than an answer
+                sock.close()  # readable while idle: the server has closed it, or has sent too many bytes
         return None
 
     def _dial(self, deadline: float) -> socket.socket:

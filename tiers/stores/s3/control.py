@@ -28,7 +28,8 @@ class S3Control:
         """List up to 1,000 objects and folders by their whole names.
 
         Args:
-            delimiter: "/" to list what is directly below the prefix, folders included; "" to list all objects below it.
+            delimiter: "/" to list only the objects and folders directly below the prefix; "" to list all objects below
+                it.
             token: from the previous page.
 
         Raises:
@@ -55,7 +56,7 @@ class S3Control:
         said = answer["ResponseMetadata"]
         if said["HTTPStatusCode"] == HTTPStatus.NO_CONTENT or "x-amz-request-id" in said["HTTPHeaders"]:
             return
-        # Either a server that sends no request IDs, or a web page from something that is not S3.
+        # Either the server sends no request IDs, or this is a web page and not from S3.
         if self._ask_about(key, client.head_object) is not None:
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
 
@@ -74,7 +75,7 @@ class S3Control:
         for error in answer.get("Errors", ()):
             code = code_of(error)
             if code != "NoSuchKey":
-                # If the server does not name the key that it kept, it may have kept any of them.
+                # If the server does not name the key that it kept, any of the keys may still exist.
                 names = [error["Key"]] if error.get("Key") in keys else keys
                 failed.update(dict.fromkeys(names, server_error(500, code, place=self._session.place)))
         return failed
@@ -93,7 +94,7 @@ class S3Control:
             return False
         try:
             found = self._session.client.get_bucket_lifecycle_configuration(Bucket=self._options.bucket)
-        except BOTO_ERRORS:  # there are no rules, or reading them needs a permission of its own
+        except BOTO_ERRORS:  # the bucket has no rules, or the permission to read them is missing
             return True
         return not any(_removes_versions(rule, self._own) for rule in found.get("Rules", ()))
 
@@ -137,8 +138,8 @@ class S3Control:
         are_folders = all(delimiter and name.endswith(delimiter) for name in folders)
         if not (are_below and are_parted and are_folders):
             raise StoreConfigError(
-                f"endpoint: {self._session.endpoint_url} lists names that were not asked for; does a proxy or gateway "
-                "drop the prefix of a listing?"
+                f"endpoint: {self._session.endpoint_url} lists names outside the requested prefix; does a proxy or "
+                "gateway drop the prefix of a listing?"
             )
 
     def _next_token(self, page: dict[str, Any], token: str) -> str:

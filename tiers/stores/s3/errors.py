@@ -86,7 +86,7 @@ _REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_u
 _RIGHTS = "grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on {bucket}"
 _EXPIRED = "secret: the session token has expired; renew it (SSO: aws sso login), or let a role or profile renew it"
 _REGION = "region: bucket {bucket} is not in {region}; set region, or endpoint_url if it is not at {endpoint_url}"
-_SECRET = "secret: the key id is known, its secret is not right; correct AWS_SECRET_ACCESS_KEY or the profile's"
+_SECRET = "secret: the secret access key is wrong for this access key id; correct AWS_SECRET_ACCESS_KEY or the profile"
 _KEY_ID = "secret: {endpoint_url} does not know this access key id; correct AWS_ACCESS_KEY_ID or the profile's"
 _TOKEN = "secret: the session token is not valid at this endpoint; correct or unset AWS_SESSION_TOKEN"
 _CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
@@ -99,7 +99,7 @@ _FORM = "the server does not accept this request"
 
 _UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
 _OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
-_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
+_NO_TLS = "endpoint: {} does not speak TLS; should its URL begin with http?"
 _OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
 #: Part of a client's error text -> hint.
 _TLS_ERRORS = (
@@ -112,7 +112,7 @@ _TLS_ERRORS = (
     ("certificate is not yet valid", _OTHER_TIME),
 )
 
-NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
+NO_S3 = "endpoint: {} does not answer like an S3 server; is the address right, or did a proxy answer?"
 
 # Messages repeat only the scheme and host of a redirect's target.
 _TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
@@ -177,11 +177,11 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }
 
-#: For responses without a known code: HEAD has no body, and proxies have codes of their own.
+#: For responses without a known code: the response to a HEAD has no body, and proxies have their own codes.
 _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
     **dict.fromkeys((301, 302, 303, 307, 308), (StoreConfigError, _REDIRECTS)),
     400: (RequestRefusedError, _FORM),
-    401: (StorePermissionError, f"secret: the server wants other credentials; {_RIGHTS}"),
+    401: (StorePermissionError, f"secret: the server rejects these credentials; {_RIGHTS}"),
     403: (BareRefusalError, f"secret: these credentials may not do this, or the clock is off; {_RIGHTS}"),
     404: (BlobNotFoundError, "not stored"),
     405: (RequestRefusedError, "endpoint: {endpoint_url} does not seem to speak S3"),
@@ -208,7 +208,7 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
     if not _PLAIN_CODE.fullmatch(code):
         code = ""
     fallback = (
-        (StoreUnavailableError, "endpoint: {endpoint_url} has a fault, or something else answers there")
+        (StoreUnavailableError, "endpoint: {endpoint_url} reported an internal error, or another server answered")
         if status >= 500
         else (RequestRefusedError, _FORM)
     )

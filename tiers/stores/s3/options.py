@@ -114,7 +114,7 @@ class S3Options:
 
     @property
     def attempt_timeout_s(self) -> float:
-        """How long one request may take, connecting included."""
+        """Time limit of a request, including the connection."""
         return self.request_timeout_s / 2
 
     def object_key(self, key: str) -> str:

@@ -28,7 +28,7 @@ _ENDLESS: Final = float("inf")
 
 @coroutine
 def readable(sock: socket.socket, until: float) -> Generator[tuple[int, float], None, None]:
-    """Wait until the socket can be read, which may also find its end or an error, or until a time of the clock."""
+    """Wait until the socket is readable (also at its end, or after an error), or until a time of the clock."""
     yield sock.fileno(), until
 
 
@@ -112,7 +112,7 @@ def run_all(
 ) -> dict[str, T | StoreError]:
     """Run ``work`` for each name, at most ``at_once_max`` at once. Returns its results or StoreErrors by name."""
     outcomes: dict[str, T | StoreError] = {}
-    waiting: dict[int, tuple[str, Coroutine[Any, Any, T], float]] = {}  # by the descriptors that they wait for
+    waiting: dict[int, tuple[str, Coroutine[Any, Any, T], float]] = {}  # descriptor -> coroutine that waits for it
     last: deque[tuple[str, Coroutine[Any, Any, T]]] = deque()  # each waits until ``waiting`` is empty
     rest = iter(names)
     limit = min(AT_ONCE_FIRST, at_once_max)

@@ -1,4 +1,4 @@
-"""Which proxy requests go through, and how error messages name it."""
+"""Finds the proxy for requests, and names it in error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to put a blob, from the cheapest to one that every server accepts, and which of them a server accepts."""
+"""Ways to put a blob, from the cheapest way to a way that every server accepts; remembers the accepted way."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .errors import (
 )
 from .options import S3Options
 
-CHECKSUM: Final = "crc64nvme"  # S3's own default: it costs AWS's and most other servers nothing, and us 0.1 ms a MiB
-#: Errors with which a server may refuse a way.
+CHECKSUM: Final = "crc64nvme"  # S3's own default. It costs most servers nothing, and kvtiers 0.1 ms per MiB
+#: Errors by which a server may refuse a way.
 REFUSALS: Final = (RequestRefusedError, StorePermissionError, DigestRefusedError)
 
-#: How long a way is tried first that was accepted after refusals, and how long only the first way is tried after all
-#: were refused. A refusal may come from a load balancer whose servers restart.
+#: How long the way that was accepted after refusals is tried first. Also how long only the first way is tried after all
+#: ways were refused. A refusal may come from a load balancer whose servers restart.
 REMEMBERED_S: Final = 60.0
 
 
 class PutForm(Enum):
-    """How a put proves its payload."""
+    """The proof of a put's payload."""
 
-    CHECKED = auto()  # by CHECKSUM; the signature does not cover the payload
-    SIGNED = auto()  # by a signature that covers the payload, and by its SHA-256 as a checksum
-    PLAIN = auto()  # by a signature that covers the payload
+    CHECKED = auto()  # proved by CHECKSUM; the signature does not cover the payload
+    SIGNED = auto()  # proved by a signature that covers the payload, and by SHA-256 as a checksum
+    PLAIN = auto()  # proved by a signature that covers the payload
 
 
 class PutWay(NamedTuple):
@@ -55,8 +55,8 @@ class PutWays:
 
     Any thread may call; a race costs at most one more upload.
 
-    After all ways were refused, only the first way is tried. The cause is then something else (a proxy, a permission,
-    the encryption), and each further try would send a large blob.
+    After all ways were refused, only the first way is tried. The cause is then not the way but a proxy, a permission or
+    the encryption, and each further try would send a large blob.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -86,7 +86,7 @@ class PutWays:
 
     @property
     def are_all_refused(self) -> bool:
-        """Whether a put was lately refused in all ways."""
+        """Whether all ways of a put were refused recently."""
         return self._clock() < self._in_vain_until
 
     def all_refused(self) -> None:
@@ -125,7 +125,7 @@ def describe_refusal(taken: PutForm) -> str:
 
 
 def with_asked_for(error: StoreError, options: S3Options) -> StoreError:
-    """The error of a refused put, with the options that each put asks the server for and that may be its cause."""
+    """Add to the error of a refused put the options that each put requests, because they may be the cause."""
     if isinstance(error, CredentialsRefusedError):
         return error
     asked = [
@@ -135,5 +135,5 @@ def with_asked_for(error: StoreError, options: S3Options) -> StoreError:
     ]
     if not asked:
         return error
-    lacking = "may need a right of its own" if isinstance(error, StorePermissionError) else "the server may not support"
+    lacking = "may need another permission" if isinstance(error, StorePermissionError) else "the server may not support"
     return type(error)(f"{error}; each put asks for {' and '.join(asked)}, which {lacking}")

@@ -49,14 +49,14 @@ class S3Session:
     CPU and 15 MB to read S3's API, which a process does not need that only moves blocks of a known endpoint.
 
     All clients trust the system's certificate authorities (including ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``) and those
-    in the file ``ca_path``. This is the first that is set of: the option ``ca_bundle``, ``AWS_CA_BUNDLE`` or the
-    profile's ``ca_bundle``, ``REQUESTS_CA_BUNDLE``, botocore's own bundle.
+    in the file ``ca_path``. The file is the first of these that is set: the option ``ca_bundle``, ``AWS_CA_BUNDLE`` or
+    the profile's ``ca_bundle``, ``REQUESTS_CA_BUNDLE``, botocore's own bundle.
 
     Args:
         options: bucket, endpoint and request settings.
 
     Raises:
-        StorePermissionError: there are no credentials, or the chain failed to get them.
+        StorePermissionError: the credential chain found no credentials, or failed.
         StoreConfigError: the profile does not exist, or S3Options would refuse the endpoint from the environment.
     """
 

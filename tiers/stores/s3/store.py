@@ -7,8 +7,9 @@ win. The server may answer such a put with:
 - 409: another operation, perhaps a delete, is in progress on the key. The put is retried.
 - 501: the server refuses the header (Backblaze B2). Each put then first checks for the object; the last writer wins.
 
-Blocks move by ``DirectClient``, behind a proxy and for directory buckets by boto3, which always does credentials and
-rare requests (``S3Control``).
+``DirectClient`` moves blocks. Behind a proxy, and for directory buckets, boto3 moves them. boto3 also provides the
+credentials and makes all rare requests (``S3Control``).
+
 An attempt ends after half of ``request_timeout_s``, by its client's own total timeout. Retryable errors are retried
 after growing, jittered pauses. No attempt starts in the second half of ``request_timeout_s``.
 """
@@ -73,14 +74,14 @@ DELETE_KEYS_MAX: Final = 1000  # S3's limit for one batch delete
 DELETERS_MAX: Final = 8
 SCRATCH_BYTES: Final = 1 << 20
 SKIPPED_BYTES_MAX: Final = 1 << 30  # largest blob whose tail is read if the server ignores ranges
-CHECK_S_MAX: Final = 10.0  # making the clients takes seconds on a busy machine; an unknown host, half a minute
+CHECK_S_MAX: Final = 10.0  # making the clients takes seconds on a busy machine, resolving an unknown host half a minute
 
 
 class S3Store(Store):
     """Keeps blobs in an S3 bucket.
 
-    Any thread may call. The constructor does no I/O; the first call makes the clients. ``_ways`` remembers what the
-    server refuses. ``capabilities.exclusive_create`` may become False.
+    Any thread may call. The constructor does no I/O; the first call makes the clients. ``_ways`` remembers
+    which requests the server refuses. ``capabilities.exclusive_create`` may become False.
 
     Args:
         options: bucket, endpoint and request settings.
@@ -123,7 +124,7 @@ class S3Store(Store):
         """See ``SupportsPieces``."""
         raised: list[BaseException] = []
 
-        def look_safely(offset: int, piece: memoryview) -> None:  # if ``look`` raises, the transfer must not fail
+        def look_safely(offset: int, piece: memoryview) -> None:  # an error of ``look`` must not break the transfer
             if not raised:
                 try:
                     look(offset, piece)
@@ -132,7 +133,7 @@ class S3Store(Store):
 
         self._get_into(key, parts, look_safely)
         if raised:
-            raise raised.pop()  # not kept: its traceback refers to this frame, and so to the caller's memory
+            raise raised.pop()  # not kept: its traceback refers to this frame, and thereby to the caller's memory
 
     def size(self, key: str) -> int | None:
         return self._size(key, self._attempts.latest_start())
@@ -161,7 +162,7 @@ class S3Store(Store):
     def prepare(self) -> None:
         """See ``Store``."""
         with contextlib.suppress(StoreError):
-            self._attempts.raise_if_closed()  # then nobody would close the new clients
+            self._attempts.raise_if_closed()  # a closed store would never close the new clients
             self._attempts.current().get()
 
     # -- optional protocols ----------------------------------------------------------------------------------------
@@ -188,10 +189,11 @@ class S3Store(Store):
         return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``Store``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors.
+        """See ``Store``. After ``request_timeout_s`` without a response, the remaining keys get StoreTimeoutErrors.
 
-        Each key is a HEAD. A LIST is cheaper only in a namespace with few blocks: names are hashes, so in a large one a
-        page of 1,000 names holds few of the wanted ones. SeaweedFS took 0.2 to 0.7 s for a LIST of 1,000 blocks.
+        Sends a HEAD for each key. A LIST is cheaper only in a namespace with few blocks: names are hashes, so a page of
+        1,000 names from a large namespace holds few of the wanted names. SeaweedFS took 0.2 to 0.7 s for a LIST of
+        1,000 blocks.
         """
         self._attempts.raise_if_closed()
         answers: dict[str, int | Exception | None] = {}
@@ -212,7 +214,7 @@ class S3Store(Store):
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``Store``. Deletes 1,000 keys per request, or one if the server refuses batches."""
+        """See ``Store``. Deletes 1,000 keys per request, or a single key if the server refuses batches."""
         self._attempts.raise_if_closed()
         outcomes: dict[str, Exception | None] = {}
         names = self._names(keys, outcomes)
@@ -276,7 +278,7 @@ class S3Store(Store):
         """Whether the bucket keeps old versions of blobs, and no lifecycle rule for the whole prefix removes them.
 
         Raises:
-            StoreError: the bucket does not say; the request needs a permission of its own.
+            StoreError: the bucket's settings cannot be read, which needs a separate permission.
         """
         return self._attempts.run("", lambda clients: clients.control.keeps_versions())
 
@@ -322,8 +324,8 @@ class S3Store(Store):
             return published
         if self._clock() <= latest_start:
             self._ways.all_refused()
-        # The first says most about the cause. A copy: with a traceback, it and this frame would refer to each other,
-        # and so hold the caller's memory until the next garbage collection.
+        # The first refusal says most about the cause. Raise a copy: the original would get a traceback that refers to
+        # this frame, and this cycle would hold the caller's memory until the next garbage collection.
         raise copy.copy(next(iter(refusals.values())))
 
     def _may_go_on(self, refusals: dict[PutWay, StoreError], way: PutWay, latest_start: float) -> bool:
@@ -333,7 +335,7 @@ class S3Store(Store):
         return not is_futile and self._clock() <= latest_start
 
     def _tell_refusals(self, taken: PutWay, refused: Collection[PutWay]) -> None:
-        """Log, once, what the server refuses. ``taken``: the way that it accepted."""
+        """Log once that the server refused some ways. ``taken``: the way that the server accepted."""
         if any(way.create == taken.create for way in refused):
             self._warn_once(describe_refusal(taken.form))
         if not taken.create and any(way.create for way in refused):
@@ -355,7 +357,7 @@ class S3Store(Store):
         return self._attempts.run(key, send, latest_start)
 
     def _pages(self, prefix: str, delimiter: str = "") -> Iterator[tuple[list[KeyInfo], list[str]]]:
-        """List the objects and folders below a prefix of whole names, 1,000 per request."""
+        """List the objects and folders below a prefix, by their whole names, 1,000 per request."""
 
         def list_page(token: str) -> Page:
             return self._attempts.run("", lambda clients: clients.control.list_page(prefix, delimiter, token))
@@ -371,7 +373,7 @@ class S3Store(Store):
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
         """Delete objects one by one, for servers that refuse DeleteObjects. Returns the errors of objects not deleted.
 
-        A retryable error was already retried, so after one the remaining objects are not tried.
+        A retryable error was already retried. So after such an error the remaining objects are not tried.
         """
         failed: dict[str, StoreError] = {}
         lasting: list[StoreError] = []
@@ -393,7 +395,7 @@ class S3Store(Store):
                 delete(name)
 
         others = []
-        with contextlib.suppress(StoreUnavailableError):  # no further thread can be started: those that run are enough
+        with contextlib.suppress(StoreUnavailableError):  # without further threads, fewer threads work
             for _ in range(min(DELETERS_MAX, len(names)) - 1):
                 others.append(begin("kvtiers-s3-delete", delete_waiting))
         try:
@@ -414,7 +416,7 @@ class S3Store(Store):
         self._attempts.run(key, lambda clients: clients.data.get_into(name, plain, size, look), latest_start)
 
     async def _ask_size(self, key: str, name: str, threads: Threads) -> int | None:
-        """``size`` as a coroutine (see ``polling``). What takes more than a HEAD on an idle connection has a thread."""
+        """``size`` as a coroutine (see ``polling``). Anything beyond a HEAD on an idle connection runs in a thread."""
         latest_start = self._attempts.latest_start()
         failed: StoreError | None = None
         try:
@@ -437,9 +439,9 @@ class S3Store(Store):
             with contextlib.suppress(BlobCorruptError):  # the object is empty, or the server ignores ranges
                 tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
                 return tail and tail[0]
-        raise copy.copy(refused)  # as in ``_put``, which may be the caller
+        raise copy.copy(refused)  # a copy, as in ``_put``, which may be the caller
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
-    """The non-empty parts as plain unsigned bytes, whose length is their size."""
+    """The non-empty parts as views of unsigned bytes, so that a view's length is its size in bytes."""
     return [part.cast("B") for part in parts if part.nbytes]

@@ -1,8 +1,8 @@
-"""Which certificates S3's clients trust: one rule for all of them, on each version of Python.
+"""Makes all S3 clients trust the same certificates, on each version of Python.
 
 All trust the system's certificate authorities (including ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``) and those of one file
-(see ``S3Session``). A certificate authority needs no key usage and no key identifier, which Python's ``ssl`` requires
-since version 3.13, and may itself be signed by another one that is not trusted.
+(see ``S3Session``). A certificate authority needs neither key usage nor key identifier, which Python's ``ssl`` requires
+since version 3.13. It may be signed by another authority that is not trusted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ssl
 
 
 def set_trust(context: ssl.SSLContext) -> None:
-    """Have a context follow the rule. The caller adds the file's certificate authorities."""
+    """Apply this rule to a context. The caller adds the file's certificate authorities."""
     context.load_default_certs()
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -555,8 +555,8 @@ def session() -> Iterator[S3Session]:
     ("status", "code", "message", "kind", "says"),
     [
         (503, "ServiceUnavailable", "", StoreUnavailableError, "the server is out of service"),
-        (500, "InternalFailure", "", StoreUnavailableError, "endpoint: STS has a fault"),
-        (502, "502", "Bad Gateway", StoreUnavailableError, "endpoint: STS has a fault"),
+        (500, "InternalFailure", "", StoreUnavailableError, "endpoint: STS reported an internal error"),
+        (502, "502", "Bad Gateway", StoreUnavailableError, "endpoint: STS reported an internal error"),
         (400, "Throttling", "", StoreThrottledError, "the server asks to slow down"),
         (400, "ThrottlingException", "", StoreThrottledError, "the server asks to slow down"),
         (400, "TooManyRequestsException", "", StoreThrottledError, "the server asks to slow down"),
@@ -565,7 +565,7 @@ def session() -> Iterator[S3Session]:
         (400, "IDPCommunicationError", "", StoreUnavailableError, "STS cannot reach"),
         (403, "RequestExpired", "", StorePermissionError, "clock: "),
         (403, "SignatureDoesNotMatch", "Signature expired: 1 is now earlier than 2", StorePermissionError, "clock: "),
-        (403, "SignatureDoesNotMatch", "", SignatureRefusedError, "secret: the key id is known, its secret is not"),
+        (403, "SignatureDoesNotMatch", "", SignatureRefusedError, "secret: the secret access key is wrong"),
         (403, "InvalidClientTokenId", "", CredentialsRefusedError, "secret: STS does not know this access key id"),
         (400, "ValidationError", "", StorePermissionError, "secret: STS does not let"),
     ],
@@ -738,7 +738,7 @@ def test_certificate_for_another_name_or_of_another_time(
 
 def test_https_to_a_server_of_http(options: S3Options, server: HttpFaultServer) -> None:
     store = S3Store(replace(options, endpoint_url=server.endpoint_url.replace("http", "https")))
-    with pytest.raises(StoreConfigError, match=r"^endpoint: .* does not speak TLS; is it http there\?"):
+    with pytest.raises(StoreConfigError, match=r"^endpoint: .* does not speak TLS; should its URL begin with http\?"):
         store.check()
     store.close()
 
@@ -1063,7 +1063,7 @@ def test_deletion_with_a_bare_200_is_good_where_the_object_is_gone(options: S3Op
     session._client = SimpleNamespace(delete_object=lambda **_: bare, head_object=head)
     with ExitStack() as stack:
         if not is_gone:
-            stack.enter_context(pytest.raises(StoreConfigError, match="not as S3 does"))
+            stack.enter_context(pytest.raises(StoreConfigError, match="not answer like an S3 server"))
         S3Control(session).delete("a")
 
 

@@ -166,7 +166,7 @@ def test_code_that_is_none_is_not_repeated(stored: S3Store, server: HttpFaultSer
     page = f"<DeleteResult><Error><Key>f/a</Key><Code>{code}</Code></Error></DeleteResult>"
     server.answers[Fault.ACCESS_DENIED] = Answer(200, page.encode())
     (outcome,) = stored.delete_many(["f/a"])
-    assert str(outcome).endswith("something else answers there (HTTP 500) (key 'f/a')")
+    assert str(outcome).endswith("or another server answered (HTTP 500) (key 'f/a')")
 
 
 def test_a_call_that_fails_holds_no_memory_of_its_caller(stored: S3Store, server: HttpFaultServer) -> None:
@@ -841,7 +841,7 @@ def test_blobs_are_deleted_one_by_one_where_batches_are_refused(store: S3Store, 
 
 def test_page_that_is_no_answer_to_a_deletion_deletes_nothing(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.HTML_WITH_200)
-    with pytest.raises(StoreConfigError, match="answers, but not as S3 does"):
+    with pytest.raises(StoreConfigError, match="does not answer like an S3 server"):
         stored.delete("f/a")
     (outcome,) = stored.delete_many(["f/a"])
     assert isinstance(outcome, StoreConfigError)
@@ -894,7 +894,7 @@ def test_check_says_what_is_wrong(store: S3Store, server: HttpFaultServer) -> No
         (Fault.EXPIRED_TOKEN, StorePermissionError, "secret: the session token has expired"),
         (Fault.CLOCK_SKEW, StorePermissionError, "clock: this machine's clock"),
         (Fault.ACCESS_DENIED, StorePermissionError, "secret: these credentials may not do this; grant s3:GetObject"),
-        (Fault.SIGNATURE, StorePermissionError, "secret: the key id is known, its secret is not right"),
+        (Fault.SIGNATURE, StorePermissionError, "secret: the secret access key is wrong for this access key id"),
         (Fault.BUCKET_GONE, StoreConfigError, "bucket: bucket does not exist at http://127.0.0.1"),
         (Fault.OTHER_REGION, StoreConfigError, "region: bucket bucket is not in us-east-1; set region"),
         (Fault.HTML_WITH_200, StoreConfigError, "endpoint: http://127.0.0.1"),
@@ -933,7 +933,8 @@ def test_check_of_an_address_where_something_else_answers(store: S3Store, server
     for status in (200, 400, 401, 403, 404):
         server.answers[Fault.HTML_WITH_200] = Answer(status, PAGES[page])
         with pytest.raises(
-            StoreError, match=r"^endpoint: http://127\.0\.0\.1:\d+ (answers, but not as S3|.* something else)"
+            StoreError,
+            match=r"^endpoint: http://127\.0\.0\.1:\d+ (does not answer like an S3|.* another server answered)",
         ):
             store.check()
 
@@ -949,7 +950,7 @@ def test_what_is_about_no_object_is_never_told_that_one_is_absent(
     ]
     server.answers[Fault.HTML_WITH_200] = Answer(404, PAGES[page])
     for fault, says in (
-        (Fault.HTML_WITH_200, r"^endpoint: http://127\.0\.0\.1:\d+ answers, but not as S3 does.*\(HTTP 404\)"),
+        (Fault.HTML_WITH_200, r"^endpoint: http://127\.0\.0\.1:\d+ does not answer like an S3 server.*\(HTTP 404\)"),
         (Fault.BUCKET_GONE, r"^bucket: bucket does not exist at .*\(NoSuchBucket, HTTP 404\)"),
     ):
         server.heal()

@@ -1,4 +1,4 @@
-"""Listings of servers that repeat pages, list names that were not asked for, or send entries that cannot be parsed."""
+"""Listings of servers that repeat pages, list names outside the prefix, or send entries that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -118,19 +118,19 @@ OTHERS: dict[str, str] = {
 def test_listing_of_names_not_asked_for_is_refused(store: S3Store, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     answer_listings(monkeypatch, lambda _: OTHERS[name])
     for listing in (lambda: list(store.keys()), store.folders):
-        with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+        with pytest.raises(StoreConfigError, match="lists names outside the requested prefix"):
             listing()
 
 
 def test_listing_below_prefix_refuses_names_beside_it(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_listings(monkeypatch, lambda _: entries("p/a/1", "p/b/1"))
-    with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+    with pytest.raises(StoreConfigError, match="lists names outside the requested prefix"):
         list(store.keys("a/"))
 
 
 def test_listing_without_delimiter_support_is_refused(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_listings(monkeypatch, lambda _: entries("p/a/b/c"))
-    with pytest.raises(StoreConfigError, match="lists names that were not asked for"):
+    with pytest.raises(StoreConfigError, match="lists names outside the requested prefix"):
         store.folders()
     assert [*names_of(store, "a/")] == ["a/b/c"]
 

@@ -101,7 +101,7 @@ class TestContract(StoreContract):
 def test_wrong_secret(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     store = S3Store(options)
-    with pytest.raises(StorePermissionError, match=r"^secret: the key id is known, its secret is not right"):
+    with pytest.raises(StorePermissionError, match=r"^secret: the secret access key is wrong for this access key id"):
         store.check()
     for call in (lambda: store.put("a", as_parts(b"1")), lambda: fetch(store, "a", 1), lambda: store.size("a")):
         with pytest.raises(StorePermissionError, match=r"^secret: "):
