@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_setup_finds_its_constraints_in_a_folder_with_a_space_in_its_name(tmp_path: Path) -> None:
+def test_make_setup_finds_constraints_in_folder_with_space_in_name(tmp_path: Path) -> None:
     """pip takes PIP_CONSTRAINT for several files, with spaces between them."""
     root = tmp_path / "check out"
     (root / "bin").mkdir(parents=True)
@@ -34,7 +34,7 @@ def test_setup_finds_its_constraints_in_a_folder_with_a_space_in_its_name(tmp_pa
     [((), ".venv"), ((f"PYTHON={sys.executable}",), f".venv-{sys.version_info[0]}.{sys.version_info[1]}")],
     ids=["usual", "named"],
 )
-def test_named_python_has_an_environment_of_its_own(
+def test_make_setup_with_named_python_uses_separate_environment(
     arguments: tuple[str, ...], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHON", raising=False)
@@ -93,5 +93,5 @@ def test_pythons_fails_if_a_supported_version_fails(
     assert capsys.readouterr().out.splitlines() == [f"Python {name}: {result}" for name, result in results.items()]
 
 
-def test_supported_versions_are_those_that_the_project_requires() -> None:
+def test_supported_python_versions_match_project_metadata() -> None:
     assert pythons.supported_versions() == ["3.11", "3.12", "3.13"]

@@ -102,11 +102,11 @@ def test_wheel_knows_the_commit_that_it_was_built_from(tmp_path: Path) -> None:
         assert done.stdout.split() == [wanted, str(site / "kvtiers" / "__init__.py")]
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert [name for name in kvtiers.__all__ if getattr(kvtiers, name, None) is None] == []
 
 
-def test_the_names_for_vllm_are_lazy() -> None:
+def test_lazy_vllm_names_have_module_files_and_unknown_name_raises() -> None:
     """Each module that has them needs vLLM, which these tests run without."""
     for module in kvtiers.vllm._MODULES.values():
         assert (ROOT / "connector" / "vllm" / module.replace(".", "/")).with_suffix(".py").is_file()
@@ -117,11 +117,11 @@ def test_the_names_for_vllm_are_lazy() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiers", "connector"])
-def test_no_part_is_imported_by_itself(name: str) -> None:
+def test_top_level_import_of_subpackage_is_refused_with_full_name(name: str) -> None:
     with pytest.raises(ImportError, match=f"^import kvtiers\\.{name}$"):
         importlib.import_module(name)
 
 
-def test_the_command_line_is_the_package() -> None:
+def test_python_m_kvtiers_runs_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "kvtiers", "--help"], capture_output=True, text=True, check=True)
     assert "KV-cache tiers for LLM servers." in done.stdout

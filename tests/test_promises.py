@@ -14,8 +14,10 @@ from tests.promises import PASS_LINES, Measured, evidence, lines
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-CRASH = "tests/tiers/stores/files/test_local_crash.py::test_killed_at_random"
-FAULTS = "tests/tiers/stores/files/test_local_faults.py::test_every_system_call_fails"
+CRASH = (
+    "tests/tiers/stores/files/test_local_crash.py::test_store_killed_at_random_leaves_whole_blobs_and_no_private_files"
+)
+FAULTS = "tests/tiers/stores/files/test_local_faults.py::test_failure_of_any_system_call_leaves_the_old_or_the_new_blob"
 
 
 def test_report_shows_results_and_figures_of_each_tested_promise() -> None:

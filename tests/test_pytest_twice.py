@@ -41,7 +41,7 @@ def test_crashes():
     ],
     ids=["busy machine", "fault", "usage error", "no tests", "crash"],
 )
-def test_only_failed_tests_run_a_second_time_and_alone(
+def test_only_failed_tests_run_again_and_without_workers(
     tmp_path: Path, env: dict[str, str], options: list[str], status: int, runs: int
 ) -> None:
     (tmp_path / "test_sample.py").write_text(TESTS)

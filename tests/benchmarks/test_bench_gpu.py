@@ -53,7 +53,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(shape=Shape(4096, 2, 5), store=Handler(clock), load=Handler(clock), specs=lambda: specs)
 
 
-def test_a_jobs_time_is_from_its_submit_to_its_end(bench: Any) -> None:
+def test_job_time_spans_submit_to_end(bench: Any) -> None:
     store, load, both = measure(bench, 3, "auto", lambda _direction: 5.5)
     nbytes = bench.shape.nbytes
     for row in (store, load):
@@ -68,7 +68,7 @@ def test_a_jobs_time_is_from_its_submit_to_its_end(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(4096, 1, 1), Shape(1 << 20, 32, 1), Shape(1 << 20, 32, 8)])
-def test_jobs_in_a_row_are_two_or_more_and_as_many_as_make_128_mib(bench: Any, shape: Shape) -> None:
+def test_consecutive_jobs_number_2_to_64_and_aim_at_128_mib(bench: Any, shape: Shape) -> None:
     bench.shape, rows = shape, []
     submit = bench.store.transfer_async
 
@@ -82,14 +82,14 @@ def test_jobs_in_a_row_are_two_or_more_and_as_many_as_make_128_mib(bench: Any, s
     assert max(rows) == 2 * most - 1  # of both directions at once, in turn
 
 
-def test_a_failed_transfer_is_no_figure(bench: Any) -> None:
+def test_failed_transfer_raises_instead_of_giving_a_figure(bench: Any) -> None:
     bench.load.success = False
     with pytest.raises(RuntimeError, match="a transfer failed"):
         measure(bench, 3, "auto", lambda _direction: 5.5)
 
 
 @pytest.mark.parametrize("direction", ["store", "load", "both"])
-def test_the_memcpy_moves_as_much_as_a_job_in_memory_as_large_as_the_jobs(
+def test_reference_memcpy_moves_bytes_of_one_job_across_memory_of_all_jobs(
     monkeypatch: pytest.MonkeyPatch, direction: str
 ) -> None:
     moved: list[tuple[int, int]] = []
@@ -143,7 +143,7 @@ def run_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
-def test_a_shape_that_fails_is_said_and_the_others_are_measured(
+def test_failed_shape_is_reported_and_other_shapes_are_measured(
     run_cpu: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cpu(RuntimeError("a transfer failed; its cause was logged")) == (1, [4096, 16384])
@@ -152,12 +152,12 @@ def test_a_shape_that_fails_is_said_and_the_others_are_measured(
     assert "FAILED: 8 KiB x 2: a transfer failed; its cause was logged" in said
 
 
-def test_an_end_in_the_middle_leaves_what_was_measured(run_cpu: Any) -> None:
+def test_interrupted_benchmark_keeps_finished_rows(run_cpu: Any) -> None:
     end = KeyboardInterrupt()
     assert run_cpu(end) == (end, [4096])
 
 
-def test_the_benchmark_fails_where_torch_cannot_use_the_gpu_and_skips_where_there_is_none(
+def test_benchmark_fails_if_torch_cannot_use_gpu_and_skips_without_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_gpu"])
@@ -170,7 +170,7 @@ def test_the_benchmark_fails_where_torch_cannot_use_the_gpu_and_skips_where_ther
     assert "skipped: no CUDA device here" in capsys.readouterr().out
 
 
-def test_a_row_is_of_the_method_that_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_names_the_copy_method_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the driver refuses every batch, and there is no triton."""
 
     class OnCuda:

@@ -10,7 +10,7 @@ from tests.benchmarks.s3_contenders import CEILING, Region, make_contender
 
 
 @pytest.mark.parametrize("name", [CEILING, "socket", *CLIENTS])
-def test_every_client_stores_loads_and_asks_on_nginx(name: str) -> None:
+def test_every_client_puts_gets_and_looks_up_on_nginx(name: str) -> None:
     if find_nginx() is None:
         pytest.skip("nginx is not installed: apt-get install nginx")
     with server("nginx") as reached:

@@ -134,7 +134,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DeploymentSpec]]:
         spec.shutdown()
 
 
-def test_kv_comes_back_from_disk_in_another_engine(make: Callable[..., DeploymentSpec]) -> None:
+def test_kv_stored_by_one_engine_is_loaded_by_another_from_disk(make: Callable[..., DeploymentSpec]) -> None:
     first = make()
     caches = kv_caches(1)
     store(first, Worker(first, caches))
@@ -164,7 +164,7 @@ def test_scheduler_and_worker_share_a_named_region(make: Callable[..., Deploymen
         assert torch.equal(entry.tensor[4:12], stored[:8])
 
 
-def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callable[..., DeploymentSpec]) -> None:
+def test_engine_id_names_the_region_if_config_names_none(make: Callable[..., DeploymentSpec]) -> None:
     make(rank=None, in_process=False)
     path = region_path("/dev/shm", ENGINE_ID)
     assert os.path.exists(path)
@@ -172,7 +172,9 @@ def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callabl
         make({"size": 4 * ROW_BYTES}, rank=0, in_process=False)
 
 
-def test_the_config_reaches_the_handlers(make: Callable[..., DeploymentSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handlers_get_options_of_the_config(
+    make: Callable[..., DeploymentSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: dict[str, Any] = {}
 
     def handlers(*args: Any, **options: Any) -> tuple[OffloadingHandler, OffloadingHandler]:
@@ -186,13 +188,13 @@ def test_the_config_reaches_the_handlers(make: Callable[..., DeploymentSpec], mo
     assert given == {"method": "copy", "pin": False}
 
 
-def test_the_region_holds_as_many_rows_as_fit(make: Callable[..., DeploymentSpec]) -> None:
+def test_region_has_as_many_rows_as_fit_in_its_size(make: Callable[..., DeploymentSpec]) -> None:
     spec = make({"size": 3 * ROW_BYTES - 1})
     assert (spec.region.geometry.num_blocks, spec.region.geometry.row_stride) == (2, ROW_BYTES)
     assert spec.get_manager().slots.num_blocks == 2
 
 
-def test_the_config_reaches_the_manager(make: Callable[..., DeploymentSpec]) -> None:
+def test_manager_gets_eviction_policy_and_promotion_wait_of_the_config(make: Callable[..., DeploymentSpec]) -> None:
     """ARC keeps the block that was used twice where LRU takes the oldest; no wait means a miss at once."""
     spec = make({"size": 2 * ROW_BYTES, "eviction_policy": "arc", "promotion_wait_s": 0})
     manager = spec.get_manager()
@@ -218,7 +220,7 @@ def test_the_config_reaches_the_manager(make: Callable[..., DeploymentSpec]) -> 
     assert spec.metrics.value("kvtiers_promotion_room_expired_total") == 1
 
 
-def test_a_load_is_given_up_no_sooner_than_its_tiers_own_deadline(tmp_path: Path) -> None:
+def test_load_deadline_of_a_tier_follows_its_job_deadline_s(tmp_path: Path) -> None:
     tiers = [
         {"type": "fs", "root_dir": str(tmp_path / str(deadline_s)), "isolation": "thread", "job_deadline_s": deadline_s}
         for deadline_s in (5, 60)
@@ -228,7 +230,7 @@ def test_a_load_is_given_up_no_sooner_than_its_tiers_own_deadline(tmp_path: Path
     spec.shutdown()
 
 
-def test_a_tier_that_states_no_deadline_has_not_that_of_another(their_tier: dict[str, Any]) -> None:
+def test_tier_without_deadline_gets_default_and_not_deadline_of_another_tier(their_tier: dict[str, Any]) -> None:
     spec = DeploymentSpec(CHUNKED, deployment(their_tier, {"type": "memory", "job_deadline_s": 600}), CELL_BYTES)
     assert [share.deadline_s for share in spec.get_manager()._loads.shares] == [20, 601]
     spec.shutdown()
@@ -248,12 +250,14 @@ def test_a_tier_that_states_no_deadline_has_not_that_of_another(their_tier: dict
         ),
     ],
 )
-def test_settings_that_do_not_fit_are_named(config: Any, region: dict[str, Any], cell_bytes: int, message: str) -> None:
+def test_inconsistent_setting_is_refused_by_name(
+    config: Any, region: dict[str, Any], cell_bytes: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         DeploymentSpec(config, deployment(**region), cell_bytes)
 
 
-def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path, has_ended: Callable[[], bool]) -> None:
+def test_failed_start_of_a_tier_shuts_down_earlier_tiers(tmp_path: Path, has_ended: Callable[[], bool]) -> None:
     (tmp_path / "file").touch()
     tiers: list[dict[str, Any]] = [{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path / "file" / "x")}]
     spec = DeploymentSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
@@ -264,7 +268,7 @@ def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path, has_ende
     spec.shutdown()
 
 
-def test_a_tier_whose_shutdown_raises_hides_no_reason_and_stops_no_other(
+def test_failed_start_is_reported_and_tiers_shut_down_though_one_shutdown_raises(
     their_tier: dict[str, Any],
     tmp_path: Path,
     has_ended: Callable[[], bool],
@@ -304,7 +308,7 @@ def their_tier(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("value", ["200ms", None, [1], -1])
-def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any], value: Any) -> None:
+def test_option_of_foreign_tier_named_lookup_deadline_s_is_not_read(their_tier: dict[str, Any], value: Any) -> None:
     spec = DeploymentSpec(
         CHUNKED, deployment({"type": "memory"}, their_tier | {"lookup_deadline_s": value}), CELL_BYTES
     )
@@ -313,7 +317,7 @@ def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any],
 
 
 @pytest.mark.parametrize("value", ["soon", float("nan"), 0, [1]])
-def test_a_manager_that_cannot_be_made_stops_its_tiers(
+def test_failed_creation_of_manager_shuts_down_its_tiers(
     their_tier: dict[str, Any], has_ended: Callable[[], bool], value: Any
 ) -> None:
     spec = DeploymentSpec(CHUNKED, deployment({"type": "memory"}, their_tier | {"job_deadline_s": value}), CELL_BYTES)
@@ -323,7 +327,7 @@ def test_a_manager_that_cannot_be_made_stops_its_tiers(
     spec.shutdown()
 
 
-def test_the_schedulers_side_needs_no_torch() -> None:
+def test_scheduler_side_works_without_torch() -> None:
     """A scheduler that imports torch pays a second and 200 MB for nothing."""
     script = (
         "import sys; sys.modules['torch'] = None\n"

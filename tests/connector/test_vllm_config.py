@@ -24,13 +24,13 @@ CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "configs").glob("
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_shipped_config_gives_json_for_two_ways_at_least(path: Path) -> None:
+def test_every_shipped_config_gives_json_for_ways_spec_and_tier(path: Path) -> None:
     ways = vllm_config(path)
     assert {"spec", "tier"} <= set(ways)
     assert json.loads(json.dumps(ways)) == ways
 
 
-def test_each_tier_behind_vllms_spec_has_an_entry_and_an_index(tmp_path: Path) -> None:
+def test_way_tier_has_an_indexed_entry_for_each_tier(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(
         "blocks_per_chunk: 4\nregion: {size: 1GiB, eviction_policy: arc}\n"
@@ -60,7 +60,7 @@ def test_each_tier_behind_vllms_spec_has_an_entry_and_an_index(tmp_path: Path) -
         {"ca_bundle": "/etc/ca.pem", "max_bytes": 1 << 40},
     ],
 )
-def test_a_buckets_tier_is_given_whole_to_each_rank(tmp_path: Path, options: dict[str, object]) -> None:
+def test_s3_tier_with_all_its_options_is_given_to_each_rank(tmp_path: Path, options: dict[str, object]) -> None:
     path = tmp_path / "s3.yaml"
     tier = {"type": "s3", "bucket": "kvs", "prefix": "team", "endpoint_url": "http://127.0.0.1:9000", **options}
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{json.dumps(tier)}]\n")
@@ -74,7 +74,7 @@ def test_a_buckets_tier_is_given_whole_to_each_rank(tmp_path: Path, options: dic
     assert ways["shared_storage"]["kv_load_failure_policy"] == "recompute"
 
 
-def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
+def test_config_with_memory_tier_only_does_not_support_shared_storage(tmp_path: Path) -> None:
     path = tmp_path / "memory.yaml"
     path.write_text("region: {size: 64MiB}\ntiers: [{type: memory}]\n")
     assert set(vllm_config(path)) == {"spec", "tier"}
@@ -87,7 +87,9 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
         ("{type: Mine, module_path: mine, max_bytes: 1MiB}", "type"),
     ],
 )
-def test_tier_that_other_processes_cannot_read_leaves_the_way_out(tmp_path: Path, tier: str, key: str) -> None:
+def test_tier_unreadable_by_other_processes_does_not_support_shared_storage(
+    tmp_path: Path, tier: str, key: str
+) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
     assert set(vllm_config(path)) == {"spec", "tier"}
@@ -101,7 +103,7 @@ def test_tier_that_other_processes_cannot_read_leaves_the_way_out(tmp_path: Path
 @pytest.mark.parametrize(
     "tier", ["{type: fs, root_dir: /mnt/a, ttl: 7d, read_only: true}", "{type: s3, bucket: kvs, read_only: true}"]
 )
-def test_a_place_that_is_only_read_has_no_limits_and_stays_so(tmp_path: Path, tier: str) -> None:
+def test_read_only_tier_stays_read_only_and_has_no_limits_on_each_rank(tmp_path: Path, tier: str) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
     extra = vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
@@ -110,7 +112,7 @@ def test_a_place_that_is_only_read_has_no_limits_and_stays_so(tmp_path: Path, ti
         assert place.capacity_policy() is None
 
 
-def test_limits_of_a_tier_are_those_of_each_rank(tmp_path: Path) -> None:
+def test_limits_of_a_tier_apply_on_each_rank(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(
         "region: {size: 1GiB}\ntiers: [{type: fs, root_dir: /mnt/a, max_bytes: 1GiB, ttl: 7d, min_free: 5GiB}]\n"
@@ -125,7 +127,7 @@ def test_limits_of_a_tier_are_those_of_each_rank(tmp_path: Path) -> None:
         assert policy.min_free_bytes == 5 << 30
 
 
-def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_storage_path_may_be_folder_mount_bucket_or_url(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(path: str, **beside: object) -> object:
         return rank_tier({"shared_storage_path": path, **beside})
 
@@ -145,7 +147,7 @@ def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.
         assert isinstance(mount, NfsTierConfig)
 
 
-def test_a_path_may_be_a_link_which_is_followed_once(tmp_path: Path) -> None:
+def test_shared_storage_path_may_be_a_link_and_is_resolved(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     place = rank_tier({"shared_storage_path": str(tmp_path / "link" / "kv")})
@@ -153,7 +155,7 @@ def test_a_path_may_be_a_link_which_is_followed_once(tmp_path: Path) -> None:
     assert place.root_dir == str(tmp_path / "disk" / "kv")
 
 
-def test_memory_of_a_rank_and_the_lookup_deadline_have_defaults() -> None:
+def test_staging_chunk_and_lookup_deadline_of_a_rank_have_defaults() -> None:
     assert staging_bytes({}) == 1 << 30
     assert staging_bytes({"cpu_bytes_to_use": "2MiB"}) == 2 << 20
     assert chunk_of({}) == 1
@@ -168,7 +170,7 @@ def test_memory_of_a_rank_and_the_lookup_deadline_have_defaults() -> None:
         (chunk_of, {"blocks_per_chunk": 0}, "blocks_per_chunk"),
     ],
 )
-def test_size_or_number_that_is_not_accepted_is_named(read: Any, extra: dict[str, object], field: str) -> None:
+def test_invalid_size_or_number_is_refused_by_name(read: Any, extra: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: "):
         read(extra)
 
@@ -192,7 +194,9 @@ def test_size_or_number_that_is_not_accepted_is_named(read: Any, extra: dict[str
         ({"tier": {"type": "memory"}}, "^tier.type: memory cannot be shared by processes"),
     ],
 )
-def test_what_is_not_accepted_is_named_as_it_was_given(extra: dict[str, object], said: str) -> None:
+def test_invalid_option_of_rank_tier_is_refused_under_the_name_the_user_wrote(
+    extra: dict[str, object], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         rank_tier(extra)
 
@@ -206,7 +210,7 @@ def test_what_is_not_accepted_is_named_as_it_was_given(extra: dict[str, object],
     ],
 )
 @pytest.mark.parametrize("before", [[], [{"type": "memory"}]])
-def test_no_secret_is_printed_and_the_connector_finds_it(
+def test_secret_is_not_printed_and_connector_reads_it_from_config_file(
     tmp_path: Path, tier: dict[str, object], before: list[dict[str, object]]
 ) -> None:
     path = tmp_path / "secret.yaml"
@@ -230,26 +234,26 @@ def test_no_secret_is_printed_and_the_connector_finds_it(
         {"tier": {"type": "fs", "root_dir": "/a"}, "config_file": "/a.yaml"},
     ],
 )
-def test_a_connector_needs_a_path_or_a_file(extra: dict[str, object]) -> None:
+def test_connector_with_no_path_or_with_several_sources_is_refused(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="shared_storage_path"):
         rank_tier(extra)
 
 
-def test_a_mistake_is_the_files(tmp_path: Path) -> None:
+def test_mistake_in_config_file_is_refused_by_field(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("region: {size: 10 Gigs}\n")
     with pytest.raises(ConfigError, match="region.size"):
         vllm_config(path)
 
 
-def test_it_needs_no_vllm() -> None:
+def test_vllm_config_does_not_import_vllm() -> None:
     assert "vllm" not in sys.modules
 
 
 SPEC = {"spec_name": "KVTiersSpec", "spec_module_path": "kvtiers.vllm", "blocks_per_chunk": 4}
 
 
-def test_what_is_printed_for_the_way_spec_is_read_back(tmp_path: Path) -> None:
+def test_printed_options_of_way_spec_are_accepted_by_spec(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     path.write_text("blocks_per_chunk: 4\nregion: {size: 1GiB}\ntiers: [{type: fs, root_dir: /mnt/a}]\n")
     read = deployment_from(vllm_config(path)["spec"]["kv_connector_extra_config"] | {"storage_after_reset": "keep"})
@@ -276,19 +280,19 @@ def test_what_is_printed_for_the_way_spec_is_read_back(tmp_path: Path) -> None:
         ({"cpu_bytes_to_use": "1GiB", "tier": {"type": "memory"}}, "tier"),
     ],
 )
-def test_mistakes_in_the_way_spec_name_their_field(extra: dict[str, Any], field: str) -> None:
+def test_invalid_option_of_way_spec_is_refused_by_field(extra: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         deployment_from(extra)
 
 
 @pytest.mark.parametrize("name", ["Tiers", "teirs", "metrics", "handler", "region", "promotion_wait_s"])
 @pytest.mark.parametrize("beside", [{"config_file": "/x.yaml"}, {"cpu_bytes_to_use": "1GiB", "tiers": []}])
-def test_an_option_that_nobody_reads_is_refused(name: str, beside: dict[str, Any]) -> None:
+def test_unread_option_of_way_spec_is_refused(name: str, beside: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: is not an option of KVTiersSpec; accepted are config_file, "):
         deployment_from(SPEC | beside | {name: {}})
 
 
-def test_what_a_newer_vllm_may_read_is_passed_over_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_option_that_newer_vllm_may_read_is_ignored_with_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read = deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "tiers": [], "unheard_of": 2})
     assert read.region.size == 1 << 30
@@ -296,7 +300,7 @@ def test_what_a_newer_vllm_may_read_is_passed_over_and_told(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens", "kv_load_tiers"])
-def test_what_a_request_asks_for_is_no_option_of_an_engine(name: str) -> None:
+def test_request_option_given_to_an_engine_is_refused(name: str) -> None:
     ways: list[tuple[Any, dict[str, Any]]] = [
         (connector_options, {"cpu_bytes_to_use": "1GiB", "tiers": []}),
         (connector_options, {"way": "tier", "cpu_bytes_to_use": "1GiB", "tiers": []}),
@@ -307,7 +311,7 @@ def test_what_a_request_asks_for_is_no_option_of_an_engine(name: str) -> None:
             take({**extra, name: 0})
 
 
-def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_without_tiers_logs_warning_and_misspelled_tiers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"^teirs: is not an option of KVTiersSpec \(tiers is absent\); "):
         deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "teirs": [{"type": "memory"}]})
     with caplog.at_level(logging.WARNING):
@@ -316,11 +320,11 @@ def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize(("extra", "keeps"), [({}, False), ("off", False), (False, False), ("keep", True)])
-def test_storage_after_a_reset(extra: Any, keeps: bool) -> None:
+def test_storage_is_kept_after_reset_only_if_option_says_keep(extra: Any, keeps: bool) -> None:
     assert keeps_storage(extra if extra == {} else {"storage_after_reset": extra}) is keeps
 
 
-def test_a_dollar_in_a_path_is_the_same_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dollar_in_path_is_read_equally_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way parses the options again, and must not expand what was a dollar."""
     monkeypatch.setenv("HOME", "/elsewhere")
     root = f"{tmp_path}/a$HOME/$$b"
@@ -346,13 +350,13 @@ def test_a_dollar_in_a_path_is_the_same_in_every_way(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("value", "seconds"), [(2, 2.0), ("500ms", 0.5), ("1m", 60.0)])
-def test_the_connectors_own_durations_take_units(value: object, seconds: float) -> None:
+def test_connector_durations_accept_units(value: object, seconds: float) -> None:
     assert seconds_of({"load_deadline_s": value}, "load_deadline_s", 5.0) == seconds
     assert seconds_of({}, "load_deadline_s", 5.0) == 5.0
 
 
 @pytest.mark.parametrize("value", [0, -1, "soon", None, True, float("nan"), float("inf")])
-def test_the_connectors_own_durations_are_checked(value: object) -> None:
+def test_invalid_connector_duration_is_refused_by_field(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         seconds_of({"load_deadline_s": value}, "load_deadline_s", 5.0)
     assert caught.value.field == "load_deadline_s"

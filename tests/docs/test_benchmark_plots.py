@@ -40,7 +40,7 @@ def whiskers(axis: Any) -> list[list[float]]:
     return found
 
 
-def test_files_show_the_slowest_and_the_fastest_round() -> None:
+def test_file_plot_shows_slowest_and_fastest_round() -> None:
     rows = [
         row | {"rounds": {name: [0.5 * row[name], row[name], 2 * row[name]] for name in names}}
         for row in fs_rows()
@@ -54,14 +54,14 @@ def test_files_show_the_slowest_and_the_fastest_round() -> None:
     assert "whiskers" in axis.get_ylabel()
 
 
-def test_s3_shows_the_slowest_and_the_fastest_round() -> None:
+def test_s3_plot_shows_slowest_and_fastest_round() -> None:
     rows = [replace(row, put_rounds=[row.put - 1, row.put, row.put + 3], get_rounds=[row.get]) for row in s3_rows()]
     axis = bench_s3.draw(rows).axes[0]
     first = [row for row in rows if (row.where, row.client) == (rows[0].where, rows[0].client)]
     assert whiskers(axis)[0] == pytest.approx([row.put + change for row in first for change in (-1, 3)])
 
 
-def test_results_without_rounds_have_no_whiskers() -> None:
+def test_plot_of_results_without_rounds_has_no_whiskers() -> None:
     rows = [{name: value for name, value in row.items() if name != "rounds"} for row in fs_rows()]
     axis = make_benchmarks.draw_fs(rows).axes[0]
     assert whiskers(axis) == []

@@ -33,28 +33,28 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(heading.replace(" ", "-") for heading in headings)
 
 
-def test_the_configuration_reference() -> None:
+def test_configuration_reference_is_current() -> None:
     assert (DOCS / "configuration.md").read_text() == make_reference.configuration(), "run make docs"
 
 
 @pytest.mark.parametrize("page", make_reference.TABLES)
-def test_the_tables_in_pages(page: str) -> None:
+def test_generated_tables_in_pages_are_current(page: str) -> None:
     shown = (DOCS / page).read_text()
     assert shown == make_reference.with_tables(page), "run make docs"
     assert all(make_reference.BEGIN.format(name) in shown for name in make_reference.TABLES[page])
 
 
-def test_metrics_of_vllms_endpoint_have_the_names_they_have_there() -> None:
+def test_pages_name_only_existing_metrics_of_vllm_endpoint() -> None:
     named = {name for page in DOCS.glob("*.md") for name in re.findall(r"`vllm:(kvtiers_\w+)", page.read_text())}
     assert named <= METRICS.keys()
 
 
-def test_the_benchmarks() -> None:
+def test_benchmarks_page_is_current() -> None:
     shown = (DOCS / "benchmarks.md").read_text()
     assert shown == make_benchmarks.page(), "run python -m tests.docs.make_benchmarks"
 
 
-def test_the_plot_of_the_demo() -> None:
+def test_demo_plot_is_current() -> None:
     report = json.loads((DOCS / "demo.json").read_text())
     assert (DOCS / "demo.svg").read_text() == plot_demo.draw(report), "run make plot"
 
@@ -70,7 +70,7 @@ def test_commands_page_explains_fields_that_the_json_has() -> None:
     assert {name for names in make_commands.FIELDS for name in names.split(", ")} <= have
 
 
-def test_the_source_distribution_has_what_the_pages_name() -> None:
+def test_source_distribution_has_every_file_linked_from_pages() -> None:
     root = DOCS.parent.resolve()
     project = tomllib.loads((root / "pyproject.toml").read_text())
     target = project["tool"]["hatch"]["build"]["targets"]["sdist"]
@@ -81,7 +81,7 @@ def test_the_source_distribution_has_what_the_pages_name() -> None:
     assert [path for path in sorted(linked) if have.isdisjoint({path, *path.parents})] == []
 
 
-def test_kvtiers_is_not_installed_from_an_index() -> None:
+def test_pages_never_install_kvtiers_from_an_index() -> None:
     """kvtiers is not released, so a package of this name on an index would be somebody else's."""
     root = DOCS.parent
     places = [*DOCS.rglob("*"), *root.glob("*.md"), *(root / "configs").rglob("*")]
@@ -92,12 +92,12 @@ def test_kvtiers_is_not_installed_from_an_index() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_local_links_and_anchors_exist(page: Path) -> None:
     links = [(file.resolve(), anchor) for file, anchor in local_links(page)]
     assert [file for file, _ in links if not file.exists()] == []
     dead = [f"{file.name}#{anchor}" for file, anchor in links if anchor and anchor not in anchors(file)]
     assert dead == []
 
 
-def test_the_errors() -> None:
+def test_errors_page_is_current() -> None:
     assert make_errors.PAGE.read_text() == make_errors.page(), "run make docs"

@@ -117,7 +117,7 @@ def test_prometheus_answers_every_query(prometheus: Prometheus, number: int, cho
 
 
 @needs_prometheus
-def test_the_examples_relabelling_makes_vllms_metrics_the_dashboards(prometheus: Prometheus) -> None:
+def test_example_relabeling_renames_vllm_metrics_as_dashboard_expects(prometheus: Prometheus) -> None:
     found = prometheus.ask('kvtiers_circuit_closed{model_name="m"}')
     assert {(series["metric"]["instance"], series["metric"]["tier"]) for series in found} == {
         ("vllm-b", "local"),
@@ -127,7 +127,7 @@ def test_the_examples_relabelling_makes_vllms_metrics_the_dashboards(prometheus:
 
 
 @needs_prometheus
-def test_tokens_saved_are_those_that_vllm_loaded(prometheus: Prometheus) -> None:
+def test_tokens_saved_panel_counts_tokens_loaded_by_vllm(prometheus: Prometheus) -> None:
     (expr,) = [expr for title, expr, _ in dashboard_queries() if title == "Tokens saved"]
     (tokens,) = prometheus.ask(fill_in(expr, 60))
     assert tokens["metric"] == {"instance": "vllm-b"}
@@ -142,7 +142,7 @@ def test_prometheus_evaluates_every_alert_rule(prometheus: Prometheus) -> None:
 
 
 @needs_prometheus
-def test_promtool_accepts_the_example(tmp_path: Path) -> None:
+def test_promtool_accepts_example_configuration(tmp_path: Path) -> None:
     (sed,) = [line for line in commands() if line.startswith("sed ")]
     subprocess.run(
         sed.replace("> kvtiers", f"> {shlex.quote(str(tmp_path))}/kvtiers"), shell=True, check=True, cwd=DOCS.parent
@@ -159,7 +159,7 @@ def test_promtool_accepts_the_example(tmp_path: Path) -> None:
         assert "SUCCESS" in done.stdout
 
 
-def test_the_metrics_port_and_the_drop_rule() -> None:
+def test_example_metrics_port_is_valid_and_drop_rule_matches_vllm_metrics() -> None:
     (own,) = [text for text in snippets("yaml") if text.startswith("metrics:")]
     assert parse_config({"region": {"size": "1GiB"}, **yaml.safe_load(own)}).metrics.port == 9470
     (drop,) = [text for text in snippets("yaml") if text.startswith("metric_relabel_configs:")]
@@ -168,12 +168,12 @@ def test_the_metrics_port_and_the_drop_rule() -> None:
     assert re.fullmatch(rule["regex"], "vllm:kvtiers_slots")
 
 
-def test_the_job_scrapes_vllms_port() -> None:
+def test_example_job_scrapes_vllm_port() -> None:
     config = config_of_prometheus()["scrape_configs"]
     assert [job["static_configs"][0]["targets"][0][-5:] for job in config] == [":8000"]
 
 
-def test_alerts_keep_the_instance_and_print_the_labels_that_they_keep() -> None:
+def test_alert_keeps_instance_and_prints_every_kept_label() -> None:
     """With two engines, an alert without its instance does not say which engine to look at."""
     for rule in rules():
         summary, name = rule["annotations"]["summary"], rule["alert"]
@@ -201,5 +201,5 @@ def test_pictures_on_page_have_every_row_of_the_dashboard() -> None:
         assert (DOCS / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_rules_of_the_example_are_ours() -> None:
+def test_example_uses_the_shipped_rule_file() -> None:
     assert config_of_prometheus()["rule_files"] == [RULES.name]

@@ -27,7 +27,7 @@ from tests.docs import make_site
         ("README.md", "https://example.com/docs/a.md", "https://example.com/docs/a.md"),
     ],
 )
-def test_links_lead_to_the_same_thing_in_the_site(page: str, link: str, expected: str) -> None:
+def test_link_is_rewritten_to_its_target_in_site(page: str, link: str, expected: str) -> None:
     assert make_site.with_links(f"a [b]({link}) c", PurePosixPath(page)) == f"a [b]({expected}) c"
 
 
@@ -36,7 +36,7 @@ def test_lists_in_numbered_items_are_indented_for_python_markdown() -> None:
     assert make_site.with_deep_lists(text) == "8. one\n    more:\n\n    - a\n      b\n\n9. two\n\nend\n   kept"
 
 
-def test_what_is_gathered_has_no_dead_link(tmp_path: Path) -> None:
+def test_gathered_pages_have_no_dead_link(tmp_path: Path) -> None:
     make_site.gather(tmp_path)
     for page in tmp_path.rglob("*.md"):
         for link in make_site.LINK.finditer(page.read_text(encoding="utf-8")):
@@ -48,7 +48,7 @@ def test_what_is_gathered_has_no_dead_link(tmp_path: Path) -> None:
     assert "`VLLM_NO_USAGE_STATS`" in uncounted
 
 
-def test_faults_of_a_built_site_are_found(tmp_path: Path) -> None:
+def test_check_of_built_site_reports_remote_loads_and_dead_links(tmp_path: Path) -> None:
     (tmp_path / "guides").mkdir()
     (tmp_path / "style.css").write_text("@import 'https://fonts.example/a.css'; a { background: url(local.png) }")
     (tmp_path / "index.html").write_text(

@@ -67,7 +67,7 @@ OTHERS_YAML = {
     "metric_relabel_configs": "Prometheus'",
     "scrape_configs": "Prometheus'",
     "groups": "Prometheus'",
-    "services": "Docker's; test_the_compose_file",
+    "services": "Docker's; test_compose_file_is_consistent",
 }
 
 
@@ -77,13 +77,13 @@ def shell_blocks() -> list[Snippet]:
     return [*snippets.of("sh"), *plain]
 
 
-def test_the_guides_name_a_language_for_each_block() -> None:
+def test_every_code_block_of_guides_names_its_language() -> None:
     assert GUIDES
     assert [str(each) for each in snippets.of("", pages=GUIDES)] == []
 
 
 @pytest.mark.parametrize("snippet", shell_blocks(), ids=str)
-def test_commands_exist(snippet: Snippet) -> None:
+def test_every_command_of_shell_block_exists(snippet: Snippet) -> None:
     found = [command for command in commands(snippet.body) if command]
     assert found, "a block in sh, but it has no command"
     for command in found:
@@ -131,19 +131,19 @@ def check_transfer_config(config: Mapping[str, Any]) -> None:
         parse_config({"region": {"size": "1GiB"}, "tiers": [extra["tier"]]})
 
 
-def test_no_block_is_left_unchecked() -> None:
+def test_every_code_block_has_a_checked_language() -> None:
     languages = {each.language for page in PAGES for each in snippets.snippets(page)}
     assert languages <= {"", "ini", "json", "python", "sh", "text", "yaml"}, "a language that no test here looks at"
 
 
 @pytest.mark.parametrize("snippet", snippets.of("python"), ids=str)
-def test_python(snippet: Snippet) -> None:
+def test_python_block_compiles(snippet: Snippet) -> None:
     """It compiles. test_writing_a_store.py runs the store."""
     compile(snippet.body, str(snippet), "exec")
 
 
 @pytest.mark.parametrize("snippet", snippets.of("json"), ids=str)
-def test_json(snippet: Snippet) -> None:
+def test_json_block_parses_and_transfer_config_is_valid(snippet: Snippet) -> None:
     decoder, rest = json.JSONDecoder(), snippet.body.strip()
     while rest:
         value, end = decoder.raw_decode(rest)
@@ -153,7 +153,9 @@ def test_json(snippet: Snippet) -> None:
 
 
 @pytest.mark.parametrize("snippet", snippets.of("yaml"), ids=str)
-def test_yaml(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_block_is_a_valid_config_or_manifest(
+    snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVTIERS_KEYS", "00" * 32)
     for document in yaml.safe_load_all(snippet.body):
         if snippet.title.startswith("in the "):
@@ -204,7 +206,7 @@ def check_kubernetes(manifest: dict[str, Any]) -> None:
     validate.validate(manifest, KUBERNETES_VERSION, strict=True)
 
 
-def test_the_kubernetes_manifest() -> None:
+def test_kubernetes_manifest_is_consistent() -> None:
     manifests = list(yaml.safe_load_all(KUBERNETES.read_text(encoding="utf-8")))
     config, deployment, service = manifests
     spec = deployment["spec"]["template"]["spec"]
@@ -246,7 +248,7 @@ def quantity(text: str) -> int:
     return int(text.removesuffix("Gi")) << 30
 
 
-def test_the_compose_file() -> None:
+def test_compose_file_is_consistent() -> None:
     compose = yaml.safe_load((DOCS / "two-replicas.compose.yaml").read_text(encoding="utf-8"))
     gpus = []
     for replica in ("replica-a", "replica-b"):
@@ -269,7 +271,7 @@ def parse_size(text: str) -> int:
     return parse_config({"region": {"size": text}, "tiers": [{"type": "memory"}]}).region.size
 
 
-def test_the_dockerfile_is_sound() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed: make setup")
@@ -277,7 +279,7 @@ def test_the_dockerfile_is_sound() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_dockerfiles_context_makes_a_wheel(tmp_path: Path) -> None:
+def test_docker_build_context_makes_a_wheel(tmp_path: Path) -> None:
     """With what Dockerfile.dockerignore lets through, and nothing else."""
     lines = (DOCS / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
     assert lines[0] == "*"
@@ -305,7 +307,7 @@ def test_the_dockerfiles_context_makes_a_wheel(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_systemd_units(tmp_path: Path) -> None:
+def test_systemd_units_pass_verification(tmp_path: Path) -> None:
     units = {Path(each.title).name: each.body.replace("\\\n", " ") for each in snippets.of("ini")}
     assert {"vllm.service", "kvtiers-gc.service", "kvtiers-gc.timer"} <= units.keys()
     for name, body in units.items():
@@ -326,7 +328,7 @@ def test_systemd_units(tmp_path: Path) -> None:
     assert [line for line in done.stderr.splitlines() if str(tmp_path) in line] == []
 
 
-def test_the_nfs_mount_has_no_bad_options(tmp_path: Path) -> None:
+def test_nfs_mount_command_has_no_bad_options(tmp_path: Path) -> None:
     script = "".join(each.body for each in snippets.of("sh", pages=[DOCS / "guides" / "nfs.md"]))
     ((*_, options, _, point),) = (words for words in commands(script) if words[:4] == ["mount", "-t", "nfs", "-o"])
     table = tmp_path / "mountinfo"
@@ -343,7 +345,7 @@ def s3() -> Iterator[S3Server]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_the_guides_commands_run(page: Path, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guide_commands_run(page: Path, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the page's order, on the page's own files, with folders and buckets put in the place of theirs."""
     monkeypatch.setattr(check, "TIERS_S_MAX", 300.0)  # a busy machine may take longer to import a driver
     be_patient(monkeypatch)
@@ -389,7 +391,7 @@ def moved(document: dict[str, Any], folder: Path, s3: S3Server) -> dict[str, Any
     return document
 
 
-def test_every_page_is_in_the_sites_navigation() -> None:
+def test_every_page_is_in_site_navigation() -> None:
     """By name: PyYAML does not know the tags in mkdocs.yml."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\nplugins:")[0]
     listed = set(re.findall(r"[\w/.-]+\.md", navigation))

@@ -144,7 +144,7 @@ class Listener:
         raise AssertionError("nothing is deleted")
 
 
-def test_objects_of_one_server_are_loaded_by_another_in_their_shape(tmp_path: Path) -> None:
+def test_objects_stored_by_one_server_are_loaded_by_another_in_same_shape(tmp_path: Path) -> None:
     objects, listener = memory(20, seed=1), Listener()
     size = objects[0].get_size()
     with opened(tmp_path) as adapter:
@@ -194,7 +194,7 @@ def test_metrics_of_each_layouts_tier_are_served_under_its_own_name(tmp_path: Pa
         assert f'kvtiers_blocks_total{{op="store",outcome="moved",tier="{name}"}} {count}.0' in text
 
 
-def test_event_descriptors_are_three_and_distinct(tmp_path: Path) -> None:
+def test_each_adapter_has_three_distinct_event_descriptors(tmp_path: Path) -> None:
     with opened(tmp_path) as one, opened(tmp_path) as two:
         fds = {get() for a in (one, two) for get in (
             a.get_store_event_fd, a.get_load_event_fd, a.get_lookup_and_lock_event_fd)}  # fmt: skip
@@ -268,7 +268,7 @@ def test_ten_thousand_objects_stored_by_two_processes_load_equal(tmp_path: Path)
 
 
 @pytest.mark.parametrize("times", [1_000, pytest.param(10_000, marks=pytest.mark.full)])
-def test_damaged_objects_load_nothing_wrong(times: int, tmp_path: Path) -> None:
+def test_damaged_object_is_a_miss_until_stored_again(times: int, tmp_path: Path) -> None:
     """W1: a damaged object is a miss that leaves the memory as it was, and the next store heals it."""
     shape = (2, 1, 4, 16)
     objects, keys = memory(32, shape, seed=3), keys_of(32)
@@ -286,7 +286,7 @@ def test_damaged_objects_load_nothing_wrong(times: int, tmp_path: Path) -> None:
 
 
 @NEEDS_FUSE
-def test_hung_mount_ends_every_task_and_comes_back(tmp_path: Path) -> None:
+def test_tasks_on_hung_mount_fail_in_time_and_succeed_after_recovery(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "kv").mkdir()
     objects = memory(8, seed=1)
@@ -310,7 +310,7 @@ def test_hung_mount_ends_every_task_and_comes_back(tmp_path: Path) -> None:
 
 
 @NEEDS_FUSE
-def test_full_disk_fails_the_store_and_objects_still_load(tmp_path: Path) -> None:
+def test_store_on_full_disk_fails_and_stored_objects_still_load(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "kv").mkdir()
     with FuseMount(tmp_path / "real", tmp_path / "kv") as mount, opened(tmp_path / "kv") as adapter:
@@ -320,7 +320,7 @@ def test_full_disk_fails_the_store_and_objects_still_load(tmp_path: Path) -> Non
         assert all(load(adapter, keys_of(4), memory(4)))
 
 
-def test_killed_processes_of_the_tier_load_nothing_wrong(tmp_path: Path) -> None:
+def test_loads_after_kills_of_tier_processes_return_right_bytes_or_miss(tmp_path: Path) -> None:
     objects, keys = memory(64, seed=1), keys_of(64)
     with opened(tmp_path) as adapter:
         store(adapter, keys, objects)
@@ -339,7 +339,7 @@ def test_killed_processes_of_the_tier_load_nothing_wrong(tmp_path: Path) -> None
         assert equal(filled, objects)
 
 
-def test_tasks_in_progress_end_when_the_adapter_is_closed(tmp_path: Path) -> None:
+def test_close_with_tasks_in_progress_is_bounded_and_repeatable(tmp_path: Path) -> None:
     with opened(tmp_path) as adapter:
         adapter.submit_store_task(keys_of(20), memory(20, seed=1))
         adapter.submit_load_task(keys_of(20), memory(20))
@@ -350,7 +350,7 @@ def test_tasks_in_progress_end_when_the_adapter_is_closed(tmp_path: Path) -> Non
 
 
 @NEEDS_FUSE
-def test_close_of_several_tiers_on_hung_mount_takes_as_long_as_one(tmp_path: Path) -> None:
+def test_close_of_several_tiers_on_hung_mount_takes_as_long_as_of_one_tier(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "kv").mkdir()
     shutdown_s = 4.0
@@ -383,7 +383,9 @@ def test_wrong_option_is_refused_at_start(params: dict[str, Any], message: str, 
         door.KVTiersL2Adapter({"tier": tier, **params})
 
 
-def test_release_has_what_is_used_and_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tested_release_is_accepted_and_error_for_changed_release_names_missing_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     door.RELEASE.check(door.KVTiersL2Adapter)
     assert door.RELEASE.version in door.RELEASE.tested
     with pytest.raises(ConfigError, match=r"lmcache: version .* no_such cannot be imported|no_such is gone"):

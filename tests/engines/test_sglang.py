@@ -80,7 +80,7 @@ def test_lookup_counts_leading_pages_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_mla", [False, True])
-def test_metrics_are_served_on_a_port_of_each_rank(is_mla: bool, tmp_path: Path) -> None:
+def test_metrics_port_of_each_rank_is_base_port_plus_rank(is_mla: bool, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     changed: dict[str, Any] = {
         "options": {"metrics_port": port - 1}, "tp_size": 2, "tp_rank": 1, "is_mla_model": is_mla,
@@ -123,7 +123,9 @@ def test_tenants_share_no_pages(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_engine_finds_nothing(changed: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+def test_engine_with_another_identity_finds_no_pages(
+    changed: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
     """W6: each part of the identity alone."""
     pool = host_pool(4)
     with closing(open_storage(config_of(tmp_path / "kv"), pool)) as storage:
@@ -145,7 +147,7 @@ def test_another_engine_finds_nothing(changed: dict[str, Any], options: dict[str
     ],
     ids=str,
 )
-def test_replica_with_other_places_and_limits_shares_pages(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_replica_with_other_addresses_and_limits_shares_pages(changed: dict[str, Any], tmp_path: Path) -> None:
     pool = host_pool(4)
     with closing(open_storage(config_of(tmp_path / "kv"), pool)) as storage:
         assert all(storage.batch_set_v1(hashes(4), torch.arange(4 * PAGE)))
@@ -161,14 +163,14 @@ class NewerArgs(ServerArgs):  # type: ignore[misc]  # SGLang is not installed wh
     log_scale_attention: bool = False
 
 
-def test_unknown_option_counts_whatever_its_name(tmp_path: Path) -> None:
+def test_unknown_option_of_newer_release_counts_in_identity(tmp_path: Path) -> None:
     newer = NewerArgs(model_path=str(tmp_path / "model"), attention_port=1, log_scale_attention=True, port=31000)
     found = identity.counted(newer, environ={})
     assert {"attention_port", "log_scale_attention"} <= found.keys()
     assert "port" not in found
 
 
-def test_variable_counts_unless_it_is_known_to_change_no_page() -> None:
+def test_environment_variable_counts_in_identity_unless_known_not_to_change_pages() -> None:
     arguments = ServerArgs(model_path="x")
     counting = ["SGLANG_OPT_USE_MINIMAX_FP8_Q_EPILOGUE", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "SGLANG_NEW_EXPORT"]
     others = ["SGLANG_HOST_IP", "SGLANG_LOG_GC", "SGLANG_HICACHE_HOST_HUGEPAGE", "SGLANG_REQ_WAITING_TIMEOUT", "PATH"]
@@ -211,7 +213,7 @@ def test_ten_thousand_pages_stored_by_two_processes_load_equal(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("times", [1_000, pytest.param(10_000, marks=pytest.mark.full)])
-def test_damaged_pages_load_nothing_wrong(times: int, tmp_path: Path) -> None:
+def test_damaged_page_is_a_miss_until_stored_again(times: int, tmp_path: Path) -> None:
     """W1: a damaged page is a miss that leaves the memory as it was, and the next store heals it."""
     small: dict[str, Any] = {"heads": 1, "dim": 8, "layers": 1}
     pool, names = host_pool(33, **small), hashes(32)
@@ -231,7 +233,7 @@ def test_damaged_pages_load_nothing_wrong(times: int, tmp_path: Path) -> None:
 
 
 @NEEDS_FUSE
-def test_hung_mount_bounds_every_call_and_engine_goes_on(tmp_path: Path) -> None:
+def test_calls_on_hung_mount_fail_in_time_and_succeed_after_recovery(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "kv").mkdir()
     pool = host_pool(16)
@@ -257,7 +259,7 @@ def test_hung_mount_bounds_every_call_and_engine_goes_on(tmp_path: Path) -> None
 
 
 @NEEDS_FUSE
-def test_full_disk_is_a_failed_store_and_pages_still_load(tmp_path: Path) -> None:
+def test_store_on_full_disk_fails_and_stored_pages_still_load(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "kv").mkdir()
     pool = host_pool(16)
@@ -272,7 +274,9 @@ def test_full_disk_is_a_failed_store_and_pages_still_load(tmp_path: Path) -> Non
         assert all(storage.batch_get_v1(names[:8], torch.arange(8 * PAGE)))
 
 
-def test_start_and_calls_end_soon_when_bucket_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_succeeds_and_calls_fail_soon_when_bucket_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     tier = {"type": "s3", "bucket": "blocks", "endpoint_url": "http://127.0.0.1:9", "job_deadline_s": 2.0}
@@ -284,7 +288,7 @@ def test_start_and_calls_end_soon_when_bucket_does_not_answer(tmp_path: Path, mo
         assert time.monotonic() - began < 3
 
 
-def test_killed_processes_of_the_tier_lose_no_pages(tmp_path: Path) -> None:
+def test_pages_survive_kills_of_tier_processes(tmp_path: Path) -> None:
     pool, other = host_pool(64), host_pool(64)
     names = hashes(64)
     with closing(open_storage(config_of(tmp_path / "kv"), pool)) as storage:
@@ -332,7 +336,7 @@ def test_model_without_known_weights_is_refused(tmp_path: Path) -> None:
         open_storage(config_of(tmp_path), host_pool(4))
 
 
-def test_memory_with_more_than_kv_is_refused(tmp_path: Path) -> None:
+def test_host_pool_with_more_than_kv_is_refused(tmp_path: Path) -> None:
     with closing(open_storage(config_of(tmp_path), host_pool(4))) as storage:
         storage.register_mem_host_pool_v2(host_pool(4), PoolName.KV)
         with pytest.raises(ConfigError, match="host pool: mamba: this model keeps more than KV"):
@@ -345,7 +349,9 @@ def test_memory_with_more_than_kv_is_refused(tmp_path: Path) -> None:
         open_storage(config_of(tmp_path), HiSparseMHATokenToKVPoolHost())
 
 
-def test_release_has_what_is_used_and_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tested_release_is_accepted_and_error_for_changed_release_names_missing_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     door.RELEASE.check(door.KVTiersHiCacheStorage)
     assert door.RELEASE.version in door.RELEASE.tested
     changed = Release("sglang", ("0.5.23",), {"sglang.srt.runtime_context": ["get_no_args()"]})

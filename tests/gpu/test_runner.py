@@ -15,7 +15,7 @@ from tests.gpu.runner import ROW_S_MIN, Report, _timed
     ("ok", "left_s", "reported"),
     [(True, 60.0, "row"), (False, 60.0, "row"), (True, 0.0, "row"), (False, 0.0, "skipped")],
 )
-def test_only_a_row_that_the_time_limit_ends_counts_as_skipped(
+def test_row_counts_as_skipped_only_if_ended_by_the_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ok: bool, left_s: float, reported: str
 ) -> None:
     now = [0.0]

@@ -41,10 +41,10 @@ class TestContract(StoreContract):
         path = SERVER / self.tmp_path.name / key
         return path.read_bytes() if path.is_file() else None
 
-    def test_blob_that_is_replaced_is_always_there(self, store: Store) -> None:
+    def test_blob_is_always_present_while_it_is_replaced(self, store: Store) -> None:
         pytest.skip("the kernel moves a file that is open here aside (.nfs...) before another takes its name")
 
-    def test_what_another_handle_changed_is_seen_at_once(self, store: Store) -> None:
+    def test_changes_by_another_handle_are_seen_at_once(self, store: Store) -> None:
         pytest.skip("the kernel knows names and sizes for acregmin; contents are below")
 
 
@@ -82,13 +82,13 @@ def until_it_works(store: Store, key: str) -> None:
                 raise
 
 
-def test_mount_findings() -> None:
+def test_mount_findings_warn_of_nfs_version_3_but_not_of_lookupcache() -> None:
     found = "\n".join(mount_findings(A))
     assert ("vers=3" in found) == (os.environ["NFS_VERSION"] == "3")
     assert "lookupcache" not in found.partition("recommended")[0]
 
 
-def test_what_one_client_stores_the_other_loads(name: str) -> None:
+def test_blobs_stored_by_one_client_are_loaded_by_second_client(name: str) -> None:
     a, b = NfsStore(A / name), NfsStore(B / name)
     for i in range(20):
         a.put(f"f{i % 3}/{i}", as_parts(DATA))
@@ -96,7 +96,7 @@ def test_what_one_client_stores_the_other_loads(name: str) -> None:
     assert len(list_keys(b)) == 20
 
 
-def test_a_name_that_was_asked_for_before_it_was_stored(name: str) -> None:
+def test_blob_looked_up_before_its_store_is_found_afterwards(name: str) -> None:
     """lookupcache=pos: absent is not remembered."""
     a, b = NfsStore(A / name), NfsStore(B / name)
     a.put("f/first", as_parts(b"1"))
@@ -106,14 +106,14 @@ def test_a_name_that_was_asked_for_before_it_was_stored(name: str) -> None:
         assert fetch(b, f"f/{i}", len(DATA)) == DATA
 
 
-def test_one_winner_among_clients(name: str) -> None:
+def test_first_put_of_a_key_wins_over_put_of_second_client(name: str) -> None:
     a, b = NfsStore(A / name), NfsStore(B / name)
     a.put("f/a", as_parts(b"from a"))
     b.put("f/a", as_parts(b"from b"))
     assert fetch(a, "f/a", 6) == fetch(b, "f/a", 6) == b"from a"
 
 
-def test_replaced_and_deleted_elsewhere_is_whole_or_absent(name: str) -> None:
+def test_blob_replaced_or_deleted_by_another_client_is_whole_or_absent(name: str) -> None:
     a, b = NfsStore(A / name), NfsStore(B / name)
     versions = [make_data(70_000, seed) for seed in range(4)]
     for i in range(20):
@@ -127,7 +127,7 @@ def test_replaced_and_deleted_elsewhere_is_whole_or_absent(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_heal")
-def test_a_cut_client_times_out_and_comes_back(tier: Bench) -> None:
+def test_put_of_disconnected_client_times_out_and_works_after_reconnect(tier: Bench) -> None:
     subprocess.run(["nfs-cut", "a", "on"], check=True)
     started_at = time.monotonic()
     assert not tier.run("put", deadline_s=3.0).success
@@ -137,7 +137,7 @@ def test_a_cut_client_times_out_and_comes_back(tier: Bench) -> None:
 
 
 @pytest.mark.usefixtures("_heal")
-def test_a_stopped_server_times_out_and_comes_back(tier: Bench, name: str) -> None:
+def test_put_to_stopped_server_times_out_and_works_after_restart(tier: Bench, name: str) -> None:
     NfsStore(A / name).put("f/a", as_parts(DATA))
     subprocess.run(["nfs-server", "stop"], check=True)
     assert not tier.run("put", deadline_s=3.0).success
@@ -150,7 +150,7 @@ def test_a_stopped_server_times_out_and_comes_back(tier: Bench, name: str) -> No
 @pytest.mark.parametrize(
     "network", ["delay 20ms 10ms", "delay 3ms loss 3%", "loss 5% duplicate 2% reorder 10% delay 2ms"]
 )
-def test_a_bad_network_loses_nothing_that_was_acknowledged(name: str, network: str) -> None:
+def test_blobs_acknowledged_over_bad_network_are_not_lost(name: str, network: str) -> None:
     a, b = NfsStore(A / name), NfsStore(B / name)
     subprocess.run(["nfs-netem", network], check=True)
     stored, failed = [], 0

@@ -35,7 +35,7 @@ def why_not() -> str | None:
     ],
     ids=lambda value: value.split(",")[0],
 )
-def test_on(version: str, options: str) -> None:
+def test_nfs_store_tests_pass_on_real_mount(version: str, options: str) -> None:
     # Short and without symbolic links: it is part of the kernel's command line.
     with tempfile.TemporaryDirectory(prefix="kvtiers-uml-", dir="/tmp") as folder:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", str(HERE / "on_nfs.py")]

@@ -41,7 +41,7 @@ def soak(json_file: Path, *options: str) -> tuple[int, dict[str, Any]]:
     ],
     ids="_".join,
 )
-def test_all_tiers(tmp_path: Path, record: Record, options: tuple[str, ...]) -> None:
+def test_soak_of_all_tiers_finds_no_violation(tmp_path: Path, record: Record, options: tuple[str, ...]) -> None:
     status, report = soak(tmp_path / "report.json", *options, "--heal-s", str(HEAL_S_MAX))
     assert report["violations"] == {}, report["details"]
     assert status == 0
@@ -64,7 +64,7 @@ def test_all_tiers(tmp_path: Path, record: Record, options: tuple[str, ...]) -> 
         pytest.param("blocking-call", {"scheduler call that waits"}, marks=pytest.mark.full),
     ],
 )
-def test_a_broken_promise_is_reported(tmp_path: Path, sabotage: str, violations: set[str]) -> None:
+def test_soak_reports_each_sabotage_as_violation(tmp_path: Path, sabotage: str, violations: set[str]) -> None:
     # The fault layer stands in for FUSE where there is none: here it does everywhere.
     options = ("--seconds", "3", "--heal-s", "3", "--faults", "0", "--tiers", "fs", "--no-fuse", "--sabotage", sabotage)
     status, report = soak(tmp_path / "report.json", *options)
@@ -86,7 +86,7 @@ def job(job_id: int, *slots: int) -> JobMetadata:
     return JobMetadata(job_id, tuple(block_key(slot) for slot in slots), np.array(slots, np.int32))
 
 
-def test_one_wrong_byte_is_found(ledger: Ledger) -> None:
+def test_ledger_reports_single_wrong_byte(ledger: Ledger) -> None:
     stored = np.arange(100, dtype=np.int8)
     ledger.check_bytes("block", stored.copy(), stored)
     assert not ledger.violations
@@ -97,7 +97,7 @@ def test_one_wrong_byte_is_found(ledger: Ledger) -> None:
     assert ledger.details == ["wrong bytes: block 3 in slot 4: 1 bytes differ, the first at 41"]
 
 
-def test_slots_have_one_writer_or_readers(ledger: Ledger) -> None:
+def test_ledger_allows_concurrent_reads_of_slot_and_reports_concurrent_writes(ledger: Ledger) -> None:
     ledger.submitted("fs", job(1, 4, 5), is_load=True)
     ledger.read([6], "request")
     ledger.read([6], "another")
@@ -109,7 +109,7 @@ def test_slots_have_one_writer_or_readers(ledger: Ledger) -> None:
     assert "job 1 of fs" in ledger.details[0]
 
 
-def test_reported_jobs_let_go_of_their_slots(ledger: Ledger) -> None:
+def test_reported_job_releases_its_slots_and_second_report_is_a_violation(ledger: Ledger) -> None:
     ledger.submitted("fs", job(1, 4), is_load=True)
     ledger.submitted("fs", job(2, 5), is_load=False)
     ledger.reported("fs", JobResult(1, True))
@@ -121,13 +121,13 @@ def test_reported_jobs_let_go_of_their_slots(ledger: Ledger) -> None:
     assert ledger.violations == {"job reported twice": 2}
 
 
-def test_keys_of_others_in_a_result(ledger: Ledger) -> None:
+def test_ledger_reports_foreign_key_in_result(ledger: Ledger) -> None:
     ledger.submitted("fs", job(1, 4), is_load=True)
     ledger.reported("fs", JobResult(1, False, (block_key(5),)))
     assert ledger.violations == {"foreign keys in a result": 1}
 
 
-def test_what_is_left_at_idle(ledger: Ledger) -> None:
+def test_idle_check_reports_stuck_jobs_and_leaked_slots(ledger: Ledger) -> None:
     names = ("free", "ready", "pinned", "pending", "quarantined")
     ledger.check_idle((3, 5, 0, 0, 0), names, 8)
     assert not ledger.violations
@@ -136,7 +136,7 @@ def test_what_is_left_at_idle(ledger: Ledger) -> None:
     assert ledger.violations == {"slots not conserved": 1, "stuck job": 1, "leaked slots": 2}
 
 
-def test_times_of_calls() -> None:
+def test_call_times_give_count_percentiles_and_slowest_call() -> None:
     now = iter([0.0] + [0.0, 0.001] * 98 + [0.0, 0.5] * 2)
     times = CallTimes(lambda: next(now))
     for number in range(100):
@@ -148,7 +148,7 @@ def test_times_of_calls() -> None:
     assert times.worst_wait_s == 0.5
 
 
-def test_a_call_in_which_nothing_could_run_has_not_waited() -> None:
+def test_call_wait_excludes_time_when_process_was_starved() -> None:
     now, late = [0.0], [0.0]
     times = CallTimes(lambda: now[0], late_s=lambda: late[0])
 
@@ -161,7 +161,7 @@ def test_a_call_in_which_nothing_could_run_has_not_waited() -> None:
     assert times.worst_wait_s == pytest.approx(0.1)
 
 
-def test_a_pulse_is_late_where_its_process_is_stopped_and_not_where_a_call_waits() -> None:
+def test_pulse_counts_stop_of_process_but_not_wait_of_call() -> None:
     script = (
         "import os, signal, sys, time; from tests.soak.ledger import Pulse\n"
         "with Pulse() as pulse:\n"

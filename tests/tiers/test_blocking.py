@@ -59,7 +59,7 @@ def pieces_of(blocks: Sequence[np.ndarray[Any, Any]]) -> list[Pieces]:
 
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
-def test_more_blocks_than_rows_in_pieces_come_back_equal(isolation: str, tmp_path: Path) -> None:
+def test_more_blocks_than_rows_in_pieces_load_unchanged(isolation: str, tmp_path: Path) -> None:
     keys = [block_key(number) for number in range(50)]
     stored = content(50)
     with tier_at(tmp_path, isolation=isolation) as tier:
@@ -112,7 +112,7 @@ def test_many_threads_at_once_get_their_own_blocks(tmp_path: Path) -> None:
     assert not failures
 
 
-def test_damaged_block_is_false_and_leaves_memory_as_it_was(tmp_path: Path) -> None:
+def test_damaged_block_is_reported_as_false_and_leaves_memory_unchanged(tmp_path: Path) -> None:
     keys = [block_key(number) for number in range(3)]
     with tier_at(tmp_path) as tier:
         assert all(tier.store_many(keys, pieces_of(content(3))))
@@ -164,7 +164,7 @@ def test_load_from_hung_mount_is_given_up_and_never_writes_into_the_engines_memo
 
 
 @NEEDS_FUSE
-def test_hung_mount_in_processes_ends_calls_in_time_and_the_tier_comes_back(tmp_path: Path) -> None:
+def test_hung_mount_in_processes_ends_calls_in_time_and_the_tier_recovers(tmp_path: Path) -> None:
     keys = [block_key(number) for number in range(6)]
     (tmp_path / "real").mkdir()
     (tmp_path / "mount").mkdir()
@@ -279,7 +279,7 @@ def foreign(rows: int = 4, kind: type[ForeignTier] = ForeignTier) -> tuple[Forei
 
 
 @pytest.mark.parametrize("is_store", [True, False])
-def test_rows_of_job_whose_submission_raised_come_back_after_its_deadline(is_store: bool) -> None:
+def test_rows_of_job_whose_submission_raised_are_freed_after_its_deadline(is_store: bool) -> None:
     tier, calls, now = foreign()
     move = calls.store_many if is_store else calls.load_many
     keys = [block_key(number) for number in range(2)]
@@ -296,7 +296,7 @@ def test_rows_of_job_whose_submission_raised_come_back_after_its_deadline(is_sto
     assert sorted(calls._free) == list(range(4))
 
 
-def test_rows_of_job_that_raised_come_back_when_tier_reports_it() -> None:
+def test_rows_of_job_that_raised_are_freed_when_tier_reports_the_job() -> None:
     tier, calls, _ = foreign()
     tier.raises = tier.reports = True
     with pytest.raises(RuntimeError, match="a fault of the tier"):

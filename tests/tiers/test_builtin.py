@@ -82,7 +82,7 @@ def test_kms_key_reaches_the_store() -> None:
     assert (tier.store_options().encryption, tier.store_options().kms_key) == ("aws:kms", "alias/kv")
 
 
-def test_no_option_of_the_s3_store_is_left_out() -> None:
+def test_every_s3_store_option_has_a_tested_tier_key() -> None:
     told = {field for _, field in S3_KEYS.values()} | {"retries"}
     assert told == set(S3Options.__dataclass_fields__)
 
@@ -99,7 +99,7 @@ def test_no_option_of_the_s3_store_is_left_out() -> None:
         ({"bucket": "kv-tests", "access_key": "AKIA"}, "access_key"),
     ],
 )
-def test_s3_mistakes_name_their_field(options: dict[str, Any], field: str) -> None:
+def test_invalid_s3_tier_option_error_names_the_field(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_tier({"type": "s3", **options})
     assert caught.value.field == field
@@ -143,7 +143,9 @@ def store_and_load(tier: StoreTierManager, region: np.ndarray[Any, Any]) -> None
 
 @pytest.mark.parametrize("kind", ["fs", "nfs", "fsspec"])
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], kind: str, isolation: str) -> None:
+def test_tier_on_a_folder_stores_and_loads_blocks(
+    tmp_path: Path, region: np.ndarray[Any, Any], kind: str, isolation: str
+) -> None:
     place = {"url": f"file://{tmp_path}/kv"} if kind == "fsspec" else {"root_dir": str(tmp_path / "kv"), "min_free": 0}
     tier = BuiltInTier(FakeSpec(), region.data, kind, isolation=isolation, job_deadline_s=60.0, **place)
     try:
@@ -153,7 +155,7 @@ def test_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], kind: 
         tier.shutdown()
 
 
-def test_a_bound_has_room_for_blocks(tmp_path: Path) -> None:
+def test_max_bytes_below_the_size_of_four_blocks_is_refused(tmp_path: Path) -> None:
     config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "max_bytes": "1MiB", "isolation": "thread"}
     SecondaryTierFactory.create_secondary_tier(config, np.zeros((2, 200 << 10), np.int8).data, FakeSpec()).shutdown()
     with pytest.raises(ConfigError) as caught:
@@ -163,7 +165,7 @@ def test_a_bound_has_room_for_blocks(tmp_path: Path) -> None:
     )
 
 
-def test_s3_tier(s3: dict[str, Any], region: np.ndarray[Any, Any]) -> None:
+def test_s3_tier_stores_and_loads_blocks(s3: dict[str, Any], region: np.ndarray[Any, Any]) -> None:
     tier = BuiltInTier(FakeSpec(), region.data, "s3", **s3)
     try:
         store_and_load(tier, region)
@@ -223,7 +225,7 @@ def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.Monk
         tier.shutdown()
 
 
-def test_where_no_process_can_be_started_auto_is_threads(
+def test_auto_isolation_uses_threads_if_no_process_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "")
@@ -281,7 +283,7 @@ def test_engine_process_loads_no_client_and_keeps_its_environment(
 
 
 @pytest.mark.parametrize("how", ["hang", "exit", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "ConnectionError"])
-def test_tier_whose_store_cannot_be_made_starts_cut_off_and_comes_back(
+def test_tier_whose_store_cannot_be_made_starts_cut_off_and_recovers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
@@ -323,7 +325,7 @@ def test_tier_whose_store_cannot_be_made_starts_cut_off_and_comes_back(
         tier.shutdown()
 
 
-def test_namespace_of_tier_with_limit_that_starts_without_its_storage_is_opened_before_any_measurement(
+def test_bounded_tier_started_without_storage_opens_its_namespace_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its limit refuses everything until a collector has measured."""
@@ -349,7 +351,7 @@ def test_namespace_of_tier_with_limit_that_starts_without_its_storage_is_opened_
 
 
 @pytest.mark.parametrize("how", ["SystemExit", "ValueError"])
-def test_store_that_raises_when_it_is_made_in_the_engine_does_not_end_it(
+def test_store_that_raises_while_it_is_made_in_the_engine_is_a_store_error(
     tmp_path: Path, region: np.ndarray[Any, Any], how: str
 ) -> None:
     (tmp_path / "root.how").write_text(how)

@@ -10,7 +10,7 @@ import pytest
 from kvtiers.tiers.daemon_pool import DaemonPool
 
 
-def test_what_is_not_begun_is_cancelled_at_the_end_and_what_comes_later_too() -> None:
+def test_shutdown_cancels_waiting_calls_and_later_calls() -> None:
     pool, begun, let_go = DaemonPool(1, "test"), threading.Event(), threading.Event()
 
     def hang() -> str:
@@ -29,7 +29,7 @@ def test_what_is_not_begun_is_cancelled_at_the_end_and_what_comes_later_too() ->
     assert running.result(120) == "late"
 
 
-def test_an_error_is_its_callers() -> None:
+def test_exception_of_a_call_is_raised_to_its_caller() -> None:
     pool = DaemonPool(2, "test")
     with pytest.raises(ZeroDivisionError):
         pool.submit(divmod, 1, 0).result(120)
@@ -37,7 +37,7 @@ def test_an_error_is_its_callers() -> None:
     pool.shutdown(120)
 
 
-def test_a_call_that_was_cancelled_keeps_nothing() -> None:
+def test_cancelled_call_keeps_no_reference_to_its_function() -> None:
     pool, begun, let_go = DaemonPool(1, "test"), threading.Event(), threading.Event()
 
     def hang() -> bool:

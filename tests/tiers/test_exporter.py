@@ -41,7 +41,7 @@ def deployment(tmp_path: Path, **metrics: object) -> DeploymentSpec:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_url_can_be_asked(address: str) -> None:
+def test_metrics_url_is_reachable(address: str) -> None:
     try:
         server = MetricsServer([Metrics()], port=0, address=address)
     except OSError as e:
@@ -53,7 +53,7 @@ def test_the_url_can_be_asked(address: str) -> None:
         server.close()
 
 
-def test_values_labels_and_buckets_are_what_was_counted() -> None:
+def test_exported_values_labels_and_buckets_match_the_counts() -> None:
     metrics = Metrics()
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=15)
     metrics.set("kvtiers_slots", "free", value=6)
@@ -90,7 +90,7 @@ def test_label_values_cannot_break_the_format() -> None:
     assert family.samples[0].labels["tier"] == 'a"b\\c\nd'
 
 
-def test_an_engine_serves_its_metrics_and_stops(tmp_path: Path) -> None:
+def test_engine_serves_its_metrics_until_shutdown(tmp_path: Path) -> None:
     spec = deployment(tmp_path, port=0)
     try:
         spec.get_manager().on_schedule_end()
@@ -107,14 +107,14 @@ def test_an_engine_serves_its_metrics_and_stops(tmp_path: Path) -> None:
         scrape(port)
 
 
-def test_nothing_is_served_by_default(tmp_path: Path) -> None:
+def test_metrics_are_not_served_by_default(tmp_path: Path) -> None:
     spec = deployment(tmp_path)
     spec.get_manager()
     assert spec._metrics_server is None
     spec.shutdown()
 
 
-def test_a_taken_port_does_not_keep_an_engine_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_taken_metrics_port_does_not_stop_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     taken = MetricsServer([Metrics()], port=0)
     spec = deployment(tmp_path, port=taken.port)
     try:
@@ -125,7 +125,7 @@ def test_a_taken_port_does_not_keep_an_engine_from_starting(tmp_path: Path, capl
         taken.close()
 
 
-def test_without_prometheus_client_the_extra_is_named() -> None:
+def test_missing_prometheus_client_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         "from kvtiers.tiers.errors import ConfigError\n"

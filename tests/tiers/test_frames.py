@@ -58,7 +58,7 @@ def read(data: bytes, *, tag: bytes = TAG) -> list[tuple[Any, bytes]]:
 
 
 @given(sent=st.lists(frames, max_size=4), data=st.data())
-def test_frames_arrive_in_order_however_they_are_cut(sent: list[tuple[list[Any], bytes]], data: st.DataObject) -> None:
+def test_frames_arrive_in_order_for_any_cuts(sent: list[tuple[list[Any], bytes]], data: st.DataObject) -> None:
     stream = b"".join(pack_frame(TAG, content, raw) for content, raw in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     reader = FrameReader(TAG)
@@ -225,7 +225,7 @@ ALL_ERRORS = [each for each in vars(errors).values() if isinstance(each, type) a
 
 
 @pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
-def test_store_errors_arrive_as_they_were(kind: type[StoreError]) -> None:
+def test_store_errors_survive_encoding(kind: type[StoreError]) -> None:
     for error in (kind("as told", key="a/b"), kind("as told")):
         arrived = decode_error(encode_error(error))
         assert isinstance(arrived, StoreError)

@@ -38,7 +38,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     return package
 
 
-def test_what_is_installed_again_is_the_same(package: Package) -> None:
+def test_reinstalled_identical_package_passes_the_check(package: Package) -> None:
     shutil.copytree(package.folder, package.folder.with_name("copy"))
     shutil.rmtree(package.folder)
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -74,13 +74,13 @@ def test_link_to_nothing_in_the_package_is_accepted(package: Package) -> None:
     LoadedCode(str(package.folder)).check()
 
 
-def test_it_is_looked_at_when_the_registry_is_imported() -> None:
+def test_import_of_the_registry_imports_loaded_code() -> None:
     """Not when the first process is started: a model is loaded in between, for minutes."""
     program = "import sys, kvtiers.tiers.registry; sys.exit('kvtiers.tiers.loaded_code' not in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_killed_process_is_not_replaced_by_one_of_other_code(
+def test_killed_process_is_not_replaced_after_a_code_change(
     package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
@@ -102,6 +102,6 @@ def test_killed_process_is_not_replaced_by_one_of_other_code(
         bench.tier.shutdown()
 
 
-def test_the_own_package_is_what_was_loaded() -> None:
+def test_own_package_passes_the_loaded_code_check() -> None:
     assert Path(loaded_code.__file__).parent == Path(loaded_code.OWN_CODE._package)
     loaded_code.OWN_CODE.check()

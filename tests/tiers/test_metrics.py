@@ -5,7 +5,7 @@ import pytest
 from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics
 
 
-def test_counters_gauges_and_histograms() -> None:
+def test_counters_gauges_and_histograms_record_their_values() -> None:
     metrics = Metrics()
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=5)
@@ -27,7 +27,7 @@ def test_counters_gauges_and_histograms() -> None:
     assert histogram.buckets[-1] == 4
 
 
-def test_watcher_has_each_series_that_is_new_changed_or_forgotten() -> None:
+def test_watcher_lists_new_changed_and_forgotten_series() -> None:
     metrics = Metrics()
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=0)
     metrics.observe("kvtiers_job_seconds", "fs", "load", value=2.0)
@@ -52,14 +52,14 @@ def test_watcher_has_each_series_that_is_new_changed_or_forgotten() -> None:
     assert other == totals.keys()  # each watcher clears its own set
 
 
-def test_unknown_names_and_labels_are_bugs() -> None:
+def test_unknown_metric_names_and_labels_raise_key_error() -> None:
     with pytest.raises(KeyError):
         Metrics().inc("kvtiers_nonsense_total")
     with pytest.raises(KeyError, match="takes the labels"):
         Metrics().inc("kvtiers_bytes_total", "fs")
 
 
-def test_the_table_keeps_the_fields_conventions() -> None:
+def test_metrics_table_follows_prometheus_conventions() -> None:
     assert list(METRICS) == sorted(METRICS)
     for name, definition in METRICS.items():
         assert name.startswith("kvtiers_")

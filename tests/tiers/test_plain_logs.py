@@ -44,14 +44,14 @@ def lines(stream: io.StringIO) -> list[str]:
     return stream.getvalue().removesuffix("\n").split("\n")
 
 
-def test_printable_is_plain_and_stays_as_it_is() -> None:
+def test_printable_escapes_control_characters_and_keeps_plain_text() -> None:
     assert printable(EVIL) == SHOWN
     assert printable(SHOWN) == SHOWN
     assert printable("Grüße, 雪, 🙂 [red]") == "Grüße, 雪, 🙂 [red]"
     assert printable("\udc80") == "\\udc80"  # a byte of a file's name that is no text
 
 
-def test_a_logs_arguments_and_text(log: io.StringIO) -> None:
+def test_log_text_and_arguments_are_escaped(log: io.StringIO) -> None:
     logger = get_logger("kvtiers.test_plain_logs")
     logger.warning("%s, %d of %.1f %r: %s", EVIL, 3, 4.5, None, OSError(EVIL))
     logger.warning("%(name)s", {"name": EVIL})
@@ -60,7 +60,7 @@ def test_a_logs_arguments_and_text(log: io.StringIO) -> None:
     assert lines(log) == [f"{SHOWN}, 3 of 4.5 None: {SHOWN}", SHOWN, SHOWN, f"{SHOWN} and {[EVIL]}"]
 
 
-def test_a_logs_traceback(log: io.StringIO) -> None:
+def test_log_traceback_is_escaped(log: io.StringIO) -> None:
     try:
         raise ValueError(EVIL)
     except ValueError:
@@ -69,7 +69,7 @@ def test_a_logs_traceback(log: io.StringIO) -> None:
     assert all(line.isprintable() for line in lines(log))
 
 
-def test_arguments_that_are_plain_stay_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_log_arguments_keep_their_types(caplog: pytest.LogCaptureFixture) -> None:
     error = OSError("no such file")
     get_logger("kvtiers.test_plain_logs").warning("%s of %s", error, 3)
     assert caplog.records[-1].args == (error, 3)
@@ -87,17 +87,17 @@ def test_arguments_that_are_plain_stay_what_they_are(caplog: pytest.LogCaptureFi
         ConfigError("is no key", field=EVIL),
     ],
 )
-def test_an_errors_text_is_one_plain_line(error: Exception) -> None:
+def test_error_text_is_one_printable_line(error: Exception) -> None:
     assert str(error).isprintable()
 
 
-def test_a_configs_mistakes_have_a_line_each_and_no_other() -> None:
+def test_config_error_with_line_breaks_has_only_printable_lines() -> None:
     error = ConfigError(f"one\n{EVIL}")
     assert str(error).split("\n")[:2] == ["one", SHOWN.partition("\\n")[0]]
     assert all(line.isprintable() for line in str(error).split("\n"))
 
 
-def test_every_logger_is_a_plain_one() -> None:
+def test_every_module_uses_the_plain_logger() -> None:
     root = Path(kvtiers.__file__).parent
     modules = [
         path for part in ("tiers", "connector") for path in (root / part).rglob("*.py") if path.name != "plain_logs.py"

@@ -19,7 +19,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
 
 
-def test_path_in_sys_path_is_ignored_as_imports_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_object_in_sys_path_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
     command = python_command("json.tool")
     subprocess.run(command, input="{}", capture_output=True, text=True, check=True)
@@ -39,7 +39,7 @@ output.flush()
     assert done.stdout == "answer True"
 
 
-def test_what_a_process_logs_says_which_process_and_when() -> None:
+def test_log_line_of_a_process_names_process_and_time() -> None:
     done = run(f"""
 import logging
 from kvtiers.tiers.processes import log_to_stderr
@@ -52,7 +52,7 @@ logging.getLogger("elsewhere").info("not of ours")
 
 
 @pytest.mark.parametrize("module", ["kvtiers.tiers.server.process", "kvtiers.tiers.capacity.process"])
-def test_process_imports_little(module: str) -> None:
+def test_child_process_imports_no_heavy_packages(module: str) -> None:
     """A process that is started again keeps an engine waiting. A file store needs none of these either."""
     heavy = {"torch", "pydantic", "numpy", "yaml", "botocore", "fsspec", "typer", "cryptography", "pytest"}
     loaded = set(run(f"import sys, {module}, kvtiers.tiers.stores.files.nfs; print(*sys.modules)").stdout.split())

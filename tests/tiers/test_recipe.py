@@ -38,7 +38,7 @@ def make_options_store(**options: Any) -> Store:
 
 
 @pytest.mark.parametrize("make", [OptionsStore, make_options_store])
-def test_options_arrive_as_they_were(make: Any, tmp_path: Path) -> None:
+def test_store_recipe_options_survive_encoding(make: Any, tmp_path: Path) -> None:
     options = OptionsDataclass(name="ключ", count=3, inner={"a": [1, 2.5, None, True]})
     recipe = StoreRecipe.of(make, options=options, root_dir=tmp_path)
     store = make_store(json.loads(json.dumps(recipe.encode())))
@@ -46,15 +46,15 @@ def test_options_arrive_as_they_were(make: Any, tmp_path: Path) -> None:
     assert store.options == {"options": options, "root_dir": str(tmp_path)}
 
 
-def test_option_that_cannot_be_sent_is_named() -> None:
+def test_recipe_option_that_cannot_be_encoded_is_named() -> None:
     with pytest.raises(StoreConfigError, match=r"'clock\.inner'"):
         StoreRecipe.of(OptionsStore, clock={"inner": time.time}).encode()
 
 
-def test_options_may_be_secrets_and_are_not_shown() -> None:
+def test_recipe_options_are_not_shown_in_its_repr() -> None:
     assert "hush" not in repr(StoreRecipe.of(OptionsStore, password="hush"))
 
 
-def test_module_that_is_not_there() -> None:
+def test_recipe_with_a_missing_module_raises_module_not_found_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         make_store(StoreRecipe("no_such_module", "Store").encode())

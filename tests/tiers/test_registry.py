@@ -76,14 +76,14 @@ def create(view: memoryview, **config: Any) -> SecondaryTierManager:
     return SecondaryTierFactory.create_secondary_tier(config, view, FakeSpec())
 
 
-def test_built_in_by_name(view: memoryview, tmp_path: Path) -> None:
+def test_built_in_tier_is_created_by_its_type(view: memoryview, tmp_path: Path) -> None:
     tier = create(view, type="fs", root_dir=str(tmp_path))
     assert isinstance(tier, BuiltInTier)
     assert tier.tier_type == "fs"
     tier.shutdown()
 
 
-def test_registered(view: memoryview, plugin: str) -> None:
+def test_registered_tier_is_created_by_its_type(view: memoryview, plugin: str) -> None:
     SecondaryTierFactory.register_tier("null", plugin, "NullTier")
     SecondaryTierFactory.register_tier("null", plugin, "NullTier")  # the same again is fine
     assert "null" in SecondaryTierFactory.tier_types()
@@ -96,11 +96,11 @@ def test_registered(view: memoryview, plugin: str) -> None:
         SecondaryTierFactory.register_tier("fs", plugin, "NullTier")
 
 
-def test_by_module_path(view: memoryview, plugin: str) -> None:
+def test_tier_is_created_by_its_module_path(view: memoryview, plugin: str) -> None:
     assert isinstance(create(view, type="NullTier", module_path=plugin), NullTier)
 
 
-def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_is_created_by_its_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint, EntryPoints
 
     entries = EntryPoints([EntryPoint("void", "my_tiers:NullTier", "kvtiers.tiers")])
@@ -108,7 +108,7 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
     assert isinstance(create(view, type="void"), NullTier)
 
 
-def test_a_packages_store_is_among_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_of_an_entry_point_is_among_the_tier_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.tiers.config.deployment._store_entry_points", lambda: {"own": "my_store:make_store"})
     assert "own" in SecondaryTierFactory.tier_types()
 
@@ -138,11 +138,11 @@ def test_a_packages_store_is_among_the_types(monkeypatch: pytest.MonkeyPatch) ->
         ({"type": "X", "module_path": "broken_tiers"}, "cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
-def test_mistakes_are_told(view: memoryview, plugin: str, config: dict[str, Any], text: str) -> None:
+def test_invalid_tier_error_names_the_cause(view: memoryview, plugin: str, config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         create(view, **config)
 
 
-def test_a_base_class_takes_no_stray_options(view: memoryview) -> None:
+def test_tier_base_class_refuses_unknown_options(view: memoryview) -> None:
     with pytest.raises(ConfigError, match="colour: unknown option"):
         SecondaryTierManager.__init__(NullTier.__new__(NullTier), None, view, "x", colour=1)

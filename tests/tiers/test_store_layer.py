@@ -37,7 +37,7 @@ def store_with(methods: Sequence[str]) -> Any:
 
 
 @pytest.mark.parametrize("layer_class", [Layer, FaultyStore])
-def test_layer_has_the_protocols_of_its_store_and_no_other(layer_class: type[Layer]) -> None:
+def test_layer_has_exactly_the_protocols_of_its_store(layer_class: type[Layer]) -> None:
     for has in (c for n in (0, 1, 2, len(PROTOCOLS)) for c in combinations(PROTOCOLS, n)):
         inner = store_with([method for protocol in has for method in PROTOCOLS[protocol]])
         layer = layer_class(inner)
@@ -45,7 +45,7 @@ def test_layer_has_the_protocols_of_its_store_and_no_other(layer_class: type[Lay
         assert tuple(protocol for protocol in PROTOCOLS if isinstance(layer, protocol)) == has
 
 
-def test_layer_passes_on_the_methods_with_a_default_that_its_store_overrides() -> None:
+def test_layer_forwards_default_methods_that_its_store_overrides() -> None:
     class Many(MemoryStore):
         prepared = 0
 
@@ -69,10 +69,10 @@ class TouchingLayer(Layer):
         return f"mine {key}"
 
 
-def test_layer_method_wins_over_its_store() -> None:
+def test_layer_method_overrides_the_method_of_its_store() -> None:
     for methods in ((), ("touch",)):
         assert TouchingLayer(store_with(methods)).touch("a") == "mine a"
 
 
-def test_repr_shows_the_whole_stack() -> None:
+def test_layer_repr_shows_all_layers_and_the_store() -> None:
     assert repr(Layer(FaultyStore(MemoryStore()))).startswith("Layer(FaultyStore(<kvtiers.tiers.stores.memory")

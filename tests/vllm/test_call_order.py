@@ -90,7 +90,7 @@ def test_every_kind_of_call_was_made(recording: Recording) -> None:
     assert {call.name for call in recording.calls} - {"begin", "step", "touch"} == expected
 
 
-def test_each_request_begins_once_before_all_else_and_finishes_once(recording: Recording) -> None:
+def test_each_request_begins_once_first_and_finishes_at_most_once(recording: Recording) -> None:
     for request in recording.requests():
         names = [call.name for call in recording.calls if call.request == request]
         assert names[0] == "on_new_request", request
@@ -122,7 +122,7 @@ def test_load_names_only_keys_that_were_hits_in_its_step(recording: Recording) -
             assert {(call.request, key) for key in call.keys} <= hits, call
 
 
-def test_source_is_asked_for_keys_of_the_latest_load_and_in_its_step(recording: Recording) -> None:
+def test_source_is_asked_only_for_keys_of_the_latest_load_in_its_step(recording: Recording) -> None:
     latest: Call | None = None
     for call in recording.calls:
         if call.name == "step":
@@ -152,7 +152,7 @@ def test_each_transfer_is_completed_once_unless_the_cache_was_reset(recording: R
         assert {str(request).partition("-")[0] for request, _ in last} <= {"last"}
 
 
-def test_every_step_ends_once_after_its_lookups_and_loads_and_from_033_on_after_its_stores(
+def test_step_ends_once_after_its_lookups_and_loads_and_since_033_after_its_stores(
     recording: Recording,
 ) -> None:
     steps: list[list[str]] = []
@@ -167,14 +167,14 @@ def test_every_step_ends_once_after_its_lookups_and_loads_and_from_033_on_after_
     assert ("prepare_store" in after) == (recording.release < (0, 33))
 
 
-def test_request_that_was_preempted_is_looked_up_again(recording: Recording) -> None:
+def test_preempted_request_is_looked_up_again(recording: Recording) -> None:
     mine = [call for call in recording.scene("preemption") if str(call.request).startswith("preempted")]
     names = [call.name for call in mine]
     assert names.count("on_new_request") == 1
     assert "lookup" in names[names.index("prepare_store") :]
 
 
-def test_load_of_aborted_request_is_completed_after_it_finished(recording: Recording) -> None:
+def test_load_of_aborted_request_is_completed_after_the_request_finished(recording: Recording) -> None:
     calls = recording.scene("abort while it loads")
     names = [call.name for call in calls if str(call.request).startswith("unloaded")]
     assert names.index("on_request_finished") < names.index("complete_load")
@@ -185,7 +185,7 @@ def test_store_of_aborted_request_is_completed(recording: Recording) -> None:
     assert names.count("prepare_store") == names.count("complete_store") == 1
 
 
-def test_transfer_that_runs_at_a_reset_is_never_completed(recording: Recording) -> None:
+def test_transfer_running_during_a_reset_is_never_completed(recording: Recording) -> None:
     calls = recording.scene("reset while it stores")
     mine = [call.name for call in calls if str(call.request).startswith("reset-") or call.request == "reset"]
     assert "prepare_store" in mine

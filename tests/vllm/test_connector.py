@@ -73,15 +73,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_its_own_spec_is_what_it_makes_unless_told_otherwise(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connector_makes_kvtiers_spec_by_default(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"config_file": str(file), "offload_prompt_only": False}
     _, options = made(extra, monkeypatch)
     assert options == {"spec_name": "KVTiersSpec", "spec_module_path": "kvtiers.vllm", **extra}
 
 
-def test_the_file_in_the_environment_counts_where_no_other_is_named(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_file_in_environment_is_used_if_options_name_none(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIERS_CONFIG", str(file))
     assert made({}, monkeypatch)[1]["config_file"] == str(file)
     assert made({"way": "tier"}, monkeypatch)[1]["cpu_bytes_to_use"] == 1 << 30
@@ -89,9 +87,7 @@ def test_the_file_in_the_environment_counts_where_no_other_is_named(
     assert "config_file" not in made(inline, monkeypatch)[1]
 
 
-def test_the_way_tier_makes_vllms_own_spec_with_an_entry_for_each_tier(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_way_tier_makes_vllm_spec_with_an_entry_for_each_tier(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, options = made({"way": "tier", "config_file": str(file), "offload_prompt_only": False}, monkeypatch)
     entries = options.pop("secondary_tiers")
     assert options == {
@@ -106,9 +102,7 @@ def test_the_way_tier_makes_vllms_own_spec_with_an_entry_for_each_tier(
 
 
 @pytest.mark.parametrize("way", ["spec", "tier"])
-def test_options_that_somebody_vouches_for_are_known_in_both_ways(
-    way: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_ignore_is_passed_on_in_both_ways(way: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(f"{file.read_text()}\nidentity: {{ignore: [VLLM_A]}}\n")
     inline = {"cpu_bytes_to_use": "1MiB", "tiers": [{"type": "memory"}], "identity": {"ignore": ["VLLM_A"]}}
     for extra in ({"config_file": str(file)}, inline, {"config_file": str(file), "identity": {"ignore": ["VLLM_A"]}}):
@@ -116,7 +110,7 @@ def test_options_that_somebody_vouches_for_are_known_in_both_ways(
         assert ignored_options(options) == ("VLLM_A",)
 
 
-def test_what_a_newer_vllm_may_read_goes_on_to_vllm_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_option_is_passed_on_to_vllm_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     for way in ("spec", "tier"):
         _, options = made({"way": way, "cpu_bytes_to_use": 1 << 20, "tiers": [], "unheard_of": 7}, monkeypatch)
         assert options["unheard_of"] == 7
@@ -124,7 +118,7 @@ def test_what_a_newer_vllm_may_read_goes_on_to_vllm_in_both_ways(monkeypatch: py
     assert options["backpressure"] == {"a": 1}
 
 
-def test_inline_tiers_go_the_way_tier_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_way_tier_accepts_inline_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"way": "tier", "cpu_bytes_to_use": "1MiB", "block_size": 64, "tiers": [{"type": "memory"}]}
     _, options = made(extra, monkeypatch)
     assert "blocks_per_chunk" not in options  # vLLM takes one of both
@@ -152,9 +146,7 @@ def test_inline_tiers_go_the_way_tier_too(monkeypatch: pytest.MonkeyPatch) -> No
         ({"backpressure": {}, "cpu_bytes_to_use": 1, "tiers": []}, "backpressure"),
     ],
 )
-def test_options_that_are_not_accepted_are_named(
-    extra: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_option_is_refused_by_name(extra: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVTIERS_CONFIG", raising=False)
     with pytest.raises(ConfigError, match=f"^{field}: "):
         made(extra, monkeypatch)
@@ -172,7 +164,7 @@ def options_that_vllm_reads() -> set[str]:
 
 
 @pytest.mark.parametrize("way", ["spec", "tier"])
-def test_no_option_that_vllm_reads_is_dropped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_read_by_vllm_is_passed_on_or_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = options_that_vllm_reads()
     assert {"block_size", "offload_prompt_only", "store_threshold", "secondary_tiers"} <= names
     passed, refused = set(), set()
@@ -193,7 +185,7 @@ def test_no_option_that_vllm_reads_is_dropped(way: str, monkeypatch: pytest.Monk
     assert refused >= {"store_threshold", "secondary_tiers"}
 
 
-def test_what_the_engine_was_told_is_left_as_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connector_does_not_change_the_config_of_the_engine(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"way": "tier", "config_file": str(file)}
     before = config_of(extra)
     with monkeypatch.context() as patch:
@@ -202,7 +194,7 @@ def test_what_the_engine_was_told_is_left_as_it_is(file: Path, monkeypatch: pyte
     assert before.kv_transfer_config.kv_connector_extra_config == extra
 
 
-def test_what_is_printed_for_a_file_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_printed_for_a_file_are_accepted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = printed(file)
     for way in ("spec", "tier"):
         assert ways[way]["kv_connector"] == "KVTiersConnector"
@@ -210,7 +202,7 @@ def test_what_is_printed_for_a_file_is_taken(file: Path, monkeypatch: pytest.Mon
         assert options["spec_name"] == {"spec": "KVTiersSpec", "tier": "TieringOffloadingSpec"}[way]
 
 
-def test_vllm_knows_it_by_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_point_registers_both_connectors_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
     for _ in range(2):  # vLLM may call it several times
         ENTRY_POINT.load()()
@@ -218,7 +210,7 @@ def test_vllm_knows_it_by_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> No
         assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
 
 
-def test_a_step_in_which_another_connector_loads_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_load_of_another_connector_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     connector, _ = made({"cpu_bytes_to_use": 1 << 20, "tiers": []}, monkeypatch)
     monkeypatch.setattr(OffloadingConnector, "build_connector_meta", lambda _, step: step)
     step = SchedulerOutput.make_empty()
@@ -230,9 +222,7 @@ def test_a_step_in_which_another_connector_loads_ends_the_engine(monkeypatch: py
 
 @pytest.mark.skipif(not translate._MISTAKES_BLOCKS_OF_STREAMS, reason="this vLLM takes no block for another")
 @pytest.mark.parametrize("call", ["on_new_request", "get_num_new_matched_tokens"])
-def test_a_request_that_comes_in_parts_is_held_back_before_vllm_sees_it(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_gets_streamed_request_with_stores_disabled(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     connector, _ = made({"cpu_bytes_to_use": 1 << 20, "tiers": []}, monkeypatch)
     seen: list[Any] = []
     monkeypatch.setattr(OffloadingConnector, call, lambda _, request, *__: seen.append(request.kv_transfer_params))
@@ -242,7 +232,7 @@ def test_a_request_that_comes_in_parts_is_held_back_before_vllm_sees_it(
     assert seen == [{"max_offload_tokens": 0}, None]
 
 
-def test_the_api_process_gets_the_metrics_of_the_spec_that_is_made(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_process_gets_metrics_of_the_chosen_spec(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         OffloadingConnector,
         "build_prom_metrics",
@@ -270,7 +260,7 @@ def test_the_api_process_gets_the_metrics_of_the_spec_that_is_made(file: Path, m
         ("SharedStorageConnector", {"shared_storage_path": "/kv", "load_deadline_s": "soon"}, "load_deadline_s"),
     ],
 )
-def test_where_vllm_may_capture_graphs_wrong_options_stop_it_before_it_loads_the_model(
+def test_wrong_option_stops_vllm_with_graph_capture_before_model_load(
     connector: str, extra: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda _: True))

@@ -90,13 +90,13 @@ def refusal(check: Callable[[], object] = check_contract) -> str:
     return str(caught.value)
 
 
-def test_the_installed_release_is_accepted_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_installed_release_is_accepted_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     check_contract()
     assert not caplog.records
 
 
 @pytest.mark.parametrize("version", ["0.28.0rc1", "v0.32.0", "0.31.0+cpu"])
-def test_a_release_is_known_by_its_first_two_numbers(version: str) -> None:
+def test_tested_release_is_recognized_by_its_first_two_numbers(version: str) -> None:
     found = versions.release(version)
     assert found is not None
     assert "{}.{}".format(*found) in versions.TESTED
@@ -111,7 +111,7 @@ def test_untested_release_starts_with_warning(version: str, caplog: pytest.LogCa
     assert f"vLLM {version} was not tested with kvtiers (0.28 to 0.33 were)" in caplog.text
 
 
-def test_untested_release_must_have_what_the_newest_has() -> None:
+def test_untested_release_must_have_every_name_of_the_newest_release() -> None:
     if is_newest():
         pytest.skip("the installed release is the newest")
     missing = [*contract.changes(None), *(each for ours in OURS for each in contract.changed_methods(ours, None))]
@@ -141,7 +141,9 @@ def one_more(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
 
 
 @pytest.mark.parametrize(("place", "name"), CALLED, ids=called)
-def test_one_more_argument_of_a_function_is_named(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additional_argument_of_a_function_is_named_in_error(
+    place: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = owner_of(place)
     give_signature(owner, name, one_more, monkeypatch)
     full_name = owner.__name__ if name == "__init__" else f"{owner.__name__}.{name}"
@@ -150,7 +152,7 @@ def test_one_more_argument_of_a_function_is_named(place: str, name: str, monkeyp
 
 
 @pytest.mark.parametrize(("ours", "base", "name"), METHODS, ids=called)
-def test_one_more_argument_of_a_method_is_named(
+def test_additional_argument_of_a_method_is_named_in_error(
     ours: type, base: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     implements(ours)
@@ -171,7 +173,7 @@ def test_one_more_argument_of_a_method_is_named(
     ],
     ids=called,
 )
-def test_arguments_in_another_order_are_named(
+def test_arguments_in_another_order_are_named_in_error(
     ours: type, base: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def swap(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
@@ -209,7 +211,7 @@ def test_missing_attribute_is_named_in_error(place: str, name: str, monkeypatch:
     assert f"{owner.__name__}.{name} is gone" in refusal()
 
 
-def test_attributes_of_class_are_those_that_its_constructor_stores() -> None:
+def test_attributes_of_class_include_fields_stored_by_its_constructor() -> None:
     class Scheduler:
         def __init__(self, spec: Any) -> None:
             self._manager, self.first = spec.manager, spec
@@ -222,7 +224,7 @@ def test_attributes_of_class_are_those_that_its_constructor_stores() -> None:
 
 
 @pytest.mark.parametrize(("ours", "base", "name"), METHODS, ids=called)
-def test_a_method_that_is_gone_is_named(ours: type, base: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_method_is_named_in_error(ours: type, base: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [each for each in theirs(ours) if each is not base and name in vars(each)]
     if name == "__init__" or others:
         pytest.skip("another class has it")
@@ -231,7 +233,7 @@ def test_a_method_that_is_gone_is_named(ours: type, base: type, name: str, monke
     assert f"{theirs(ours)[0].__name__}.{name} is gone" in refusal(lambda: implements(ours))
 
 
-def test_a_new_abstract_method_is_named() -> None:
+def test_new_abstract_method_is_named_in_error() -> None:
     from vllm.v1.kv_offload.base import OffloadingManager
 
     class Fenced(OffloadingManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
@@ -243,7 +245,7 @@ def test_a_new_abstract_method_is_named() -> None:
         implements(type("Ours", (base,), {}))
 
 
-def test_many_changes_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_with_many_changes_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = random.Random(1).sample(sorted({place for place, _ in USED_NAMES if ":" in place}), 3)
     for place in chosen:
         module, _, name = place.partition(":")
@@ -252,7 +254,7 @@ def test_many_changes_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "; and 1 more. Install a release that kvtiers was tested with (0.28 to 0.33)" in refusal()
 
 
-def test_import_of_spec_is_refused_if_vllm_lacks_a_name_that_it_imports() -> None:
+def test_import_of_spec_is_refused_if_vllm_lacks_an_imported_name() -> None:
     script = """
 import vllm.v1.kv_offload.base as base
 base.PrepareStoreResult = base.PrepareStoreOutput
@@ -273,7 +275,7 @@ def trees() -> Iterator[ast.AST]:
         yield ast.parse(path.read_text())
 
 
-def test_each_class_that_vllm_calls_is_compared_when_it_is_imported() -> None:
+def test_each_class_called_by_vllm_is_checked_at_import() -> None:
     decorated = {
         node.name
         for tree in trees()
@@ -374,7 +376,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], c
     return read
 
 
-def test_reader_finds_what_is_used_through_calls_containers_and_overridden_methods(
+def test_reader_finds_names_used_through_calls_containers_and_overridden_methods(
     source: Callable[[str], contract_reader.Reader],
 ) -> None:
     reader = source(SOURCE)
@@ -382,7 +384,7 @@ def test_reader_finds_what_is_used_through_calls_containers_and_overridden_metho
     assert not reader.problems
 
 
-def test_reader_reports_what_no_release_has(source: Callable[[str], contract_reader.Reader]) -> None:
+def test_reader_reports_attribute_that_no_release_has(source: Callable[[str], contract_reader.Reader]) -> None:
     reader = source(SOURCE + "\n\ndef typo(request: Request) -> Any:\n    return request.mm_feature\n")
     reader.read()
     assert [problem.rpartition(" reads ")[2] for problem in reader.problems] == [

@@ -7,7 +7,7 @@ import inspect
 from tests.connector.commands.test_dashboards import OF_VLLM
 
 
-def test_the_dashboard_asks_for_metrics_that_vllm_has() -> None:
+def test_dashboard_queries_only_metrics_that_vllm_has() -> None:
     from vllm.v1.metrics import loggers
     from vllm.v1.metrics.stats import PromptTokenStats
 

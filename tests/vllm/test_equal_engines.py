@@ -117,7 +117,7 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 
 
 @pytest.mark.parametrize("environ", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
-def test_namespace_does_not_depend_on_where_engine_is_started(plain: Any, environ: Mapping[str, str]) -> None:
+def test_namespace_does_not_depend_on_the_place_of_start(plain: Any, environ: Mapping[str, str]) -> None:
     assert namespace(plain, environ) == namespace(plain)
 
 
@@ -158,7 +158,7 @@ def test_option_without_effect_on_kv_keeps_namespace(plain: Any, start: Start, o
     assert namespace(start(**options)) == namespace(plain)
 
 
-def test_base_requests_of_engine_with_adapters_share(plain: Any, start: Start) -> None:
+def test_engine_with_adapters_shares_namespace_unless_its_base_kv_changes(plain: Any, start: Start) -> None:
     config = start(enable_lora=True)
     assert namespace(config) == namespace(plain)
     config.lora_config.target_modules = ["q_proj"]
@@ -185,12 +185,12 @@ def test_option_that_changes_kv_starts_namespace(plain: Any, start: Start, optio
     assert namespace(start(**options)) != namespace(plain)
 
 
-def test_seed_counts_for_random_weights(start: Start) -> None:
+def test_seed_counts_in_namespace_of_random_weights(start: Start) -> None:
     one, other = (namespace(start(load_format="dummy", seed=seed)) for seed in (1, 2))
     assert one != other
 
 
-def test_draft_model_counts(start: Start) -> None:
+def test_number_of_speculative_tokens_of_draft_model_counts_in_namespace(start: Start) -> None:
     def config(number: int) -> Any:
         made = start(speculative_config={**NGRAM, "num_speculative_tokens": number})
         made.speculative_config.method = "eagle3"
@@ -199,7 +199,7 @@ def test_draft_model_counts(start: Start) -> None:
     assert namespace(config(3)) != namespace(config(4))
 
 
-def test_plugin_compiler_counts(plain: Any, start: Start) -> None:
+def test_plugin_compiler_counts_in_namespace(plain: Any, start: Start) -> None:
     config = start()
     config.compilation_config.backend = "somewhere.my_compiler"
     assert namespace(config) != namespace(plain)
@@ -213,7 +213,9 @@ def test_plugin_compiler_counts(plain: Any, start: Start) -> None:
         ({"AutoModelForCausalLM": "m.Model"}, True, {"code_revision", "trust_remote_code"}),
     ],
 )
-def test_remote_code_counts_where_it_is_used(auto_map: Any, is_transformers: bool, counts: set[str]) -> None:
+def test_remote_code_options_count_only_if_the_model_uses_remote_code(
+    auto_map: Any, is_transformers: bool, counts: set[str]
+) -> None:
     fields = {"trust_remote_code": True, "code_revision": "c0ffee", "hf_config": SimpleNamespace(auto_map=auto_map)}
     model = SimpleNamespace(**fields, using_transformers_backend=lambda: is_transformers)
     assert set(identity(VllmConfig(model_config=model), {})) == {f"model_config.{name}" for name in counts}
@@ -325,7 +327,7 @@ _WRITE = re.compile(
 )
 
 
-def test_variables_that_vllm_sets_by_itself_are_known() -> None:
+def test_variables_set_by_vllm_itself_are_known() -> None:
     """If this fails: equal engines may differ by what vLLM finds on a machine. See ``variables._AS_UNSET``."""
     written = set()
     for path in Path(vllm.__file__).parent.rglob("*.py"):
@@ -347,7 +349,7 @@ PLAIN_ON_CPU = "engine:f5f28e7393fd2730ff56c394"
 PLAIN_ON_CPU_SHOWN = "415e89cae35212f2745681ee"
 
 
-def test_namespace_of_engine_at_defaults_stays_as_it_was(plain: Any) -> None:
+def test_namespace_of_engine_at_defaults_matches_the_recorded_value(plain: Any) -> None:
     """If either value changes, every engine on CPUs starts with a cold cache."""
     if not current_platform.is_cpu() or versions.release() not in ((0, 32), (0, 33)):
         pytest.skip("the values were recorded on CPUs, with 0.32 and 0.33")
@@ -366,14 +368,14 @@ def test_new_variable_of_later_release_counts(monkeypatch: pytest.MonkeyPatch) -
     assert identity(VllmConfig(), environ) == {"VLLM_NEVER_HEARD_OF": "1"}
 
 
-def test_all_variables_count_if_those_of_vllm_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_vllm_variables_count_if_the_list_of_vllm_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"VLLM_MLA_DISABLE": "0", "VLLM_WHATEVER": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     environ |= service_links("vllm-router", "10.96.3.3")
     monkeypatch.setattr(vllm.envs, "environment_variables", None)
     assert set(identity(VllmConfig(), environ)) == {"VLLM_MLA_DISABLE", "VLLM_WHATEVER"}
 
 
-def test_addresses_builds_and_timeouts_among_vllms_variables_do_not_count() -> None:
+def test_address_build_and_timeout_variables_of_vllm_do_not_count() -> None:
     ends = ("_HOST", "_PORT", "_IP", "_IPS", "_TIMEOUT", "_TIMEOUT_S", "_TIMEOUT_SECONDS", "_PREFIX")
     noise = [
         name
@@ -394,7 +396,7 @@ def test_addresses_builds_and_timeouts_among_vllms_variables_do_not_count() -> N
         ("", {"VLLM_PLUGINS"}),
     ],
 )
-def test_plugin_list_counts_if_it_leaves_out_a_plugin(
+def test_plugin_list_that_leaves_out_a_plugin_counts(
     monkeypatch: pytest.MonkeyPatch, allowed: str | None, left_out: set[str]
 ) -> None:
     entries = [
@@ -411,7 +413,7 @@ def test_plugin_list_counts_if_it_leaves_out_a_plugin(
 # ---- what is shown -----------------------------------------------------------------------------------------------
 
 
-def test_only_values_that_vllm_knows_are_shown(plain: Any, start: Start) -> None:
+def test_only_values_known_to_vllm_are_shown(plain: Any, start: Start) -> None:
     environ = {
         "VLLM_MLA_DISABLE": "1",
         "VLLM_MARLIN_INPUT_DTYPE": "int8",

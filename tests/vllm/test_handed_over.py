@@ -34,7 +34,7 @@ def tier() -> None:
 
 
 @pytest.mark.parametrize("make", [spec, tier])
-def test_outside_a_connector_it_is_refused_and_the_error_shows_what_to_write(make: Any) -> None:
+def test_spec_or_tier_outside_a_connector_is_refused_with_the_options_to_write(make: Any) -> None:
     with handing_over(*BOTH):
         make()
     with pytest.raises(ConfigError, match='kv_connector: .*"kv_connector": "KVTiersConnector"'):
@@ -43,12 +43,12 @@ def test_outside_a_connector_it_is_refused_and_the_error_shows_what_to_write(mak
 
 @pytest.mark.parametrize("make", [spec, tier])
 @pytest.mark.parametrize("handed", [(None, BOTH[1]), (BOTH[0], None)])
-def test_a_part_of_the_config_is_not_enough(make: Any, handed: Any) -> None:
+def test_spec_or_tier_with_part_of_the_config_is_refused(make: Any, handed: Any) -> None:
     with handing_over(*handed), pytest.raises(ConfigError, match="whole config"):
         make()
 
 
-def test_of_several_connectors_each_hands_over_its_own() -> None:
+def test_each_of_several_connectors_hands_over_its_own_config() -> None:
     outer, inner = (engines.VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=role)) for role in ("a", "b"))
     with handing_over(outer, BOTH[1]):
         with handing_over(inner, BOTH[1]):

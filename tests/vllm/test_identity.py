@@ -50,7 +50,7 @@ def at_defaults(cls: type) -> Any:
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_a_changed_field_changes_the_namespace_unless_it_is_in_the_table(cls: type) -> None:
+def test_changed_field_changes_the_namespace_unless_ignored_by_the_table(cls: type) -> None:
     before = identity(Holder(at_defaults(cls)), {})
     for field in dataclasses.fields(cls):
         changed = at_defaults(cls)
@@ -75,7 +75,7 @@ def test_a_changed_field_changes_the_namespace_unless_it_is_in_the_table(cls: ty
     }.items(),
     ids=str,
 )
-def test_options_that_are_known_to_change_kv_count(name: str, fields: str) -> None:
+def test_options_known_to_change_kv_count(name: str, fields: str) -> None:
     """With another one of these a block may have as many bytes and another meaning."""
     cls = next(each for each in CLASSES if each.__name__ == name)
     assert not [field for field in fields.split() if TABLES.counts(cls, field) is not Counts.YES]
@@ -89,11 +89,11 @@ def test_options_that_are_known_to_change_kv_count(name: str, fields: str) -> No
         "SSM_CONV_STATE_LAYOUT",
     ],
 )
-def test_variables_that_are_known_to_change_kv_count(name: str) -> None:
+def test_variables_known_to_change_kv_count(name: str) -> None:
     assert identity(VllmConfig(), {f"VLLM_{name}": "1"}) == {f"VLLM_{name}": "1"}
 
 
-def test_state_layout_that_vllm_sets_on_some_cpus_is_as_if_unset() -> None:
+def test_state_layout_set_by_vllm_on_some_cpus_does_not_count() -> None:
     assert identity(VllmConfig(), {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}) == {}
 
 
@@ -103,7 +103,7 @@ def test_state_layout_does_not_count_in_models_without_states() -> None:
     assert identity(config, {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}) == without
 
 
-def test_every_line_of_the_table_names_what_some_supported_release_has() -> None:
+def test_lines_of_the_table_are_unique_and_few_are_unknown_to_this_release() -> None:
     """Classes and fields of other releases than the installed one are few: most lines are of this one."""
     known = {cls.__name__: {field.name for field in dataclasses.fields(cls)} for cls in CLASSES}
     lines = [(cls, name) for cls, by_why in IGNORED.items() for names in by_why.values() for name in names.split()]
@@ -216,7 +216,7 @@ def test_option_in_identity_ignore_does_not_count() -> None:
     assert identity(config, environ, ignore=["held.linear_backend", "VLLM_NOT_SET", "vllm"]) == told
 
 
-def test_an_option_to_ignore_of_an_object_that_this_engine_lacks_is_accepted() -> None:
+def test_ignored_option_of_absent_config_object_is_accepted() -> None:
     assert identity(Holder(None), {}, ignore=["held.moe_backend"]) == {}
 
 
@@ -227,7 +227,7 @@ def test_misspelled_ignored_option_is_refused(name: str) -> None:
         identity(config, {}, ignore=[name])
 
 
-def test_a_config_of_another_kind_is_refused() -> None:
+def test_config_that_is_not_a_dataclass_is_refused() -> None:
     with pytest.raises(ConfigError, match="vllm_config: .*not a dataclass"):
         identity(object(), {})
 
@@ -242,12 +242,12 @@ def test_a_config_of_another_kind_is_refused() -> None:
         (os.path.join, os.path.split, False),
     ],
 )
-def test_values_are_the_same_in_whatever_order_they_were_written(one: Any, other: Any, are_alike: bool) -> None:
+def test_digest_ignores_order_in_dicts_and_sets_but_not_in_lists(one: Any, other: Any, are_alike: bool) -> None:
     digests = {identity_digest(identity(Holder(value), {})) for value in (one, other)}
     assert (len(digests) == 1) == are_alike
 
 
-def test_an_object_that_cannot_be_told_from_others_counts_by_its_type_and_is_said(
+def test_opaque_object_counts_by_its_type_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log_once.cache_clear()
@@ -256,7 +256,7 @@ def test_an_object_that_cannot_be_told_from_others_counts_by_its_type_and_is_sai
     assert "held is a builtins.object: only its type is part of the namespace, not its value" in caplog.text
 
 
-def test_two_processes_agree() -> None:
+def test_identity_is_equal_in_two_processes() -> None:
     script = """
 import json, vllm.config
 from kvtiers.connector.vllm.identity import identity

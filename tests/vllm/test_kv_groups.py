@@ -55,7 +55,7 @@ def config_of(kinds: list[Any], extra: dict[str, Any], blocks_per_chunk: int = C
 
 
 @pytest.mark.skipif(not hasattr(kv_cache_interface, "RSWASpec"), reason="this vLLM has no R-SWA")
-def test_a_window_of_what_was_generated_is_one() -> None:
+def test_window_over_generated_tokens_counts_as_a_window() -> None:
     """It is full attention to vLLM, and what lies between the prompt and the window is freed all the same."""
     rswa = engines.attention(kv_cache_interface.RSWASpec, rswa_window=32)
     extra = {"cpu_bytes_to_use": 1 << 20, "blocks_per_chunk": 1, "tiers": [{"type": "memory"}]}
@@ -65,7 +65,7 @@ def test_a_window_of_what_was_generated_is_one() -> None:
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "from_the_file"])
 @WINDOWS
-def test_a_window_is_stored_block_by_block(
+def test_model_with_window_or_state_uses_chunks_of_one_block(
     kinds: list[Any], has_window: bool, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM offers a chunk of which a request has the last block, and hands over those that it has."""
@@ -86,7 +86,7 @@ def test_a_window_is_stored_block_by_block(
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, CHUNK])
 @WINDOWS
-def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
+def test_window_with_larger_chunks_is_refused_behind_vllm_spec(
     kinds: list[Any], has_window: bool, blocks_per_chunk: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
@@ -112,7 +112,7 @@ def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
         ([MAMBA], "LBNHC", False),
     ],
 )
-def test_layouts_of_which_vllm_hands_over_other_bytes_are_refused(kinds: list[Any], layout: str, refused: bool) -> None:
+def test_layouts_for_which_vllm_passes_wrong_bytes_are_refused(kinds: list[Any], layout: str, refused: bool) -> None:
     tier = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
     extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
     behind = TieringOffloadingSpec(config_of(kinds, extra, 1, kv_cache_layout=layout))
@@ -143,7 +143,7 @@ def refusal(kind: Any, **extra: Any) -> str:
 
 
 @pytest.mark.skipif(not hasattr(FULL, "non_causal"), reason="this vLLM has no prefix LM")
-def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
+def test_model_with_non_causal_attention_is_refused() -> None:
     """vLLM does without its own prefix cache there."""
     assert "attention is not causal" in refusal(replace(FULL, non_causal=True))
 
@@ -155,12 +155,12 @@ def test_kind_of_kv_not_known_to_depend_on_prefix_alone_is_refused(kind: Any) ->
 
 
 @pytest.mark.skipif(not hasattr(kv_cache_interface, "RSWASpec"), reason="this vLLM has no R-SWA")
-def test_what_an_rswa_model_has_generated_is_not_stored() -> None:
+def test_rswa_model_with_generated_blocks_offloaded_is_refused() -> None:
     rswa = engines.attention(kv_cache_interface.RSWASpec, rswa_window=32)
     assert refusal(rswa, offload_prompt_only=False).startswith("offload_prompt_only: is false")
 
 
-def test_pages_that_are_less_than_a_block_are_refused() -> None:
+def test_tensors_with_only_a_part_of_each_block_are_refused() -> None:
     _, whole = engines.kv_caches(4)
     part = CanonicalKVCaches(whole.tensors[:1], [whole.group_data_refs[0][:1]])
     one, two = (

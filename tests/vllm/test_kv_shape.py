@@ -19,7 +19,7 @@ FULL = ("full_attention", "attention")
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_shape_is_vllms(name: str, tmp_path: Path) -> None:
+def test_kv_shape_matches_vllm(name: str, tmp_path: Path) -> None:
     contents = ALL[name][0]
     (tmp_path / "config.json").write_text(json.dumps(contents))
     hf_config = config_reader.get_config(str(tmp_path), trust_remote_code=False)
@@ -53,7 +53,7 @@ FIELDS = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads":
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_all_fields_of_a_model_type_are_understood_as_vllm_does_or_refused(model_type: str) -> None:
+def test_kv_shape_of_each_model_type_matches_vllm_or_is_refused(model_type: str) -> None:
     """Transformers fills in what a file leaves out. A shape that the fields do not tell is left to a measurement."""
     from transformers import AutoConfig
 

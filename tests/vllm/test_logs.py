@@ -77,7 +77,7 @@ def is_vllms(line: str) -> bool:
     return re.search(r"pid=\d+\) (INFO|WARNING) \d\d-\d\d \d\d:\d\d:\d\d \[.*\.py:\d+\] tier fs", line) is not None
 
 
-def test_what_a_door_starts_is_in_vllms_log_once_and_importing_it_configures_nothing(tmp_path: Path) -> None:
+def test_start_of_a_tier_is_logged_once_by_vllm_and_import_configures_no_logging(tmp_path: Path) -> None:
     untouched, started, again = lines_of(tmp_path, "logging.basicConfig(level='INFO')\n" + TIER)
     assert untouched == "tier fs [] 0 True"
     for line in (started, again):
@@ -85,7 +85,7 @@ def test_what_a_door_starts_is_in_vllms_log_once_and_importing_it_configures_not
         assert f"{STARTED}{tmp_path}, namespace org_model_" in line
 
 
-def test_states_of_a_tier_are_lines_of_vllms_log_and_each_is_there_once(tmp_path: Path) -> None:
+def test_state_changes_of_a_tier_are_logged_once_each_by_vllm(tmp_path: Path) -> None:
     opened, back = lines_of(tmp_path, "logging.basicConfig(level='INFO')\n" + CIRCUIT)
     assert is_vllms(opened)
     assert is_vllms(back)
@@ -93,19 +93,19 @@ def test_states_of_a_tier_are_lines_of_vllms_log_and_each_is_there_once(tmp_path
     assert BACK in back
 
 
-def test_the_level_is_vllms(tmp_path: Path) -> None:
+def test_log_level_of_vllm_applies_to_kvtiers(tmp_path: Path) -> None:
     (only,) = lines_of(tmp_path, CIRCUIT, VLLM_LOGGING_LEVEL="WARNING")
     assert OPENED in only
 
 
-def test_where_vllm_configures_no_logging_kvtiers_does_not_either(tmp_path: Path) -> None:
+def test_kvtiers_configures_no_logging_if_vllm_configures_none(tmp_path: Path) -> None:
     root = "logging.basicConfig(level='INFO', format='mine: %(message)s', stream=sys.stdout)\n"
     lines = lines_of(tmp_path, root + CIRCUIT, VLLM_CONFIGURE_LOGGING="0")
     assert lines == [f"mine: {OPENED}", f"mine: {BACK}"]
 
 
 @pytest.mark.parametrize("names_ours", [False, True])
-def test_a_config_file_of_the_operators_is_obeyed(names_ours: bool, tmp_path: Path) -> None:
+def test_logging_config_file_of_the_operator_is_obeyed(names_ours: bool, tmp_path: Path) -> None:
     handler = {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}
     loggers: dict[str, Any] = {"vllm": {"handlers": ["theirs"], "level": "INFO", "propagate": False}}
     if names_ours:

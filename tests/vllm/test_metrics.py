@@ -19,7 +19,7 @@ def metrics() -> Metrics:
     return metrics
 
 
-def test_each_series_is_told_once_before_it_has_counted(metrics: Metrics) -> None:
+def test_each_series_is_exported_once_at_zero(metrics: Metrics) -> None:
     """vLLM's endpoint has a series once it is told of it. Prometheus sees no increase in one that begins at 500."""
     exporter = StatsExporter(metrics)
     first = exporter.take()
@@ -36,7 +36,7 @@ def test_each_series_is_told_once_before_it_has_counted(metrics: Metrics) -> Non
     assert second.data["data"] == {"vllm:kvtiers_verify_failures": {("fs", "authentication"): 500}}
 
 
-def test_only_changes_are_told(metrics: Metrics) -> None:
+def test_only_changed_series_are_exported(metrics: Metrics) -> None:
     exporter = StatsExporter(metrics)
     exporter.take()
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_unchanged_series_are_not_read(metrics: Metrics, monkeypatch: pytest.Mon
     assert read == [("kvtiers_bytes_total", ("fs", "load"))]
 
 
-def test_a_gauge_whose_value_is_not_known_any_more_is_told_as_such(metrics: Metrics) -> None:
+def test_forgotten_gauge_is_exported_once_as_nan(metrics: Metrics) -> None:
     """vLLM's endpoint shows what it was told last for ever."""
     exporter = StatsExporter(metrics)
     metrics.set("kvtiers_storage_used_bytes", "fs", value=5)

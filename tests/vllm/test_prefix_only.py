@@ -50,7 +50,7 @@ def is_refused(model: Any) -> bool:
 
 
 @pytest.mark.parametrize("rope_type", ["default", *sorted(ROPE_INIT_FUNCTIONS)])
-def test_rope_of_transformers_is_refused_if_it_depends_on_later_tokens(rope_type: str, model_folder: Path) -> None:
+def test_transformers_rope_is_refused_if_dependent_on_later_tokens(rope_type: str, model_folder: Path) -> None:
     """Compares the same position in a short and in a long prompt."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": ORIGINAL_TOKENS}
     embedding = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, rope_parameters=rope_of(rope_type)))
@@ -95,7 +95,7 @@ def with_rope(transformers_backend: bool = True, **config: Any) -> Any:
     ],
     ids=["unknown", "old name", "one kind of layers"],
 )
-def test_rope_under_other_names_is_refused(config: dict[str, Any]) -> None:
+def test_rope_under_old_nested_or_unknown_name_is_refused(config: dict[str, Any]) -> None:
     assert is_refused(with_rope(**config))
     assert not is_refused(with_rope(False, **config))
 
@@ -128,7 +128,7 @@ def test_model_whose_kv_vllm_does_not_reuse_is_refused(attn_type: str, refused: 
 
 
 @pytest.mark.parametrize(("config", "refused"), [({"chunk_size": 262144}, True), (None, False)])
-def test_dual_chunk_attention_is_refused_unless_it_is_off(config: Any, refused: bool) -> None:
+def test_dual_chunk_attention_is_refused_unless_disabled(config: Any, refused: bool) -> None:
     model = SimpleNamespace(hf_config=SimpleNamespace(dual_chunk_attention_config=config))
     if refused:
         with pytest.raises(ConfigError, match="^dual_chunk_attention_config: .*--hf-overrides"):
@@ -137,7 +137,7 @@ def test_dual_chunk_attention_is_refused_unless_it_is_off(config: Any, refused: 
         prefix_only.check_model(model)
 
 
-def test_block_with_part_of_an_image_is_named_by_the_whole_image() -> None:
+def test_hash_of_block_with_part_of_an_image_covers_the_whole_image() -> None:
     """So models whose image tokens see all of their image (Gemma 3, PaliGemma) can be stored."""
 
     def names_of(image: str) -> list[Any]:

@@ -40,7 +40,7 @@ def config(**changes: Any) -> Any:
         config(distributed_executor_backend="ray"),
     ],
 )
-def test_engines_on_one_host_are_taken(fine: Any) -> None:
+def test_engines_on_one_host_are_accepted(fine: Any) -> None:
     refusals.check_one_host(fine)
 
 
@@ -103,7 +103,9 @@ def test_options_in_the_error_of_several_hosts_are_accepted_and_hold_no_secret(
         ({0: "elsewhere", 1: "elsewhere", 2: "here"}, True),  # all together, but not where the scheduler is
     ],
 )
-def test_rays_nodes_are_looked_up(monkeypatch: pytest.MonkeyPatch, places: dict[int, str], refused: bool) -> None:
+def test_ray_engine_is_refused_if_its_workers_are_on_another_node(
+    monkeypatch: pytest.MonkeyPatch, places: dict[int, str], refused: bool
+) -> None:
     """With Ray's answers made up; vLLM does not run with Ray on CPUs."""
     some = SimpleNamespace(bundle_specs=[{"GPU": 1.0}, {"GPU": 1.0, "CPU": 1.0}, {"CPU": 1.0}])
     util: Any = ModuleType("ray.util")
@@ -122,7 +124,7 @@ def test_rays_nodes_are_looked_up(monkeypatch: pytest.MonkeyPatch, places: dict[
         refusals.check_one_host(engine)
 
 
-def test_a_tier_asks() -> None:
+def test_tier_of_engine_on_several_hosts_is_refused() -> None:
     with (
         handing_over(config(nnodes_within_dp=2), kv_cache_config(FULL)),
         pytest.raises(ConfigError, match="on 2 hosts"),
@@ -173,7 +175,7 @@ def in_worker(top: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_connector_beside_ours_that_may_load_within_a_step_is_refused_at_the_start(
+def test_second_connector_that_may_load_within_a_step_is_refused_at_start(
     ours: Any, other: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_worker(several(fake("NixlConnector"), ours, other), monkeypatch)
@@ -183,7 +185,7 @@ def test_a_connector_beside_ours_that_may_load_within_a_step_is_refused_at_the_s
         ours.register_kv_caches({})
 
 
-def test_connectors_beside_ours_may_load_between_steps(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_connector_that_loads_between_steps_is_accepted(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("NixlConnector", "LMCacheMPConnector", "MooncakeStoreConnector", "OffloadingConnector")
     for top in (several(ours, *map(fake, names)), several(several(ours), fake("NixlConnector")), ours):
         in_worker(top, monkeypatch)

@@ -119,14 +119,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @LIMITED_LOADS
 @pytest.mark.parametrize(("limit", "blocks"), [(None, 4), (10**6, 4), (2 * BLOCK_TOKENS + 5, 2), (0, 0)])
-def test_no_more_is_loaded_than_a_request_wants(engine: Engine, limit: int | None, blocks: int) -> None:
+def test_max_load_tokens_limits_load_of_a_request(engine: Engine, limit: int | None, blocks: int) -> None:
     request = engine.request("r", None if limit is None else {"max_load_tokens": limit})
     engine.store(request)
     assert engine.found_tokens(request) == blocks * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(("limit", "blocks"), [(None, 4), (10**6, 4), (2 * BLOCK_TOKENS + 5, 2), (0, 0)])
-def test_no_more_is_stored_than_a_request_wants(engine: Engine, limit: int | None, blocks: int) -> None:
+def test_max_offload_tokens_limits_store_of_a_request(engine: Engine, limit: int | None, blocks: int) -> None:
     request = engine.request("r", None if limit is None else {"max_offload_tokens": limit})
     assert engine.found_tokens(request) == 0
     assert engine.num_stored(request) == blocks
@@ -135,7 +135,7 @@ def test_no_more_is_stored_than_a_request_wants(engine: Engine, limit: int | Non
 @pytest.mark.parametrize(
     ("wanted", "blocks"), [(None, 4), ([{"locality": "local"}], 4), ([{"locality": "REMOTE"}], 0), ([], 0)]
 )
-def test_storage_that_a_request_does_not_want_is_not_loaded_from(engine: Engine, wanted: Any, blocks: int) -> None:
+def test_kv_load_tiers_limits_storage_used_for_a_request(engine: Engine, wanted: Any, blocks: int) -> None:
     request = engine.request("r", {"kv_load_tiers": wanted})
     engine.store(request)
     assert engine.found_tokens(request) == blocks * BLOCK_TOKENS

@@ -294,7 +294,7 @@ def damage(path: Path) -> None:
 # ---- two hosts -------------------------------------------------------------------------------------------------------
 
 
-def test_next_engine_loads_what_ranks_on_two_hosts_stored_in_folders_of_their_own(rigs: Any, tmp_path: Path) -> None:
+def test_next_engine_loads_blocks_stored_by_two_hosts_in_separate_folders(rigs: Any, tmp_path: Path) -> None:
     rig = rigs(2, 2)
     rig.write()
     assert len(files_of(tmp_path / "host0")) == len(files_of(tmp_path / "host1")) == 4
@@ -305,9 +305,7 @@ def test_next_engine_loads_what_ranks_on_two_hosts_stored_in_folders_of_their_ow
 
 
 @pytest.mark.parametrize("harm", ["emptied", "damaged"])
-def test_block_that_another_host_lost_fails_once_and_is_stored_again_by_the_request_that_computes_it(
-    rigs: Any, tmp_path: Path, harm: str
-) -> None:
+def test_block_lost_by_another_host_fails_once_and_is_stored_again(rigs: Any, tmp_path: Path, harm: str) -> None:
     rig = rigs(2, 2)
     rig.write()
     lost = files_of(tmp_path / "host1")[0]
@@ -335,7 +333,7 @@ def test_block_that_another_host_lost_fails_once_and_is_stored_again_by_the_requ
     [(TWO_GROUPS, (IDS, [2, 4, 5, 6]), ([10, 11, 12, 13], [0, 0, 0, 15])), (ONE_OF_TWO, IDS, [10, 11, 12, 13])],
     ids=["both offloaded", "one offloaded"],
 )
-def test_model_of_two_groups_is_told_the_requests_that_failed_and_never_blocks_whose_ids_it_cannot_place(
+def test_failed_load_of_model_with_two_groups_is_reported_by_request_not_by_block(
     rigs: Any, tmp_path: Path, model: dict[str, Any], written: Ids, read: Ids
 ) -> None:
     rig = rigs(2, 2, **model)
@@ -366,7 +364,7 @@ def test_block_counts_as_stored_only_when_every_rank_has_it(rigs: Any, tmp_path:
     assert rig.find("r") == 0
 
 
-def test_blocks_that_another_hosts_collector_removes_are_forgotten(
+def test_blocks_removed_by_collector_of_another_host_are_forgotten(
     rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rigs(2, 2)
@@ -402,7 +400,7 @@ def test_hung_host_fails_the_load_within_its_deadline_and_delays_no_step(
     assert rig.find("next") == 0  # nobody waits for that host again
 
 
-def test_storage_that_hangs_delays_a_request_by_one_deadline_and_no_request_after_it(
+def test_hung_storage_delays_one_request_by_one_deadline_and_no_later_request(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = rigs(2, 2)
@@ -429,7 +427,7 @@ def test_storage_that_hangs_delays_a_request_by_one_deadline_and_no_request_afte
     assert loads == dict.fromkeys(prompts, 1)
 
 
-def test_request_whose_loads_fail_is_computed_in_the_end(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_computed_after_a_bounded_number_of_failed_loads(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs(2, 2)
     rig.write()
     for worker in rig.workers:
@@ -572,7 +570,7 @@ def test_load_never_loads_nothing_and_copies_nothing_that_is_stored(rigs: Any, m
 # ---- the engine's options --------------------------------------------------------------------------------------------
 
 
-def test_a_producer_only_stores_and_a_consumer_only_loads(rigs: Any, tmp_path: Path) -> None:
+def test_producer_only_stores_and_consumer_only_loads(rigs: Any, tmp_path: Path) -> None:
     producer = rigs(kv_role="kv_producer")
     producer.write()
     assert producer.find("again") == 0
@@ -586,7 +584,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(rigs: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer"])
-def test_all_blocks_that_storage_lost_are_stored_again_by_the_next_request(
+def test_all_blocks_lost_by_storage_are_stored_again_by_the_next_request(
     rigs: Any, tmp_path: Path, kv_role: str
 ) -> None:
     rig = rigs(2, 2, kv_role=kv_role)
@@ -601,7 +599,7 @@ def test_all_blocks_that_storage_lost_are_stored_again_by_the_next_request(
     assert len(files_of(tmp_path)) == 8
 
 
-def test_producer_copies_nothing_that_another_engine_stored(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_producer_does_not_copy_blocks_stored_by_another_engine(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rigs(2, 2, kv_role="kv_producer").write()
     stores: list[int] = []
     monkeypatch.setattr(RankTransfers, "store", lambda _, job, keys, source: stores.append(len(keys)))
@@ -611,7 +609,7 @@ def test_producer_copies_nothing_that_another_engine_stored(rigs: Any, monkeypat
     assert stores == []
 
 
-def test_read_only_place_is_read_and_a_bad_block_stays(rigs: Any, tmp_path: Path) -> None:
+def test_read_only_storage_is_read_and_its_bad_block_is_kept(rigs: Any, tmp_path: Path) -> None:
     rig = rigs()
     rig.write()
     damage(files_of(tmp_path)[0])
@@ -640,7 +638,7 @@ def test_protected_blocks_are_read_with_their_key_only(
     assert rigs(extra={"tier": options}).find("r") == 0
 
 
-def test_several_blocks_make_one_stored_block(rigs: Any, tmp_path: Path) -> None:
+def test_blocks_of_a_chunk_are_stored_as_one_block(rigs: Any, tmp_path: Path) -> None:
     rig = rigs(extra={"blocks_per_chunk": 2})
     rig.write()
     assert len(files_of(tmp_path)) == 2
@@ -659,7 +657,7 @@ def test_several_blocks_make_one_stored_block(rigs: Any, tmp_path: Path) -> None
         ({"kv_load_tiers": [{"medium": "STORAGE", "locality": "LOCAL"}]}, 4 * BLOCK_TOKENS),
     ],
 )
-def test_no_more_is_loaded_than_a_request_wants(rigs: Any, params: dict[str, Any], tokens: int) -> None:
+def test_limits_of_a_request_apply_to_its_load(rigs: Any, params: dict[str, Any], tokens: int) -> None:
     if "max_load_tokens" in params and (versions.release() or (0, 31)) < (0, 31):
         pytest.skip("this vLLM has no max_load_tokens")
     rig = rigs()
@@ -668,9 +666,7 @@ def test_no_more_is_loaded_than_a_request_wants(rigs: Any, params: dict[str, Any
 
 
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_consumer"])
-def test_prefix_that_is_used_is_made_new_on_storage_though_the_gpu_has_it(
-    rigs: Any, tmp_path: Path, kv_role: str
-) -> None:
+def test_prefix_found_in_gpu_cache_gets_a_new_time_on_storage(rigs: Any, tmp_path: Path, kv_role: str) -> None:
     rigs(2, 2).write()
     for path in files_of(tmp_path):
         os.utime(path, (0, 0))
@@ -682,13 +678,13 @@ def test_prefix_that_is_used_is_made_new_on_storage_though_the_gpu_has_it(
     wait_for(lambda: rig.step() or all(path.stat().st_mtime for path in files_of(tmp_path)))
 
 
-def test_no_more_is_stored_than_a_request_wants(rigs: Any, tmp_path: Path) -> None:
+def test_max_offload_tokens_limits_store_of_a_request(rigs: Any, tmp_path: Path) -> None:
     rig = rigs()
     rig.write(params={"max_offload_tokens": 2 * BLOCK_TOKENS + 3})
     assert len(files_of(tmp_path)) == 2
 
 
-def test_keys_of_a_waiting_request_are_looked_up_again_only_when_the_tier_has_answered(
+def test_waiting_request_is_looked_up_again_only_after_an_answer_of_the_tier(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rigs()
@@ -724,9 +720,7 @@ def test_stored_blocks_are_not_copied_again(rigs: Any, monkeypatch: pytest.Monke
     assert stores == []
 
 
-def test_blocks_of_a_preempted_request_are_copied_before_others_use_them(
-    rigs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_preempted_request_are_copied_before_their_reuse(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     rig.matched(request := rig.request("w"))
     tier = rig.workers[0]._rank_worker._transfers._guard.tier
@@ -748,7 +742,7 @@ def test_blocks_of_a_preempted_request_are_copied_before_others_use_them(
         assert bool((layer[[10, 11, 12, 13]] == old).all())
 
 
-def test_after_a_reset_storage_is_used_no_more_as_weights_may_be_others(rigs: Any, tmp_path: Path) -> None:
+def test_storage_is_not_used_after_a_reset_by_default(rigs: Any, tmp_path: Path) -> None:
     rig = rigs()
     rig.write()
     rig.scheduler.reset_cache()
@@ -758,7 +752,7 @@ def test_after_a_reset_storage_is_used_no_more_as_weights_may_be_others(rigs: An
     assert len(files_of(tmp_path)) == 4
 
 
-def test_storage_is_used_after_a_reset_where_it_is_kept(rigs: Any) -> None:
+def test_storage_is_used_after_a_reset_if_storage_after_reset_is_keep(rigs: Any) -> None:
     rig = rigs(extra={"storage_after_reset": "keep"})
     rig.write()
     rig.scheduler.reset_cache()
@@ -766,9 +760,7 @@ def test_storage_is_used_after_a_reset_where_it_is_kept(rigs: Any) -> None:
 
 
 @pytest.mark.parametrize("storage_after_reset", ["off", "keep"])
-def test_store_that_a_reset_overtakes_is_lost_because_its_kv_may_be_overwritten(
-    rigs: Any, tmp_path: Path, storage_after_reset: str
-) -> None:
+def test_store_running_during_a_reset_is_dropped(rigs: Any, tmp_path: Path, storage_after_reset: str) -> None:
     rig = rigs(2, 2, extra={"storage_after_reset": storage_after_reset})
     rig.matched(request := rig.request("w"))
     request.num_computed_tokens = 0
@@ -786,7 +778,7 @@ def test_store_that_a_reset_overtakes_is_lost_because_its_kv_may_be_overwritten(
     assert len(files_of(tmp_path)) == 8
 
 
-def test_prompt_that_is_computed_again_after_a_reset_is_stored_where_storage_is_kept(rigs: Any, tmp_path: Path) -> None:
+def test_prompt_computed_again_after_a_reset_is_stored_if_storage_is_kept(rigs: Any, tmp_path: Path) -> None:
     rig = rigs(extra={"storage_after_reset": "keep"})
     rig.matched(request := rig.request("w"))
     request.num_computed_tokens = 0
@@ -798,7 +790,7 @@ def test_prompt_that_is_computed_again_after_a_reset_is_stored_where_storage_is_
     assert len(files_of(tmp_path)) == 4
 
 
-def test_load_that_a_reset_overtakes_has_failed(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_running_during_a_reset_fails(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     rig.write()
     request = rig.request("r")
@@ -837,7 +829,7 @@ def stored_with(rig: Rig, lora: Any, req_id: str = "w") -> None:
     rig.store(request)
 
 
-def test_an_adapters_prompts_are_its_own(rigs: Any, adapter: Any) -> None:
+def test_prompts_of_an_adapter_are_found_only_with_that_adapter(rigs: Any, adapter: Any) -> None:
     rig = rigs()
     stored_with(rig, adapter)
     assert rig.find("plain") == 0
@@ -845,7 +837,7 @@ def test_an_adapters_prompts_are_its_own(rigs: Any, adapter: Any) -> None:
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_that_was_trained_again_in_its_place_is_another_one(rigs: Any, adapter: Any, file: str) -> None:
+def test_adapter_with_changed_files_finds_no_blocks(rigs: Any, adapter: Any, file: str) -> None:
     stored_with(rigs(), adapter)
     path = Path(adapter.lora_path, file)
     path.write_bytes(path.read_bytes().replace(b"6", b"4").replace(b"\0", b"x"))
@@ -853,7 +845,7 @@ def test_an_adapter_that_was_trained_again_in_its_place_is_another_one(rigs: Any
     assert rig.find("r", lora_request=adapter) == 0
 
 
-def test_an_adapter_that_changes_under_an_engine_is_neither_loaded_nor_stored(
+def test_adapter_changed_under_a_running_engine_is_neither_loaded_nor_stored(
     rigs: Any, adapter: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = rigs()
@@ -868,9 +860,7 @@ def test_an_adapter_that_changes_under_an_engine_is_neither_loaded_nor_stored(
     assert caplog.text.count("were changed") == 1
 
 
-def test_an_adapter_that_changed_between_the_start_and_its_first_request_is_neither_loaded_nor_stored(
-    rigs: Any, adapter: Any, tmp_path: Path
-) -> None:
+def test_adapter_changed_before_its_first_request_is_not_stored(rigs: Any, adapter: Any, tmp_path: Path) -> None:
     rig = rigs()  # may have loaded the first weights by now
     path = Path(adapter.lora_path, "adapter_model.safetensors")
 
@@ -883,7 +873,7 @@ def test_an_adapter_that_changed_between_the_start_and_its_first_request_is_neit
     assert files_of(tmp_path) == []
 
 
-def test_files_of_an_adapter_keep_no_scheduler_waiting(
+def test_scheduler_does_not_wait_for_files_of_an_adapter(
     rigs: Any, adapter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rigs()
@@ -901,7 +891,7 @@ def test_files_of_an_adapter_keep_no_scheduler_waiting(
     let_go.set()
 
 
-def test_hung_files_of_an_adapter_delay_its_first_requests_only_and_no_other_adapter(
+def test_hung_adapter_files_delay_only_its_first_request_and_no_other_adapter(
     rigs: Any, adapter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(adapter.lora_path, tmp_path / "other")
@@ -932,7 +922,7 @@ def test_hung_files_of_an_adapter_delay_its_first_requests_only_and_no_other_ada
 # ---- identity --------------------------------------------------------------------------------------------------------
 
 
-def test_worker_whose_config_a_model_changed_stores_for_the_schedulers_engine(
+def test_worker_with_config_changed_by_the_model_stores_for_its_scheduler(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = iter("aabbccdd")  # of each process
@@ -944,7 +934,9 @@ def test_worker_whose_config_a_model_changed_stores_for_the_schedulers_engine(
 
 
 @pytest.mark.parametrize("changed", ["config", "engine", "commit"])
-def test_other_options_or_weights_find_nothing(rigs: Any, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+def test_engine_with_other_options_or_weights_finds_no_blocks(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
     parts = {"commit": "one", "config": f"config:{'a' * 24}", "engine": f"engine:{'a' * 24}"}
     monkeypatch.setattr(translate, "kv_revision", lambda _: "+".join(parts.values()))
     monkeypatch.setattr(translate, "identity_digest", lambda _: None)
@@ -955,9 +947,7 @@ def test_other_options_or_weights_find_nothing(rigs: Any, monkeypatch: pytest.Mo
     assert rigs().find("r") == 0
 
 
-def test_prompt_that_was_computed_before_the_ranks_reported_their_weights_is_stored_by_the_next_step(
-    rigs: Any, tmp_path: Path
-) -> None:
+def test_prompt_computed_before_weights_are_reported_is_stored_by_the_next_step(rigs: Any, tmp_path: Path) -> None:
     rig = rigs(2, 2)
     request = rig.request("w")
     request.num_computed_tokens = 0
@@ -991,7 +981,7 @@ def test_nothing_is_stored_until_each_rank_has_reported_its_weights(rigs: Any, t
     assert len(files_of(tmp_path)) == 8
 
 
-def test_engine_of_which_a_worker_has_other_weights_says_so_and_neither_loads_nor_stores(
+def test_engine_with_other_weights_in_a_worker_warns_and_neither_loads_nor_stores(
     rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     revisions = iter(["one", "one", "one", "one", "two", "one"])  # of each process: two ranks and a scheduler
@@ -1017,7 +1007,7 @@ def test_stages_of_a_pipeline_store_and_find_their_own_layers(rigs: Any) -> None
     assert all(again.equal(source, target) for source, target in zip(IDS, (10, 11, 12, 13), strict=True))
 
 
-def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:
+def test_engine_with_another_tp_size_finds_no_blocks(rigs: Any) -> None:
     rig = rigs(2, 1)
     rig.write()
     assert rigs().find("r") == 0
@@ -1027,24 +1017,24 @@ def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:
 
 
 @pytest.mark.parametrize("size", ["dcp_size", "pcp_size"])
-def test_blocks_whose_tokens_are_on_several_ranks_are_refused(rigs: Any, size: str) -> None:
+def test_context_parallel_engine_is_refused(rigs: Any, size: str) -> None:
     with pytest.raises(ConfigError, match="context_parallel_size: SharedStorageConnector accepts only 1"):
         rigs(2, **{size: 2})
 
 
-def test_schedulers_that_would_not_agree_are_refused(rigs: Any) -> None:
+def test_external_launcher_is_refused(rigs: Any) -> None:
     with pytest.raises(ConfigError, match="distributed_executor_backend: external_launcher"):
         rigs(2, executor="external_launcher")
 
 
 @pytest.mark.skipif("non_causal" not in FullAttentionSpec.__dataclass_fields__, reason="this vLLM has no prefix LM")
-def test_a_model_whose_tokens_see_later_ones_is_refused(rigs: Any) -> None:
+def test_model_with_non_causal_attention_is_refused(rigs: Any) -> None:
     with pytest.raises(ConfigError, match="not causal"):
         rigs(kinds=(dataclasses.replace(FULL, non_causal=True),))
 
 
 @pytest.mark.parametrize("model", [TWO_GROUPS, ONE_OF_TWO], ids=["both offloaded", "one offloaded"])
-def test_model_of_two_groups_is_refused_where_vllm_takes_no_failed_requests(
+def test_model_of_two_groups_is_refused_if_vllm_accepts_no_failed_requests(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
 ) -> None:
     monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")
@@ -1052,7 +1042,7 @@ def test_model_of_two_groups_is_refused_where_vllm_takes_no_failed_requests(
         rigs(**model)
 
 
-def test_chunks_of_windows_are_refused(rigs: Any) -> None:
+def test_chunks_of_several_blocks_are_refused_for_model_with_windows(rigs: Any) -> None:
     with pytest.raises(ConfigError, match="blocks_per_chunk: is 2"):
         rigs(kinds=(FULL, SLIDING), groups=groups(2), extra={"blocks_per_chunk": 2})
 
@@ -1072,7 +1062,7 @@ def test_chunks_of_windows_are_refused(rigs: Any) -> None:
         ({"storage_after_reset": "kep"}, "storage_after_reset"),
     ],
 )
-def test_wrong_option_is_named(rigs: Any, extra: dict[str, Any], field: str) -> None:
+def test_wrong_option_is_refused_by_name(rigs: Any, extra: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: "):
         rigs(extra=extra)
 
@@ -1080,7 +1070,7 @@ def test_wrong_option_is_named(rigs: Any, extra: dict[str, Any], field: str) -> 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_and_the_scheduler_are_counted_by_name_in_vllms_endpoint(rigs: Any) -> None:
+def test_metrics_of_vllm_endpoint_name_each_rank_and_the_scheduler(rigs: Any) -> None:
     registry = CollectorRegistry()
     types = {
         kind: lambda kind=kind, **options: kind(registry=registry, **options) for kind in (Counter, Gauge, Histogram)

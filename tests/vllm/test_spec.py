@@ -137,7 +137,7 @@ def engines(tmp_path: Path) -> Iterator[Any]:
         engine.close()
 
 
-def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any) -> None:
+def test_producer_only_stores_and_consumer_only_loads(engines: Any) -> None:
     some, others = keys(3), keys(6)[3:]
 
     def with_role(kv_role: str) -> Engine:
@@ -159,7 +159,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any) -> None:
     assert with_role("kv_both").find([*some, *others]) == [*[LookupResult.HIT] * 3, *[LookupResult.MISS] * 3]
 
 
-def test_a_slow_tier_is_closed_in_the_time_that_is_left(
+def test_slow_tier_is_closed_within_the_remaining_shutdown_time(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told nothing, it gave waiting stores more time than there was, and was left behind with its threads at work."""
@@ -179,7 +179,7 @@ def test_a_slow_tier_is_closed_in_the_time_that_is_left(
     assert tier._channel._cut == "shutdown"
 
 
-def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:
+def test_stored_blocks_are_loaded_into_tensors_of_another_engine(engines: Any) -> None:
     some = keys(5)
     writer = engines()
     writer.store(some, [3, 9, 4, 20, 31])
@@ -200,7 +200,7 @@ def test_blocks_are_stored_in_the_order_of_their_prompt(engines: Any, monkeypatc
     assert [key for job in jobs for key in job.keys] == some
 
 
-def test_blocks_that_are_offered_or_loaded_are_used(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_offered_or_loaded_are_touched(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM tells nobody: a prefix that the GPU's cache has is offered by each request, and asked of nobody."""
     used: list[OffloadKey] = []
     monkeypatch.setattr(StoreTierManager, "touch", lambda _, keys: used.extend(keys))
@@ -217,7 +217,7 @@ def test_blocks_that_are_offered_or_loaded_are_used(engines: Any, monkeypatch: p
     assert used == hot + hot
 
 
-def test_of_a_sliding_window_no_more_is_read_than_the_window(engines: Any) -> None:
+def test_lookup_of_sliding_window_loads_only_the_window(engines: Any) -> None:
     """vLLM's own lookup of such a group, whose questions say what is loaded."""
     blocks, window = 40, 2
     some = keys(blocks)
@@ -245,7 +245,7 @@ def test_of_a_sliding_window_no_more_is_read_than_the_window(engines: Any) -> No
     assert sum(loaded) == window
 
 
-def test_what_is_on_its_way_is_a_pending_hit_and_an_answer_that_is_owed_is_none(engines: Any) -> None:
+def test_lookup_is_pending_hit_during_transfer_and_retry_until_answered(engines: Any) -> None:
     stored, storing = keys(2)
     engines().store([stored], [1])
     manager, context = engines().manager, request("asks")
@@ -263,7 +263,7 @@ def test_what_is_on_its_way_is_a_pending_hit_and_an_answer_that_is_owed_is_none(
 
 
 @pytest.mark.skipif(not hasattr(VllmManager, "get_load_source"), reason="vLLM asks for sources from 0.32 on")
-def test_vllm_is_told_where_a_loaded_block_came_from(engines: Any) -> None:
+def test_vllm_gets_the_source_of_a_loaded_block(engines: Any) -> None:
     some = keys(2)
     engines().store(some, [1, 2])
     engine = engines()
@@ -274,7 +274,7 @@ def test_vllm_is_told_where_a_loaded_block_came_from(engines: Any) -> None:
     assert sources == [["disk"] * 2, ["host"] * 2]
 
 
-def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
+def test_waiting_request_is_looked_up_again_only_after_a_change(
     engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     some = keys(6)
@@ -316,7 +316,7 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
     assert not manager.open_lookups.continue_wait("waits", 4)
 
 
-def test_requests_of_vllm_are_explained_in_tokens(
+def test_trace_of_vllm_requests_counts_tokens_and_gives_reasons(
     engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def with_role(kv_role: str) -> KVTiersManager:
@@ -369,7 +369,7 @@ def test_requests_of_vllm_are_explained_in_tokens(
     assert json.loads((tmp_path / "kv_producer").read_text())["reason"] == "lookup:role"
 
 
-def test_connector_learns_prefill_from_the_time_between_a_steps_schedule_and_its_output(
+def test_connector_learns_prefill_from_time_between_schedule_and_output_of_a_step(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = engines().manager
@@ -411,9 +411,7 @@ def test_connector_learns_prefill_from_the_time_between_a_steps_schedule_and_its
     assert steps.prefill.seconds(300, 0) == pytest.approx(0.6, rel=0.05)
 
 
-def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(
-    engines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_left_open_by_vllm_is_looked_up_again(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits, say, until another request's load of the same blocks is over."""
     some = keys(2)
     engine = engines()
@@ -432,12 +430,12 @@ def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(
     assert rounds == [[LookupResult.HIT] * 2] * 3
 
 
-def test_nothing_is_left_in_dev_shm_once_both_are_in(engines: Any) -> None:
+def test_no_file_is_left_in_dev_shm_once_scheduler_and_worker_have_joined(engines: Any) -> None:
     engines()
     assert not [name for name in os.listdir("/dev/shm") if f"pytest-{os.getpid()}" in name]
 
 
-def test_a_worker_that_was_shut_down_keeps_nothing_of_the_region(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_shutdown_releases_the_region_after_a_failed_copy(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed copy that nobody asked for any more holds what its frames held."""
     engine = engines()
     inode = str(os.fstat(engine.worker._region.fd).st_ino)  # other tests' regions may end late
@@ -462,7 +460,7 @@ def test_a_worker_that_was_shut_down_keeps_nothing_of_the_region(engines: Any, m
     assert engine.worker.get_finished() == []
 
 
-def test_a_reset_forgets_the_region_and_the_storage_keeps_its_blocks(engines: Any) -> None:
+def test_reset_empties_the_region_and_storage_keeps_its_blocks(engines: Any) -> None:
     engine, some = engines(storage_after_reset="keep"), keys(4)
     engine.store(some, [1, 2, 3, 4])
     engine.manager.reset_cache()
@@ -472,7 +470,7 @@ def test_a_reset_forgets_the_region_and_the_storage_keeps_its_blocks(engines: An
         assert torch.equal(tensor[[11, 12, 13, 14]], tensor[[1, 2, 3, 4]])
 
 
-def test_after_a_reset_storage_is_used_no_more_as_weights_may_be_others(
+def test_storage_is_not_used_after_a_reset_by_default(
     engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, old, new = engines(), keys(4), keys(4, first=4)
@@ -490,7 +488,7 @@ def test_after_a_reset_storage_is_used_no_more_as_weights_may_be_others(
     assert engines().find([*old, *new]) == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 4
 
 
-def test_what_was_being_copied_at_a_reset_is_stored_when_it_is_offered_until_it_is_taken(engines: Any) -> None:
+def test_blocks_in_copy_during_a_reset_are_stored_once_offered_again(engines: Any) -> None:
     engine, context, some = engines(storage_after_reset="keep"), request("runs"), keys(4)
     engine.store(some[:1], [1])
     manager = engine.manager
@@ -512,7 +510,7 @@ def test_what_was_being_copied_at_a_reset_is_stored_when_it_is_offered_until_it_
     assert engine.find(some) == [LookupResult.HIT] * 4
 
 
-def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_store_does_not_keep_the_engine_stepping(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, context = engines(), request("stores")
     manager = engine.manager
     monkeypatch.setattr(StoreTierManager, "submit_store", lambda *_: None)
@@ -526,7 +524,7 @@ def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monk
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_slots_of_transfers_that_a_reset_forgot_come_free_when_no_worker_is_at_them(engines: Any, told: bool) -> None:
+def test_slots_of_transfers_forgotten_by_reset_are_freed_once_workers_are_done(engines: Any, told: bool) -> None:
     engine, some = engines(), keys(6)
     engine.store(some[:2], [1, 2])
     manager, context = engine.manager, request("unfinished")
@@ -545,7 +543,9 @@ def test_slots_of_transfers_that_a_reset_forgot_come_free_when_no_worker_is_at_t
     assert engine.find(some) == [LookupResult.MISS] * 6
 
 
-def test_a_region_smaller_than_a_request_says_so(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_larger_than_the_region_logs_advice_on_region_size(
+    engines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engines(blocks=2)
     with caplog.at_level("WARNING"):
         output = engine.manager.prepare_store(keys(5), request())
@@ -554,7 +554,7 @@ def test_a_region_smaller_than_a_request_says_so(engines: Any, caplog: pytest.Lo
     assert "make region.size larger" in caplog.text
 
 
-def test_metrics_are_defined_before_they_are_used(engines: Any) -> None:
+def test_every_exported_metric_is_defined(engines: Any) -> None:
     writer = engines()
     writer.store(keys(3), [1, 2, 3])
     reader = engines()
@@ -570,7 +570,7 @@ def test_metrics_are_defined_before_they_are_used(engines: Any) -> None:
                 assert len(labels) == len(defined[name].labelnames), name
 
 
-def test_vllms_own_counts_of_lookups_are_those_of_requests(engines: Any) -> None:
+def test_vllm_lookup_metrics_count_each_key_once_per_request(engines: Any) -> None:
     engines().store(keys(3), [1, 2, 3])
     reader = engines(storage_after_reset="keep")
     for number in range(2):
@@ -582,7 +582,7 @@ def test_vllms_own_counts_of_lookups_are_those_of_requests(engines: Any) -> None
     assert stats.data["data"]["vllm:kvtiers_lookups"] == {("fs", "hit"): 6, ("fs", "miss"): 4}
 
 
-def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:
+def test_blocks_per_chunk_of_config_file_is_used_unless_overridden(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"blocks_per_chunk: 4\nregion: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: {tmp_path}}}]\n")
     spec = KVTiersSpec(offloading_config({"config_file": str(path)}))
@@ -590,7 +590,7 @@ def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:
     assert KVTiersSpec(offloading_config({"config_file": str(path), "blocks_per_chunk": 1})).blocks_per_chunk == 1
 
 
-def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines: Any) -> None:
+def test_request_that_refuses_storage_gets_only_blocks_of_the_region(engines: Any) -> None:
     from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 
     engine, some = engines(storage_after_reset="keep"), keys(3)
@@ -616,7 +616,7 @@ def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines:
 
 
 @pytest.mark.parametrize(("medium", "tier"), [("CPU", 1), ("STORAGE", 0)])
-def test_a_request_that_refuses_one_tier_loads_from_the_others(
+def test_request_that_refuses_one_tier_loads_from_another_tier(
     engines: Any, tmp_path: Path, medium: str, tier: int
 ) -> None:
     from vllm.v1.kv_offload.base import Medium, TierFilter, TierMatcher
@@ -638,7 +638,7 @@ def test_a_request_that_refuses_one_tier_loads_from_the_others(
     assert {engine.manager.core.slots.find(key).tier for key in some} == {tier}
 
 
-def test_what_does_not_fit_the_engine_is_refused() -> None:
+def test_invalid_option_layout_or_region_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="storage_after_reset: 'leave' is not accepted; write off or keep"):
         KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB", "storage_after_reset": "leave"}))
     with pytest.raises(ConfigError, match="canonical_layout"):
@@ -664,7 +664,7 @@ def of_two(tmp_path: Path) -> Iterator[Any]:
     assert not Path(f"/dev/shm/vllm_offload_{engine['engine_id']}.mmap").exists()
 
 
-def test_workers_on_another_host_are_refused_where_there_are_tiers(of_two: Any) -> None:
+def test_workers_on_another_host_are_refused_if_there_are_tiers(of_two: Any) -> None:
     """Their part of the scheduler's region is zeros, and what tiers load never reaches them."""
     worker = of_two(0).get_worker(kv_caches(4)[1])
     with pytest.raises(ConfigError, match=r"tiers: workers \[1\] have not mapped .*SharedStorageConnector"):
@@ -672,14 +672,14 @@ def test_workers_on_another_host_are_refused_where_there_are_tiers(of_two: Any) 
     worker.shutdown()
 
 
-def test_workers_on_this_host_are_taken(of_two: Any) -> None:
+def test_workers_on_this_host_are_accepted(of_two: Any) -> None:
     workers = [of_two(rank).get_worker(kv_caches(4)[1]) for rank in range(2)]
     of_two(0).get_manager().shutdown()
     for worker in workers:
         worker.shutdown()
 
 
-def test_without_tiers_workers_may_be_anywhere(of_two: Any) -> None:
+def test_workers_on_another_host_are_accepted_without_tiers(of_two: Any) -> None:
     worker = of_two(0, tiers=[]).get_worker(kv_caches(4)[1])
     of_two(0, tiers=[]).get_manager().shutdown()
     worker.shutdown()

@@ -49,7 +49,7 @@ def stored(scheduler: OffloadingConnectorScheduler, request: Request, blocks: in
 
 @pytest.mark.parametrize("way", [SPEC, TIER], ids=["spec", "tier"])
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "plain"])
-def test_no_block_of_a_prompt_that_comes_in_parts_is_stored_as_another(way: dict[str, Any], is_stream: bool) -> None:
+def test_blocks_of_streamed_prompt_are_stored_under_their_own_keys(way: dict[str, Any], is_stream: bool) -> None:
     init_none_hash(sha256)
     extra = {**way, "cpu_bytes_to_use": 16 * BLOCK_BYTES}
     config = offloading_config(extra, engine_id=f"pytest-{os.getpid()}-{way['spec_name']}-{is_stream}")

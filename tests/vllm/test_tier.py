@@ -131,7 +131,7 @@ def as_role(kv_role: str) -> Any:
     return handing_over(VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=kv_role)), kv_cache_config(FULL))
 
 
-def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any, tmp_path: Path) -> None:
+def test_producer_only_stores_and_consumer_only_loads(engines: Any, tmp_path: Path) -> None:
     some, others = keys(3), keys(6)[3:]
     with as_role("kv_producer"):
         engines("producer", on_folder(tmp_path)).store(some)
@@ -148,7 +148,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any, tmp_path
     ]
 
 
-def test_a_tier_that_is_only_read_takes_no_stores_and_has_no_failures(engines: Any, tmp_path: Path) -> None:
+def test_read_only_tier_stores_nothing_and_reports_no_failures(engines: Any, tmp_path: Path) -> None:
     some, others = keys(3), keys(6)[3:]
     engines("writer", on_folder(tmp_path)).store(some)
     files = sorted(path for path in tmp_path.rglob("*"))
@@ -161,7 +161,7 @@ def test_a_tier_that_is_only_read_takes_no_stores_and_has_no_failures(engines: A
     assert not [name for name, count in stats.reduce().items() if "failure" in name.lower() and count]
 
 
-def test_one_engine_stores_and_another_loads_the_same_bytes(engines: Any, tmp_path: Path) -> None:
+def test_bytes_stored_by_one_engine_are_loaded_by_another(engines: Any, tmp_path: Path) -> None:
     some = keys(5)
     engines("writer", on_folder(tmp_path)).store(some)
     reader = engines("reader", on_folder(tmp_path))
@@ -188,7 +188,7 @@ def test_blocks_are_stored_in_the_order_of_their_prompt(engines: Any, tmp_path: 
     assert list(jobs[-1].block_ids) == [slots[key] for key in some]
 
 
-def test_damaged_blocks_are_misses_and_the_good_ones_of_their_job_are_kept(engines: Any, tmp_path: Path) -> None:
+def test_damaged_blocks_are_misses_and_good_blocks_of_their_job_are_kept(engines: Any, tmp_path: Path) -> None:
     some = keys(4)
     writer = engines("writer", on_folder(tmp_path))
     writer.store(some)
@@ -213,14 +213,14 @@ def test_tier_with_load_never_stores_and_answers_lookups_with_misses(engines: An
     assert engines("loads", folder).find(some) == [LookupResult.HIT] * 3
 
 
-def test_tp_two_never_reads_what_tp_one_wrote(engines: Any, tmp_path: Path) -> None:
+def test_engine_with_tp_2_finds_no_blocks_stored_with_tp_1(engines: Any, tmp_path: Path) -> None:
     some = keys(3)
     engines("one", on_folder(tmp_path)).store(some)
     other = engines("two", on_folder(tmp_path), tp_size=2, is_parallelism_agnostic=True)
     assert other.find(some) == [LookupResult.MISS] * 3
 
 
-def test_vllm_publishes_stored_and_removed(engines: Any, tmp_path: Path) -> None:
+def test_tier_reports_stored_and_removed_blocks_as_events(engines: Any, tmp_path: Path) -> None:
     some = keys(2)
     writer = engines("writer", on_folder(tmp_path), enable_kv_cache_events=True)
     writer.store(some)
@@ -235,14 +235,14 @@ def test_vllm_publishes_stored_and_removed(engines: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not hasattr(VllmTier, "cache_hit_source"), reason="vLLM asks for sources from 0.32 on")
-def test_vllm_is_told_of_what_kind_the_storage_is(engines: Any, tmp_path: Path) -> None:
+def test_vllm_gets_the_kind_of_storage_of_a_tier(engines: Any, tmp_path: Path) -> None:
     assert engines("files", on_folder(tmp_path)).tier.cache_hit_source.value == "disk"
     memory = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
     assert engines("memory", memory).tier.cache_hit_source.value == "host"
     assert translate.hit_source("s3").value == translate.hit_source("nfs").value == "external_unspecified"
 
 
-def test_what_a_storage_that_is_away_has_is_not_published_as_removed(engines: Any, tmp_path: Path) -> None:
+def test_blocks_of_unavailable_storage_are_not_reported_as_removed(engines: Any, tmp_path: Path) -> None:
     def away(*_: Any) -> Any:
         raise StoreUnavailableError("for a second")
 
@@ -255,13 +255,13 @@ def test_what_a_storage_that_is_away_has_is_not_published_as_removed(engines: An
     assert list(reader.tier.take_events()) == []
 
 
-def test_nobody_listens_nothing_is_said(engines: Any, tmp_path: Path) -> None:
+def test_tier_reports_no_events_if_events_are_disabled(engines: Any, tmp_path: Path) -> None:
     writer = engines("writer", on_folder(tmp_path))
     writer.store(keys(2))
     assert list(writer.tier.take_events()) == []
 
 
-def test_lookups_count_requests_and_not_questions_to_the_storage(engines: Any, tmp_path: Path) -> None:
+def test_lookup_metrics_count_each_key_once_per_request(engines: Any, tmp_path: Path) -> None:
     engine = engines("reader", on_folder(tmp_path))
     for number in range(3):
         assert engine.find(keys(2), req_id=f"r{number}") == [LookupResult.MISS] * 2
@@ -270,7 +270,7 @@ def test_lookups_count_requests_and_not_questions_to_the_storage(engines: Any, t
     assert stats.data["data"]["vllm:kvtiers_lookups"] == {("fs", "hit"): 0, ("fs", "miss"): 6}
 
 
-def test_metrics_are_defined_before_they_are_used(engines: Any, tmp_path: Path) -> None:
+def test_every_exported_metric_is_defined(engines: Any, tmp_path: Path) -> None:
     engine = engines("writer", on_folder(tmp_path))
     engine.store(keys(3))
     defined = TieringOffloadingSpec.build_metric_definitions(engine.spec.extra_config)
@@ -285,7 +285,9 @@ def test_metrics_are_defined_before_they_are_used(engines: Any, tmp_path: Path) 
     assert engine.tier.get_stats() is None  # only what changed is told
 
 
-def test_shutdown_counts_what_was_not_stored(engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_logs_number_of_blocks_not_stored(
+    engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engines("slow", on_folder(tmp_path))
     tier = engine.tier
     tier._stores[99] = keys(7)
@@ -294,7 +296,7 @@ def test_shutdown_counts_what_was_not_stored(engines: Any, tmp_path: Path, caplo
     assert "7 blocks were not stored" in caplog.text
 
 
-def test_a_tier_that_ends_in_time_by_itself_is_given_its_limit(
+def test_shutdown_gives_the_tier_the_remaining_time(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives stores most of it to land. Drained before, it had too little left to end anything."""
@@ -330,7 +332,7 @@ def hang_until_cut(tier: StoreTierManager, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_tiers_of_one_type_without_a_name_are_told_apart(tmp_path: Path, is_file: bool) -> None:
+def test_unnamed_tiers_of_one_type_get_numbered_names(tmp_path: Path, is_file: bool) -> None:
     tiers = [on_folder(tmp_path / name)["tier"] for name in "ab"]
     path = tmp_path / "kvtiers.yaml"
     path.write_text(json.dumps({"region": {"size": "1MiB"}, "tiers": tiers}))
@@ -351,7 +353,7 @@ def out_of_order(*_: Any) -> Any:
     raise RuntimeError("out of order")
 
 
-def test_what_a_tier_raises_stays_out_of_the_engine(
+def test_exceptions_of_a_tier_do_not_reach_the_engine(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines("broken", on_folder(tmp_path))
@@ -368,9 +370,7 @@ def test_what_a_tier_raises_stays_out_of_the_engine(
     assert engine.find(keys(2, first=50)) == [LookupResult.MISS] * 2
 
 
-def test_after_a_failed_load_of_a_request_that_was_aborted_the_next_one_is_told_that_the_block_is_gone(
-    engines: Any, tmp_path: Path
-) -> None:
+def test_block_is_a_miss_for_next_request_after_failed_load_of_aborted_request(engines: Any, tmp_path: Path) -> None:
     """Where vLLM's tier asks storage anew for each request, ours remembers for all of them what is there.
 
     So the second request may hear of a hit while the first one's load has not failed yet. Its own load fails as well,
@@ -405,7 +405,7 @@ def test_after_a_failed_load_of_a_request_that_was_aborted_the_next_one_is_told_
 
 @pytest.mark.parametrize("end", ["reported", "deadline", "drained"])
 @pytest.mark.parametrize("method", ["submit_store", "submit_load"])
-def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
+def test_job_whose_submission_raised_is_reported_once_after_its_end(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, end: str
 ) -> None:
     engine = engines("late", on_folder(tmp_path))
@@ -434,7 +434,7 @@ def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
 
 
 @pytest.mark.parametrize("method", ["submit_store", "submit_load"])
-def test_the_keys_that_succeeded_are_named_in_the_order_of_vllms_job(
+def test_successful_keys_are_in_the_order_of_the_job_of_vllm(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """A store is handed on in the order of its prompt, and a tier may name keys in any order."""
@@ -449,7 +449,7 @@ def test_the_keys_that_succeeded_are_named_in_the_order_of_vllms_job(
     assert told.successful_keys == tuple(some[1:])
 
 
-def test_events_and_answers_that_are_none_do_not_reach_vllm(
+def test_malformed_events_and_answers_do_not_reach_vllm(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = engines("odd", on_folder(tmp_path), enable_kv_cache_events=True).tier
@@ -469,7 +469,7 @@ def test_events_and_answers_that_are_none_do_not_reach_vllm(
         ({"tier": {"type": "memory", "n_threads": 0}}, "n_threads"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
+def test_invalid_tier_option_is_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_tier(options)
 
@@ -511,7 +511,7 @@ def test_lookup_in_a_silent_polling_tier_is_a_miss_after_its_deadline() -> None:
     tier.shutdown()
 
 
-def test_a_tier_that_is_refused_for_its_deadline_is_stopped() -> None:
+def test_tier_refused_for_its_deadline_is_shut_down() -> None:
     with pytest.raises(ConfigError, match="TheirTier: job_deadline_s: 'soon' is not accepted"):
         make_tier({"tier": {"type": "TheirTier", "module_path": __name__}})
     wait_for(lambda: not any(each.name.startswith("kvtiers-TheirTier") for each in threading.enumerate()))

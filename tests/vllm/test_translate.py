@@ -43,7 +43,7 @@ from tests.vllm.engines import VllmConfig, keys, offloading_config, request
         ("translate", "'0.27.0'"),
     ],
 )
-def test_each_door_says_which_releases_were_tested_before_it_needs_anything_of_vllm(module: str, version: str) -> None:
+def test_import_with_unusable_vllm_names_the_tested_releases(module: str, version: str) -> None:
     """In place of vLLM is a package that has a version and nothing else."""
     script = f"""
 import sys, types
@@ -59,20 +59,20 @@ import kvtiers.connector.vllm.{module}
     assert error.endswith("Install a release that kvtiers was tested with (0.28 to 0.33), or a newer kvtiers")
 
 
-def test_a_config_without_a_model_is_refused() -> None:
+def test_config_without_a_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="model_config"):
         built_by(VllmConfig(model_config=None))
 
 
 @pytest.mark.parametrize("lora", [None, SimpleNamespace(max_loras=1)])
-def test_adapters_that_are_known_by_name_are_warned_of_once(lora: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapters_known_by_name_are_warned_of_once(lora: Any, caplog: pytest.LogCaptureFixture) -> None:
     log_once.cache_clear()
     for _ in range(2):
         translate.warn_of_adapters(VllmConfig(lora_config=lora))
     assert caplog.text.count("LoRA adapters are known by name and path") == (lora is not None)
 
 
-def test_vllms_cpu_kernels_apply_adapters_to_rows_without_one_in_the_releases_that_are_refused() -> None:
+def test_cpu_kernels_of_vllm_apply_adapters_to_plain_rows_in_refused_releases() -> None:
     from vllm.lora.ops.torch_ops import bgmv_shrink
 
     output, no_adapter = torch.zeros(1, 1), torch.tensor([-1])
@@ -84,7 +84,7 @@ def test_vllms_cpu_kernels_apply_adapters_to_rows_without_one_in_the_releases_th
     ("has_adapters", "is_cpu", "leaks"),
     [(True, True, True), (False, True, True), (True, False, True), (True, True, False)],
 )
-def test_adapters_are_refused_where_vllm_applies_them_to_requests_without_one(
+def test_adapters_are_refused_if_vllm_applies_them_to_plain_requests(
     has_adapters: bool, is_cpu: bool, leaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(translate, "_LEAKS_ADAPTERS_ON_CPU", leaks)
@@ -98,7 +98,7 @@ def test_adapters_are_refused_where_vllm_applies_them_to_requests_without_one(
         translate.engine_spec(offloading_config(), config)
 
 
-def test_answers() -> None:
+def test_lookup_answers_are_translated() -> None:
     assert translate.lookup_result(True) is LookupResult.HIT
     assert translate.lookup_result(False) is LookupResult.MISS
     assert translate.lookup_result(None) is LookupResult.RETRY
@@ -106,7 +106,7 @@ def test_answers() -> None:
 
 
 @pytest.mark.parametrize("ids", ["chunk_ids", "block_ids"])
-def test_a_jobs_keys_and_ids_stay_parallel_under_either_name(ids: str) -> None:
+def test_keys_and_ids_of_a_job_stay_parallel_under_either_attribute_name(ids: str) -> None:
     some = set(keys(5))
     job = SimpleNamespace(job_id=7, keys=some, req_context=request(), **{ids: np.arange(5, dtype=np.int32)})
     ours = translate.job_metadata(job)
@@ -115,7 +115,7 @@ def test_a_jobs_keys_and_ids_stay_parallel_under_either_name(ids: str) -> None:
     assert ours.block_ids.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_results_say_which_keys_succeeded_only_where_some_did_not() -> None:
+def test_successful_keys_are_reported_only_for_failed_jobs() -> None:
     one, other = keys(2)
     whole = translate.job_result(JobResult(1, True, (one, other), 0.5, 10))
     assert (whole.success, whole.successful_keys, whole.transfer_time, whole.transfer_bytes) == (True, None, 0.5, 10)
@@ -132,7 +132,7 @@ def test_events_carry_medium_and_locality() -> None:
     assert (removed.medium, removed.removed) == (Medium.CPU, True)
 
 
-def test_locality_is_the_types() -> None:
+def test_locality_follows_the_tier_type() -> None:
     assert translate.locality("fs") is Locality.LOCAL
     assert translate.locality("s3") is Locality.REMOTE
     assert translate.locality("foreign") is None
@@ -143,7 +143,7 @@ def built_by(vllm_config: Any, **changes: Any) -> EngineSpec:
     return translate.engine_spec(offloading_config(**changes), vllm_config)
 
 
-def test_an_option_begins_a_namespace_that_names_it_unless_somebody_vouches_for_it(
+def test_counting_option_starts_a_namespace_naming_the_option_unless_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = built_by(VllmConfig())
@@ -161,7 +161,7 @@ def test_an_option_begins_a_namespace_that_names_it_unless_somebody_vouches_for_
     )
 
 
-def test_the_role_is_that_of_the_connector_we_are_in(
+def test_role_follows_kv_role_of_the_connector(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     both, consumer = (
@@ -184,14 +184,14 @@ def some_vllm_config(**changes: Any) -> VllmConfig:
     )
 
 
-def test_revision_and_hash_algorithm_come_from_the_connectors_config() -> None:
+def test_revision_hash_algorithm_and_layout_come_from_the_vllm_config() -> None:
     config = built_by(some_vllm_config()).config
     assert config.model.revision == "main"
     assert config.cache.hash_algorithm == "sha256_cbor"
     assert config.kv_cache_layout == "LBHNC"
 
 
-def test_the_commit_counts_more_than_the_revision_and_quantization_is_part_of_it() -> None:
+def test_model_revision_prefers_the_commit_and_includes_quantization() -> None:
     commit = SimpleNamespace(_commit_hash="c0ffee")
     assert built_by(some_vllm_config(hf_config=commit)).config.model.revision == "c0ffee"
     assert built_by(some_vllm_config(hf_config=commit, quantization="fp8")).config.model.revision == "c0ffee+fp8"
@@ -213,12 +213,12 @@ def folder(spec: EngineSpec) -> str:
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_each_identity_field_alone_is_another_namespace(changes: dict[str, Any]) -> None:
+def test_each_changed_identity_field_starts_another_namespace(changes: dict[str, Any]) -> None:
     config = some_vllm_config()
     assert folder(built_by(config, **changes)) != folder(built_by(config))
 
 
-def test_weights_and_hashes_are_part_of_the_namespace() -> None:
+def test_weights_and_hash_algorithm_are_part_of_the_namespace() -> None:
     folders = {
         folder(built_by(some_vllm_config(**changes)))
         for changes in ({}, {"revision": "v2"}, {"quantization": "fp8"}, {"algorithm": "xxhash_cbor"})
@@ -235,9 +235,7 @@ def test_tp_sizes_share_blocks_only_in_the_canonical_layout() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_cpus_whose_kernels_pack_kv_in_another_order_share_nothing(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpus_with_different_kv_order_share_no_namespace(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     config = some_vllm_config(dtype=dtype, get_head_size=lambda: 64)
     folders = set()
     for supports_amx in (True, False):
@@ -246,7 +244,7 @@ def test_cpus_whose_kernels_pack_kv_in_another_order_share_nothing(
     assert len(folders) == (2 if dtype is torch.bfloat16 else 1)
 
 
-def test_cpus_are_told_apart_where_vllm_does_not_say_what_its_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpus_have_separate_platform_names_if_vllm_does_not_tell_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cpu_attn, "_get_attn_isa")
     platforms = set()
     for supports_amx in (True, False):
@@ -256,14 +254,14 @@ def test_cpus_are_told_apart_where_vllm_does_not_say_what_its_kernels_do(monkeyp
     assert all(str(each).startswith("cpu:") for each in platforms)
 
 
-def test_a_platform_that_is_no_cpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_other_than_cpu_is_known_by_its_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, device_name="cuda")
     monkeypatch.setattr(translate, "current_platform", platform)
     group = OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0)
     assert built_by(some_vllm_config(), groups=(group,)).config.platform == "cuda"
 
 
-def test_cudas_kernels_share_nothing_where_their_blocks_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_platform_name_depends_on_gpu_if_kernels_may_split_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of several of a kernel's has its heads in each of them, in the same layout and size."""
 
     def platform(tokens: int, capability: Any = (9, 0)) -> str | None:
@@ -283,7 +281,7 @@ def test_cudas_kernels_share_nothing_where_their_blocks_may_be_smaller(monkeypat
     assert len({plain, *found}) == 4
 
 
-def test_rocms_gpus_and_releases_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_platform_name_depends_on_gpu_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which backend packs keys, and how, depends on these; layouts and sizes are the same."""
 
     def platform(gpu: str = "MI300X") -> str | None:
@@ -339,14 +337,16 @@ def rewrite(path: Path, offset: int) -> None:
     ],
     ids=["weights", "more weights", "names", "config", "code", "processor", "preprocessor", "video preprocessor"],
 )
-def test_other_files_in_a_local_folder_are_another_model(model_folder: Path, change: Callable[[Path], Any]) -> None:
+def test_changed_files_in_local_folder_change_the_model_revision(
+    model_folder: Path, change: Callable[[Path], Any]
+) -> None:
     before = of_folder(model_folder)
     assert before is not None
     change(model_folder)
     assert of_folder(model_folder) not in (before, None)
 
 
-def test_other_scales_of_the_kv_are_another_model(model_folder: Path) -> None:
+def test_changed_kv_scales_change_the_model_revision(model_folder: Path) -> None:
     """A few bytes, which no sample hits; what is stored in FP8 means something else with them."""
     layers = [f"model.layers.{layer}.self_attn" for layer in range(100)]
     weights_of = {f"{name}.qkv_proj.weight": torch.zeros(1 << 16, dtype=torch.bfloat16) for name in layers}
@@ -364,12 +364,12 @@ def test_other_scales_of_the_kv_are_another_model(model_folder: Path) -> None:
     "header",
     [b"", b"\xff" * 9, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"k_scale', b"\x00" * 99],
 )
-def test_a_file_that_is_no_safetensors_is_known_by_its_samples(model_folder: Path, header: bytes) -> None:
+def test_file_with_invalid_safetensors_header_still_gives_a_model_revision(model_folder: Path, header: bytes) -> None:
     (model_folder / "model.safetensors").write_bytes(header)
     assert of_folder(model_folder) is not None
 
 
-def test_copies_of_a_folder_are_one_model(model_folder: Path, tmp_path: Path) -> None:
+def test_copies_of_a_folder_have_the_same_model_revision(model_folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere"
     copy.mkdir()
     for file in model_folder.iterdir():
@@ -379,12 +379,12 @@ def test_copies_of_a_folder_are_one_model(model_folder: Path, tmp_path: Path) ->
     assert of_folder(copy) == of_folder(model_folder)
 
 
-def test_what_a_worker_changes_in_the_config_while_it_loads_is_no_other_model(model_folder: Path) -> None:
+def test_config_changed_during_load_keeps_the_model_revision(model_folder: Path) -> None:
     loaded = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"architectures": ["set by the model"]})
     assert of_folder(model_folder, hf_config=loaded) == of_folder(model_folder)
 
 
-def test_one_file_is_a_model_too(model_folder: Path) -> None:
+def test_model_revision_of_single_file_changes_with_its_content(model_folder: Path) -> None:
     file = model_folder / "model.gguf"
     file.write_bytes(b"GGUF" + bytes(1 << 20))
     before = of_folder(file)
@@ -393,7 +393,7 @@ def test_one_file_is_a_model_too(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("commit", [None, "c0ffee"])
-def test_overrides_of_the_config_are_another_model(model_folder: Path, commit: str | None) -> None:
+def test_config_overrides_change_the_model_revision(model_folder: Path, commit: str | None) -> None:
     hub = SimpleNamespace(_commit_hash=commit)
     revisions = {
         of_folder(model_folder, hf_config=hub, hf_overrides=overrides)
@@ -405,7 +405,7 @@ def test_overrides_of_the_config_are_another_model(model_folder: Path, commit: s
     )
 
 
-def test_without_commit_and_files_and_with_a_function_the_final_config_counts(model_folder: Path) -> None:
+def test_final_config_counts_without_files_or_with_override_function(model_folder: Path) -> None:
     def final(theta: float, version: str = "5.0") -> Any:
         fields = {"rope_theta": theta, "transformers_version": version, "_private": object()}
         return SimpleNamespace(_commit_hash=None, to_dict=lambda: fields)
@@ -435,7 +435,7 @@ def longrope(*, nested: bool = False, **model: Any) -> str | None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_the_lengths_that_choose_other_rope_factors_share_nothing(nested: bool) -> None:
+def test_max_model_len_that_chooses_rope_factors_counts(nested: bool) -> None:
     short, long, longer = (longrope(nested=nested, max_model_len=length) for length in (4096, 4097, 131072))
     assert short != long
     assert long == longer
@@ -445,12 +445,12 @@ def test_the_lengths_that_choose_other_rope_factors_share_nothing(nested: bool) 
     assert fitted not in (short, long)
 
 
-def test_a_length_that_decides_nothing_is_not_part_of_it() -> None:
+def test_max_model_len_does_not_count_for_default_rope() -> None:
     plain = SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e4}, model_type="llama")
     assert revision(hf_text_config=plain, max_model_len=512) == revision(max_model_len=131072) == "c0ffee"
 
 
-def test_llama4_tunes_its_attention_by_length_or_as_it_is_told() -> None:
+def test_llama4_revision_depends_on_effective_attention_tuning() -> None:
     def tuned(length: int, file: dict[str, Any], override: dict[str, Any]) -> str | None:
         return revision(
             hf_text_config=SimpleNamespace(model_type="llama4_text"),
@@ -478,7 +478,7 @@ def test_llama4_tunes_its_attention_by_length_or_as_it_is_told() -> None:
     ],
     ids=str,
 )
-def test_weights_from_elsewhere_share_nothing_with_the_models_own(
+def test_weights_from_another_source_change_the_model_revision(
     settings: dict[str, Any],
 ) -> None:
     default = revision(
@@ -490,7 +490,7 @@ def test_weights_from_elsewhere_share_nothing_with_the_models_own(
     assert revision(**settings) not in (default, None)
 
 
-def test_an_encoders_scales_are_known_by_what_is_in_their_file(tmp_path: Path) -> None:
+def test_scales_of_an_encoder_count_by_file_content_and_not_by_path(tmp_path: Path) -> None:
     def of(name: str, text: str) -> str | None:
         path = tmp_path / name / "scales.json"
         path.parent.mkdir(exist_ok=True)
@@ -501,7 +501,7 @@ def test_an_encoders_scales_are_known_by_what_is_in_their_file(tmp_path: Path) -
     assert of("here", "[2.5]") != of("there", "[1.5]")
 
 
-def test_where_tensorizer_loads_from_counts_and_how_it_gets_there_does_not() -> None:
+def test_tensorizer_source_counts_and_its_reader_options_do_not() -> None:
     def tensorizer(**extra: Any) -> str | None:
         config = {"tensorizer_config": {"tensorizer_dir": "org/model", **extra}}
         return revision(load={"load_format": "tensorizer", "model_loader_extra_config": config})
@@ -521,7 +521,7 @@ def test_where_tensorizer_loads_from_counts_and_how_it_gets_there_does_not() -> 
         ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
     ],
 )
-def test_variables_that_change_what_is_computed_tell_a_worker_from_its_scheduler(
+def test_variables_that_change_computed_kv_change_the_model_revision(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert revision() == "c0ffee"
@@ -529,7 +529,7 @@ def test_variables_that_change_what_is_computed_tell_a_worker_from_its_scheduler
     assert revision() not in ("c0ffee", None)
 
 
-def test_one_variables_value_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_values_of_two_variables_give_different_revisions(monkeypatch: pytest.MonkeyPatch) -> None:
     revisions = set()
     for variable in ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE"):
         with monkeypatch.context() as patch:
@@ -539,7 +539,7 @@ def test_one_variables_value_is_not_anothers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("pooling", "refused"), [("MEAN", True), ("CLS", True), ("LAST", False), (None, False)])
-def test_models_that_pool_over_whole_prompts_are_refused(pooling: str | None, refused: bool, tmp_path: Path) -> None:
+def test_model_with_pooling_over_whole_prompts_is_refused(pooling: str | None, refused: bool, tmp_path: Path) -> None:
     """vLLM's pooler would end the engine at the first prompt of which something was loaded."""
     pooler = {"runner": "pooling", "pooler_config": PoolerConfig(pooling_type=pooling)} if pooling else {}
     model = VllmModelConfig(model=str(make_model_dir(tmp_path)), max_model_len=64, **pooler)
@@ -551,7 +551,7 @@ def test_models_that_pool_over_whole_prompts_are_refused(pooling: str | None, re
         assert str(weights.kv_revision(config)).startswith("files:")
 
 
-def test_weights_that_are_sent_to_a_running_engine_are_refused() -> None:
+def test_engine_with_weight_transfer_is_refused() -> None:
     config = some_vllm_config(model="org/model")
     config.weight_transfer_config = None
     weights.kv_revision(config)
@@ -570,7 +570,7 @@ def test_weights_that_are_sent_to_a_running_engine_are_refused() -> None:
         (False, 4, {}, False),
     ],
 )
-def test_pictures_that_vllm_names_by_a_counter_are_refused(
+def test_config_in_which_vllm_names_images_by_a_counter_is_refused(
     prefix_caching: bool, cache_gb: int, media: dict[str, bool], refused: bool
 ) -> None:
     config = some_vllm_config(
@@ -587,7 +587,7 @@ def test_pictures_that_vllm_names_by_a_counter_are_refused(
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_vllm_names_pictures_by_a_counter_only_where_that_is_refused(prefix_caching: bool) -> None:
+def test_vllm_names_images_by_a_counter_only_without_prefix_caching(prefix_caching: bool) -> None:
     renderer = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)),
         config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)),
@@ -616,7 +616,7 @@ MISTRAL = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"dim": 256})
 
 @pytest.mark.parametrize("name", ["org/model", "org/model:Q4_K_M", "org/model/file.gguf"])
 @pytest.mark.parametrize("ref", ["main", "refs/pr/1"])
-def test_a_config_without_a_commit_leaves_it_to_the_hubs_cache(hub_cache: Path, name: str, ref: str) -> None:
+def test_revision_comes_from_hub_cache_if_config_has_no_commit(hub_cache: Path, name: str, ref: str) -> None:
     asked = {"model": name, "hf_config": MISTRAL, "revision": None if ref == "main" else ref}
     found = []
     for commit in ("c0ffee", "dec0de"):
@@ -627,7 +627,7 @@ def test_a_config_without_a_commit_leaves_it_to_the_hubs_cache(hub_cache: Path, 
     assert revision(**asked, load={"download_dir": str(hub_cache / "own")}) == "beef"
 
 
-def test_a_config_of_another_repository_does_not_hide_which_weights_there_are(hub_cache: Path) -> None:
+def test_revision_of_weights_counts_if_config_is_of_another_repository(hub_cache: Path) -> None:
     elsewhere = {"hf_config_path": "org/base"}
     found = {revision(**elsewhere)}
     for commit in ("dec0de", "beef"):
@@ -640,15 +640,13 @@ def test_a_config_of_another_repository_does_not_hide_which_weights_there_are(hu
     assert revision(**elsewhere, revision="a" * 40) == f"{'a' * 40}+config:c0ffee"
 
 
-def test_weights_that_cannot_be_told_from_later_ones_are_named(
-    hub_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_commit_of_weights_is_logged(hub_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not hub_cache.exists()
     assert revision(hf_config=MISTRAL) is not None
     assert "which commit of org/model is loaded is not known" in caplog.text
 
 
-def test_a_model_in_a_bucket_is_the_same_on_hosts_without_the_pulled_folder(
+def test_revision_of_model_in_bucket_does_not_depend_on_pulled_folder(
     model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (model_folder / "model.safetensors").unlink()  # configs alone are pulled
@@ -663,7 +661,9 @@ def test_a_model_in_a_bucket_is_the_same_on_hosts_without_the_pulled_folder(
     assert "is not known" not in caplog.text
 
 
-def test_a_model_has_a_folder_whatever_its_path_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namespace_folder_of_model_path_is_absolute_and_short_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def of(name: str) -> str:
         return folder(built_by(some_vllm_config(model=name), model=OffloadingModelConfig(name=name, dtype="float32")))
 
@@ -674,7 +674,7 @@ def test_a_model_has_a_folder_whatever_its_path_is(tmp_path: Path, monkeypatch: 
     assert "_llama_" in of(f"/{'a' * 300}/llama")
 
 
-def test_a_model_in_a_bucket_has_the_same_name_on_hosts_whose_caches_are_elsewhere() -> None:
+def test_namespace_of_model_in_bucket_does_not_depend_on_cache_folder() -> None:
     def of(cache: str, url: str) -> str:
         name = OffloadingModelConfig(name=f"{cache}/model_streamer/ab12cd34", dtype="float32")
         return folder(built_by(some_vllm_config(model=name.name, model_weights=url), model=name))
@@ -687,7 +687,7 @@ def test_a_model_in_a_bucket_has_the_same_name_on_hosts_whose_caches_are_elsewhe
     assert of("/root/cache", f"s3://{'a' * 300}") != of("/root/cache", f"s3://{'b' + 'a' * 299}")
 
 
-def test_files_are_read_once_in_a_process_until_something_about_them_changes(
+def test_model_files_are_read_once_in_a_process_until_they_change(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []

@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> str:
 run = partial(run_command, "bench")
 
 
-def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) -> None:
+def test_bench_measures_every_hop_and_leaves_nothing(config: str, tmp_path: Path) -> None:
     code, out = run(config, "--block-size", "128KiB", "--json")
     assert code == 0, out
     hops = result_of(out)["hops"]
@@ -56,7 +56,7 @@ def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) 
     assert [path.name for path in (tmp_path / "kv").iterdir() if not path.name.startswith(".")] == []
 
 
-def test_what_a_killed_run_leaves_is_removed_by_the_next_store(tmp_path: Path) -> None:
+def test_leftovers_of_killed_bench_are_removed_by_the_next_store(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -72,7 +72,7 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next_store(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_ended_leaves_nothing(
+def test_bench_ended_by_signal_leaves_nothing(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def end(self: _FileCeiling, row: object) -> None:
@@ -90,7 +90,7 @@ def test_a_run_that_is_ended_leaves_nothing(
     assert left == [config]
 
 
-def test_one_tier_as_a_table(config: str) -> None:
+def test_bench_of_one_tier_prints_only_that_tier(config: str) -> None:
     code, out = run(config, "--tier", "memory", "--block-size", "64KiB", "--total", "256KiB")
     assert code == 0, out
     assert "region from memory" in out
@@ -98,13 +98,13 @@ def test_one_tier_as_a_table(config: str) -> None:
     assert "not measured" not in out
 
 
-def test_a_tier_of_others_is_told(tmp_path: Path) -> None:
+def test_bench_reports_foreign_tier_as_skipped(tmp_path: Path) -> None:
     code, out = run(write_tiers(tmp_path / "c.yaml", "type: Mine, module_path: mine"), "--block-size", "64KiB")
     assert code == 0, out
     assert "kvtiers bench: skipping Mine, which is not a built-in tier type" in out
 
 
-def test_mistakes(config: str, tmp_path: Path) -> None:
+def test_wrong_arguments_of_bench_are_bad_input(config: str, tmp_path: Path) -> None:
     for args, expected in (
         ((str(tmp_path / "none.yaml"),), "none.yaml"),
         ((config, "--block-size", "big"), "--block-size"),
@@ -119,7 +119,7 @@ def test_mistakes(config: str, tmp_path: Path) -> None:
         assert expected in out
 
 
-def test_a_tier_that_takes_nothing(tmp_path: Path) -> None:
+def test_bench_fails_if_tier_is_too_small_for_the_blocks(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("region: {size: 2MiB}\ntiers:\n- {type: memory, max_bytes: 1MiB}\n")
     code, out = run(str(path), "--block-size", "256KiB")
@@ -127,7 +127,7 @@ def test_a_tier_that_takes_nothing(tmp_path: Path) -> None:
     assert "of 8 blocks could be" in out
 
 
-def test_a_tier_that_is_full(tmp_path: Path) -> None:
+def test_bench_of_full_tier_fails_and_names_min_free(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     tier = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 900PiB, isolation: thread}}"
     path.write_text(f"region: {{size: 2MiB}}\ntiers:\n- {tier}\n")
@@ -137,7 +137,7 @@ def test_a_tier_that_is_full(tmp_path: Path) -> None:
     assert "; a smaller --total may fit" in out
 
 
-def test_a_deployments_limits_are_kept_and_its_blocks_stay(root: Path) -> None:
+def test_bench_keeps_max_bytes_and_existing_blocks_of_a_tier(root: Path) -> None:
     """``root``: ten blocks of 4 KiB."""
     path = root.parent / "c.yaml"
     options = f"type: fs, root_dir: {root}, min_free: 0, ttl: 1h, max_bytes: 1MiB"

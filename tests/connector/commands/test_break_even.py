@@ -58,7 +58,7 @@ def compared(tmp_path: Path, store: PacedStore, *speeds: float, threads: int = 1
         ((5000.0, 20_000.0), "warning", "computing them takes 0.2 s at 5,000 tokens/s, 0.05 s at 20,000 tokens/s"),
     ],
 )
-def test_storage_is_compared_with_the_prefill(
+def test_check_compares_storage_with_prefill_speed(
     speeds: tuple[float, ...], level: str, words: str, tmp_path: Path
 ) -> None:
     store = PacedStore(Clock(), 1000 * TOKEN_BYTES)
@@ -84,7 +84,7 @@ def test_model_without_full_attention_layers_is_not_compared(tmp_path: Path) -> 
     assert list(compare_speeds(tier, PacedStore(Clock(), 1.0), sizing, ())) == []
 
 
-def test_read_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+def test_hung_read_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     """``check`` leaves a thread behind whose storage hangs."""
     code = (
         "import sys, threading\n"

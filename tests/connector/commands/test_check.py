@@ -37,7 +37,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "TIERS_S_MAX", 300.0)
 
 
-def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_describes_the_configured_region_and_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = tmp_path / "c.yaml"
     text = (
@@ -79,7 +79,7 @@ EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
         f'{{type: fs, root_dir: /x, name: "{EVIL}", max_bytes: -1}}',
     ],
 )
-def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str) -> None:
+def test_check_of_bad_file_escapes_control_characters(tmp_path: Path, tier: str) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f'region: {{size: 1MiB}}\n"{EVIL}": 1\ntiers:\n- {tier}\n')
     code, out = run("check", str(config))
@@ -91,14 +91,14 @@ def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str)
     assert shown in json.loads(run("check", str(config), "--json")[1].splitlines()[-1])["errors"][0]
 
 
-def test_check_shows_what_a_good_file_names_as_it_is(tmp_path: Path) -> None:
+def test_check_of_good_file_escapes_control_characters_but_no_brackets(tmp_path: Path) -> None:
     place = f'"{tmp_path}/{EVIL}"'
     code, out = run("check", write_tiers(tmp_path / "[red]c.yaml", f"type: fs, root_dir: {place}, min_free: 1"))
     assert (code, "[red]c.yaml is usable" in out.replace("\n", "")) == (0, True)
     assert all(line.isprintable() for line in out.split("\n"))
 
 
-def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
+def test_check_shows_limits_of_each_tier(tmp_path: Path) -> None:
     fs = f"type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d"
     url = f"type: fsspec, url: 'file://{tmp_path}/far', ttl: 12h"
     free = f"type: fs, name: free, root_dir: {tmp_path}/free, min_free: 1"
@@ -111,7 +111,7 @@ def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
     assert "nothing is ever removed; set max_bytes or ttl to bound it" in out
 
 
-def test_check_names_each_mistake(tmp_path: Path) -> None:
+def test_check_names_field_of_each_mistake(tmp_path: Path) -> None:
     config = write_tiers(tmp_path / "c.yaml", "type: memory", "type: memory, max_bytes: 10 Gigs")
     code, out = run("check", config)
     assert code == ExitCode.BAD_INPUT
@@ -126,7 +126,7 @@ def test_check_names_each_mistake(tmp_path: Path) -> None:
     assert out.splitlines()[0] == f"kvtiers check: {error}"  # on standard error
 
 
-def test_check_of_nothing(tmp_path: Path) -> None:
+def test_check_without_a_readable_file_or_model_is_bad_input(tmp_path: Path) -> None:
     for options, said in (
         ((), "give a YAML file, --model or --schema"),
         (("--model", str(tmp_path), "--write"), "give a YAML file"),
@@ -139,7 +139,7 @@ def test_check_of_nothing(tmp_path: Path) -> None:
     assert "cannot be read" in out
 
 
-def test_schema_for_editors() -> None:
+def test_check_prints_schema_for_editors() -> None:
     code, out = run("check", "--schema")
     assert code == 0
     assert json.loads(out)["properties"].keys() == {
@@ -147,7 +147,7 @@ def test_schema_for_editors() -> None:
     }
 
 
-def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
+def test_check_reports_problems_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     tiers = (fs(tmp_path / "file"), fs(tmp_path / "kv", min_free="900PiB"))
     shm, memory, *rest = problems(*tiers, region={"size": "900PiB"})
@@ -157,7 +157,7 @@ def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
     assert [finding.split(":")[0] for finding in rest] == ["tiers[0].root_dir", "tiers[1].min_free"]
 
 
-def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_root_that_no_store_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kv").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "kv")
     for root, message in ((tmp_path / "link", "is a symbolic link"), (tmp_path / ("a" * 300), "File name too long")):
@@ -198,7 +198,7 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
         ({"type": "nfs", "root_dir": "HERE/link"}, ".root_dir: HERE/link is a symbolic link"),
     ],
 )
-def test_check_finds_what_an_engine_refuses(
+def test_check_reports_settings_that_an_engine_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: dict[str, Any], expected: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -227,7 +227,7 @@ def test_check_finds_what_an_engine_refuses(
         ),
     ],
 )
-def test_check_names_packages_that_are_missing(
+def test_check_names_missing_packages(
     monkeypatch: pytest.MonkeyPatch, module: str, config: dict[str, Any], field: str
 ) -> None:
     monkeypatch.setenv("KEYS", "a1" * 32)
@@ -260,7 +260,7 @@ def test_nfs_tier_without_its_mount_is_a_problem(
     assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told
 
 
-def test_check_asks_all_tiers_at_once_and_reports_them_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_examines_all_tiers_concurrently_and_reports_them_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets that do not answer take seconds each."""
     all_asked = Barrier(3)
 
@@ -289,7 +289,7 @@ def test_check_asks_all_tiers_at_once_and_reports_them_in_order(monkeypatch: pyt
         ([{"root_dir": "server:/export"}], ExitCode.BAD_INPUT, "not usable: 1 mistake"),
     ],
 )
-def test_the_verdict_comes_last(
+def test_check_ends_with_the_verdict(
     tmp_path: Path, tiers: list[dict[str, Any]], code: int, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "c.yaml"
@@ -305,7 +305,7 @@ def test_the_verdict_comes_last(
     assert result_of(out)["problems"] == (verdict.partition(": ")[2].split(", ") if found_problems else [])
 
 
-def test_a_limit_beyond_the_disk_is_told_what_to_write(tmp_path: Path) -> None:
+def test_warning_about_limit_beyond_the_disk_names_an_accepted_limit(tmp_path: Path) -> None:
     tier = fs(tmp_path / "kv") | {"max_bytes": "900PiB", "min_free": "1MiB"}
     (warning,) = texts("warning", tier)
     assert warning.startswith("tiers[0].max_bytes: 921600.0 TiB is more than the file system of ")
@@ -313,7 +313,9 @@ def test_a_limit_beyond_the_disk_is_told_what_to_write(tmp_path: Path) -> None:
     assert check.examine(deployment(tier | {"max_bytes": limit})).verdict == "usable"
 
 
-def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_shows_isolation_deadlines_and_encryption_of_a_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KEYS", "a1" * 32)
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "c.yaml"
@@ -330,7 +332,7 @@ def test_a_tier_is_read_back_with_what_protects_and_times_it(tmp_path: Path, mon
     assert "a1a1" not in out
 
 
-def test_check_says_where_a_tiers_threads_run(tmp_path: Path) -> None:
+def test_check_says_where_store_threads_of_a_tier_run(tmp_path: Path) -> None:
     out = ok("check", write_tiers(tmp_path / "c.yaml", "type: memory, name: ram"))
     assert "tiers[0] ram: memory\n" in out
     assert "store threads, in the engine's process (isolation thread)" in out
@@ -338,7 +340,7 @@ def test_check_says_where_a_tiers_threads_run(tmp_path: Path) -> None:
     assert "store threads, in 1 process (isolation auto)" in out
 
 
-def test_the_size_of_a_block_is_told_where_a_model_has_stored_some(tmp_path: Path) -> None:
+def test_check_shows_size_of_stored_blocks_and_room_in_the_region(tmp_path: Path) -> None:
     region = memoryview(bytearray(1 << 20)).cast("b", (1, 1 << 20))
     tier = BuiltInTier(FakeSpec(), region, "fs", root_dir=str(tmp_path / "kv"), min_free=0, isolation="thread")
     assert tier.store is not None
@@ -412,7 +414,7 @@ def test_check_of_fsspec_url_whose_server_is_silent_is_a_problem(monkeypatch: py
     assert found.endswith("; check that the server is up, and that this machine can reach it")
 
 
-def test_check_of_good_fsspec_url_finds_nothing_and_leaves_nothing() -> None:
+def test_check_of_good_fsspec_url_has_no_problem_and_leaves_nothing() -> None:
     with HttpFaultServer(buckets=("kvb",)) as server:
         server.put_object("kvb", "kv/there", b"1")
         tier = s3fs(endpoint_url=server.endpoint_url)
@@ -561,7 +563,7 @@ def test_check_warns_of_variable_where_variables_are_not_replaced(tmp_path: Path
     assert texts("warning", tier | {"storage_options": {"x": f"pa$word-{CANARY}"}}) == []
 
 
-def test_check_of_store_names_module_or_options_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_custom_store_names_wrong_module_or_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "kvtiers_check_needs.py").write_text("import no_such_client")
     (tmp_path / "kvtiers_check_store.py").write_text("def make_store(options): raise ValueError(options['x'])")

@@ -71,7 +71,7 @@ def one(findings: Sequence[Finding], check: str, where: str = "") -> Finding:
     return found
 
 
-def test_a_good_folder_has_no_problem_and_is_left_clean(tmp_path: Path) -> None:
+def test_check_of_good_folder_has_no_problem_and_leaves_nothing(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     findings = examine(deployment(fs(root)))
     found = levels(findings, "tiers[0] fs")
@@ -82,7 +82,7 @@ def test_a_good_folder_has_no_problem_and_is_left_clean(tmp_path: Path) -> None:
     assert not (root / tier_checks.TRIAL_FOLDER).exists()
 
 
-def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+def test_check_reports_open_mode_and_little_space_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     findings = examine(deployment(fs(tmp_path / "open"), fs(tmp_path / "full", min_free="900PiB")))
@@ -96,7 +96,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "level"), [({}, "problem"), ({"encrypt": "aes-gcm", "keys_env": "K"}, "note")])
-def test_whose_a_folder_is(
+def test_folder_open_to_or_owned_by_another_user_is_a_problem_without_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], level: str
 ) -> None:
     """Its owner may write there, whatever its mode says. With keys that costs blocks, not truth."""
@@ -120,7 +120,7 @@ def give_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return uid
 
 
-def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_of_another_owner_or_open_mode_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ab" * 32)
     keys.chmod(0o600)
@@ -137,7 +137,7 @@ def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypa
     assert (found.level, f"belongs to uid {uid}" in found.message) == ("problem", True)
 
 
-def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folders_in_root_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lost+found", "m_r0", "n\x1b_r0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name == "m_r0")  # root may look everywhere
@@ -149,9 +149,7 @@ def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["m_r0/0a1", "m_r0/0a1/0b_g0", "_kvtiers/usage"])
-def test_a_deep_folder_that_may_not_be_looked_into_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_deep_folder_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("_kvtiers/usage", "m_r0/0a1/0b_g0", "m_r0/0a2/0b_g0"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(name))
@@ -159,9 +157,7 @@ def test_a_deep_folder_that_may_not_be_looked_into_is_named(
     assert f"cannot read 1 of the folders in {tmp_path}: {name};" in problem.message
 
 
-def test_a_folder_that_an_engine_has_just_removed_is_no_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_removed_by_engine_meanwhile_is_not_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m_r0").mkdir()
 
     def access(path: str, mode: int) -> bool:
@@ -172,7 +168,7 @@ def test_a_folder_that_an_engine_has_just_removed_is_no_problem(
     assert list(storage_checks._refused_folders(str(tmp_path))) == []
 
 
-def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_folders_examined_in_a_large_root_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         (tmp_path / "m_r0" / f"{number:03}" / "0b_g0").mkdir(parents=True)
     looked_at = []
@@ -188,7 +184,9 @@ def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("kind", "level"), [("overlay", "problem"), ("tmpfs", "note"), ("ext4", "ok"), ("", "ok")])
-def test_file_systems(kind: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_kind_decides_level_of_its_finding(
+    kind: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage_checks, "file_system_type", lambda root: kind)
     assert one(examine(deployment(fs(tmp_path))), "file system").level == level
 
@@ -228,7 +226,7 @@ class Crooked(MemoryStore):
         ({"skew_s": -900.0}, "clock", "900 s behind"),
     ],
 )
-def test_what_a_storage_does_wrong_is_found(fault: dict[str, Any], check: str, message: str) -> None:
+def test_misbehavior_of_storage_is_the_only_problem_reported(fault: dict[str, Any], check: str, message: str) -> None:
     store = Crooked()
     for name, value in fault.items():
         setattr(store, name, value)
@@ -241,7 +239,7 @@ def test_what_a_storage_does_wrong_is_found(fault: dict[str, Any], check: str, m
     assert not list(MemoryStore.keys(store))
 
 
-def test_a_slow_listing_is_no_skew_of_clocks() -> None:
+def test_slow_listing_is_not_reported_as_clock_skew() -> None:
     clock = [1000.0]
 
     class Slow(Crooked):
@@ -258,7 +256,7 @@ def moto() -> Iterator[S3Server]:
         yield server
 
 
-def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_s3_tries_the_bucket_and_leaves_nothing(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtiers.tiers.stores.s3.store import S3Store
 
     options = s3_tier(moto, monkeypatch)
@@ -274,7 +272,9 @@ def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "bucket" in one(missing, "storage", "tiers[0]").message
 
 
-def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_that_keeps_versions_is_a_problem_until_gc_sets_the_lifecycle(
+    moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvtiers.tiers.stores.s3.control import S3Control
 
     options = s3_tier(moto, monkeypatch) | {"bucket": "kv-versions"}
@@ -304,7 +304,9 @@ def s3_tier(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"type": "s3", "bucket": "kv-check", "endpoint_url": moto.endpoint_url, "region": "us-east-1"}
 
 
-def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_storage_is_a_finding_and_earlier_findings_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hangs, gate = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> Iterator[Finding]:
@@ -330,7 +332,7 @@ def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mon
         gate.set()
 
 
-def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_a_check_is_a_finding_without_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Iterator[Finding]:
         yield Finding("ok", "file system", "first")
         raise ValueError("with a secret in it")
@@ -343,7 +345,7 @@ def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
     assert one(findings, "file system").message == "first"
 
 
-def test_a_file_system_without_hard_links_is_no_matter_of_rights(
+def test_file_system_without_hard_links_is_not_reported_as_missing_rights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(*_: Any, **__: Any) -> None:
@@ -365,7 +367,7 @@ def test_a_file_system_without_hard_links_is_no_matter_of_rights(
         (errno.EIO, ""),
     ],
 )
-def test_rename_that_fails_gets_the_advice_of_its_cause(
+def test_failed_rename_gets_the_fix_for_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -376,7 +378,7 @@ def test_rename_that_fails_gets_the_advice_of_its_cause(
     assert (found.level, found.fix) == ("problem", fix.replace("HERE", str(tmp_path)))
 
 
-def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
+def test_namespaces_that_share_no_blocks_are_reported_with_the_differing_field(tmp_path: Path) -> None:
     view = memoryview(bytearray(4096)).cast("b", (1, 4096))
     for change in ({}, {"hash_algorithm": "xxhash"}):
         BuiltInTier(FakeSpec().changed("cache", **change), view, "fs", root_dir=str(tmp_path), min_free=0).shutdown()
@@ -388,7 +390,7 @@ def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
     assert one(examine(deployment(fs(tmp_path))), "namespaces") == found
 
 
-def test_a_field_that_one_namespace_lacks_is_named() -> None:
+def test_field_missing_in_one_namespace_is_named() -> None:
     store = MemoryStore()
     for digest, fields in ("a" * 12, {}), ("b" * 12, {"revision": None}):
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps({"model_name": "m", **fields}).encode())])
@@ -396,7 +398,7 @@ def test_a_field_that_one_namespace_lacks_is_named() -> None:
     assert found.message == "m has 2 namespaces, which share no blocks. They differ in revision: not set, null"
 
 
-def test_options_of_the_engine_that_keep_replicas_apart_are_named() -> None:
+def test_engine_options_that_separate_namespaces_are_named() -> None:
     store = MemoryStore()
     triton, flags = {"kernel_config.moe_backend": "triton"}, {"VLLM_USE_NEW_ROPE": "1"}
     for digest, engine in ("a" * 12, triton), ("b" * 12, triton | flags):
@@ -436,9 +438,7 @@ def test_namespaces_of_one_model_are_compared(blocks: int) -> None:
     assert found.message.startswith("m has 2 namespaces, which share no blocks. They differ in model_revision")
 
 
-def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexamined_namespaces_make_the_finding_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbors, "NAMESPACES_MAX", 1)
     for name in ("m_aaaaaaaaaaaa", "m_bbbbbbbbbbbb"):
         (tmp_path / name).mkdir()
@@ -459,7 +459,7 @@ def test_control_characters_in_stored_names_are_escaped(tmp_path: Path, capfd: p
     assert all(line.isprintable() for line in lines)
 
 
-def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_limits_and_hash_seed_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     findings = examine(parse_config({"region": {"size": "900PiB"}, "tiers": [{"type": "memory"}]}))
@@ -475,12 +475,12 @@ def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(examine(deployment()), "hash seed").level == "ok"
 
 
-def test_a_tmpfs_without_a_limit_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tmpfs_without_a_limit_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 7, 255)))  # size=0
     assert one(examine(deployment()), "/dev/shm").level == "ok"
 
 
-def test_a_containers_memory_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limit_of_container_counts_as_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(host_checks, "CGROUP_MEMORY", str(limit))
     for text, level in (("1048576\n", "problem"), ("max\n", "ok")):
@@ -567,7 +567,9 @@ def test_min_free_that_the_collector_restores_is_ok(tmp_path: Path, monkeypatch:
     store.close()
 
 
-def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_that_is_missing_or_readable_by_others_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "keys"
     tier = fs(tmp_path / "kv", encrypt="aes-gcm", keys_file=str(path))
     assert "cannot be read" in one(examine(deployment(tier)), "keys_file").message
@@ -581,7 +583,9 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "abab" not in repr(examine(deployment(tier)))
 
 
-def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nfs_mount_options_are_checked_before_the_mount_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
 
     def noting(name: str, result: Any) -> Callable[..., Any]:
@@ -603,7 +607,7 @@ def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monk
     assert order == ["options", "folder", "store"]
 
 
-def test_tiers_that_nothing_can_be_asked_of() -> None:
+def test_memory_and_foreign_tiers_get_findings_without_a_trial() -> None:
     tiers: list[dict[str, Any]] = [
         {"type": "memory"},
         {"type": "X", "module_path": "m"},
@@ -616,7 +620,7 @@ def test_tiers_that_nothing_can_be_asked_of() -> None:
     ]
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_check_write_shows_findings_with_fixes_as_text_and_json(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
     code, out = run("check", str(config), "--write")
@@ -683,7 +687,7 @@ def test_generic_fix_of_finding_holds_for_every_cause(tmp_path: Path) -> None:
     assert findings.of_error(StoreConfigError("it is wrong; write right")).fix == "write right"
 
 
-def test_check_with_damaged_reads_blames_the_host_and_not_the_storage() -> None:
+def test_check_with_damaged_reads_reports_reads_as_the_only_problem() -> None:
     class Damaged(MemoryStore):
         def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
             super().get_into(key, parts)

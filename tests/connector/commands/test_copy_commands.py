@@ -72,7 +72,7 @@ def test_copy_fills_the_first_tier_from_the_last(near: Path, far: Path) -> None:
     assert (near / NAMESPACE / "config.json").read_bytes() == (far / NAMESPACE / "config.json").read_bytes()
 
 
-def test_copy_by_names_and_by_namespace(near: Path, far: Path, tmp_path: Path) -> None:
+def test_copy_is_limited_by_names_or_namespace(near: Path, far: Path, tmp_path: Path) -> None:
     config = write_config(near, far)
     names = tmp_path / "names"
     names.write_text(f"{NAMES[3]}\n\n{NAMES[5][:-9]}\n{NAMESPACE}_r7/\n")
@@ -93,7 +93,9 @@ def test_copy_fails_if_no_block_matches(near: Path, far: Path, tmp_path: Path) -
         assert "no block with such a name" in out
 
 
-def test_a_folder_that_the_disk_cannot_read_is_told(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_reports_folder_that_cannot_be_read_and_copies_the_rest(
+    near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = NAMES[0].split("/")[1]
     monkeypatch.setattr(folder_listing, "os", Damaged({folder}, errno.EIO))
     code, out = run("copy", write_config(near, far), "--from", "far", "--to", "near")
@@ -109,7 +111,7 @@ def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_least")
-def test_copy_stops_at_the_bound(near: Path, far: Path) -> None:
+def test_copy_stops_at_max_bytes_of_the_target(near: Path, far: Path) -> None:
     room = 10 * BLOB + 3000  # for its config.json, and less than one more
     out = ok("copy", write_config(near, far, f"max_bytes: {room}"), *FILL)
     assert "copied: 10 blocks" in out
@@ -119,7 +121,7 @@ def test_copy_stops_at_the_bound(near: Path, far: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_least")
-def test_copy_shares_the_bound_with_running_writers(near: Path, far: Path) -> None:
+def test_copy_counts_blocks_of_running_writers_against_max_bytes(near: Path, far: Path) -> None:
     """The limit counts blocks that writers have put, and the collector counts blocks that copy has put."""
     max_bytes = 16 * BLOB
     config = write_config(near, far, f"max_bytes: {max_bytes}")
@@ -136,7 +138,7 @@ def test_copy_shares_the_bound_with_running_writers(near: Path, far: Path) -> No
 
 
 @pytest.mark.usefixtures("no_least")
-def test_copy_says_when_not_all_went(near: Path, far: Path) -> None:
+def test_copy_that_reaches_max_bytes_fails(near: Path, far: Path) -> None:
     config = write_config(near, far, f"max_bytes: {10 * BLOB}")
     assert run("copy", config, "--from", "far", "--to", "near")[0] == 1
 
@@ -187,7 +189,7 @@ def test_copy_keeps_a_newer_versions_block_and_fails(near: Path, far: Path, more
     assert stored(near) == before
 
 
-def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
+def test_copy_skips_namespace_without_identity_and_fails(near: Path, far: Path) -> None:
     (far / NAMESPACE / "config.json").unlink()
     code, out = run("copy", write_config(near, far), *FILL)
     assert code == 1
@@ -197,7 +199,7 @@ def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
     assert not stored(near)
 
 
-def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Path, far: Path) -> None:
+def test_copy_of_other_namespaces_goes_on_after_namespace_without_identity(near: Path, far: Path) -> None:
     digest = NAMESPACE.rpartition("_")[2]
     other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one, or after it
     shutil.copytree(far / NAMES[0].partition("/")[0], other)
@@ -211,7 +213,7 @@ def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Pat
     assert sum(line.startswith("kvtiers") and "is skipped:" in line for line in out.splitlines()) == 2
 
 
-def test_a_namespace_that_is_left_out_takes_no_room(near: Path, far: Path) -> None:
+def test_skipped_namespace_takes_no_room_in_the_target(near: Path, far: Path) -> None:
     digest = NAMESPACE.rpartition("_")[2]
     other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one
     shutil.copytree(far / NAMES[0].partition("/")[0], other)
@@ -221,7 +223,7 @@ def test_a_namespace_that_is_left_out_takes_no_room(near: Path, far: Path) -> No
     assert (report.copied, report.no_room) == (1, True)
 
 
-def test_too_long_block_of_the_target_gives_no_room_to_others(near: Path, far: Path) -> None:
+def test_kept_oversized_block_of_target_gives_no_room_to_other_blocks(near: Path, far: Path) -> None:
     ok("copy", write_config(near, far), *FILL)
     source, target = LocalStore(far), LocalStore(near)
     first, *others = (info.key for info, _ in find_blocks(source, [""]))
@@ -234,7 +236,7 @@ def test_too_long_block_of_the_target_gives_no_room_to_others(near: Path, far: P
     assert (near / first).stat().st_size == 9 * BLOB
 
 
-def test_a_target_that_takes_nothing_ends_it(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_stops_if_target_refuses_every_store(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a million blocks not one would be copied."""
 
     def refuse(*_: object, **__: object) -> bool:
@@ -248,7 +250,7 @@ def test_a_target_that_takes_nothing_ends_it(near: Path, far: Path, monkeypatch:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 @pytest.mark.parametrize("refused", ["000", "leaf", "namespace"])
-def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Path, refused: str) -> None:
+def test_copy_goes_on_past_unwritable_folders_of_the_target(near: Path, far: Path, refused: str) -> None:
     """As a command leaves them that was run by root."""
     ok("copy", write_config(near, far), *FILL)
     name = NAMES[0]
@@ -281,14 +283,16 @@ def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Pa
     assert run_in_child(use) == 0
 
 
-def test_a_list_of_names_from_closed_standard_input(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_with_names_from_closed_standard_input_is_bad_input(
+    near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvtiers.connector.commands.copy.sys.stdin", None)
     with pytest.raises(typer.Exit) as caught:
         _read_names(Path("-"))
     assert caught.value.exit_code == 2
 
 
-def test_a_target_that_is_another_namespaces_is_refused(near: Path, far: Path) -> None:
+def test_target_folder_of_another_namespace_is_refused(near: Path, far: Path) -> None:
     (near / NAMESPACE).mkdir(parents=True)
     (near / NAMESPACE / "config.json").write_text("{}")
     code, out = run("copy", write_config(near, far), *FILL)
@@ -296,7 +300,7 @@ def test_a_target_that_is_another_namespaces_is_refused(near: Path, far: Path) -
     assert "belongs to another namespace" in out
 
 
-def test_mistakes(near: Path, far: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_of_copy_are_bad_input(near: Path, far: Path, tmp_path: Path) -> None:
     config = write_config(near, far)
     empty = tmp_path / "empty"
     empty.touch()
@@ -325,7 +329,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"type: s3, bucket: copies, prefix: p, endpoint_url: '{server.endpoint_url}'"
 
 
-def test_to_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
+def test_copy_to_bucket_and_back_preserves_blocks(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
     there = write_tiers(tmp_path / "s3.yaml", bucket)
     config = write_config(near, far)
     assert result_of(ok("copy", config, there, "--from", "far", "--json"))["copied"] == COUNT
@@ -345,7 +349,7 @@ def used_at(root: Path) -> dict[str, float]:
     return {name: (root / name).stat().st_mtime for name in stored(root)}
 
 
-def test_blocks_keep_their_age(near: Path, far: Path) -> None:
+def test_copied_blocks_keep_their_age(near: Path, far: Path) -> None:
     before = make_old(far)
     config = write_config(near, far, "ttl: 2.5h", "max_bytes: 100MiB")
     ok("copy", config, *FILL)
@@ -354,7 +358,7 @@ def test_blocks_keep_their_age(near: Path, far: Path) -> None:
     assert f"removed by ttl: {COUNT - 3} blocks" in ok("gc", config, "--tier", "near")
 
 
-def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
+def test_copied_blocks_with_future_times_get_the_current_time(near: Path, far: Path) -> None:
     """Clocks differ, and nobody has used a block tomorrow."""
     for path in far.rglob("*.bin"):
         os.utime(path, (time.time() + 86_400,) * 2)
@@ -363,7 +367,7 @@ def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_dry_run_writes_nothing(near: Path, far: Path, exists: bool) -> None:
+def test_dry_run_of_copy_writes_nothing_and_predicts_the_result(near: Path, far: Path, exists: bool) -> None:
     if exists:
         LocalStore(near).close()
         shutil.copytree(far / Path(NAMES[0]).parent, near / Path(NAMES[0]).parent)
@@ -382,7 +386,7 @@ def test_a_dry_run_writes_nothing(near: Path, far: Path, exists: bool) -> None:
 
 
 @pytest.mark.usefixtures("no_least")
-def test_a_dry_run_says_where_it_would_stop(near: Path, far: Path) -> None:
+def test_dry_run_of_copy_says_where_copy_would_stop(near: Path, far: Path) -> None:
     config = write_config(near, far, f"max_bytes: {10 * BLOB + 3000}")
     out = ok("copy", config, *FILL, "--dry-run")
     assert "would be copied: 10 blocks" in out
@@ -391,7 +395,7 @@ def test_a_dry_run_says_where_it_would_stop(near: Path, far: Path) -> None:
     assert run("copy", config, *FILL[:4], "--dry-run")[0] == 1
 
 
-def test_a_dry_run_tells_what_is_left_out(near: Path, far: Path) -> None:
+def test_dry_run_of_copy_names_skipped_namespaces(near: Path, far: Path) -> None:
     (far / NAMESPACE / "config.json").unlink()
     code, out = run("copy", write_config(near, far), *FILL, "--dry-run")
     assert code == 1
@@ -399,7 +403,9 @@ def test_a_dry_run_tells_what_is_left_out(near: Path, far: Path) -> None:
     assert not near.exists()
 
 
-def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
+def test_copy_from_web_server_without_sizes_in_listings_copies_all_blocks(
+    near: Path, far: Path, tmp_path: Path
+) -> None:
     """Whose listings have names and no sizes."""
     config = write_config(near, far)
     with serve_folder(far) as server:
@@ -410,7 +416,7 @@ def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
         assert len(ok("ls", there).splitlines()) >= COUNT
 
 
-def test_faults_on_the_way() -> None:
+def test_copy_counts_passing_errors_and_stops_at_full_or_forbidden_target() -> None:
     source, target = MemoryStore(), MemoryStore()
     put_blocks(source)
     faulty = FaultyStore(target, [Fault("put", error=lambda: StoreUnavailableError("away"), first=3)])
@@ -445,7 +451,7 @@ def test_copy_stops_if_the_target_is_unavailable() -> None:
         Copier(source, away).copy(find_blocks(source, [""]))
 
 
-def test_a_block_that_may_not_be_read_stops_nothing() -> None:
+def test_copy_goes_on_past_block_that_may_not_be_read() -> None:
     source, target = MemoryStore(), MemoryStore()
     put_blocks(source)
     one = FaultyStore(source, [Fault("get_into", error=lambda: StorePermissionError("no"), first=9)])
@@ -453,7 +459,7 @@ def test_a_block_that_may_not_be_read_stops_nothing() -> None:
     assert (report.copied, report.failed) == (COUNT - 1, 1)
 
 
-def test_protected_blocks_are_checked_and_copied_without_a_key(near: Path, tmp_path: Path) -> None:
+def test_protected_blocks_are_verified_and_copied_without_keys(near: Path, tmp_path: Path) -> None:
     far = tmp_path / "protected"
     mapper = FileMapper.from_offloading_spec("", FakeSpec(), extra_fields={"protection": "aes-gcm"})
     names = [mapper.relative_name(block_key(number)) for number in range(COUNT)]
@@ -475,7 +481,7 @@ def test_protected_blocks_are_checked_and_copied_without_a_key(near: Path, tmp_p
 
 
 @pytest.mark.parametrize("spelling", ["{far}/", "{far}/../far", "{link}/far"])
-def test_one_place_by_two_names_is_no_migration(near: Path, far: Path, tmp_path: Path, spelling: str) -> None:
+def test_copy_between_two_names_of_one_place_is_refused(near: Path, far: Path, tmp_path: Path, spelling: str) -> None:
     """Who then removed what it calls the old one would lose everything."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path)

@@ -105,7 +105,7 @@ def metric_names(expr: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("title", "expr"), queries(), ids=[title for title, _ in queries()])
-def test_every_metric_and_label_asked_for_is_exported(title: str, expr: str, exported: Series) -> None:
+def test_every_queried_metric_and_label_is_exported(title: str, expr: str, exported: Series) -> None:
     names = metric_names(expr)
     assert names
     for name in names:
@@ -121,7 +121,7 @@ def test_every_metric_and_label_asked_for_is_exported(title: str, expr: str, exp
 
 
 @pytest.mark.parametrize(("title", "expr"), queries(), ids=[title for title, _ in queries()])
-def test_values_asked_for_are_values_that_occur(title: str, expr: str, exported: Series) -> None:
+def test_every_queried_label_value_occurs(title: str, expr: str, exported: Series) -> None:
     """result="hit": what a started tier shows, or what the code sets."""
     source = _source()
     for name, matchers in _SELECTOR.findall(expr):
@@ -135,7 +135,7 @@ def test_values_asked_for_are_values_that_occur(title: str, expr: str, exported:
 @pytest.mark.parametrize(
     ("title", "expr", "legend"), dashboard_queries(), ids=[title for title, *_ in dashboard_queries()]
 )
-def test_legends_use_labels_that_the_query_leaves(title: str, expr: str, legend: str, exported: Series) -> None:
+def test_legends_use_only_labels_kept_by_the_query(title: str, expr: str, legend: str, exported: Series) -> None:
     by = _BY.findall(expr)
     if by:
         left = {label.strip() for label in by[0].split(",")}
@@ -144,17 +144,17 @@ def test_legends_use_labels_that_the_query_leaves(title: str, expr: str, legend:
     assert set(_LEGEND.findall(legend)) <= left, title
 
 
-def test_the_dashboard_is_current() -> None:
+def test_dashboard_is_current() -> None:
     assert DASHBOARD.read_text() == text(), "run make docs"
 
 
-def test_replicas_are_told_apart() -> None:
+def test_every_legend_names_the_instance() -> None:
     legends = [(p["title"], t["legendFormat"]) for p in panels() if p["type"] == "timeseries" for t in p["targets"]]
     assert len(legends) > 20
     assert [title for title, legend in legends if "{{instance}}" not in legend] == []
 
 
-def test_a_panel_has_bytes_or_none() -> None:
+def test_panel_does_not_mix_bytes_with_other_units() -> None:
     for panel in panels():
         are_bytes = panel["fieldConfig"]["defaults"]["unit"] in ("bytes", "Bps")
         if panel["title"] == "Used of max_bytes":
@@ -164,7 +164,7 @@ def test_a_panel_has_bytes_or_none() -> None:
             assert all(("_bytes" in name) == are_bytes for name in names), panel["title"]
 
 
-def test_reasons_that_do_not_occur_are_not_shown() -> None:
+def test_panels_by_reason_hide_reasons_with_zero() -> None:
     """A series of each starts at 0, so that the first one shows."""
     grouped = [
         (title, expr)
@@ -175,7 +175,7 @@ def test_reasons_that_do_not_occur_are_not_shown() -> None:
     assert [title for title, expr in grouped if not expr.endswith("> 0")] == []
 
 
-def test_every_variable_chooses_something() -> None:
+def test_every_dashboard_variable_filters_every_query_with_its_label() -> None:
     """And each query obeys those whose label its metrics have."""
     variables = {one["name"]: one for one in json.loads(DASHBOARD.read_text())["templating"]["list"]}
     variables.pop("datasource")
@@ -204,7 +204,7 @@ def test_version_is_in_the_metrics_of_a_started_tier(exported: Series) -> None:
     assert exported["kvtiers_build_info"] == [{"version": kvtiers.__version__}]
 
 
-def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+def test_panels_do_not_overlap_and_have_unique_ids() -> None:
     everything = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
     taken: set[tuple[int, int]] = set()
@@ -225,20 +225,20 @@ def test_alert_keeps_and_prints_the_instance(rule: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_every_alert_says_what_to_read(rule: dict[str, Any]) -> None:
+def test_every_alert_links_an_existing_section_of_the_docs(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
     headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
     assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_a_tier_that_stores_nothing_has_an_alert_whose_series_begin_at_zero(exported: Series) -> None:
+def test_alert_on_failing_stores_exists_and_its_series_begin_at_zero(exported: Series) -> None:
     assert "KVTiersStoresFail" in {rule["alert"] for rule in rules()}
     shown = {labels["outcome"] for labels in exported["kvtiers_blocks_total"] if labels["op"] == "store"}
     assert shown == {"moved", "already_stored", "failed", "dropped"}
 
 
-def test_what_needs_more_than_vllms_endpoint_has_is_named() -> None:
+def test_page_names_every_panel_that_needs_histogram_buckets() -> None:
     """Of a histogram it has the sum only."""
     page = (ROOT / "docs" / "monitoring.md").read_text()
     assert [title for title, expr in queries() if "_bucket" in expr and title not in page] == []

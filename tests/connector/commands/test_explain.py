@@ -40,7 +40,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_file_is_told_request_by_request_then_by_reason(trace: Path) -> None:
+def test_explain_of_file_lists_requests_and_then_reasons(trace: Path) -> None:
     code, out = run("explain", str(trace))
     assert code == ExitCode.OK
     skipped, *lines = out.splitlines()
@@ -56,7 +56,7 @@ def test_file_is_told_request_by_request_then_by_reason(trace: Path) -> None:
     assert lines[6].strip() == "fix: raise ttl"
 
 
-def test_json_has_the_latest_requests_and_counts_all(trace: Path) -> None:
+def test_json_of_explain_has_latest_requests_and_counts_of_all_requests(trace: Path) -> None:
     result = result_of(ok("explain", str(trace), "--last", "1", "--json"))
     assert [one["record"]["request"] for one in result["requests"]] == ["c\x1b[2J"]
     assert [(one["reason"], one["count"]) for one in result["reasons"]] == [("removed:ttl", 2), ("found", 1)]
@@ -97,7 +97,7 @@ def test_source_without_requests_is_an_error(
         (None, "does not answer: no complete answer within 0.2 s"),
     ],
 )
-def test_server_that_answers_something_else_or_hangs_is_an_error(
+def test_server_with_other_answer_or_none_is_an_error(
     answer: bytes | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtiers.connector.commands.explain.ANSWER_S_MAX", 0.2 if answer is None else 60.0)
@@ -147,7 +147,7 @@ def engine() -> Iterator[tuple[Metrics, str]]:
         yield metrics, server.url
 
 
-def test_address_of_metrics_gives_counts_and_a_hint_at_trace_requests(engine: tuple[Metrics, str]) -> None:
+def test_explain_of_metrics_url_gives_counts_and_mentions_trace_requests(engine: tuple[Metrics, str]) -> None:
     metrics, url = engine
     assert run("explain", url)[0] == ExitCode.FAILED  # no request has ended
     metrics.inc("kvtiers_requests_total", "not_stored", by=3)
@@ -163,7 +163,7 @@ def test_address_of_metrics_gives_counts_and_a_hint_at_trace_requests(engine: tu
     assert run("explain", url, "--request", "a")[0] == ExitCode.BAD_INPUT
 
 
-def test_counts_of_vllms_endpoint_are_summed_over_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_vllm_endpoint_are_summed_over_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     page = "\n".join(
         [
             "# HELP vllm:kvtiers_requests_total x",

@@ -147,7 +147,7 @@ def test_engine_started_on_folder_with_foreign_files_keeps_them(strange: Path) -
 
 
 @pytest.mark.parametrize("name", [DATED, "photos"])
-def test_rm_leaves_a_folder_that_is_only_named_like_a_namespace(strange: Path, name: str) -> None:
+def test_rm_keeps_foreign_folder_named_like_a_namespace(strange: Path, name: str) -> None:
     before = contents(strange)
     code, out = run("rm", str(strange), "--namespace", name, "--yes")
     assert code == 1

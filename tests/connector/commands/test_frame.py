@@ -59,7 +59,7 @@ def heed_ctrl_c() -> None:
 # ---- options and start-up --------------------------------------------------------------------------------------------
 
 
-def test_the_version() -> None:
+def test_version_option_prints_the_version() -> None:
     assert ok("--version") == ok("version") == f"kvtiers {__version__}\n"
 
 
@@ -93,7 +93,7 @@ def test_every_dry_run_has_a_short_form() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["['--version']", "['--help']", "['-h']"])
-def test_a_start_imports_no_client_and_no_models(arguments: str) -> None:
+def test_start_imports_no_storage_client_and_no_large_package(arguments: str) -> None:
     heavy = ("boto3", "botocore", "fsspec", "numpy", "pydantic", "yaml", "xxhash", "torch", "vllm")
     code = (
         "import sys\n"
@@ -131,7 +131,7 @@ def test_old_command_prints_its_replacement(name: str) -> None:
     assert json.loads(result.stdout)["errors"] == [MOVED[name]]
 
 
-def test_a_mistyped_command_is_guessed() -> None:
+def test_error_for_mistyped_command_suggests_a_command() -> None:
     code, out = run("verfy")
     assert (code, "Did you mean 'verify'?" in out) == (2, True)
 
@@ -147,7 +147,7 @@ def test_completion_knows_the_commands_and_their_options() -> None:
         assert expected in done.stdout.split()
 
 
-def test_the_verbosity_counts_options_before_and_after_the_command(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbosity_counts_options_before_and_after_the_command(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def look(*_: object, **__: object) -> list[Any]:
@@ -174,7 +174,7 @@ def test_the_verbosity_counts_options_before_and_after_the_command(root: Path, m
     }  # fmt: skip
 
 
-def test_the_environment_names_the_configuration(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_use_config_file_from_the_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(root)
     monkeypatch.setenv("KVTIERS_CONFIG", config)
     assert "10 blocks" in ok("du")
@@ -192,11 +192,11 @@ def test_the_environment_names_the_configuration(root: Path, monkeypatch: pytest
 # ---- exit codes and errors -------------------------------------------------------------------------------------------
 
 
-def test_every_exit_code_is_explained() -> None:
+def test_every_exit_code_has_a_description() -> None:
     assert set(EXIT_CODES) == set(ExitCode)
 
 
-def test_an_unexpected_exception_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_exception_is_one_line_without_its_text(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("secret")
 
@@ -228,7 +228,7 @@ def test_an_unexpected_exception_is_one_line(root: Path, monkeypatch: pytest.Mon
         (("verify", "HERE", "--dry-run", "--json"), ExitCode.BAD_INPUT, "--repair"),
     ],
 )
-def test_errors_are_json_too(root: Path, arguments: tuple[str, ...], code: ExitCode, said: str) -> None:
+def test_errors_are_in_the_json_document(root: Path, arguments: tuple[str, ...], code: ExitCode, said: str) -> None:
     given = [str(root) if word == "HERE" else word for word in arguments]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == code
@@ -240,7 +240,7 @@ def test_errors_are_json_too(root: Path, arguments: tuple[str, ...], code: ExitC
 
 
 @pytest.mark.parametrize("command", WITH_JSON)
-def test_each_schema_is_valid_and_can_be_printed(command: str) -> None:
+def test_json_schema_of_each_command_is_valid_and_printed(command: str) -> None:
     schema = json.loads(ok(command, "--json-schema"))
     assert schema == document_schema(command)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -276,7 +276,7 @@ def test_a_name_in_the_json_has_one_type_in_all_commands() -> None:
     assert len(types) > 80
 
 
-def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
+def test_closed_pipe_ends_the_command_without_error_text(root: Path) -> None:
     for _ in range(3):
         for number in range(2000):  # more lines than a pipe holds
             name = NAMES[0].replace(NAMES[0].rpartition("/")[2], "")
@@ -349,7 +349,7 @@ def test_ctrl_c_ends_a_command_whose_reads_hang(root: Path, tmp_path: Path, comm
     assert err.startswith(f"kvtiers {command}: interrupted: ")
 
 
-def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
+def test_ctrl_c_during_copy_prints_one_line_with_progress_and_next_step(root: Path, tmp_path: Path) -> None:
     """With what was done and how to continue."""
     (tmp_path / "target").mkdir()
     process = start(
@@ -368,7 +368,7 @@ def test_ctrl_c_ends_in_one_line(root: Path, tmp_path: Path) -> None:
     assert json.loads(out)["errors"] == [line.removeprefix("kvtiers copy: ")]
 
 
-def test_what_ctrl_c_says_without_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_message_says_whether_anything_was_changed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -388,7 +388,7 @@ def test_what_ctrl_c_says_without_changes(root: Path, monkeypatch: pytest.Monkey
         )  # fmt: skip
 
 
-def test_a_session_ends_with_its_run() -> None:
+def test_session_ends_with_its_run() -> None:
     with new_session() as current:
         assert session() is current
         current.command = "x"
@@ -397,7 +397,9 @@ def test_a_session_ends_with_its_run() -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
-def test_a_second_signal_does_not_end_the_clean_up_of_the_first(first: signal.Signals, second: signal.Signals) -> None:
+def test_second_signal_does_not_interrupt_clean_up_after_the_first(
+    first: signal.Signals, second: signal.Signals
+) -> None:
     """A service manager or a shell that closes sends both."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
@@ -421,7 +423,7 @@ def test_a_second_signal_does_not_end_the_clean_up_of_the_first(first: signal.Si
     assert cleaned_up == [True]
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_hangup_signal_ignored_by_nohup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with exit_on_signals():
@@ -442,7 +444,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     ],
     ids=" ".join,
 )
-def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_closed_standard_output_is_not_an_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "kv").mkdir()
     config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path / 'kv'}, min_free: 0, ttl: 7d")
     command = shlex.join([*CLI, *arguments, config])
@@ -450,13 +452,13 @@ def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...])
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_refusal_is_one_line_in_a_pipe(tmp_path: Path) -> None:
+def test_error_in_a_pipe_is_one_unwrapped_line(tmp_path: Path) -> None:
     config = tmp_path / "a-name-that-is-long-enough-to-be-wrapped-at-eighty-columns" / "c.yaml"
     ended = subprocess.run([*CLI, "vllm-config", str(config)], capture_output=True, text=True, check=False)
     assert ended.stderr == f"kvtiers vllm-config: {config}: cannot be read: No such file or directory\n"
 
 
-def test_an_output_that_takes_nothing_more_is_said_in_one_line() -> None:
+def test_error_of_full_output_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
         ended = subprocess.run([*CLI, "check", "--schema"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (
@@ -468,7 +470,7 @@ def test_an_output_that_takes_nothing_more_is_said_in_one_line() -> None:
 # ---- folders and URLs instead of a file ------------------------------------------------------------------------------
 
 
-def test_a_folder_stands_for_a_tier(root: Path) -> None:
+def test_folder_argument_stands_for_an_fs_tier(root: Path) -> None:
     assert f"fs at {root}: 10 blocks, 40 KiB" in ok("du", str(root))
     assert len(ok("ls", str(root), "-q").splitlines()) == 10
     target = root.parent / "target"
@@ -480,7 +482,7 @@ def test_a_folder_stands_for_a_tier(root: Path) -> None:
     assert (tier.root_dir, tier.max_bytes, tier.ttl, tier.min_free) == (str(root), None, None, 1 << 30)
 
 
-def test_urls_stand_for_tiers(tmp_path: Path) -> None:
+def test_url_argument_stands_for_a_tier(tmp_path: Path) -> None:
     (tier,) = load_deployment("s3://bucket/some/prefix/").tiers
     assert isinstance(tier, S3TierConfig)
     assert (tier.bucket, tier.prefix) == ("bucket", "some/prefix")
@@ -493,7 +495,7 @@ def test_urls_stand_for_tiers(tmp_path: Path) -> None:
     assert not is_bare(str(tmp_path / "c.yaml"))
 
 
-def test_what_is_neither_a_file_nor_a_folder_is_told(tmp_path: Path) -> None:
+def test_argument_that_is_neither_file_folder_nor_url_is_bad_input(tmp_path: Path) -> None:
     code, out = run("du", str(tmp_path / "kv"))
     assert code == 2
     assert "accepted is a YAML file, an existing folder, or a URL such as s3://bucket/prefix" in out
@@ -524,7 +526,7 @@ def test_gc_of_a_folder_needs_a_limit(root: Path) -> None:
 # ---- ls, du and progress ---------------------------------------------------------------------------------------------
 
 
-def test_ls_sorts(root: Path) -> None:
+def test_ls_sorts_by_name_size_or_age(root: Path) -> None:
     (root / NAMES[3]).write_bytes(bytes(2 * SIZE))
     os.utime(root / NAMES[3], (1e9, 1e9))
 
@@ -537,7 +539,7 @@ def test_ls_sorts(root: Path) -> None:
     assert names("--sort", "age", "--limit", "2") == NAMES[:2]
 
 
-def test_ls_streams(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_prints_blocks_during_the_listing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listed blocks are printed before the listing ends, and no more of them are listed than are wanted."""
     printed: list[int] = []
     keys = LocalStore.keys
@@ -561,7 +563,7 @@ def test_ls_streams(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(printed) == 3
 
 
-def test_du_tells_namespaces_of_a_model_apart_and_adds_tiers_up(root: Path) -> None:
+def test_du_shows_differing_fields_of_namespaces_and_total_of_tiers(root: Path) -> None:
     (path,) = root.glob("*/config.json")
     fields = json.loads(path.read_text())
     sibling = "_".join([path.parent.name.rpartition("_")[0], "0123456789ab"])
@@ -608,7 +610,7 @@ def test_progress_shows_the_amount_the_rate_and_the_time_left(monkeypatch: pytes
 # ---- small faults ----------------------------------------------------------------------------------------------------
 
 
-def test_vllm_config(tmp_path: Path) -> None:
+def test_vllm_config_command_prints_all_ways_or_the_chosen_way(tmp_path: Path) -> None:
     config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path}")
     ways = json.loads(ok("vllm-config", config))
     assert {"spec", "tier"} <= ways.keys()
@@ -621,7 +623,7 @@ def test_demo_refuses_bad_input(tmp_path: Path) -> None:
     assert run("demo", "--config", str(tmp_path / "none.yaml"))[0] == ExitCode.BAD_INPUT
 
 
-def test_vllm_config_prints_one_way(tmp_path: Path) -> None:
+def test_vllm_config_json_has_only_the_chosen_way(tmp_path: Path) -> None:
     config = write_tiers(tmp_path / "c.yaml", f"type: fs, root_dir: {tmp_path}")
     assert set(result_of(ok("vllm-config", config, "--json", "--way", "tier"))["ways"]) == {"tier"}
 
@@ -634,12 +636,12 @@ def test_copy_within_single_tier_file_requires_target(root: Path) -> None:
 
 
 @pytest.mark.parametrize("rate", ["0", "fast", "1MiB/h"])
-def test_a_rate_that_is_none(root: Path, rate: str) -> None:
+def test_invalid_limit_rate_is_bad_input(root: Path, rate: str) -> None:
     code, out = run("copy", str(root), str(root.parent), "--limit-rate", rate)
     assert (code, "--limit-rate" in out) == (2, True)
 
 
-def test_a_rate_is_handed_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_rate_reaches_the_copier(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     make = Copier.__init__
 

@@ -41,7 +41,7 @@ def size(model: str, *options: str) -> str:
     return ok("check", "--model", model, *options)
 
 
-def test_the_readmes_table(tmp_path: Path) -> None:
+def test_readme_table_matches_model_sizes(tmp_path: Path) -> None:
     """Each row: name (layers x heads x head size) | per token | 32,000 tokens | tokens in 100 GiB | break-even."""
     speed = re.search(r"break-even if you prefill ([\d,]+) tokens/s", README.read_text())
     assert speed is not None
@@ -66,14 +66,14 @@ def test_the_readmes_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_layers_heads_and_head_size(name: str) -> None:
+def test_kv_shape_has_layers_heads_and_head_size_of_the_model(name: str) -> None:
     config, layers, heads, head_size = ALL[name]
     shape = kv_shape(config)
     assert (shape.full_layers, shape.window_layers, shape.state_layers) == layers
     assert (shape.kv_heads, shape.head_size) == (heads, head_size)
 
 
-def test_what_is_printed(tmp_path: Path) -> None:
+def test_model_size_is_printed_for_tokens_blocks_and_break_even(tmp_path: Path) -> None:
     out = size(write(tmp_path, LLAMA_8B), "--tp", "2", "--prefill", "5000")
     assert "bytes per token = 2 x layers x KV heads x head size x bytes per number" in out
     for line in (
@@ -86,7 +86,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
         assert line in out.splitlines()
 
 
-def test_tensor_parallel_ranks_share_heads_or_copy_them(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_share_heads_or_have_copies(tmp_path: Path) -> None:
     assert asked(tmp_path, LLAMA_8B, "--tp", "8")["token_bytes"] == 128 * KIB
     with_copies = asked(tmp_path, LLAMA_8B, "--tp", "16")
     assert (with_copies["token_rank_bytes"], with_copies["token_bytes"]) == (16 * KIB, 256 * KIB)
@@ -95,14 +95,14 @@ def test_tensor_parallel_ranks_share_heads_or_copy_them(tmp_path: Path) -> None:
     assert "--tp: is 3, and this model has 8 KV heads" in out
 
 
-def test_fp8_halves(tmp_path: Path) -> None:
+def test_kv_cache_dtype_scales_bytes_per_token(tmp_path: Path) -> None:
     assert asked(tmp_path, LLAMA_8B, "--kv-cache-dtype", "fp8")["token_bytes"] == 64 * KIB
     assert asked(tmp_path, LLAMA_8B, "--kv-cache-dtype", "float32")["token_bytes"] == 256 * KIB
     code, out = run("check", "--model", str(tmp_path), "--kv-cache-dtype", "int3")
     assert (code, "--kv-cache-dtype: 'int3' is not accepted; write auto or float16" in out) == (2, True)
 
 
-def test_a_checkpoint_that_asks_for_a_quantized_cache_is_not_guessed(tmp_path: Path) -> None:
+def test_checkpoint_with_quantized_cache_needs_kv_cache_dtype_option(tmp_path: Path) -> None:
     model = write(tmp_path, {**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}})
     code, out = run("check", "--model", model)
     assert code == 2
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_asks_for_a_quantized_cache_is_not_guessed(tmp_path: P
     assert result_of(size(model, "--json", "--kv-cache-dtype", "fp8"))["sizing"]["token_bytes"] == 64 * KIB
 
 
-def test_every_rank_has_all_of_mla(tmp_path: Path) -> None:
+def test_every_rank_stores_all_of_mla(tmp_path: Path) -> None:
     one, eight = asked(tmp_path, DEEPSEEK_V3), asked(tmp_path, DEEPSEEK_V3, "--tp", "8")
     assert one["token_bytes"] == 61 * 576 * 2 == eight["token_rank_bytes"]
     assert eight["token_bytes"] == 8 * one["token_bytes"]
@@ -120,7 +120,7 @@ def test_every_rank_has_all_of_mla(tmp_path: Path) -> None:
     assert (chosen["chunk_tokens"], chosen["block_rank_bytes"]) == (1024, 1024 * 61 * 576 * 2)
 
 
-def test_of_windows_and_states_only_bounds_are_given(tmp_path: Path) -> None:
+def test_model_with_windows_or_states_gets_bounds_only(tmp_path: Path) -> None:
     windows = asked(tmp_path, GPT_OSS_20B)
     token_bytes = 2 * 12 * 8 * 64 * 2
     assert windows["token_bytes"] == token_bytes
@@ -188,28 +188,28 @@ def test_unknown_layer_kind_is_refused(config: dict[str, Any], names: str, tmp_p
         ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "qk_rope_head_dim: is missing"),
     ],
 )
-def test_a_field_is_never_guessed(config: dict[str, Any], names: str, tmp_path: Path) -> None:
+def test_missing_or_invalid_config_field_is_refused_by_name(config: dict[str, Any], names: str, tmp_path: Path) -> None:
     code, out = run("check", "--model", write(tmp_path, config))
     assert code == 2
     assert names in out
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", "[" * 100_000, "\udcff"])
-def test_files_that_are_no_config(content: str, tmp_path: Path) -> None:
+def test_invalid_config_json_is_bad_input(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content.encode(errors="surrogateescape"))
     code, out = run("check", "--model", str(tmp_path / "config.json"))
     assert code == 2
     assert "--model: " in out
 
 
-def test_a_model_that_is_not_here(tmp_path: Path) -> None:
+def test_missing_model_is_bad_input(tmp_path: Path) -> None:
     for model in (str(tmp_path), "nobody/nothing", "", "a\x00b", "x" * 5000, "~nobody-at-all/x"):
         code, out = run("check", "--model", model)
         assert code == 2, out
         assert "--model: " in out
 
 
-def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--org--model"
     snapshot = folder / "snapshots" / "abc"
@@ -220,7 +220,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
     assert "org/model: 32 layers" in size("org/model")
 
 
-def test_tokens_that_fit_count_what_a_tier_really_stores(tmp_path: Path) -> None:
+def test_number_of_tokens_that_fit_includes_seals_and_whole_blocks(tmp_path: Path) -> None:
     tiny = {**LLAMA_8B, "num_hidden_layers": 1, "num_key_value_heads": 1, "hidden_size": 96, "num_attention_heads": 1}
     model = write(tmp_path, tiny)
     in_chunks = parse_config({"region": {"size": "1GiB"}, "blocks_per_chunk": 2})
@@ -277,7 +277,7 @@ def test_region_too_small_for_one_block_gets_a_warning(tmp_path: Path) -> None:
     assert (warning["check"], warning["fix"]) == ("region.size", "write at least 512MiB for this model")
 
 
-def test_check_reports_a_refused_model_as_a_problem_beside_the_other_findings(tmp_path: Path) -> None:
+def test_check_reports_refused_model_as_a_problem_beside_other_findings(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("region: {size: 16MiB}\ntiers: [{type: memory}]")
     model = write(tmp_path, model_configs.MINIMAX_TEXT_01)
@@ -292,7 +292,7 @@ def test_check_reports_a_refused_model_as_a_problem_beside_the_other_findings(tm
     assert run("check", str(config), "--model", write(tmp_path, LLAMA_8B), "--kv-cache-dtype", "int3")[0] == 2
 
 
-def test_limits_that_a_tier_does_not_keep_are_not_room(tmp_path: Path) -> None:
+def test_max_bytes_of_foreign_or_read_only_tier_is_not_listed_as_room(tmp_path: Path) -> None:
     tiers = [
         {"type": "Theirs", "module_path": "my.module", "max_bytes": "10GiB"},
         {"type": "fs", "root_dir": str(tmp_path / "kv"), "read_only": True},

@@ -24,7 +24,7 @@ def config(root: Path, tmp_path: Path) -> str:
     return write_tiers(tmp_path / "c.yaml", near, shared)
 
 
-def test_it_is_looked_into_and_copied_from(config: str, root: Path) -> None:
+def test_read_only_tier_is_listed_verified_and_copied_from(config: str, root: Path) -> None:
     before = tree(root)
     assert len(ok("ls", config, "--tier", "shared", "-q").splitlines()) == len(NAMES)
     assert "all blocks are intact" in ok("verify", config, "--tier", "shared")
@@ -32,7 +32,7 @@ def test_it_is_looked_into_and_copied_from(config: str, root: Path) -> None:
     assert tree(root) == before
 
 
-def test_nothing_is_removed_by_age(config: str, root: Path) -> None:
+def test_gc_removes_nothing_from_read_only_tier(config: str, root: Path) -> None:
     for name in NAMES:
         os.utime(root / name, (0, 0))
     assert "the tier is read_only" in ok("gc", config, "--tier", "shared")
@@ -47,7 +47,9 @@ def test_nothing_is_removed_by_age(config: str, root: Path) -> None:
         (("bench",), "read_only: tier shared only loads, and bench must store blocks"),
     ],
 )
-def test_what_would_write_is_refused(command: tuple[str, ...], said: str, config: str, root: Path) -> None:
+def test_commands_that_write_to_read_only_tier_are_refused(
+    command: tuple[str, ...], said: str, config: str, root: Path
+) -> None:
     flip(root / NAMES[0], 5)
     before = tree(root)
     code, out = run(command[0], config, *command[1:])
@@ -55,7 +57,7 @@ def test_what_would_write_is_refused(command: tuple[str, ...], said: str, config
     assert tree(root) == before
 
 
-def test_check_says_so(config: str, root: Path) -> None:
+def test_check_describes_read_only_tier_and_reports_missing_root(config: str, root: Path) -> None:
     out = " ".join(ok("check", config).split())
     assert "Every stored block goes to each of these tiers that is not read_only" in out
     assert "only loads (read_only); the engines that write to its storage enforce the limits" in out
@@ -76,7 +78,7 @@ def test_check_with_write_of_read_only_tier_only_reads(root: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [(), ("m_aaaaaaaaaaaa/config.json", "_kvtiers/usage/one")])
-def test_check_says_where_there_is_nothing_to_read(tmp_path: Path, files: tuple[str, ...]) -> None:
+def test_check_warns_of_read_only_tier_without_blocks(tmp_path: Path, files: tuple[str, ...]) -> None:
     (tmp_path / "empty").mkdir()
     for name in files:  # of a writer that has stored no block
         (tmp_path / "empty" / name).parent.mkdir(parents=True)

@@ -62,7 +62,7 @@ def shown(*arguments: str) -> list[dict[str, Any]]:
 # ---- show ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_is_described(root: Path) -> None:
+def test_show_describes_a_block(root: Path) -> None:
     os.utime(root / NAMES[3], (time.time() - 7300, time.time() - 7300))
     out = ok("show", str(root), NAMES[3])
     (block,) = shown(str(root), NAMES[3])
@@ -76,7 +76,7 @@ def test_a_block_is_described(root: Path) -> None:
         assert text in out
 
 
-def test_a_block_is_found_by_the_beginning_of_its_hash(root: Path) -> None:
+def test_show_finds_block_by_beginning_of_its_hash(root: Path) -> None:
     sibling = add_sibling(root, dtype="fp8")
     digits = NAMES[3].rpartition("/")[2][:9]
     assert {block["key"] for block in shown(str(root), digits)} == {NAMES[3], NAMES[3].replace(NAMESPACE, sibling)}
@@ -84,7 +84,7 @@ def test_a_block_is_found_by_the_beginning_of_its_hash(root: Path) -> None:
     assert (code, "no tier has 'abcde12345'" in out) == (1, True)
 
 
-def test_a_bad_block_fails_and_one_of_a_newer_version_does_not(root: Path) -> None:
+def test_show_fails_for_bad_block_but_not_for_block_of_newer_version(root: Path) -> None:
     flip(root / NAMES[0], 100)
     code, out = run("show", str(root), NAMES[0])
     assert (code, "bad (payload_checksum)" in out) == (1, True)
@@ -95,7 +95,7 @@ def test_a_bad_block_fails_and_one_of_a_newer_version_does_not(root: Path) -> No
     assert "not verified (version)" in ok("show", str(root), NAMES[2])
 
 
-def test_a_namespace_is_described_and_compared_with_its_siblings(root: Path) -> None:
+def test_show_describes_a_namespace_and_differences_to_its_siblings(root: Path) -> None:
     sibling = add_sibling(root, dtype="fp8")
     out = ok("show", str(root), NAMESPACE)
     (found,) = shown(str(root), f"{NAMESPACE}_r0/")
@@ -110,7 +110,9 @@ def test_a_namespace_is_described_and_compared_with_its_siblings(root: Path) -> 
 
 
 @pytest.mark.parametrize("what", [(), ("only-one",), ("a", "b", "c"), ("HERE", "no/such/name")])
-def test_names_that_are_none(root: Path, what: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_without_a_valid_name_is_bad_input(
+    root: Path, what: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("KVTIERS_CONFIG", raising=False)
     code, out = run("show", *(str(root) if word == "HERE" else word for word in what))
     assert code == 2, out
@@ -119,7 +121,7 @@ def test_names_that_are_none(root: Path, what: tuple[str, ...], monkeypatch: pyt
 # ---- rm --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_namespace_is_removed_and_nothing_else(root: Path) -> None:
+def test_rm_removes_only_the_named_namespace(root: Path) -> None:
     sibling = add_sibling(root, dtype="fp8")
     longer = f"{sibling}_rx_0123456789ab"  # a namespace whose name begins like the folder of the removed blocks
     shutil.copytree(root / f"{NAMESPACE}_r0", root / f"{longer}_r0")
@@ -140,7 +142,7 @@ def test_a_namespace_is_removed_and_nothing_else(root: Path) -> None:
     assert (code, f"{sibling} was not found" in out) == (1, True)
 
 
-def test_a_model_is_removed_by_its_identity(root: Path) -> None:
+def test_rm_by_model_compares_identities_and_not_folder_names(root: Path) -> None:
     """a/b_c and a_b/c have folders of the same name."""
     sibling = add_sibling(root, dtype="fp8")
     other = add_sibling(root, model_name=MODEL.replace("TB/", "TB_"))
@@ -157,7 +159,7 @@ def test_a_model_is_removed_by_its_identity(root: Path) -> None:
     assert [path.name for path in root.iterdir() if not path.name.startswith(".")] == []
 
 
-def test_what_no_tier_has_is_an_error_and_other_tiers_are_left_alone(root: Path, tmp_path: Path) -> None:
+def test_rm_of_absent_model_fails_and_leaves_other_tiers_alone(root: Path, tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     config = tmp_path / "c.yaml"
     tiers = [
@@ -170,9 +172,7 @@ def test_what_no_tier_has_is_an_error_and_other_tiers_are_left_alone(root: Path,
     assert tree(tmp_path / "two") == set()
 
 
-def test_a_block_that_cannot_be_read_is_not_shown_with_the_seal_of_another(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_show_of_unreadable_block_has_no_seal(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_sibling(root, dtype="fp8")
     get_into, read = LocalStore.get_into, set[str]()
 
@@ -189,7 +189,7 @@ def test_a_block_that_cannot_be_read_is_not_shown_with_the_seal_of_another(
     assert (second["state"], second["seal"]) == ("not_readable", None)
 
 
-def test_it_asks_unless_yes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_asks_for_confirmation_unless_yes_is_given(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tree(root)
     code, out = run("rm", str(root), "--model", MODEL)
     assert (code, "give --yes" in out) == (2, True)
@@ -223,7 +223,7 @@ def as_on_a_terminal() -> None:
         pytest.param(b"\n", 1, "not confirmed: ", marks=pytest.mark.full),
     ],
 )
-def test_the_question_on_a_terminal(root: Path, typed: bytes, code: int, said: str) -> None:
+def test_rm_obeys_the_answer_typed_on_a_terminal(root: Path, typed: bytes, code: int, said: str) -> None:
     ours, theirs = pty.openpty()
     try:
         process = subprocess.Popen(
@@ -249,7 +249,7 @@ def test_the_question_on_a_terminal(root: Path, typed: bytes, code: int, said: s
         os.close(theirs)
 
 
-def test_it_survives_an_engine_that_writes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_reports_blocks_written_by_an_engine_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = (root / NAMES[0]).read_bytes()
     delete_many = LocalStore.delete_many
 
@@ -267,7 +267,7 @@ def test_it_survives_an_engine_that_writes(root: Path, monkeypatch: pytest.Monke
     assert "all blocks are intact" in ok("verify", str(root))
 
 
-def test_what_cannot_be_removed_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_reports_files_that_cannot_be_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = StorePermissionError("Permission denied (EACCES)")
     monkeypatch.setattr(LocalStore, "delete_many", lambda self, keys: [refused for _ in keys])
     code, out = run("rm", str(root), "--namespace", NAMESPACE, "--yes")
@@ -276,14 +276,14 @@ def test_what_cannot_be_removed_is_told(root: Path, monkeypatch: pytest.MonkeyPa
     assert "meanwhile" not in out
 
 
-def test_a_read_only_tier_is_refused(root: Path) -> None:
+def test_rm_in_read_only_tier_is_refused(root: Path) -> None:
     config = write_tiers(root.parent / "c.yaml", f"type: fs, root_dir: {root}, read_only: true")
     code, out = run("rm", config, "--model", MODEL, "--yes")
     assert (code, "fs is read_only" in out) == (2, True)
     assert "would be removed: 1 namespace" in ok("rm", config, "--model", MODEL, "--dry-run")
 
 
-def test_an_interrupted_removal_says_how_far_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_rm_says_how_much_was_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces, "DELETE_BATCH_KEYS", 16)
     delete_many = LocalStore.delete_many
     calls = []
@@ -303,7 +303,7 @@ def test_an_interrupted_removal_says_how_far_it_was(root: Path, monkeypatch: pyt
     assert tree(root) == set()
 
 
-def test_namespaces_of_a_store_without_folders() -> None:
+def test_namespaces_are_found_in_a_store_without_folders() -> None:
     store = _Listed()
     put_blocks(store)
     assert (namespace_names(store), rank_folders(store)) == ([NAMESPACE], [f"{NAMESPACE}_r0"])
@@ -315,7 +315,7 @@ class _Listed(MemoryStore):
         yield KeyInfo("file", 1, 0.0)
 
 
-def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_du_show_and_rm_on_s3_handle_only_objects_of_kvtiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as server:
         use_credentials(monkeypatch, server)
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)

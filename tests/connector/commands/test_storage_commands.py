@@ -77,7 +77,7 @@ def write_config(root: Path, *options: str) -> str:
     return write_tiers(root.parent / "c.yaml", f"type: fs, root_dir: {root}, {', '.join(options)}", "type: memory")
 
 
-def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -> None:
+def test_du_counts_blocks_without_times_as_unknown_age(root: Path) -> None:
     for name in NAMES[:3]:
         os.utime(root / name, (0, 0))
     config = write_config(root)
@@ -89,7 +89,7 @@ def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -
 @pytest.mark.parametrize(
     "command", [("ls",), ("du",), ("verify",), ("copy", "--from", "a", "--to", "b"), ("gc", "--dry-run")]
 )
-def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_read_commands_create_nothing_in_an_nfs_root(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder that root's command made would keep the engine of another user from starting."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -99,7 +99,7 @@ def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: 
 
 
 @pytest.mark.parametrize("command", [("ls",), ("verify",), ("gc", "--dry-run")])
-def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tuple[str, ...]) -> None:
+def test_read_commands_keep_leftovers_of_dead_writers(root: Path, command: tuple[str, ...]) -> None:
     (root / ".tmp").mkdir()
     left = root / ".tmp" / f"elsewhere-{private_name()}"
     left.write_bytes(bytes(SIZE))
@@ -110,7 +110,7 @@ def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tupl
         assert "would be removed, left by dead writers: 1 file" in out
 
 
-def test_ls(root: Path) -> None:
+def test_ls_lists_blocks_as_text_and_json_with_prefix_and_limit(root: Path) -> None:
     config = write_config(root)
     result = CliRunner().invoke(app, ["ls", config])
     lines = result.stdout.splitlines()
@@ -130,7 +130,7 @@ def test_ls(root: Path) -> None:
     assert ok("ls", config, "--prefix", "nobody", "-q") == ""
 
 
-def test_du(root: Path) -> None:
+def test_du_sums_blocks_by_namespace_group_and_age(root: Path) -> None:
     out = ok("du", write_config(root, "max_bytes: 1MiB"))
     assert "10 blocks, 40 KiB, 4% of max_bytes 1 MiB (no collector has counted yet)" in out
     assert NAMESPACE[:20] in out
@@ -158,7 +158,7 @@ def test_du_keeps_each_namespace_on_one_line(
     assert rows == [[NAMESPACE, "0", "0", "5", "20", "KiB"], [NAMESPACE, "0", "1", "5", "20", "KiB"]]
 
 
-def test_gc(root: Path) -> None:
+def test_gc_removes_blocks_older_than_ttl_and_dry_run_none(root: Path) -> None:
     config = write_config(root, "ttl: 5.5h")
     assert "would be removed by ttl: 4 blocks, 16 KiB" in ok("gc", config, "--dry-run")
     assert len(list(root.rglob("*.bin"))) == 10
@@ -172,7 +172,7 @@ def test_gc(root: Path) -> None:
 @pytest.mark.parametrize(
     "command", [("ls",), ("du",), ("gc",), ("gc", "--dry-run"), ("verify",), ("copy", "--from", "nfs", "--to", "fs")]
 )
-def test_a_folder_that_is_not_there_is_told_and_not_made(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_missing_root_folder_is_reported_and_not_created(command: tuple[str, ...], tmp_path: Path) -> None:
     here, mistyped = tmp_path / "here", tmp_path / "mistyped"
     config = write_tiers(
         tmp_path / "c.yaml", f"type: fs, root_dir: {here}", f"type: nfs, root_dir: {mistyped}, ttl: 1h"
@@ -184,7 +184,7 @@ def test_a_folder_that_is_not_there_is_told_and_not_made(command: tuple[str, ...
     assert not mistyped.exists()
 
 
-def test_gc_that_could_not_remove_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_fails_if_blocks_cannot_be_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = StorePermissionError("Permission denied (EACCES)")
     monkeypatch.setattr(LocalStore, "delete_many", lambda self, keys: [refused for _ in keys])
     code, out = run("gc", write_config(root, "ttl: 5.5h"))
@@ -192,7 +192,7 @@ def test_gc_that_could_not_remove_fails(root: Path, monkeypatch: pytest.MonkeyPa
     assert "could not be removed: 4 blocks" in out
 
 
-def test_gc_without_limits_says_so(root: Path) -> None:
+def test_gc_without_limits_warns_and_removes_nothing(root: Path) -> None:
     config = write_tiers(root.parent / "c.yaml", f"type: fsspec, url: 'file://{root}'")
     assert "neither max_bytes nor ttl is set" in ok("gc", config)
     assert len(list(root.rglob("*.bin"))) == 10
@@ -206,7 +206,7 @@ def test_gc_with_min_free_alone_makes_room(root: Path, monkeypatch: pytest.Monke
     assert 0 < len(list(root.rglob("*.bin"))) < 10
 
 
-def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_skips_tier_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.commands.collect._run", lambda collector, *_: collector.run())
     publish_usage(LocalStore(root), Usage(holder="another"))
     assert "another collector is working here" in ok("gc", write_config(root, "ttl: 1s"))
@@ -215,7 +215,7 @@ def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.Monkey
     assert len(list(root.rglob("*.bin"))) == 10
 
 
-def test_which_tier(root: Path) -> None:
+def test_tier_option_selects_a_tier_with_persistent_storage(root: Path) -> None:
     config = write_config(root, "name: near")
     assert "near" in ok("du", config, "--tier", "near")
     for command in ("ls", "du", "gc"):
@@ -231,7 +231,7 @@ def test_which_tier(root: Path) -> None:
     assert "no tier that commands can read: Mine is not a built-in tier type" in out
 
 
-def test_a_storage_that_fails(tmp_path: Path) -> None:
+def test_du_fails_if_root_is_a_file_or_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     code, out = run("du", write_config(tmp_path / "kv"))
     assert code == 1
@@ -241,7 +241,7 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
     assert "Not a directory" in out  # rather than that it is not there: as where a folder above may not be read
 
 
-def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_du_ls_and_gc_lifecycle_on_s3_handle_only_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import boto3
 
     with moto_server() as server:
@@ -261,7 +261,7 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", ["du", "ls", "gc", "verify"])
-def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
+def test_commands_report_failing_tier_and_show_other_tiers(root: Path, command: str) -> None:
     near = f"type: fs, name: near, root_dir: {root.parent}/absent, ttl: 9h"
     config = write_tiers(root.parent / "two.yaml", near, f"type: nfs, name: far, root_dir: {root}, ttl: 9d")
     code, out = run(command, config)
@@ -275,7 +275,7 @@ def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
         assert "error" not in far_result
 
 
-def test_a_time_that_no_calendar_has_is_shown(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_shows_time_beyond_the_calendar_in_seconds(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = LocalStore.keys
     monkeypatch.setattr(
         LocalStore, "keys", lambda self, prefix="": (KeyInfo(i.key, i.size, 1e15) for i in keys(self, prefix))
@@ -294,7 +294,7 @@ def test_a_time_that_no_calendar_has_is_shown(root: Path, monkeypatch: pytest.Mo
         (253_402_300_800.0, "253402300800"),
     ],
 )
-def test_times_are_shown_in_utc(root: Path, monkeypatch: pytest.MonkeyPatch, at: float, text: str) -> None:
+def test_ls_shows_times_in_utc(root: Path, monkeypatch: pytest.MonkeyPatch, at: float, text: str) -> None:
     monkeypatch.setattr(LocalStore, "keys", lambda *_: iter([KeyInfo(NAMES[0], SIZE, at)]))
     assert ok("ls", write_config(root), "-q").split() == [str(SIZE), text, "fs", NAMES[0]]
 
@@ -319,16 +319,16 @@ OTHERS = "m_0123456789ab"
         f"a/{OTHERS}_r0/abc/de_g0/abcde.bin",
     ],
 )
-def test_names_that_are_no_blocks(name: str) -> None:
+def test_invalid_block_name_is_not_parsed(name: str) -> None:
     assert parse_block_name(name) is None
 
 
-def test_a_name_of_a_block_is_taken_apart() -> None:
+def test_block_name_is_parsed_into_namespace_rank_group_and_hash() -> None:
     found = parse_block_name(f"{OTHERS}_r4294967295/abc/de_g07/abcde{'0' * 123}.bin")
     assert found == (OTHERS, 4294967295, 7, f"abcde{'0' * 123}")
 
 
-def test_sizes_and_ages_in_words() -> None:
+def test_sizes_and_ages_are_shown_with_units() -> None:
     assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 TiB"]
     assert [human_age(s) for s in (-1, 90, 600, 7300, 172_800)] == ["0s", "90s", "10min", "2h", "2d"]
 
@@ -344,7 +344,7 @@ def write_theirs(root: Path, name: str = "theirs.yaml") -> str:
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "verify", "copy"])
-def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> None:
+def test_commands_name_the_skipped_foreign_tier(root: Path, command: str) -> None:
     config = write_theirs(root)
     result = CliRunner().invoke(app, [command, config])
     assert f"kvtiers {command}: skipping Mine, which is not a built-in tier type" in result.stderr
@@ -353,7 +353,7 @@ def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> No
         assert "left out" not in CliRunner().invoke(app, [command, config, "--tier", "near"]).stderr
 
 
-def test_no_tier_is_called_left_out_where_both_are_named(root: Path) -> None:
+def test_copy_names_skipped_tier_of_each_file_whose_tier_is_not_named(root: Path) -> None:
     one, other = write_theirs(root), write_theirs(root, "others.yaml")
     both = ("--from", "far", "--to", "near")
     for arguments, told in (
@@ -367,7 +367,7 @@ def test_no_tier_is_called_left_out_where_both_are_named(root: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "verify", "copy"])
-def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, command: str) -> None:
+def test_control_characters_in_file_names_are_escaped(root: Path, command: str) -> None:
     """C1 controls, which begin a terminal's commands as ESC does, and letters that turn the rest of a line about."""
     odd = root / NAMES[0].replace(NAMESPACE, f"\x9b2J\u202e[bold]{NAMESPACE}")
     odd.parent.mkdir(parents=True)
@@ -379,7 +379,7 @@ def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, com
     assert out.replace("\n", "").isprintable()
 
 
-def test_bad_input_of_a_tier_has_the_exit_code_of_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_option_found_by_a_store_is_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "strict_store.py").write_text(
         "from kvtiers.tiers.errors import ConfigError\n"
@@ -389,7 +389,7 @@ def test_bad_input_of_a_tier_has_the_exit_code_of_bad_input(tmp_path: Path, monk
     assert (code, "options.shelves: write 3" in out) == (2, True)
 
 
-def test_url_that_lacks_its_colon_is_refused_without_its_login(tmp_path: Path) -> None:
+def test_error_for_url_without_colon_does_not_show_its_login(tmp_path: Path) -> None:
     for url in ("s3//me:CANARY@bucket/kv", "s3:me:CANARY@bucket/kv"):
         code, out = run("du", url)
         assert (code, "CANARY" in out) == (ExitCode.BAD_INPUT, False)

@@ -88,14 +88,14 @@ def make_newer(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_good_blocks(config: str) -> None:
+def test_verify_of_good_blocks_reports_them_as_intact(config: str) -> None:
     code, out = run(config)
     assert code == 0
     assert f"{COUNT} blocks, 480 KiB checked" in out
     assert "all blocks are intact" in out
 
 
-def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
+def test_verify_names_the_reason_of_each_bad_block(config: str, root: Path) -> None:
     flip(root / NAMES[0], 100)
     flip(root / NAMES[1], SIZE + 60)
     with (root / NAMES[2]).open("ab") as file:
@@ -120,7 +120,7 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
     assert found["foreign"] == 1
 
 
-def test_blocks_that_were_left_alone_are_not_called_good(config: str, root: Path) -> None:
+def test_verify_does_not_call_unverified_blocks_intact(config: str, root: Path) -> None:
     make_newer(root / NAMES[6])
     code, out = run(config)
     assert (code, "all other blocks are intact" in out) == (0, True)
@@ -130,7 +130,7 @@ def test_blocks_that_were_left_alone_are_not_called_good(config: str, root: Path
     assert "intact" not in run(config)[1]
 
 
-def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> None:
+def test_repair_moves_only_bad_blocks_aside(config: str, root: Path) -> None:
     flip(root / NAMES[0], 100)
     make_newer(root / NAMES[6])
     code, out = run(config, "--repair")
@@ -184,7 +184,7 @@ def test_repair_of_many_bad_blocks_asks_on_a_terminal(monkeypatch: pytest.Monkey
     assert len(asked) == 1
 
 
-def test_repair_reads_a_bad_block_again_before_it_removes_it(root: Path) -> None:
+def test_repair_reads_a_bad_block_again_before_removing_it(root: Path) -> None:
     flip(root / NAMES[0], 100)
     with closing(LocalStore(root)) as store:
         bad = dict.fromkeys(NAMES[:3], "payload_checksum")
@@ -211,7 +211,7 @@ class Healed(LocalStore):
             self.put(NAMES[0], [memoryview(self.good)], overwrite=True)
 
 
-def test_a_block_that_is_healed_after_it_was_listed_stays(root: Path) -> None:
+def test_block_replaced_after_its_listing_is_good(root: Path) -> None:
     store = Healed(root)
     store.good = (root / NAMES[0]).read_bytes()
     os.truncate(root / NAMES[0], 5000)
@@ -258,7 +258,7 @@ def test_unreadable_folder_of_a_namespace_is_counted_beside_many_of_others(
 
 
 @pytest.mark.parametrize("text", [None, "{}", "{", "[1]"])
-def test_blocks_without_their_identity_are_not_moved(config: str, root: Path, text: str | None) -> None:
+def test_repair_keeps_blocks_of_namespace_without_identity(config: str, root: Path, text: str | None) -> None:
     path = root / MAPPER.relative_config_name
     path.unlink()
     if text is not None:
@@ -269,7 +269,7 @@ def test_blocks_without_their_identity_are_not_moved(config: str, root: Path, te
     assert len(list(root.glob("*/*/*/*.bin"))) == COUNT
 
 
-def test_blocks_that_vanish_meanwhile_are_not_bad(root: Path) -> None:
+def test_blocks_removed_meanwhile_are_not_bad(root: Path) -> None:
     memory = MemoryStore()
     put_blocks(memory)
     store = FaultyStore(memory)
@@ -286,7 +286,7 @@ def test_blocks_that_vanish_meanwhile_are_not_bad(root: Path) -> None:
     assert (result.bad, result.failed) == (0, 0)
 
 
-def test_unreadable_blocks_are_errors_and_stay() -> None:
+def test_unreadable_blocks_count_as_errors_and_are_kept() -> None:
     memory = MemoryStore()
     put_blocks(memory)
     store = FaultyStore(memory)
@@ -303,7 +303,7 @@ class SlowLocalStore(LocalStore):
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
 
 
-def test_many_reads_at_once(root: Path) -> None:
+def test_verify_with_concurrent_reads_finds_the_bad_block(root: Path) -> None:
     flip(root / NAMES[0], 100)
     store = SlowLocalStore(root)
     result = verify_blocks(store, workers=2)
@@ -311,7 +311,7 @@ def test_many_reads_at_once(root: Path) -> None:
     assert list(result.bad_blocks) == [NAMES[0]]
 
 
-def test_names_and_sizes_that_no_block_has_end_nothing(root: Path, config: str, tmp_path: Path) -> None:
+def test_verify_goes_on_past_impossible_names_and_sizes(root: Path, config: str, tmp_path: Path) -> None:
     flip(root / NAMES[3], 100)
     odd = root / NAMES[3].replace("_g0/", f"_g{2**32}/")
     odd.parent.mkdir(parents=True)
@@ -331,13 +331,13 @@ def test_names_and_sizes_that_no_block_has_end_nothing(root: Path, config: str, 
     assert BlockReader(store).read(KeyInfo(NAMES[0], 1 << 60, 0.0), name) == (SealReason.SIZE, True)
 
 
-def test_lists_in_lists_without_end_are_no_identity(root: Path, config: str) -> None:
+def test_deeply_nested_json_is_not_an_identity(root: Path, config: str) -> None:
     (root / MAPPER.relative_config_name).write_text("[" * 200_000)
     assert set(run_json(config)["bad_blocks"].values()) == {"no_identity"}
 
 
 @pytest.mark.parametrize("command", ["verify", "copy"])
-def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, command: str) -> None:
+def test_name_with_impossible_rank_is_not_a_block(root: Path, config: str, command: str) -> None:
     """Whoever may write there could end the command for all other blocks."""
     odd = root / NAMES[0].replace("_r0/", f"_r{2**32}/")
     odd.parent.mkdir(parents=True)
@@ -347,7 +347,7 @@ def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, co
     assert f"{COUNT} blocks" in ok(command, *arguments)
 
 
-def test_a_subset_is_chosen_by_the_blocks_hashes(config: str, root: Path) -> None:
+def test_subset_is_chosen_by_block_hashes_and_seed(config: str, root: Path) -> None:
     parts = [run_json(config, "--subset", "30%", "--seed", str(seed)) for seed in range(4)]
     assert all(0 < part["blocks"] < COUNT for part in parts)
     assert len({part["blocks"] for part in parts}) > 1
@@ -359,7 +359,7 @@ def test_a_subset_is_chosen_by_the_blocks_hashes(config: str, root: Path) -> Non
     assert 2_800 < sum(has) < 3_200
 
 
-def test_a_bad_block_is_found_by_the_subsets_that_have_it(config: str, root: Path) -> None:
+def test_verify_of_subset_fails_only_if_a_bad_block_is_in_the_subset(config: str, root: Path) -> None:
     flip(root / NAMES[7], 5)
     name = parse_block_name(NAMES[7])
     assert name is not None
@@ -370,12 +370,12 @@ def test_a_bad_block_is_found_by_the_subsets_that_have_it(config: str, root: Pat
 
 
 @pytest.mark.parametrize("options", [("--subset", "5"), ("--subset", "0%"), ("--subset", "x%"), ("--seed", "1")])
-def test_what_is_no_subset(config: str, options: tuple[str, ...]) -> None:
+def test_invalid_subset_or_seed_is_bad_input(config: str, options: tuple[str, ...]) -> None:
     code, out = run(config, *options)
     assert (code, f"{options[0]}: " in out) == (2, True)
 
 
-def test_a_dry_run_of_a_repair_moves_nothing(config: str, root: Path) -> None:
+def test_dry_run_of_repair_moves_nothing(config: str, root: Path) -> None:
     flip(root / NAMES[0], 100)
     before = sorted(path for path in root.rglob("*"))
     code, out = run(config, "--repair", "--dry-run")

@@ -106,6 +106,6 @@ def test_du_names_keys_of_a_sample(config: str, tmp_path: Path) -> None:
     assert f"16 of the sampled blocks are under key {OLD_ID}" in run("du", config)[1]
 
 
-def test_show_names_the_key_as_logs_do(config: str) -> None:
+def test_show_names_the_key_of_a_block(config: str) -> None:
     out = run("show", config, block_key(0)[:8].hex())[1]
     assert f"with key {OLD_ID}" in out

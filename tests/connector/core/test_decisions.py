@@ -64,14 +64,14 @@ def decisions(of: Engine, tier: str = "tier0") -> dict[str, int]:
 # ---- decisions
 
 
-def test_hits_are_loaded_while_nothing_is_known_about_the_engine() -> None:
+def test_hits_are_loaded_while_the_speed_of_the_engine_is_unknown() -> None:
     slow = engine(SLOW)
     slow.first_token_s(500)
     assert decisions(slow) == {"unknown": 1}
     assert slow.tiers[0].loaded > 0
 
 
-def test_hits_are_loaded_over_a_fast_link_and_computed_over_a_slow_one() -> None:
+def test_hits_are_loaded_over_a_fast_link_and_computed_over_a_slow_link() -> None:
     fast, slow = engine(FAST), engine(SLOW)
     assert warm(fast)[-1] < 0.4 * fast.compute_s(2000)
     assert decisions(fast)["faster"] >= 8
@@ -79,7 +79,7 @@ def test_hits_are_loaded_over_a_fast_link_and_computed_over_a_slow_one() -> None
     assert decisions(slow)["slower"] >= 8
 
 
-def test_tier_that_is_too_slow_for_the_whole_prompt_gets_no_lookups() -> None:
+def test_tier_too_slow_for_the_whole_prompt_gets_no_lookups() -> None:
     """A lookup takes the link's latency, too."""
     far = engine(FAST, latency_s=1.0)
     assert warm(far)[-1] == pytest.approx(far.compute_s(2000))
@@ -88,7 +88,7 @@ def test_tier_that_is_too_slow_for_the_whole_prompt_gets_no_lookups() -> None:
     assert len(far.tiers[0].asked) == asked > 0
 
 
-def test_load_always_and_never_are_obeyed_whatever_is_expected() -> None:
+def test_load_always_and_never_override_the_expected_times() -> None:
     always, never = engine(SLOW, load="always"), engine(FAST, load="never")
     assert warm(always, requests=2)[-1] > 2 * always.compute_s(2000)
     assert decisions(always) == {"always": 2}
@@ -141,7 +141,7 @@ def test_declined_request_keeps_the_reason_and_the_expected_seconds() -> None:
     assert declined.load_s > 5 * declined.compute_s
 
 
-def test_tier_that_loads_soonest_is_asked_before_an_earlier_tier() -> None:
+def test_fastest_tier_is_asked_before_an_earlier_tier() -> None:
     both = Engine([Link(100, 0.05), Link(5000, 0.0005)], 0.002, 1 / 500, block_tokens=BLOCK_TOKENS)
     first = both.tiers[0].absent
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_tier_that_loads_soonest_is_asked_before_an_earlier_tier() -> None:
     assert both.tiers[1].loaded > loaded[1]
 
 
-def test_tier_with_an_unknown_load_is_refused() -> None:
+def test_tier_with_invalid_load_option_is_refused() -> None:
     tier = ScriptedTier(make_view(4))
     tier.load = "sometimes"
     with pytest.raises(ConfigError, match="load.*'sometimes'.*'auto', 'always' or 'never'"):
@@ -183,7 +183,7 @@ def step_that_judges_s(requests: int) -> float:
     return time.thread_time() - began
 
 
-def test_step_that_judges_four_times_the_requests_takes_less_than_ten_times_as_long() -> None:
+def test_step_time_grows_less_than_tenfold_for_four_times_the_waiting_requests() -> None:
     """Each request once took a copy of all hits that waited: 200 requests held a step up for more than a second."""
     few_s = min(step_that_judges_s(75) for _ in range(3))
     assert step_that_judges_s(300) < 10 * few_s
@@ -222,17 +222,17 @@ def check(ratios: dict[tuple[float, float, float, int], float]) -> None:
     assert max(ratios.values()) < 1.2, worse
 
 
-def test_first_token_is_as_early_as_by_the_better_of_loading_and_computing() -> None:
+def test_first_token_is_as_early_as_by_the_faster_of_loading_and_computing() -> None:
     check(first_token_ratios(full=False))
 
 
 @pytest.mark.full
-def test_first_token_is_as_early_as_by_the_better_in_thousands_of_cells() -> None:
+def test_first_token_is_as_early_as_by_the_faster_way_in_thousands_of_cells() -> None:
     check(first_token_ratios(full=True))
 
 
 @pytest.mark.parametrize("at_once", [1, PARALLEL])
-def test_no_first_token_is_much_later_when_the_link_drops_to_a_tenth(at_once: int) -> None:
+def test_first_token_is_at_most_30_percent_later_when_the_link_drops_to_a_tenth(at_once: int) -> None:
     """Where a load of 39 blocks is worth it, and takes longer than a few times the latency."""
     ratios = {}
     for speed, link, tokens, part in itertools.product((500, 2000), (1e8, 3e8), (2000, 8000), (0.05, 0.5, 0.9)):
@@ -260,7 +260,7 @@ def run_all(
     return of.clock.now - began, [request.first_token_s for request in sent]
 
 
-def test_fifty_requests_with_one_prefix_load_it_once_and_lose_nothing_when_nothing_hits() -> None:
+def test_fifty_requests_load_shared_prefix_once_and_lose_no_time_without_hits() -> None:
     prefix = [block_key(10**7 + number) for number in range(200)]
     took_s = {}
     for load, hits in itertools.product(("auto", "never"), (True, False)):
@@ -275,7 +275,7 @@ def test_fifty_requests_with_one_prefix_load_it_once_and_lose_nothing_when_nothi
 
 
 @pytest.mark.parametrize("bandwidth", [2e7, 1e8, 3e8, 1e9, 3e9])
-def test_region_of_two_prompts_with_fifty_waiting_is_no_later_than_computing(bandwidth: float) -> None:
+def test_fifty_requests_in_region_of_two_prompts_are_as_early_as_by_computing(bandwidth: float) -> None:
     waits_s = {}
     for load in ("auto", "never"):
         here = engine(bandwidth, 0.005, 5000, load, block_tokens=200, num_slots=80)

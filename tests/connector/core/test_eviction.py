@@ -140,7 +140,7 @@ class ReferenceARC:
 
 
 @given(st.integers(1, 12), st.integers(0, 2**32))
-def test_arc_evicts_as_in_the_paper(num_slots: int, seed: int) -> None:
+def test_arc_evicts_the_same_keys_as_the_reference_of_its_paper(num_slots: int, seed: int) -> None:
     """Same requests, same residents after each one.
 
     One deliberate difference, mirrored in the reference: room is made before the key's ghost is looked at, because the
@@ -201,6 +201,6 @@ def test_no_key_is_lost_or_evicted_while_pinned(data: st.DataObject) -> None:
         assert len(policy) == len(free)
 
 
-def test_unknown_policy_error_lists_the_accepted_ones() -> None:
+def test_unknown_policy_error_lists_accepted_policies() -> None:
     with pytest.raises(ConfigError, match="'fifo' is not an eviction policy; accepted: lru, arc"):
         create_policy("fifo", 1)

@@ -136,7 +136,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("hang_s", [3.0, pytest.param(60.0, marks=pytest.mark.full)])
-def test_calls_do_no_io_while_everything_hangs(rig: Rig, record: Record, hang_s: float) -> None:
+def test_scheduler_calls_do_not_wait_while_all_storage_hangs(rig: Rig, record: Record, hang_s: float) -> None:
     """L1. Stores, lookups and loads go on; no call waits for the I/O they cause."""
     rig.put_away(KEYS[:16])
     rig.hang_all()
@@ -167,7 +167,7 @@ def test_calls_do_no_io_while_everything_hangs(rig: Rig, record: Record, hang_s:
     )
 
 
-def test_lookups_are_answered_while_everything_hangs(rig: Rig, record: Record) -> None:
+def test_lookups_are_misses_in_time_while_all_storage_hangs(rig: Rig, record: Record) -> None:
     """L2. A key in no region is a miss after the deadline; once the tiers are cut off, at once."""
     rig.put_away(KEYS[:4])
     rig.forget_lookups()
@@ -211,7 +211,7 @@ def test_hung_load_is_given_up_and_its_slots_are_quarantined(rig: Rig, record: R
     )
 
 
-def test_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None:
+def test_failing_tier_is_cut_off_and_used_again_after_recovery(rig: Rig, record: Record) -> None:
     """L4. By failures in a row here; by a deadline in the test above."""
     rig.put_away(KEYS[:8])
 
@@ -239,7 +239,7 @@ def test_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None:
     record("L4", stores_until_cut_off=stores, blocks_failed=int(dropped), probe_every_s=0.2, back_after_s=back_s)
 
 
-def test_shutdown_ends_while_everything_hangs(rig: Rig, record: Record) -> None:
+def test_shutdown_ends_in_time_while_all_storage_hangs(rig: Rig, record: Record) -> None:
     """L5."""
     rig.put_away(KEYS[:8])
     rig.hang_all()
@@ -255,7 +255,7 @@ def test_shutdown_ends_while_everything_hangs(rig: Rig, record: Record) -> None:
     record("L5", tiers=2, shutdown_s=took_s)
 
 
-def test_rig_hangs_calls_of_both_stores_until_it_heals(rig: Rig) -> None:
+def test_rig_hangs_calls_of_both_stores_until_healed(rig: Rig) -> None:
     """Or the tests above would show nothing."""
     rig.hang_all()
     ended: list[object] = []

@@ -122,7 +122,7 @@ def test_whole_long_prompt_is_found_on_slow_storage(record: Record) -> None:
         record("L6", stored=len(KEYS), answers_per_s=2_000, found=found, after_s=took_s)
 
 
-def test_request_continues_with_the_prefix_that_is_known_in_time(record: Record) -> None:
+def test_request_continues_with_the_prefix_found_within_the_lookup_limit(record: Record) -> None:
     with rig(per_second=2_000, total_s=3.0) as slow:
         began = slow.clock.now
         found, _ = slow.look_up()
@@ -133,7 +133,7 @@ def test_request_continues_with_the_prefix_that_is_known_in_time(record: Record)
         record("L6", stored=len(KEYS), answers_per_s=2_000, bound_s=3.0, found=found, after_s=took_s)
 
 
-def test_wait_without_news_continues_without_lookups() -> None:
+def test_wait_without_new_answers_continues_without_lookups() -> None:
     with rig(per_second=20_000) as fast:
         found, steps_without_news = fast.look_up()
         assert found == len(KEYS)

@@ -93,7 +93,7 @@ class Engine:
 # ---- cascade
 
 
-def test_stored_block_is_pinned_until_every_tier_has_it() -> None:
+def test_stored_block_is_pinned_until_stored_by_every_tier() -> None:
     engine = Engine(num_tiers=3, auto=False, store_backlog_share=1)
     engine.store(*KEYS[:4])
     assert [[job_keys(job) for job in tier.submitted] for tier in engine.tiers] == [[KEYS[:4]]] * 3
@@ -139,7 +139,7 @@ def test_failed_store_reaches_no_tier() -> None:
     assert engine.counts.free == 16
 
 
-def test_stores_beyond_a_backlogs_share_are_dropped_and_counted(
+def test_stores_beyond_the_backlog_share_are_dropped_and_counted(
     caplog: pytest.LogCaptureFixture, record: Record
 ) -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.5)
@@ -160,7 +160,7 @@ def test_stores_beyond_a_backlogs_share_are_dropped_and_counted(
     record("D4", share_of_the_region=0.5, blocks_dropped_and_counted=4)
 
 
-def test_refused_block_is_offered_again_when_it_is_used() -> None:
+def test_refused_block_is_offered_again_at_its_next_use() -> None:
     """A prefix that never leaves the region would else never get there."""
     engine = Engine(num_tiers=2, auto=False, store_backlog_share=1)
     dead, good = engine.tiers
@@ -185,7 +185,7 @@ def test_refused_block_is_offered_again_when_it_is_used() -> None:
     assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
 
 
-def test_dropped_block_is_offered_again_when_it_is_used() -> None:
+def test_dropped_block_is_offered_again_at_its_next_use() -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.25)
     engine.store(*KEYS[:4])
     engine.store(*KEYS[4:8])
@@ -225,7 +225,7 @@ def test_refused_block_is_offered_again_when_another_tier_loads_it() -> None:
     assert stored == [*KEYS[:2], *KEYS[10:14]]  # the tier before has it, and is not offered it
 
 
-def test_unsent_block_that_was_evicted_is_offered_again_when_it_comes_back() -> None:
+def test_evicted_unsent_block_is_offered_again_when_another_tier_loads_it() -> None:
     engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
     far = engine.tiers[1]
     far.auto = False
@@ -244,7 +244,7 @@ def test_unsent_block_that_was_evicted_is_offered_again_when_it_comes_back() -> 
     assert set(KEYS[:4]) <= far.blobs.keys()
 
 
-def test_unsent_block_that_a_reset_dropped_is_offered_again_when_another_tier_loads_it() -> None:
+def test_unsent_block_dropped_by_reset_is_offered_again_when_another_tier_loads_it() -> None:
     engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
     engine.tier.put(*KEYS[:4])
     far = engine.tiers[1]
@@ -261,7 +261,7 @@ def test_unsent_block_that_a_reset_dropped_is_offered_again_when_another_tier_lo
     assert far.blobs.keys() == set(KEYS[:4])
 
 
-def test_block_that_a_tier_always_refuses_delays_no_others() -> None:
+def test_block_that_a_tier_always_refuses_delays_no_other_blocks() -> None:
     engine = Engine(num_blocks=32, auto=False)
     bad = {KEYS[0], *KEYS[20:30]}
 
@@ -304,7 +304,7 @@ def test_hung_tier_leaves_the_region_and_other_tiers_usable() -> None:
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 56
 
 
-def test_large_store_is_sent_in_parts_of_its_tiers_share() -> None:
+def test_large_store_is_sent_in_parts_within_the_share_of_each_tier() -> None:
     engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
     hung, good = engine.tiers
     hung.auto = False
@@ -353,7 +353,7 @@ def test_unsent_blocks_of_a_raising_tier_are_sent_when_its_share_is_free() -> No
     assert engine.manager._stores._unsent == [type(engine.manager._stores._unsent[0])()]
 
 
-def test_failing_stores_of_one_tier_do_not_delay_the_others() -> None:
+def test_failing_stores_of_one_tier_do_not_delay_other_tiers() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.store(*KEYS[:2])
     for tier, failing in zip(engine.tiers, (KEYS[:2], ()), strict=True):
@@ -366,7 +366,7 @@ def test_failing_stores_of_one_tier_do_not_delay_the_others() -> None:
 # ---- promotion
 
 
-def test_hits_of_a_request_are_loaded_in_one_job_at_the_steps_end() -> None:
+def test_hits_of_a_request_are_loaded_in_one_job_at_the_end_of_the_step() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:8])
     a, b = ReqContext("a"), ReqContext("b")
@@ -396,7 +396,7 @@ def test_absent_key_is_a_miss_at_once() -> None:
     assert engine.counts.free == 16
 
 
-def test_first_tier_that_has_a_block_loads_it() -> None:
+def test_block_in_several_tiers_is_loaded_from_the_first_tier() -> None:
     engine = Engine(num_tiers=3)
     engine.tiers[1].put(KEYS[0], KEYS[1])
     engine.tiers[2].put(KEYS[0], KEYS[2])
@@ -422,7 +422,7 @@ def test_excluded_tier_is_not_asked() -> None:
     assert engine.lookup_until_known(KEYS[:2], ReqContext("barred")) == [True, True]  # it is in the region now
 
 
-def test_block_from_a_later_tier_is_stored_to_earlier_ones() -> None:
+def test_block_loaded_from_a_later_tier_is_stored_to_earlier_tiers() -> None:
     engine = Engine(num_tiers=3, store_backlog_share=1, load_share=1)
     engine.tiers[2].put(*KEYS[:4])
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
@@ -459,7 +459,7 @@ def test_all_tiers_are_asked_in_the_same_step() -> None:
     assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
 
 
-def test_time_without_lookups_does_not_count_as_a_wait_for_a_tier() -> None:
+def test_time_without_lookups_does_not_count_as_wait_for_a_tier() -> None:
     """vLLM looks up no waiting request while its batch is full."""
     engine = Engine()
     engine.tier.put(*KEYS[:4])
@@ -472,7 +472,7 @@ def test_time_without_lookups_does_not_count_as_a_wait_for_a_tier() -> None:
     assert engine.counted("kvtiers_deadline_expired_total", "tier0", "lookup") == 0
 
 
-def test_wait_for_a_tier_that_never_answers_ends_after_few_lookups_although_they_are_rare() -> None:
+def test_wait_for_silent_tier_ends_after_few_rare_lookups() -> None:
     engine = Engine(lookup_total_s=2.0)
     engine.tier.silent = True
     seen = []
@@ -482,7 +482,7 @@ def test_wait_for_a_tier_that_never_answers_ends_after_few_lookups_although_they
     assert seen == [[None], [None], [False]]
 
 
-def test_open_lookups_are_repeated_when_a_tier_cannot_tell_which_it_has_answered() -> None:
+def test_open_lookups_are_repeated_when_take_answered_raises() -> None:
     """A tier that was cut off answers all of them as misses; what a tier answered while it raised is unknown."""
     engine = Engine()
     tier = engine.tier
@@ -507,7 +507,7 @@ def test_polling_tier_answers_in_the_step_after_its_storage() -> None:
     assert engine.lookup_until_known(KEYS[:3]) == [True, True, False]
 
 
-def test_polling_tier_that_answers_nothing_is_a_miss_after_its_deadline_for_each_request() -> None:
+def test_silent_polling_tier_is_a_miss_after_its_deadline_for_each_request() -> None:
     engine = Engine()
     tier = PollingTier(engine.view)
     tier.clock = engine.clock
@@ -529,7 +529,7 @@ def test_polling_tier_that_answers_nothing_is_a_miss_after_its_deadline_for_each
     assert not tier._polls
 
 
-def test_polling_tier_waits_while_it_answers_other_requests_and_while_nobody_asks() -> None:
+def test_lookup_in_polling_tier_waits_during_other_answers_and_idle_time() -> None:
     engine = Engine()
     tier = PollingTier(engine.view)
     tier.clock = engine.clock
@@ -568,7 +568,7 @@ def test_poll_that_raises_ends_only_its_own_lookup() -> None:
     assert manager.metrics.value("kvtiers_contained_errors_total", "scripted", "lookup") == 1
 
 
-def test_answer_that_a_tier_gives_only_once_is_a_hit() -> None:
+def test_answer_that_a_polling_tier_gives_only_once_is_a_hit() -> None:
     engine = Engine()
     tier = PollingTier(engine.view)
     engine.with_tiers(tier)
@@ -587,7 +587,7 @@ def test_polling_tier_remembers_no_lookup_without_a_request() -> None:
     assert not tier._polls
 
 
-def test_lookup_that_a_polling_tier_leaves_open_is_a_miss_though_it_answers_others() -> None:
+def test_open_lookup_of_polling_tier_is_a_miss_in_time_despite_other_answers() -> None:
     tier = PollingTier(make_view(1))
     clock = Clock()
     tier.clock = clock
@@ -610,7 +610,7 @@ def test_lookup_that_a_polling_tier_leaves_open_is_a_miss_though_it_answers_othe
     assert not tier._polls["waits"].open
 
 
-def test_tier_that_cannot_tell_what_it_answered_has_only_its_own_lookups_repeated() -> None:
+def test_failing_take_answered_repeats_only_open_lookups_of_that_tier() -> None:
     """50 requests that repeated 1,000 lookups each cost 130 ms a step."""
     engine = Engine(num_tiers=2)
     engine.tier.raising.add("take_answered")
@@ -638,7 +638,7 @@ def test_drain_goes_on_while_jobs_end() -> None:
 
 
 @pytest.mark.parametrize("reported", [False, True])
-def test_requests_that_wait_for_one_failed_load_do_not_retry_it_in_turn(reported: bool) -> None:
+def test_requests_that_awaited_a_failed_load_do_not_retry_in_turn(reported: bool) -> None:
     engine = Engine(num_blocks=64, auto=False, load_deadline_s=20.0)
     engine.tier.put(*KEYS[:8])
     requests = [ReqContext(f"r{n}") for n in range(6)]
@@ -662,7 +662,7 @@ def test_requests_that_wait_for_one_failed_load_do_not_retry_it_in_turn(reported
     assert engine.lookup(KEYS[8:9], ReqContext("other"))[0] is False
 
 
-def test_request_after_a_failed_load_waits_for_no_later_load_of_that_tier() -> None:
+def test_request_whose_load_failed_does_not_wait_for_later_loads_of_that_tier() -> None:
     """Or each request that comes after a failure, and tries again, would keep it waiting for another load."""
     engine = Engine(auto=False)
     engine.tier.liar = True
@@ -692,7 +692,7 @@ def test_failed_loads_are_remembered_in_bounded_memory(monkeypatch: pytest.Monke
     assert len(engine.manager._loads._failed) == 8
 
 
-def test_request_after_a_failed_load_waits_for_another_tiers_load() -> None:
+def test_request_whose_load_failed_waits_for_load_of_another_tier() -> None:
     engine = Engine(num_tiers=2, auto=False)
     for tier in engine.tiers:
         tier.put(KEYS[0])
@@ -709,7 +709,7 @@ def test_request_after_a_failed_load_waits_for_another_tiers_load() -> None:
 
 
 @pytest.mark.parametrize("has_it", [True, False])
-def test_request_after_a_failed_load_asks_the_next_tier_while_others_retry(has_it: bool) -> None:
+def test_request_whose_load_failed_asks_next_tier_while_another_request_retries(has_it: bool) -> None:
     engine = Engine(num_tiers=2, auto=False)
     near, far = engine.tiers
     near.put(KEYS[0])
@@ -734,7 +734,7 @@ def test_request_after_a_failed_load_asks_the_next_tier_while_others_retry(has_i
         assert engine.lookup_until_known(KEYS[:1], first) == [True]
 
 
-def test_wait_for_an_earlier_tiers_answer_is_bounded() -> None:
+def test_wait_for_answer_of_an_earlier_tier_is_bounded() -> None:
     engine = Engine(num_tiers=2, lookup_total_s=0.2)
     engine.tiers[0].silent = True
     engine.tiers[1].put(KEYS[0])
@@ -855,7 +855,7 @@ def test_hit_is_loaded_when_room_comes_in_time() -> None:
     assert engine.lookup_until_known(KEYS[10:12]) == [True] * 2
 
 
-def test_key_that_was_a_hit_without_room_before_is_a_miss_after_promotion_wait_s_again() -> None:
+def test_second_hit_without_room_is_a_miss_after_promotion_wait_s() -> None:
     engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0.5)
     engine.tier.put(KEYS[10])
     assert engine.manager.prepare_store(KEYS[:2], ReqContext("fills the region")) is not None
@@ -886,7 +886,7 @@ def test_load_does_not_evict_blocks_that_its_request_found() -> None:
     assert len([job for job in engine.tier.submitted if job.is_load]) == 1
 
 
-def test_found_blocks_are_held_while_another_requests_load_is_awaited() -> None:
+def test_found_blocks_are_held_while_load_of_another_request_is_awaited() -> None:
     engine = Engine(num_blocks=8, auto=False, promotion_hold_s=2.0)
     engine.store(*KEYS[:4])
     engine.tier.put(KEYS[4])
@@ -905,7 +905,7 @@ def test_found_blocks_are_held_while_another_requests_load_is_awaited() -> None:
     assert engine.counts.pinned == 0
 
 
-def test_found_block_that_is_evicted_in_the_same_step_is_not_held() -> None:
+def test_found_block_evicted_in_the_same_step_is_not_held() -> None:
     engine = Engine(num_blocks=2)
     engine.store(KEYS[0])
     engine.manager.on_schedule_end()
@@ -917,7 +917,7 @@ def test_found_block_that_is_evicted_in_the_same_step_is_not_held() -> None:
     assert engine.counts == SlotCounts(free=0, ready=0, pinned=0, pending=2, quarantined=0)
 
 
-def test_two_requests_that_do_not_fit_together_both_continue() -> None:
+def test_two_requests_too_large_for_the_region_together_both_continue() -> None:
     """Each has half of the region and waits for the other half: the wait is bounded, so neither waits for ever."""
     engine = Engine(num_blocks=8, promotion_wait_s=0.5)
     a, b = ReqContext("a"), ReqContext("b")
@@ -953,7 +953,7 @@ def test_loaded_blocks_are_held_for_a_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("stores", [False, True])
-def test_blocks_are_not_held_after_their_request_loads_them(stores: bool) -> None:
+def test_blocks_are_not_held_after_their_request_has_loaded(stores: bool) -> None:
     """An engine loads in the step in which it hears that all is there, and stores for others in it."""
     engine = Engine(num_blocks=4, load_share=1)
     engine.tier.put(*KEYS[:4])
@@ -988,7 +988,7 @@ def test_blocks_loaded_for_one_request_are_not_loaded_again_for_another() -> Non
     assert engine.counts.pinned == 0
 
 
-def test_blocks_that_arrive_after_their_request_loaded_are_not_held() -> None:
+def test_blocks_arriving_after_their_request_loaded_are_not_held() -> None:
     """It goes without what lies behind a miss: the next one that wants that finds it evictable."""
     engine = Engine(num_blocks=4, auto=False, load_share=1)
     engine.store(KEYS[0])
@@ -1128,7 +1128,7 @@ def test_hung_load_leaves_room_in_the_region_for_other_tiers() -> None:
     assert [job.is_load for job in hung.submitted].count(True) == 1
 
 
-def test_hits_that_wait_for_a_hung_tiers_share_are_misses_when_its_load_is_given_up(
+def test_hits_waiting_for_share_of_hung_tier_are_misses_when_its_load_is_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, _ = hung_load(num_tiers=1)
@@ -1148,7 +1148,7 @@ def test_hits_that_wait_for_a_hung_tiers_share_are_misses_when_its_load_is_given
     assert len([r for r in caplog.records if "whole share of the region" in r.message]) == 1
 
 
-def test_hits_beyond_a_hung_tiers_share_are_loaded_from_the_next_tier() -> None:
+def test_hits_beyond_share_of_hung_tier_are_loaded_from_the_next_tier() -> None:
     engine, _ = hung_load()
     engine.tiers[1].put(*KEYS[:20])
     engine.clock.advance(20.1)
@@ -1172,7 +1172,7 @@ def test_prompt_as_large_as_the_region_is_loaded_from_a_slow_tier() -> None:
     assert [job_keys(job) for job in slow.submitted] == [KEYS[:8], KEYS[8:16], KEYS[16:20]]
 
 
-def test_found_blocks_are_not_evicted_for_another_requests_load() -> None:
+def test_found_blocks_are_not_evicted_for_load_of_another_request() -> None:
     """In the step in which both come, too: of what no tier has the hit would be lost, and with it all behind."""
     engine = Engine(num_blocks=4, load_share=1)
     engine.tier.takes_stores = False
@@ -1206,7 +1206,7 @@ def test_found_blocks_are_not_evicted_for_a_store_in_the_same_step(
     assert engine.lookup(KEYS[:2], waits) == [True, True]
 
 
-def test_latest_of_requests_that_fill_the_region_together_lets_go() -> None:
+def test_latest_of_requests_that_fill_the_region_releases_its_blocks() -> None:
     """Each has found a quarter of it and wants as much besides: those that came last let go."""
     engine = Engine(num_blocks=8, promotion_wait_s=0.5)
     engine.tier.takes_stores = False
@@ -1231,7 +1231,7 @@ def test_latest_of_requests_that_fill_the_region_together_lets_go() -> None:
     assert engine.counts.pinned == engine.counts.pending == 0
 
 
-def test_hits_that_wait_for_room_are_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_waiting_for_room_are_not_scanned_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 requests with 1,000 hits each held each step of the scheduler up for 0.15 s."""
     engine = Engine(num_blocks=4, promotion_wait_s=0.5, load_share=1)
     engine.store(*KEYS[:4])
@@ -1256,7 +1256,7 @@ def test_hits_that_wait_for_room_are_not_scanned(monkeypatch: pytest.MonkeyPatch
     assert engine.counted("kvtiers_promotion_room_expired_total") == 14 + 14
 
 
-def test_hit_that_another_request_loads_is_not_counted_as_expired() -> None:
+def test_hit_loaded_by_another_request_is_not_counted_as_expired() -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=1, promotion_wait_s=0.5)
     assert engine.manager.prepare_store(KEYS[40:43], REQ) is not None
     engine.tiers[0].put(*KEYS[:2])
@@ -1272,7 +1272,7 @@ def test_hit_that_another_request_loads_is_not_counted_as_expired() -> None:
     assert [engine.manager.lookup(key, waits) for key in KEYS[:2]] == [False, None]  # the other tier has it
 
 
-def test_hits_that_wait_for_one_tiers_share_hold_up_no_other_tiers_and_are_not_scanned(
+def test_hits_waiting_for_share_of_one_tier_delay_no_other_tier_and_are_not_scanned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A scan of 1,000 hits in each of 300 requests held each step of the scheduler up for 0.07 s."""
@@ -1294,7 +1294,7 @@ def test_hits_that_wait_for_one_tiers_share_hold_up_no_other_tiers_and_are_not_s
     assert [job_keys(job) for job in far.submitted] == [KEYS[:4], KEYS[4:6]]
 
 
-def test_hit_without_room_behind_hits_without_a_share_is_a_miss_in_time_and_they_are_not_scanned() -> None:
+def test_hit_without_room_behind_hits_without_share_is_a_miss_in_time() -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=1.0, promotion_wait_s=0.5)
     for tier in engine.tiers:
         tier.takes_stores = False
@@ -1318,7 +1318,7 @@ def test_hit_without_room_behind_hits_without_a_share_is_a_miss_in_time_and_they
     assert engine.lookup(KEYS[:3]) == [None, None, False]
 
 
-def test_wait_for_room_does_not_count_as_a_wait_for_a_share() -> None:
+def test_wait_for_room_does_not_count_as_wait_for_a_share() -> None:
     engine = Engine(num_blocks=4, auto=False, load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
     engine.tier.takes_stores = False
     options = ManagerOptions(load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
@@ -1347,7 +1347,7 @@ def late_report(after_s: float, **options: Any) -> Engine:
     return engine
 
 
-def test_wait_for_a_tiers_share_is_bounded() -> None:
+def test_wait_for_share_of_a_tier_is_bounded() -> None:
     engine = late_report(10.0, num_tiers=1)
     engine.clock.advance(9.9)
     assert engine.lookup(KEYS[16:20], ReqContext("large")) == [None] * 4
@@ -1357,7 +1357,7 @@ def test_wait_for_a_tiers_share_is_bounded() -> None:
     assert engine.lookup(KEYS[:16], ReqContext("large")) == [True] * 8 + [None] * 8  # not given up
 
 
-def test_wait_for_the_own_blocks_of_a_slow_load_does_not_count_as_a_wait_for_a_share() -> None:
+def test_wait_for_own_slow_load_does_not_count_as_wait_for_a_share() -> None:
     engine = Engine(num_blocks=64, auto=False, load_share=0.25, load_deadline_s=20.0, blocks_per_token=1 / 16)
     steps, (way,) = engine.manager.decisions.steps, engine.manager.decisions.ways
     for blocks in (1, 4, 16) * 10:
@@ -1376,7 +1376,7 @@ def test_wait_for_the_own_blocks_of_a_slow_load_does_not_count_as_a_wait_for_a_s
     assert False not in engine.lookup(KEYS[:40], slow)
 
 
-def test_end_of_a_wait_for_one_tiers_share_keeps_hits_of_other_tiers() -> None:
+def test_end_of_wait_for_share_of_one_tier_keeps_hits_of_other_tiers() -> None:
     engine = late_report(19.0, hung=1)
     engine.clock.advance(1.1)
     engine.tier.put(KEYS[30])
@@ -1385,7 +1385,7 @@ def test_end_of_a_wait_for_one_tiers_share_keeps_hits_of_other_tiers() -> None:
     assert engine.lookup(KEYS[8:20], ReqContext("large")) == [False]
 
 
-def test_share_that_comes_free_when_the_wait_for_it_ends_is_used() -> None:
+def test_share_freed_at_the_end_of_its_wait_is_used() -> None:
     engine = late_report(20.1, num_tiers=1)
     engine.manager.on_schedule_end()
     assert engine.lookup(KEYS[:20], ReqContext("large")) == [True] * 8 + [None] * 8 + [False]
@@ -1414,7 +1414,7 @@ METHODS = [*sorted({*get_args(guard._Guarded)} - {"shutdown_s"}), "get_finished_
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_that_a_tier_raises_reaches_the_engine(
+def test_exception_of_a_tier_does_not_reach_the_engine_and_loses_no_slot(
     method: str, caplog: pytest.LogCaptureFixture, record: Record
 ) -> None:
     """Every call of an engine, with a bad tier before a good one; the good one serves, and no slot is lost."""
@@ -1494,7 +1494,7 @@ def test_unreported_load_is_given_up_and_its_slot_is_not_reused(
     assert engine.counts == SlotCounts(free=1, ready=3, pinned=0, pending=0, quarantined=0)
 
 
-def test_load_is_given_up_soon_after_its_tiers_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_is_given_up_soon_after_job_deadline_of_its_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedTier, "job_deadline_s", 2.0)
     engine = Engine(num_blocks=4, auto=False, load_deadline_s=20.0)
     engine.tier.put(*KEYS[:2])
@@ -1533,7 +1533,7 @@ def raising_late(method: str) -> Engine:
     return engine
 
 
-def test_slots_of_a_load_whose_submission_raised_are_not_used_until_it_is_reported() -> None:
+def test_slots_of_load_whose_submission_raised_are_not_used_until_its_report() -> None:
     engine = raising_late("submit_load")
     tier = engine.tier
     tier.put(*KEYS[:2])
@@ -1548,7 +1548,7 @@ def test_slots_of_a_load_whose_submission_raised_are_not_used_until_it_is_report
     assert engine.counts.free == 2
 
 
-def test_slots_of_a_store_whose_submission_raised_stay_pinned_until_it_is_reported() -> None:
+def test_slots_of_store_whose_submission_raised_stay_pinned_until_its_report() -> None:
     engine = raising_late("submit_store")
     tier = engine.tier
     engine.store(KEYS[0])
@@ -1563,7 +1563,7 @@ def test_slots_of_a_store_whose_submission_raised_stay_pinned_until_it_is_report
 
 @pytest.mark.parametrize("own_s", [None, float("inf"), 40.0])
 @pytest.mark.parametrize("method", ["submit_load", "submit_store"])
-def test_slots_of_a_job_whose_submission_raised_are_free_after_the_tiers_deadline(
+def test_slots_of_job_whose_submission_raised_are_free_after_tier_deadline(
     method: str, own_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedTier, "job_deadline_s", own_s)
@@ -1596,7 +1596,7 @@ class PanicError(BaseException):
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), PanicError("x"), NoRepr()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("method", METHODS)
-def test_any_exception_of_a_tier_is_contained(
+def test_exception_of_any_type_in_a_tier_is_contained(
     method: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine()
@@ -1619,7 +1619,7 @@ def test_any_exception_of_a_tier_is_contained(
 
 
 @pytest.mark.parametrize("signals", [KeyboardInterrupt, SystemExit])
-def test_exceptions_of_signals_pass_through_the_guard(signals: type[BaseException]) -> None:
+def test_exceptions_of_signal_handlers_reach_the_engine(signals: type[BaseException]) -> None:
     """What a signal's handler raises, vLLM's own among them, comes out of wherever the engine is."""
     engine = Engine()
 
@@ -1646,7 +1646,7 @@ def test_exceptions_of_signals_pass_through_the_guard(signals: type[BaseExceptio
         ((KEYS[0],), "X", np.array([True, False])),
     ],
 )
-def test_malformed_event_is_contained_and_hides_no_other(keys: Any, medium: Any, removed: Any) -> None:
+def test_malformed_event_is_contained_and_other_events_are_returned(keys: Any, medium: Any, removed: Any) -> None:
     engine = Engine()
     good = OffloadingEvent((KEYS[1],), "X", removed=True)
     engine.tier.events = [OffloadingEvent(keys, medium, removed), good]
@@ -1689,7 +1689,7 @@ MALFORMED_IDS: tuple[Any, ...] = ([], ([],), np.array([1, 2]))
 
 
 @pytest.mark.parametrize("malformed", [None, *(JobResult(each, success=True) for each in MALFORMED_IDS)], ids=str)
-def test_results_after_a_malformed_one_count(malformed: Any) -> None:
+def test_results_after_a_malformed_result_count(malformed: Any) -> None:
     engine = Engine(auto=False)
     for key in KEYS[:3]:
         engine.store(key)
@@ -1710,7 +1710,7 @@ def test_lookup_answer_without_truth_value_is_a_miss(monkeypatch: pytest.MonkeyP
     assert engine.lookup(KEYS[1:2]) == [None]
 
 
-def test_slots_of_a_job_that_is_never_reported_stay_out_of_use() -> None:
+def test_slots_of_unreported_job_stay_out_of_use() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
     engine.tier.reports_at_shutdown = False
     engine.tier.put(KEYS[9])
@@ -1730,7 +1730,7 @@ def test_slots_of_a_job_that_is_never_reported_stay_out_of_use() -> None:
 # ---- the rest of the interface
 
 
-def test_reset_forgets_the_regions_blocks_and_keeps_the_tiers() -> None:
+def test_reset_removes_blocks_of_the_region_and_keeps_blocks_of_tiers() -> None:
     engine = Engine()
     engine.store(*KEYS[:4])
     engine.manager.reset_cache()
@@ -1741,7 +1741,7 @@ def test_reset_forgets_the_regions_blocks_and_keeps_the_tiers() -> None:
     engine.load(KEYS[:4])
 
 
-def test_request_that_waits_at_a_reset_asks_again() -> None:
+def test_request_waiting_during_a_reset_is_looked_up_again() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
@@ -1778,7 +1778,7 @@ def test_reset_does_not_wait_for_tiers_and_old_jobs_change_nothing() -> None:
     assert engine.counts == SlotCounts(free=15, ready=1, pinned=0, pending=0, quarantined=0)
 
 
-def test_jobs_are_awaited_until_their_tiers_deadline() -> None:
+def test_jobs_are_awaited_until_the_deadline_of_their_tier() -> None:
     engine = Engine(num_tiers=2, auto=False)
     slow, hung = engine.tiers
     slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0
@@ -1884,7 +1884,7 @@ def test_shutdown_with_a_stuck_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     release.set()
 
 
-def test_shutdown_limits_a_tiers_shutdown_s() -> None:
+def test_shutdown_shortens_longer_shutdown_s_of_tiers() -> None:
     """Its own limit may be longer than what an engine has left; one that says nothing is asked nothing."""
     engine = Engine(num_tiers=3)
     for tier, own_s in zip(engine.tiers, (4.0, 0.1, None), strict=True):
@@ -1894,7 +1894,7 @@ def test_shutdown_limits_a_tiers_shutdown_s() -> None:
     assert [tier.shutdown_s for tier in engine.tiers] == [0.8, 0.1, None]
 
 
-def test_shutdown_keeps_a_tiers_shorter_shutdown_s() -> None:
+def test_shutdown_does_not_set_shorter_shutdown_s_of_a_tier() -> None:
     class Fixed(ScriptedTier):
         @property
         def shutdown_s(self) -> float:  # type: ignore[override]
@@ -1924,7 +1924,7 @@ def test_job_whose_submission_raised_is_not_awaited() -> None:
     engine.manager.on_schedule_end()  # late: there is no tier any more
 
 
-def test_hits_that_another_request_has_loaded_are_not_counted_as_expired() -> None:
+def test_hits_already_loaded_by_another_request_are_not_counted_as_expired() -> None:
     engine = Engine(num_blocks=40, num_tiers=2, auto=False, load_share=0.4)  # 8 blocks a tier
     engine.tiers[1].put(*KEYS[:16])
     whole, beginning = ReqContext("whole"), ReqContext("beginning")
@@ -1941,7 +1941,7 @@ def test_hits_that_another_request_has_loaded_are_not_counted_as_expired() -> No
     assert engine.counted("kvtiers_promotion_room_expired_total") == 0
 
 
-def test_manager_without_tiers_is_the_region_alone() -> None:
+def test_manager_without_tiers_keeps_blocks_in_the_region() -> None:
     engine = Engine(num_tiers=0, num_blocks=4)
     engine.store(*KEYS[:4])
     assert engine.lookup(KEYS[:5]) == [True] * 4 + [False]
@@ -1989,7 +1989,7 @@ def test_tier_name_is_text_in_metrics() -> None:
     assert engine.counted("kvtiers_contained_errors_total", "1", "touch") == 1
 
 
-def test_request_without_room_waits_for_another_requests_load() -> None:
+def test_request_without_room_waits_for_load_of_another_request() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])  # the tier has not taken them yet, so they hold their slots
     engine.tier.put(*KEYS[10:13])
@@ -2004,7 +2004,7 @@ def test_request_without_room_waits_for_another_requests_load() -> None:
     assert engine.lookup(KEYS[10:13], waits)[:2] == [None, None]
 
 
-def test_request_does_not_await_its_own_load_after_anothers_failed_meanwhile() -> None:
+def test_request_does_not_await_its_load_if_load_of_another_request_failed() -> None:
     engine = Engine(num_blocks=2, auto=False, load_share=1, promotion_wait_s=5.0)
     assert engine.manager.prepare_store(KEYS[40:42], REQ) is not None
     engine.tier.put(KEYS[1])
@@ -2023,7 +2023,7 @@ def test_request_does_not_await_its_own_load_after_anothers_failed_meanwhile() -
     assert engine.manager.lookup(KEYS[1], ReqContext("later")) is None
 
 
-def test_hit_that_waits_for_a_share_is_not_looked_up_again_while_another_request_loads_it() -> None:
+def test_hit_waiting_for_a_share_is_not_looked_up_during_load_by_another_request() -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=0.5)
     near, far = engine.tiers
     far.put(KEYS[0], KEYS[1], KEYS[5])
@@ -2046,7 +2046,7 @@ def test_hit_that_waits_for_a_share_is_not_looked_up_again_while_another_request
     assert not request.owed
 
 
-def test_blocks_of_a_load_that_ends_after_its_request_loaded_stay_unpinned() -> None:
+def test_blocks_of_load_ending_after_its_request_loaded_stay_unpinned() -> None:
     """Also if the request has looked up blocks of the region in between."""
     engine = Engine(auto=False)
     engine.store(KEYS[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtiers.connector.core.pacing import PAUSE_S, SHORT_STEP_S, Pacer, drain
 
 
-def test_pacer_pauses_only_between_short_steps_while_something_loads() -> None:
+def test_pacer_pauses_only_between_short_steps_while_a_load_runs() -> None:
     now = [0.0]
     slept: list[float] = []
     pacer = Pacer(clock=lambda: now[0], sleep=slept.append)
@@ -34,7 +34,7 @@ def test_pacer_pauses_while_a_request_waits_for_a_lookup() -> None:
         now[0] += SHORT_STEP_S / 2
 
 
-def test_drain_returns_when_idle_and_gives_up_in_time() -> None:
+def test_drain_returns_true_when_idle_and_false_after_its_timeout() -> None:
     answers = iter([False, False, True])
     assert drain(lambda: next(answers), 10.0)
     ticks = iter(range(100))

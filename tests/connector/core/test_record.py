@@ -631,7 +631,7 @@ def test_every_reason_has_a_text_for_records_with_and_without_facts() -> None:
     assert why("store:SomeError", "disk") == "the next block was not stored: tier disk failed (SomeError)"
 
 
-def test_reason_of_an_earlier_lookup_ends_with_the_load_of_the_block() -> None:
+def test_reason_of_an_earlier_miss_is_dropped_once_the_block_is_found() -> None:
     engine = Engine()
     engine.slots.record.missed("reader", KEYS[1])
     engine.store()
@@ -673,7 +673,7 @@ class Babbler(ScriptedTier):
 @pytest.mark.parametrize(
     "reasons", [5, [5], [("x",)], [("x", [[]])], [("x", 5)], [(None, [b"k"])], [("other_namespace", [KEYS[0]])], None]
 )
-def test_reasons_of_a_tier_that_make_no_sense_do_no_harm(reasons: Any, explanation: str, tmp_path: Path) -> None:
+def test_malformed_reasons_of_a_tier_are_contained(reasons: Any, explanation: str, tmp_path: Path) -> None:
     engine = Engine()
     engine.with_tiers(Babbler(engine.view, reasons, explanation))
     engine.store(KEYS[2:4])
@@ -734,7 +734,7 @@ def test_warning_about_a_tier_without_loads_is_logged_once_an_hour(
     assert metrics.value("kvtiers_stored_since_load_bytes", "disk") == 0
 
 
-def test_engine_that_loads_nothing_by_its_role_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_that_only_stores_gets_no_warning_about_tiers_without_loads(caplog: pytest.LogCaptureFixture) -> None:
     clock, metrics = Clock(), Metrics()
     record = Record(metrics, clock)
     record.expects_loads = False
@@ -749,7 +749,7 @@ def test_engine_that_loads_nothing_by_its_role_gets_no_warning(caplog: pytest.Lo
 # ---- the file of trace_requests
 
 
-def test_trace_file_is_renamed_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_trace_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_file, "FILE_BYTES_MAX", 1000)
     path = tmp_path / "requests.jsonl"
     for number in range(50):
@@ -772,7 +772,7 @@ def test_trace_file_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog
     assert len([entry for entry in caplog.records if "trace_requests" in entry.getMessage()]) == 1
 
 
-def test_lines_that_wait_for_a_hung_disk_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trace_lines_waiting_for_a_hung_disk_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gate, began = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:

@@ -58,7 +58,7 @@ def test_block_is_loadable_after_its_store() -> None:
     assert slot_ids(slots.prepare_load([KEYS[1], KEYS[0]])) == slot_ids(output.store_spec)[::-1]
 
 
-def test_slots_move_from_state_to_state() -> None:
+def test_slot_counts_follow_stores_and_loads() -> None:
     slots = Slots(4)
     assert slots.counts() == SlotCounts(free=4, ready=0, pinned=0, pending=0, quarantined=0)
     slots.prepare_store(KEYS[:3], REQ)
@@ -98,7 +98,7 @@ def test_last_blocks_of_the_oldest_store_are_evicted_first() -> None:
     assert output.evicted_keys == (KEYS[1],)
 
 
-def test_prefix_is_evicted_in_order_although_its_end_was_reported_in_another() -> None:
+def test_prefix_is_evicted_from_its_end_though_completed_in_any_order() -> None:
     """As by vLLM, which names the blocks of what ended in a set."""
     slots = Slots(8)
     slots.prepare_store(KEYS[:8], REQ)
@@ -114,7 +114,7 @@ def test_prefix_is_evicted_in_order_although_its_end_was_reported_in_another() -
 
 
 @pytest.mark.parametrize("uses", [1, 2])
-def test_use_for_which_a_block_was_loaded_counts_once_for_arc(uses: int) -> None:
+def test_load_and_first_use_of_promoted_block_count_as_one_use_for_arc(uses: int) -> None:
     """A burst of prompts found in storage would else drive out what is used all the time, as with LRU."""
     slots = Slots(8, ARCPolicy(8))
     hot, passing = KEYS[:4], KEYS[10:14]
@@ -130,7 +130,7 @@ def test_use_for_which_a_block_was_loaded_counts_once_for_arc(uses: int) -> None
     assert set(output.evicted_keys) == set(passing if uses == 1 else hot)
 
 
-def test_touch_of_a_promoted_block_that_was_not_loaded_counts() -> None:
+def test_touch_of_promoted_block_without_load_counts_as_use() -> None:
     slots = Slots(2)
     slots.end_promotion(slots.reserve(KEYS[:2]), success=True)
     slots.touch(KEYS[1:2])
@@ -148,7 +148,7 @@ def test_two_loads_of_a_block_may_end_in_one_call() -> None:
     assert slots.counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
 
 
-def test_blocks_in_use_and_blocks_of_the_call_are_not_evicted() -> None:
+def test_loaded_blocks_and_blocks_of_the_same_call_are_not_evicted() -> None:
     slots = Slots(3)
     store(slots, *KEYS[:3])
     slots.prepare_load([KEYS[0]])
@@ -218,7 +218,7 @@ def test_request_larger_than_the_region_stores_its_first_blocks_and_logs_why(cap
     assert "region holds 4 blocks, request 'r' needs 10: only its first 4 blocks can be stored" in messages[0]
 
 
-def test_reservation_takes_as_many_of_the_first_keys_as_fit() -> None:
+def test_reservation_takes_as_many_leading_keys_as_fit() -> None:
     slots = Slots(4)
     store(slots, *KEYS[:3])
     slots.prepare_load([KEYS[0]])
@@ -270,7 +270,7 @@ def test_reset_quarantines_blocks_in_use_and_keeps_running_stores() -> None:
 
 
 @pytest.mark.parametrize("ends_first", ["load", "pin"])
-def test_block_that_is_loaded_at_a_reset_is_not_found_again(ends_first: str) -> None:
+def test_block_that_is_loaded_during_a_reset_is_not_found_afterwards(ends_first: str) -> None:
     slots = Slots(2)
     store(slots, KEYS[0])
     block = find(slots, KEYS[0])
@@ -297,7 +297,7 @@ def test_block_that_is_loaded_at_a_reset_is_not_found_again(ends_first: str) -> 
     assert slots.counts() == SlotCounts(free=2, ready=0, pinned=0, pending=0, quarantined=0)
 
 
-def test_shutdown_frees_blocks_that_were_loaded_at_a_reset() -> None:
+def test_shutdown_frees_blocks_that_were_loaded_during_a_reset() -> None:
     slots = Slots(2)
     store(slots, *KEYS[:2])
     pinned = find(slots, KEYS[1])
@@ -310,7 +310,7 @@ def test_shutdown_frees_blocks_that_were_loaded_at_a_reset() -> None:
     assert slots.counts().free == 2
 
 
-def test_shutdown_frees_all_slots_but_those_that_tiers_use() -> None:
+def test_shutdown_frees_all_slots_except_slots_used_by_tiers() -> None:
     slots = Slots(8)
     store(slots, *KEYS[:3])
     slots.prepare_load([KEYS[0]])
@@ -345,7 +345,7 @@ def test_events_report_stored_and_removed_blocks() -> None:
     assert list(slots.take_events()) == []
 
 
-def test_events_that_are_not_taken_are_bounded() -> None:
+def test_untaken_events_are_bounded() -> None:
     slots = Slots(4096)
     keys = [block_key(number) for number in range(4096)]
     for _ in range(EVENT_KEYS_MAX // 4096):

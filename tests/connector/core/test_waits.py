@@ -44,7 +44,7 @@ def test_wait_advances_from_an_owed_answer_to_a_held_block(wait: Wait) -> None:
     assert (wait.held, block.pins) == ({}, 0)
 
 
-def test_wait_holds_nothing_after_a_load_that_it_did_not_await_has_failed(wait: Wait) -> None:
+def test_wait_holds_no_block_after_failure_of_a_load_not_awaited(wait: Wait) -> None:
     wait.hit(KEYS[0], 0)
     (block,) = wait.take_slots([1], now=0.0)[0]
     wait.await_block(block)

@@ -42,7 +42,7 @@ def test_fit_forgets_and_cuts_off_a_single_slow_sample() -> None:
     assert fit.seconds((1.0, 5.0)) == pytest.approx(0.5, rel=0.05)
 
 
-def test_steps_learn_only_the_time_in_which_the_engine_computed() -> None:
+def test_step_times_exclude_idle_time_of_the_engine() -> None:
     steps = Steps(1000)
     now = 0.0
     for number in range(6):
@@ -55,7 +55,7 @@ def test_steps_learn_only_the_time_in_which_the_engine_computed() -> None:
     assert steps.prefill.seconds(500, 0) == pytest.approx(0.25, rel=0.01)
 
 
-def test_step_scheduled_while_another_runs_begins_when_that_one_ends() -> None:
+def test_step_scheduled_during_another_step_begins_at_its_end() -> None:
     steps = Steps(1000)
     steps.expect("a", 2000)
     steps.began([("a", 1000, 0)], 0.0)
@@ -74,7 +74,7 @@ def test_steps_without_prompt_tokens_are_not_learned_from() -> None:
     assert not steps.prefill.is_known
 
 
-def test_queue_is_what_the_engine_has_begun_and_what_waits_only_for_that() -> None:
+def test_queue_counts_begun_prompts_and_prompts_waiting_only_for_the_engine() -> None:
     steps = Steps(1000)
     steps.expect("a", 1000)
     steps.began([("a", 1000, 0)], 0.0)
@@ -106,7 +106,7 @@ def test_prefill_counts_the_steps_of_a_long_prompt_and_its_context() -> None:
     assert prefill.doubt(10**6) == 0.5
 
 
-def test_way_tells_latency_from_bandwidth() -> None:
+def test_way_separates_latency_from_bandwidth() -> None:
     way = Way()
     for blocks in (1, 8, 32) * 4:
         way.learn(blocks, 0.05 + 0.01 * blocks)
@@ -116,7 +116,7 @@ def test_way_tells_latency_from_bandwidth() -> None:
     assert way.blocks_in(0.5) == pytest.approx(50, rel=0.1)
 
 
-def test_way_of_one_size_is_not_extrapolated() -> None:
+def test_way_known_from_one_size_is_not_extrapolated() -> None:
     way = Way()
     way.learn(10, 1.0)
     assert way.knows(15)
@@ -145,7 +145,7 @@ def test_way_with_an_occasional_slow_load_is_known_after_45_000_loads() -> None:
     assert 1.0 < way.seconds(8) < 2.0
 
 
-def test_blocks_that_did_not_arrive_make_a_way_slower_but_never_faster() -> None:
+def test_late_blocks_make_a_way_slower_but_never_faster() -> None:
     way = Way()
     way.learn_late(40, 3, 2.0)
     assert way.seconds(40) == pytest.approx(20.0, rel=0.01)

@@ -66,7 +66,7 @@ def patient(options: DemoOptions, tmp_path: Path, *names: str) -> DemoOptions:
     return replace(options, root_dir=None, config_file=tmp_path / "patient.json")
 
 
-def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOptions, tmp_path: Path) -> None:
+def test_second_process_answers_from_blocks_of_first_process(options: DemoOptions, tmp_path: Path) -> None:
     options = patient(options, tmp_path, "blocks")
     assert options.json_file is not None
     console = Console(record=True, width=120)
@@ -93,7 +93,7 @@ def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOpti
 
 
 @pytest.mark.full
-def test_on_another_replica_the_far_tier_fills_the_near_one(options: DemoOptions, tmp_path: Path) -> None:
+def test_far_tier_fills_near_tier_on_another_replica(options: DemoOptions, tmp_path: Path) -> None:
     options = replace(patient(options, tmp_path, "near", "far"), another_replica=True)
     assert options.json_file is not None
     console = Console(record=True, width=120)
@@ -111,7 +111,7 @@ def test_on_another_replica_the_far_tier_fills_the_near_one(options: DemoOptions
 
 
 @pytest.mark.full
-def test_finding_nothing_is_a_failure(options: DemoOptions, tmp_path: Path) -> None:
+def test_demo_that_finds_no_blocks_fails(options: DemoOptions, tmp_path: Path) -> None:
     """Blocks in one process's memory are gone with it."""
     (tmp_path / "memory.yaml").write_text("region: {size: 4MiB}\ntiers: [{type: memory}]\n")
     options = replace(options, root_dir=None, config_file=tmp_path / "memory.yaml")
@@ -124,19 +124,19 @@ def test_finding_nothing_is_a_failure(options: DemoOptions, tmp_path: Path) -> N
     assert "a tier of type memory is gone with its process: name a tier on storage" in figures["problem"]
 
 
-def test_a_process_that_dies_is_reported(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_process_that_dies_is_reported(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "none")  # the interpreter itself refuses to start
     with pytest.raises(KVTiersError, match=r"the cold process ended with exit code 1:\n(?s:.*)PYTHONHASHSEED must be"):
         run_demo(options, quiet())
 
 
-def test_a_process_that_is_silent_is_killed(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_demo_process_is_killed(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.demo.run.SILENCE_S_MAX", 0.001)
     with pytest.raises(KVTiersError, match="the process reported nothing for 0.001 s and was killed"):
         run_demo(options, quiet())
 
 
-def test_a_model_that_is_damaged_is_refused(model_dir: Path, tmp_path: Path) -> None:
+def test_damaged_model_is_refused(model_dir: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model_dir, broken)
     weights = broken / "model.safetensors"
@@ -147,7 +147,9 @@ def test_a_model_that_is_damaged_is_refused(model_dir: Path, tmp_path: Path) -> 
             load_model(find_model(str(broken)))
 
 
-def test_a_model_folder_may_hold_names_of_any_bytes_and_a_template_may_refuse(model_dir: Path, tmp_path: Path) -> None:
+def test_model_folder_with_odd_file_name_loads_and_template_refusal_is_reported(
+    model_dir: Path, tmp_path: Path
+) -> None:
     odd = tmp_path / "odd"
     shutil.copytree(model_dir, odd)
     (odd / os.fsdecode(b"caf\xe9.txt")).touch()
@@ -157,7 +159,7 @@ def test_a_model_folder_may_hold_names_of_any_bytes_and_a_template_may_refuse(mo
         model.tokenize(TEXT, "What?")
 
 
-def test_the_servers_clients_are_kept_from_proxies_and_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_of_demo_server_ignore_proxies_and_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto")
     users = {"HTTP_PROXY": "http://127.0.0.1:1", "http_proxy": "http://127.0.0.1:1", "AWS_PROFILE": "not-there"}
     for name, value in users.items():
@@ -175,7 +177,7 @@ def test_the_servers_clients_are_kept_from_proxies_and_profiles(monkeypatch: pyt
 
 
 @pytest.mark.full
-def test_a_place_that_cannot_be_used_is_an_error(options: DemoOptions, tmp_path: Path) -> None:
+def test_root_that_is_a_file_is_refused(options: DemoOptions, tmp_path: Path) -> None:
     (tmp_path / "blocks").touch()
     with pytest.raises(ConfigError, match="blocks"):
         run_demo(options, quiet())
@@ -216,7 +218,7 @@ def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_pat
             run_demo(bad, quiet())
 
 
-def test_a_report_that_cannot_be_written_is_told_before_the_runs_where_that_can_be_known(
+def test_read_only_report_file_is_refused_before_the_runs(
     options: DemoOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert options.json_file is not None
@@ -228,7 +230,7 @@ def test_a_report_that_cannot_be_written_is_told_before_the_runs_where_that_can_
 
 
 @pytest.mark.full
-def test_a_report_that_finds_no_room_is_an_error_of_its_option(options: DemoOptions) -> None:
+def test_error_of_full_disk_for_report_names_the_json_option(options: DemoOptions) -> None:
     console = Console(record=True, width=120)
     with pytest.raises(ConfigError, match="--json: /dev/full cannot be written: No space left"):
         run_demo(replace(options, json_file=Path("/dev/full")), console)
@@ -240,7 +242,9 @@ class FullDevice(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_an_output_that_fails_loses_no_figures(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_output_loses_no_figures_of_the_report_file(
+    options: DemoOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
         bars.show(name, "answering", 1, 8)
         bars.show(name, "answering", 8, 8)
@@ -258,7 +262,7 @@ def test_an_output_that_fails_loses_no_figures(options: DemoOptions, monkeypatch
     assert json.loads(options.json_file.read_text())["tokens_equal"] is True
 
 
-def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_kills_the_worker_and_leaves_no_folder(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[str] = []
     workers: list[subprocess.Popen[bytes]] = []
     make_folder = tempfile.mkdtemp
@@ -291,7 +295,7 @@ def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monk
     assert not any(map(os.path.exists, folders))
 
 
-def test_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path) -> None:
+def test_folders_of_killed_runs_are_removed_by_the_next_run(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from kvtiers.connector.demo.run_folder import run_folder\n"
         "with run_folder(Path(sys.argv[1])) as folder:\n"
@@ -317,19 +321,19 @@ def test_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path) -> None:
     assert (named_alike / "thesis.txt").exists()
 
 
-def test_the_default_text_is_long_and_everywhere() -> None:
+def test_default_document_is_the_license_and_long() -> None:
     text = _read_document(None)
     assert "Apache License" in text
     assert len(text) > 10_000
 
 
-def test_a_missing_extra_is_named(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_named_in_error(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.connector.demo.model.EXTRA_MODULES", ("json", "no_such_module"))
     with pytest.raises(ConfigError, match=r"the demo needs no_such_module; .* pip install '\.\[demo\]'"):
         run_demo(options, quiet())
 
 
-def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
+def test_model_may_be_gguf_file_folder_or_hub_id(tmp_path: Path) -> None:
     (tmp_path / "some.gguf").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").touch()
@@ -365,7 +369,7 @@ def figures(main: Answer, edited: Answer | None = None, edited_cold: Answer | No
         (figures(answer(), answer((3,), hit=2), answer((4,), hit=0)), "tokens of the edited prompt differ"),
     ],
 )
-def test_what_counts_as_a_problem(warm: ProcessFigures, problem: str) -> None:
+def test_report_names_each_problem_and_none_for_good_run(warm: ProcessFigures, problem: str) -> None:
     report = DemoReport("model", figures(answer(hit=0, ttft_s=2.0)), warm, {})
     assert report.speedup == pytest.approx(20)
     assert problem in report.problem
@@ -384,7 +388,7 @@ def test_what_counts_as_a_problem(warm: ProcessFigures, problem: str) -> None:
         ("a" * 54 + "\n" + "a" * 45, 55),
     ],
 )
-def test_a_line_is_added_in_the_middle(text: str, at: int) -> None:
+def test_line_is_added_near_the_middle_of_the_text(text: str, at: int) -> None:
     from kvtiers.connector.demo.worker import ADDED_LINE, add_line
 
     before, _, after = add_line(text).partition(ADDED_LINE)
@@ -393,7 +397,7 @@ def test_a_line_is_added_in_the_middle(text: str, at: int) -> None:
     assert after.startswith("\n")
 
 
-def test_blocks_that_were_not_stored_are_named() -> None:
+def test_report_names_blocks_that_were_not_stored() -> None:
     lost = Hop("store", "region", "fs", 0, 0.001, already_stored=1, lost={"StoreFullError": 3, "deadline": 1})
     cold = replace(figures(answer(hit=0, ttft_s=2.0)), hops=(lost,), last_warning="tier fs: [cut] off")
     loss = "4 blocks did not get from region to fs (3 by StoreFullError, 1 by deadline)"
@@ -409,7 +413,7 @@ def test_blocks_that_were_not_stored_are_named() -> None:
     assert "already stored" not in console.export_text()
 
 
-def test_failed_loads_count_where_another_tier_did_not_make_up_for_them() -> None:
+def test_failed_loads_are_a_problem_unless_another_tier_loaded_the_blocks() -> None:
     cold = figures(answer(hit=0, ttft_s=2.0))
     hops = (Hop("load", "fs", "region", 0, 0.001, lost={"failed": 2}),)
     part = DemoReport("model", cold, replace(figures(answer(hit=2)), hops=hops), {})
@@ -420,7 +424,7 @@ def test_failed_loads_count_where_another_tier_did_not_make_up_for_them() -> Non
     assert not DemoReport("model", cold, replace(figures(answer()), hops=hops), {}).problem
 
 
-def test_a_part_that_was_found_is_told() -> None:
+def test_report_says_how_many_blocks_were_found() -> None:
     there = Hop("store", "region", "fs", 0, 0.001, already_stored=4)
     cold = replace(figures(answer(hit=0, ttft_s=2.0)), hops=(there,))
     report = DemoReport("model", cold, figures(answer(hit=2)), {})
@@ -432,7 +436,7 @@ def test_a_part_that_was_found_is_told() -> None:
     assert "already stored" in text
 
 
-def test_a_slower_answer_is_not_called_faster() -> None:
+def test_report_calls_slower_answer_slower() -> None:
     report = DemoReport("model", figures(answer(hit=0, ttft_s=0.05)), figures(answer()), {})
     console = Console(record=True, width=120)
     report.print(console)
@@ -441,7 +445,7 @@ def test_a_slower_answer_is_not_called_faster() -> None:
     assert "faster:" not in text
 
 
-def test_memory_alone_finds_nothing_and_that_is_told() -> None:
+def test_report_explains_that_memory_tier_ends_with_its_process() -> None:
     cold, warm = figures(answer(hit=0, ttft_s=2.0)), figures(answer(hit=0))
     told = "a tier of type memory is gone with its process"
     assert told in DemoReport("model", cold, warm, {"tiers": [{"type": "memory"}]}).problem
@@ -449,7 +453,7 @@ def test_memory_alone_finds_nothing_and_that_is_told() -> None:
     assert not DemoReport("model", cold, figures(answer()), {"tiers": [{"type": "memory"}]}).problem
 
 
-def test_a_storage_without_room_is_told(options: DemoOptions, tmp_path: Path) -> None:
+def test_report_names_blocks_lost_to_full_storage(options: DemoOptions, tmp_path: Path) -> None:
     from kvtiers.connector.demo.worker import Events, WorkerTask, serve
 
     tier = {"type": "fs", "name": "full", "root_dir": str(tmp_path / "blocks"), "min_free": 1 << 60}
@@ -470,7 +474,7 @@ def test_a_storage_without_room_is_told(options: DemoOptions, tmp_path: Path) ->
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_default_model(tmp_path: Path) -> None:
+def test_demo_with_default_model_meets_its_figures(tmp_path: Path) -> None:
     try:
         find_model(None)
     except ConfigError as e:

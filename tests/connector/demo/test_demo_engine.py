@@ -92,7 +92,7 @@ def ask(engine: Engine, prompt: list[int], **options: Any) -> Request:
 # ---- what is computed ------------------------------------------------------------------------------------------
 
 
-def test_layout_is_read_off_the_model(model: LoadedModel) -> None:
+def test_kv_layout_is_read_from_the_model(model: LoadedModel) -> None:
     assert KVLayout.of_model(model.module) == KVLayout(3, 2, 8, torch.float32)
 
 
@@ -108,7 +108,7 @@ def test_cold_generation_equals_transformers(
     assert request.ttft_s > 0
 
 
-def test_sliding_windows(start: Start) -> None:
+def test_generation_with_sliding_windows_equals_transformers(start: Start) -> None:
     """Layers that see the last tokens only find the others in their blocks, and look away."""
     config = transformers.Gemma3TextConfig(
         vocab_size=64,
@@ -137,7 +137,7 @@ def test_a_stop_token_ends_the_answer(model: LoadedModel, start: Start) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "new_tokens"), [([], 1), ([1], 0), (PROMPT * 2, 1)])
-def test_what_can_never_run_is_refused(start: Start, prompt: list[int], new_tokens: int) -> None:
+def test_request_that_can_never_run_is_refused(start: Start, prompt: list[int], new_tokens: int) -> None:
     engine, _ = start()
     with pytest.raises(ConfigError, match="accepted are"):
         engine.run(prompt, max_new_tokens=new_tokens)
@@ -177,7 +177,7 @@ def test_a_model_with_plain_attention_in_some_layers_is_refused() -> None:
     ],
     ids=["dynamic", "longrope"],
 )
-def test_a_model_whose_keys_depend_on_the_length_is_refused(rope: dict[str, Any]) -> None:
+def test_model_whose_keys_depend_on_prompt_length_is_refused(rope: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=48,
@@ -206,7 +206,9 @@ def tokens_forwarded(model: LoadedModel, engine: Engine, prompt: list[int]) -> t
 
 
 @pytest.mark.parametrize(("blocks_per_chunk", "length"), [(1, 8), (1, 48), (2, 49), (3, 47), (3, 48)])
-def test_a_loaded_prefix_changes_no_token(model: LoadedModel, start: Start, blocks_per_chunk: int, length: int) -> None:
+def test_answer_with_loaded_prefix_equals_computed_answer(
+    model: LoadedModel, start: Start, blocks_per_chunk: int, length: int
+) -> None:
     prompt = PROMPT[:length]
     first, _ = start(blocks_per_chunk)
     cold = ask(first, prompt)
@@ -225,7 +227,7 @@ def test_a_loaded_prefix_changes_no_token(model: LoadedModel, start: Start, bloc
     assert second.loaded.bytes == loaded // BLOCK_SIZE * second.memory.block_bytes
 
 
-def test_half_a_prefix_is_used(model: LoadedModel, start: Start) -> None:
+def test_common_beginning_of_two_prompts_is_loaded(model: LoadedModel, start: Start) -> None:
     first, _ = start()
     ask(first, PROMPT)
     second, _ = start()
@@ -237,7 +239,7 @@ def test_half_a_prefix_is_used(model: LoadedModel, start: Start) -> None:
     assert ask(second, mixed).blocks_hit == len(mixed) // BLOCK_SIZE
 
 
-def test_an_answer_is_stored_too(model: LoadedModel, start: Start) -> None:
+def test_blocks_of_the_answer_are_stored(model: LoadedModel, start: Start) -> None:
     """The next turn of a conversation finds prompt and answer."""
     first, _ = start()
     turn = ask(first, PROMPT)
@@ -250,7 +252,7 @@ def test_an_answer_is_stored_too(model: LoadedModel, start: Start) -> None:
     assert request.answer == reference(model, next_turn)
 
 
-def test_the_tier_serves_what_the_region_forgot(model: LoadedModel, start: Start) -> None:
+def test_prompt_is_loaded_from_tier_after_region_reset(model: LoadedModel, start: Start) -> None:
     engine, spec = start()
     ask(engine, PROMPT)
     engine.reset_cache()
@@ -264,7 +266,7 @@ def blocks_lost(spec: DeploymentSpec) -> float:
     return sum(sample.value for sample in spec.metrics.snapshot() if sample.name == "kvtiers_stores_dropped_total")
 
 
-def test_a_region_smaller_than_the_prompt(model: LoadedModel, start: Start) -> None:
+def test_prompt_larger_than_the_region_is_stored_whole_and_answered_right(model: LoadedModel, start: Start) -> None:
     engine, spec = start(region_blocks=5)
     assert ask(engine, PROMPT).answer == reference(model, PROMPT)
     # Piece by piece, all of it is stored; the last token was sampled and never computed.
@@ -277,7 +279,7 @@ def test_a_region_smaller_than_the_prompt(model: LoadedModel, start: Start) -> N
     assert ask(third, PROMPT).blocks_hit == len(PROMPT) // BLOCK_SIZE
 
 
-def test_an_answer_waits_for_a_tier_that_has_the_prompt_to_store(
+def test_blocks_of_answer_wait_for_slots_of_running_stores_and_none_is_lost(
     model: LoadedModel, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, spec = start(region_blocks=16)
@@ -288,7 +290,7 @@ def test_an_answer_waits_for_a_tier_that_has_the_prompt_to_store(
     assert spec.metrics.value("kvtiers_blocks_total", "fs", "store", "moved") == stored
 
 
-def test_corrupt_blocks_are_computed_again(model: LoadedModel, start: Start, tmp_path: Path) -> None:
+def test_prompt_with_corrupt_blocks_is_computed_again(model: LoadedModel, start: Start, tmp_path: Path) -> None:
     first, _ = start()
     ask(first, PROMPT)
     files = list((tmp_path / "blocks").rglob("*.bin"))
@@ -321,7 +323,7 @@ class BrokenHandler(OffloadingHandler):
 
 
 @pytest.mark.parametrize("accepts", [False, True])
-def test_a_failed_load_is_computed_again(model: LoadedModel, start: Start, accepts: bool) -> None:
+def test_prompt_with_failed_load_is_computed_again(model: LoadedModel, start: Start, accepts: bool) -> None:
     engine, spec = start()
     ask(engine, PROMPT)
     engine._load_handler = BrokenHandler(engine._load_handler, accepts=accepts)
@@ -333,7 +335,7 @@ def test_a_failed_load_is_computed_again(model: LoadedModel, start: Start, accep
 
 
 @pytest.mark.parametrize("accepts", [False, True])
-def test_a_failed_store_is_a_miss_later(model: LoadedModel, start: Start, accepts: bool) -> None:
+def test_failed_store_is_a_miss_in_the_next_lookup(model: LoadedModel, start: Start, accepts: bool) -> None:
     engine, _ = start()
     engine._store_handler = BrokenHandler(engine._store_handler, accepts=accepts)
     assert ask(engine, PROMPT).answer == reference(model, PROMPT)
@@ -342,9 +344,7 @@ def test_a_failed_store_is_a_miss_later(model: LoadedModel, start: Start, accept
     assert again.answer == reference(model, PROMPT)
 
 
-def test_a_store_never_comes_before_the_first_token(
-    model: LoadedModel, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_store_follows_the_first_token(model: LoadedModel, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = start()
     answered: list[int] = []
     prepare_store = engine._manager.prepare_store
@@ -360,7 +360,7 @@ def test_a_store_never_comes_before_the_first_token(
     assert answered[0] == 1
 
 
-def test_not_asked_to_load_or_store(model: LoadedModel, start: Start, tmp_path: Path) -> None:
+def test_request_without_load_or_store_moves_no_blocks(model: LoadedModel, start: Start, tmp_path: Path) -> None:
     engine, _ = start()
     ask(engine, PROMPT, store=False)
     assert not list((tmp_path / "blocks").rglob("*.bin"))

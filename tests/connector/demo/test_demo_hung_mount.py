@@ -129,7 +129,9 @@ def ask(engine: Engine, *, store: bool = True) -> Request:
     return engine.run(PROMPT, max_new_tokens=NEW_TOKENS, store=store)
 
 
-def test_tokens_are_equal_and_in_time(mount: FuseMount, start: Callable[..., tuple[Engine, DeploymentSpec]]) -> None:
+def test_answer_on_hung_mount_has_equal_tokens_in_time(
+    mount: FuseMount, start: Callable[..., tuple[Engine, DeploymentSpec]]
+) -> None:
     first, _ = start()
     cold = ask(first)
     first.drain()
@@ -161,7 +163,7 @@ def test_tokens_are_equal_and_in_time(mount: FuseMount, start: Callable[..., tup
 
 
 @pytest.mark.full
-def test_kvtiers_demo_ends_with_equal_tokens(mount: FuseMount, tmp_path: Path) -> None:
+def test_demo_command_on_hung_mount_ends_with_equal_tokens(mount: FuseMount, tmp_path: Path) -> None:
     """The same in the two processes of ``kvtiers demo``."""
     (tmp_path / "text.txt").write_text(
         "\n".join(f"Line {number} is about the number {number}." for number in range(40))

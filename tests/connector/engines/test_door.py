@@ -74,7 +74,7 @@ def test_taken_metrics_port_is_logged_and_blocks_still_move(tmp_path: Path, capl
         assert door.store([block_key(1)], blocks) == [True]
 
 
-def test_weights_are_known_by_content_or_revision_or_not_at_all(tmp_path: Path) -> None:
+def test_weights_digest_uses_content_or_revision_and_is_none_without_either(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"one")
     one = weights_digest(str(tmp_path), None)
     (tmp_path / "model.safetensors").write_bytes(b"two")
@@ -85,7 +85,7 @@ def test_weights_are_known_by_content_or_revision_or_not_at_all(tmp_path: Path) 
     assert counted_revision("v1", {"a": 1}) != counted_revision("v1", {"a": 2})
 
 
-def test_release_that_differs_is_refused_with_what_differs() -> None:
+def test_error_for_changed_release_names_missing_parts() -> None:
     used = {"json": ["loads(_)", "dumps(_, sort=)", "gone"], "json:JSONDecoder": ["decode(_)"], "no_such": ["x"]}
     with pytest.raises(ConfigError) as caught:
         Release("pytest", ("1",), used).check()

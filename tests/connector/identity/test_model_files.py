@@ -110,7 +110,7 @@ FORMATS = pytest.mark.parametrize(
 
 @FORMATS
 @pytest.mark.parametrize("name", TENSORS)
-def test_digest_other_bytes_in_one_tensor_differs(
+def test_digest_changes_with_bytes_of_any_tensor(
     suffix: str, write: Callable[..., None], name: str, tmp_path: Path
 ) -> None:
     file = tmp_path / f"model{suffix}"
@@ -122,7 +122,7 @@ def test_digest_other_bytes_in_one_tensor_differs(
 
 @pytest.mark.parametrize(("suffix", "write"), [(".safetensors", safetensors), (".gguf", gguf)])
 @pytest.mark.parametrize("expert", [0, 1, 15, 30, 31])
-def test_digest_one_of_stacked_experts_differs(
+def test_digest_changes_with_bytes_of_any_stacked_expert(
     suffix: str, write: Callable[..., None], expert: int, tmp_path: Path
 ) -> None:
     file = tmp_path / f"model{suffix}"
@@ -133,7 +133,7 @@ def test_digest_one_of_stacked_experts_differs(
 
 
 @pytest.mark.parametrize("third", range(3))
-def test_digest_one_of_fused_projections_differs(third: int, tmp_path: Path) -> None:
+def test_digest_changes_with_bytes_of_any_fused_projection(third: int, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     safetensors(file)
     before = files_digest(str(tmp_path))
@@ -142,7 +142,7 @@ def test_digest_one_of_fused_projections_differs(third: int, tmp_path: Path) -> 
 
 
 @FORMATS
-def test_digest_copy_of_folder_is_equal(suffix: str, write: Callable[..., None], tmp_path: Path) -> None:
+def test_digest_of_folder_copy_is_equal(suffix: str, write: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     write(tmp_path / "one" / f"model{suffix}", "qkv")
     shutil.copytree(tmp_path / "one", tmp_path / "other")
@@ -163,7 +163,7 @@ def test_layout_covers_every_byte_of_every_tensor(suffix: str, write: Callable[.
     assert end == layout.size_bytes == file.stat().st_size
 
 
-def test_digest_other_value_in_gguf_header_differs(tmp_path: Path) -> None:
+def test_digest_changes_with_value_in_gguf_header(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     gguf(file)
     before = files_digest(str(file))
@@ -197,7 +197,7 @@ def malformed_safetensors(header: str) -> bytes:
         b"GGUF" + struct.pack("<IQQQIIQ", 3, 1, 1, 0, 9, 9, 1 << 40) + struct.pack("<IQ", 9, 1) * 5000,
     ],
 )
-def test_digest_malformed_header_is_sampled_evenly(start: bytes, tmp_path: Path) -> None:
+def test_digest_samples_file_with_malformed_header_evenly(start: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     digests = set()
     for filled in (None, 0, 11, 20, 30):  # of 32 pieces of 64 KiB
@@ -212,7 +212,7 @@ def test_digest_malformed_header_is_sampled_evenly(start: bytes, tmp_path: Path)
 
 
 @pytest.mark.parametrize("offset", [0, 333, MIB // 2 - 1])
-def test_digest_small_files_are_read_whole(offset: int, tmp_path: Path) -> None:
+def test_digest_reads_small_files_whole(offset: int, tmp_path: Path) -> None:
     """LoRA adapters are this small."""
     (tmp_path / "adapter_config.json").write_text("{}")
     data = bytearray(MIB // 2)
@@ -225,7 +225,7 @@ def test_digest_small_files_are_read_whole(offset: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensors_before", [0, 90_000])
-def test_digest_other_index_differs(tensors_before: int, tmp_path: Path) -> None:
+def test_digest_changes_with_index(tensors_before: int, tmp_path: Path) -> None:
     safetensors(tmp_path / "model.safetensors")
     before = {
         f"model.layers.0.mlp.experts.{number}.down_proj.weight": "model.safetensors" for number in range(tensors_before)

@@ -25,7 +25,7 @@ def test_block_is_stored_when_all_ranks_have_reported_it() -> None:
     assert known.to_store([A, B]) == []
 
 
-def test_it_is_believed_for_a_minute_that_all_ranks_have_a_block() -> None:
+def test_known_presence_of_block_is_trusted_for_a_minute() -> None:
     clock = Clock()
     known = RankBlocks(1, NEWS_S, clock)
     assert not known.is_present(A)
@@ -63,7 +63,7 @@ def test_late_report_of_an_earlier_store_does_not_count_for_another_rank() -> No
     assert known.is_present(A)
 
 
-def test_block_that_one_rank_could_not_load_is_absent_until_stored_again_or_a_minute_later() -> None:
+def test_block_not_loaded_by_one_rank_is_absent_until_stored_or_for_a_minute() -> None:
     clock = Clock()
     known = RankBlocks(2, NEWS_S, clock)
     known.answered(A, present=True)
@@ -79,7 +79,7 @@ def test_block_that_one_rank_could_not_load_is_absent_until_stored_again_or_a_mi
     assert not known.is_absent(B)
 
 
-def test_found_blocks_need_not_be_stored() -> None:
+def test_block_found_in_storage_is_not_offered_for_storing() -> None:
     known = RankBlocks(1, NEWS_S)
     known.answered(A, present=True)
     assert known.to_store([A, B]) == [B]
@@ -87,7 +87,7 @@ def test_found_blocks_need_not_be_stored() -> None:
     assert known.to_store([A]) == [A]
 
 
-def test_uses_of_stored_blocks_are_told_once_a_minute() -> None:
+def test_use_of_stored_block_is_reported_once_a_minute() -> None:
     clock = Clock()
     known = RankBlocks(1, NEWS_S, clock)
     known.answered(A, present=True)
@@ -99,7 +99,7 @@ def test_uses_of_stored_blocks_are_told_once_a_minute() -> None:
     assert told == [[A], [], [A]]
 
 
-def test_engine_waits_for_news_of_stores_only_as_long_as_news_come() -> None:
+def test_wait_for_store_reports_ends_when_no_report_arrives_in_time() -> None:
     clock = Clock()
     known = RankBlocks(1, NEWS_S, clock)
     assert not known.awaits_news
@@ -113,7 +113,7 @@ def test_engine_waits_for_news_of_stores_only_as_long_as_news_come() -> None:
     assert awaited == [True, True, False]
 
 
-def test_known_blocks_are_bounded_and_the_least_recently_offered_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_blocks_are_bounded_by_forgetting_least_recently_offered_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "KEYS_MAX", 2)
     known = RankBlocks(1, NEWS_S)
     known.answered(A, present=True)
@@ -124,7 +124,7 @@ def test_known_blocks_are_bounded_and_the_least_recently_offered_is_forgotten(mo
     assert known.to_store([B]) == [B]
 
 
-def test_blocks_on_their_way_are_bounded_when_a_rank_never_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreported_blocks_are_bounded_when_a_rank_never_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "KEYS_MAX", 2)
     known = RankBlocks(2, NEWS_S)
     assert known.to_store([A, B, C]) == [A, B, C]

@@ -158,7 +158,7 @@ def keys_of(count: int, first: int = 0) -> list[OffloadKey]:
     return [block_key(first + number) for number in range(count)]
 
 
-def test_blocks_come_back_as_they_were(rank: Rank) -> None:
+def test_stored_blocks_are_loaded_unchanged(rank: Rank) -> None:
     keys = keys_of(3)
     job = rank.store(keys, [5, 7, 2])
     assert rank.ended(job).failed_blocks == ()
@@ -174,7 +174,7 @@ def test_blocks_come_back_as_they_were(rank: Rank) -> None:
     assert rank.free_slots() == SLOTS
 
 
-def test_load_that_begins_inside_a_chunk_skips_the_blocks_before_it() -> None:
+def test_load_beginning_inside_chunk_skips_earlier_blocks() -> None:
     rank = Rank(factor=3)
     try:
         keys = keys_of(2)
@@ -188,7 +188,7 @@ def test_load_that_begins_inside_a_chunk_skips_the_blocks_before_it() -> None:
         rank.close()
 
 
-def test_store_ends_for_the_engine_before_the_tier_has_stored_it_and_is_reported_after(rank: Rank) -> None:
+def test_store_ends_for_engine_once_copied_and_is_reported_once_stored_by_tier(rank: Rank) -> None:
     rank.tier.at_once = False
     keys = keys_of(2)
     rank.ended(rank.store(keys, [1, 2]))
@@ -230,7 +230,7 @@ def test_stores_whose_blocks_may_be_overwritten_do_not_reach_the_tier_and_are_co
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_store_whose_copy_fails_ends_once_and_its_blocks_are_lost_and_its_slots_free(
+def test_store_with_failed_copy_ends_once_loses_its_blocks_and_frees_its_slots(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, accepted: bool
 ) -> None:
     copies: list[int] = []
@@ -255,7 +255,7 @@ def test_store_whose_copy_fails_ends_once_and_its_blocks_are_lost_and_its_slots_
     assert rank.tier.data == {}
 
 
-def test_load_larger_than_all_slots_goes_in_pieces(rank: Rank) -> None:
+def test_load_larger_than_all_slots_is_split(rank: Rank) -> None:
     keys = keys_of(20)
     for number, key in enumerate(keys):
         rank.tier.data[key] = bytes([number]) * rank.tier.row_bytes
@@ -265,7 +265,7 @@ def test_load_larger_than_all_slots_goes_in_pieces(rank: Rank) -> None:
     assert rank.free_slots() == SLOTS
 
 
-def test_blocks_before_a_missing_one_are_loaded_and_the_rest_have_failed(rank: Rank) -> None:
+def test_load_with_missing_block_loads_blocks_before_gap_and_fails_the_rest(rank: Rank) -> None:
     keys = keys_of(4)
     for key in (keys[0], keys[1], keys[3]):
         rank.tier.data[key] = bytes(rank.tier.row_bytes)
@@ -278,7 +278,7 @@ def test_blocks_before_a_missing_one_are_loaded_and_the_rest_have_failed(rank: R
     assert rank.free_slots() == SLOTS
 
 
-def test_load_whose_copy_fails_ends_and_its_blocks_are_counted_but_not_lost(
+def test_load_with_failed_copy_ends_and_counts_its_blocks_but_not_as_lost(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = keys_of(2)
@@ -308,7 +308,7 @@ def test_load_past_its_deadline_fails_and_its_late_bytes_touch_no_block(rank: Ra
     assert rank.free_slots() == SLOTS
 
 
-def test_loads_wait_for_slots_in_their_order(rank: Rank) -> None:
+def test_loads_wait_for_slots_in_order_of_submission(rank: Rank) -> None:
     rank.tier.at_once = False
     keys = keys_of(SLOTS + 2)
     for key in keys:
@@ -327,7 +327,7 @@ def test_loads_wait_for_slots_in_their_order(rank: Rank) -> None:
     assert [(each.job_id, each.failed_blocks) for each in ended] == [(job, ()) for job in jobs]
 
 
-def test_load_past_its_deadline_reports_blocks_that_got_no_slot_as_lost(rank: Rank) -> None:
+def test_load_past_its_deadline_reports_blocks_without_slot_as_lost(rank: Rank) -> None:
     rank.transfers._load_deadline_s = TIER_S / 2  # so that no read is late
     rank.tier.at_once = False
     jobs = [rank.load(keys_of(SLOTS), list(range(SLOTS))), rank.load(keys_of(1, 100), [20])]
@@ -336,7 +336,7 @@ def test_load_past_its_deadline_reports_blocks_that_got_no_slot_as_lost(rank: Ra
     assert rank.transfers.take_report() == ([], {*keys_of(SLOTS), block_key(100)})  # or the engine would ask again
 
 
-def test_load_without_a_slot_fails_at_once_and_its_blocks_are_lost_while_late_reads_hold_all_slots(rank: Rank) -> None:
+def test_load_fails_at_once_while_late_reads_hold_all_slots(rank: Rank) -> None:
     rank.tier.at_once = False
     first = rank.load(keys_of(SLOTS), list(range(SLOTS)))
     rank.clock.now += TIER_S - 1
@@ -358,7 +358,7 @@ def test_load_without_a_slot_fails_at_once_and_its_blocks_are_lost_while_late_re
     assert rank.ended(rank.load([block_key(300)], [23])).failed_blocks == ()
 
 
-def test_wait_gives_up_a_load_that_the_tier_still_reads(rank: Rank) -> None:
+def test_wait_fails_a_load_that_the_tier_has_not_finished(rank: Rank) -> None:
     rank.tier.at_once = False
     key = block_key(1)
     rank.tier.data[key] = bytes(rank.tier.row_bytes)
@@ -378,7 +378,7 @@ def test_wait_returns_when_a_store_is_copied_though_the_tier_hangs(rank: Rank) -
     assert [each.job_id for each in rank.transfers.take_ended()] == [job]
 
 
-def test_slots_of_a_submission_that_raised_stay_out_of_use_until_the_tiers_deadline(rank: Rank) -> None:
+def test_slots_of_submission_that_raised_stay_unused_until_tier_deadline(rank: Rank) -> None:
     rank.tier.raises = True
     job = rank.load([block_key(1)], [3])
     assert rank.transfers.take_ended() == []
@@ -412,7 +412,7 @@ def test_shutdown_finishes_stores_and_is_bounded_while_the_tier_hangs(caplog: py
     assert rank.metrics.total("kvtiers_stores_dropped_total", ("held", "shutdown")) == 2
 
 
-def test_any_order_of_ends_gives_right_bytes_and_returns_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_ending_in_any_order_give_right_bytes_and_free_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES_MAX", 2 * 4096)
     for seed in range(20):
         choice = random.Random(seed)
@@ -448,7 +448,7 @@ def test_any_order_of_ends_gives_right_bytes_and_returns_every_slot(monkeypatch:
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
-def test_parts_of_several_groups_are_the_blocks_of_their_slots(factor: int) -> None:
+def test_part_of_transfer_of_several_groups_has_blocks_of_its_slots(factor: int) -> None:
     for seed in range(50):
         choice = random.Random(seed)
         sizes = [choice.randint(0, 7) for _ in range(3)]
@@ -476,7 +476,7 @@ def test_parts_of_several_groups_are_the_blocks_of_their_slots(factor: int) -> N
             at += size
 
 
-def test_staging_smaller_than_two_blocks_is_refused_by_its_option() -> None:
+def test_staging_smaller_than_two_blocks_error_names_option() -> None:
     assert check_slots(3 * 4096, 4096) == 3
     with pytest.raises(ConfigError, match="^cpu_bytes_to_use: 8191 bytes do not hold two blocks of 4096 bytes"):
         check_slots(8191, 4096)

@@ -29,7 +29,7 @@ def instance_id() -> Iterator[str]:
     Path(region_path("/dev/shm", name)).unlink(missing_ok=True)
 
 
-def test_rows_hold_one_cell_a_worker_and_start_on_pages(instance_id: str) -> None:
+def test_row_has_one_cell_for_each_worker_and_starts_on_a_page(instance_id: str) -> None:
     cell = PAGE // 2 + 100
     scheduler = SharedOffloadRegion(instance_id, 5, cell, 2, None)
     workers = [SharedOffloadRegion(instance_id, 5, cell, 2, rank) for rank in range(2)]
@@ -55,7 +55,7 @@ def test_rows_hold_one_cell_a_worker_and_start_on_pages(instance_id: str) -> Non
         region.cleanup()
 
 
-def test_who_has_not_mapped_it_is_absent(instance_id: str) -> None:
+def test_workers_that_have_not_mapped_the_region_are_absent(instance_id: str) -> None:
     first = SharedOffloadRegion(instance_id, 5, PAGE, 3, 1)
     scheduler = SharedOffloadRegion(instance_id, 5, PAGE, 3, None)
     assert scheduler.absent_workers() == [0, 2]
@@ -67,7 +67,7 @@ def test_who_has_not_mapped_it_is_absent(instance_id: str) -> None:
     scheduler.cleanup()
 
 
-def test_a_written_slot_is_seen_through_every_view_without_a_copy() -> None:
+def test_slot_written_through_one_view_is_visible_in_every_view() -> None:
     region = SharedOffloadRegion.anonymous(4, 64)
     rows = region.create_kv_memoryview().cast("B")
     view = region.create_next_view(64)
@@ -88,14 +88,14 @@ def test_views_past_the_cell_are_refused() -> None:
     region.cleanup()
 
 
-def test_the_scheduler_has_no_cell() -> None:
+def test_view_of_the_scheduler_is_refused() -> None:
     region = SharedOffloadRegion(None, 2, 100, num_workers=1, rank=None)
     with pytest.raises(RegionError, match="scheduler"):
         region.create_next_view(10)
     region.cleanup()
 
 
-def test_the_name_is_private_and_goes_with_the_last_seat(instance_id: str) -> None:
+def test_region_file_is_private_and_removed_once_mapped_by_all_processes(instance_id: str) -> None:
     path = region_path("/dev/shm", instance_id)
     old_umask = os.umask(0)
     try:
@@ -111,7 +111,7 @@ def test_the_name_is_private_and_goes_with_the_last_seat(instance_id: str) -> No
     second.cleanup()
 
 
-def test_a_name_is_removed_though_another_engine_looks_for_stale_ones_at_that_moment(instance_id: str) -> None:
+def test_region_file_is_removed_after_a_reaper_releases_its_lock(instance_id: str) -> None:
     region = SharedOffloadRegion(instance_id, 2, PAGE, 1, 0)
     path = region_path("/dev/shm", instance_id)
     reaper = os.open(path, os.O_RDWR)
@@ -150,7 +150,7 @@ def test_views_outlive_cleanup() -> None:
     assert view[0, 0] == 5
 
 
-def test_a_tensor_alone_keeps_the_memory_mapped() -> None:
+def test_tensor_keeps_memory_mapped_after_cleanup() -> None:
     region = SharedOffloadRegion.anonymous(2, PAGE)
     view = region.create_next_view(PAGE)
     view[1, 7] = 5
@@ -176,7 +176,7 @@ def test_an_anonymous_region_cannot_be_resized() -> None:
     region.cleanup()
 
 
-def test_what_is_printed_without_a_stderr_does_not_come_into_the_region(instance_id: str) -> None:
+def test_output_to_closed_stderr_does_not_get_into_the_region(instance_id: str) -> None:
     def use() -> None:
         os.close(2)
         for name in (None, instance_id):
@@ -207,7 +207,7 @@ def test_what_is_printed_without_a_stderr_does_not_come_into_the_region(instance
         ({"rank": -1}, "rank"),
     ],
 )
-def test_bad_arguments_are_named(changed: dict[str, object], field: str) -> None:
+def test_invalid_argument_is_refused_by_name(changed: dict[str, object], field: str) -> None:
     arguments: dict[str, object] = {
         "instance_id": "good",
         "num_blocks": 1,
@@ -229,7 +229,7 @@ def test_bad_arguments_are_named(changed: dict[str, object], field: str) -> None
         ({"num_workers": 2}, "num_workers"),
     ],
 )
-def test_two_configs_for_one_region_name_the_field(instance_id: str, changed: dict[str, int], field: str) -> None:
+def test_two_configs_for_one_region_are_refused_by_field(instance_id: str, changed: dict[str, int], field: str) -> None:
     first = SharedOffloadRegion(instance_id, 2, PAGE, 1, None)
     shape = {"num_blocks": 2, "cpu_page_size": PAGE, "num_workers": 1} | changed
     num_blocks, cpu_page_size, num_workers = shape.values()
@@ -239,7 +239,7 @@ def test_two_configs_for_one_region_name_the_field(instance_id: str, changed: di
     first.cleanup()
 
 
-def test_a_taken_rank_is_an_error(instance_id: str) -> None:
+def test_rank_that_is_taken_is_refused(instance_id: str) -> None:
     first = SharedOffloadRegion(instance_id, 2, PAGE, 2, 1)
     with pytest.raises(RegionError, match=f"rank 1 is process {os.getpid()} already, or a process that"):
         SharedOffloadRegion(instance_id, 2, PAGE, 2, 1)
@@ -269,7 +269,7 @@ def _foreign(path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [_symlink, _folder, _fifo, _readable_by_others, _foreign])
-def test_what_is_no_region_is_neither_used_nor_removed(plant: Callable[[Path], None], tmp_path: Path) -> None:
+def test_file_that_is_not_a_region_is_neither_used_nor_removed(plant: Callable[[Path], None], tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     path = Path(region_path(str(tmp_path), "x"))
@@ -282,7 +282,7 @@ def test_what_is_no_region_is_neither_used_nor_removed(plant: Callable[[Path], N
     assert victim.read_bytes() == b"precious"
 
 
-def test_an_empty_file_at_the_name_is_taken_for_a_dead_creators(tmp_path: Path) -> None:
+def test_empty_region_file_is_replaced_as_left_by_a_dead_creator(tmp_path: Path) -> None:
     path = Path(region_path(str(tmp_path), "x"))
     path.touch(mode=0o600)
     region = SharedOffloadRegion("x", 2, PAGE, 1, 0, directory=str(tmp_path))
@@ -290,7 +290,7 @@ def test_an_empty_file_at_the_name_is_taken_for_a_dead_creators(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_header_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_of_another_version_is_refused_and_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_header, "_VERSION", 3)
     newer = SharedOffloadRegion("x", 2, PAGE, 1, None, directory=str(tmp_path))
     monkeypatch.undo()
@@ -305,7 +305,7 @@ def test_a_missing_directory_is_a_region_error(tmp_path: Path) -> None:
         SharedOffloadRegion("x", 2, PAGE, 1, 0, directory=str(tmp_path / "absent"))
 
 
-def test_more_than_the_machine_has_is_refused_at_once() -> None:
+def test_region_larger_than_the_memory_is_refused_at_once() -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * PAGE
     with pytest.raises(RegionError, match=r"does not fit: .* free\. Make region\.size smaller"):
         SharedOffloadRegion.anonymous(2 * memory // PAGE, PAGE)
@@ -331,7 +331,7 @@ def mounted_tmpfs(tmp_path: Path, option: str) -> Iterator[str]:
     subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_more_than_the_tmpfs_has_says_what_to_do(small_tmpfs: str) -> None:
+def test_error_for_region_larger_than_tmpfs_suggests_smaller_region_or_more_shm(small_tmpfs: str) -> None:
     with pytest.raises(
         RegionError, match=rf"{small_tmpfs} has 10\d\d KiB free\. Make region\.size smaller.*--shm-size"
     ):
@@ -339,11 +339,11 @@ def test_more_than_the_tmpfs_has_says_what_to_do(small_tmpfs: str) -> None:
     assert os.listdir(small_tmpfs) == []
 
 
-def test_a_tmpfs_without_a_limit_takes_a_region(unlimited_tmpfs: str) -> None:
+def test_tmpfs_without_a_limit_holds_a_region(unlimited_tmpfs: str) -> None:
     SharedOffloadRegion("x", 4, PAGE, 1, 0, directory=unlimited_tmpfs).cleanup()
 
 
-def test_a_tmpfs_that_fills_meanwhile_is_an_error_not_a_sigbus(
+def test_tmpfs_that_fills_meanwhile_raises_an_error_and_no_sigbus(
     small_tmpfs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []

@@ -139,7 +139,7 @@ region.cleanup()
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_two_and_four_interpreters_share_one_region(directory: str, num_workers: int) -> None:
+def test_two_or_four_processes_share_one_region(directory: str, num_workers: int) -> None:
     ranks = [*range(num_workers), None]
     processes = [
         subprocess.Popen(
@@ -161,7 +161,7 @@ def test_two_and_four_interpreters_share_one_region(directory: str, num_workers:
         assert process.returncode == 0
 
 
-def test_nothing_is_left_after_all_are_killed(directory: str) -> None:
+def test_no_region_file_is_left_after_all_processes_are_killed(directory: str) -> None:
     children = [join(directory, rank) for rank in (None, 0, 1)]
     for child in children:
         assert child.read_line() == "mapped"
@@ -169,7 +169,7 @@ def test_nothing_is_left_after_all_are_killed(directory: str) -> None:
     assert os.listdir(directory) == []
 
 
-def test_restarts_work_whenever_the_last_engine_was_killed(directory: str, record: Record) -> None:
+def test_engine_starts_whenever_the_engine_before_was_killed(directory: str, record: Record) -> None:
     moments = random.Random(3)
     for _ in range(20):
         children = [join(directory, rank, num_blocks=2048) for rank in (None, 0, 1)]
@@ -184,7 +184,7 @@ def test_restarts_work_whenever_the_last_engine_was_killed(directory: str, recor
     record("D3", restarts=20, failed=0)
 
 
-def test_a_reaper_removes_what_dead_engines_left_and_nothing_else(directory: str) -> None:
+def test_reaper_removes_only_regions_of_dead_engines(directory: str) -> None:
     dead = join(directory, 0)
     assert dead.read_line() == "mapped"
     path = region_path(directory, "x")
@@ -200,7 +200,7 @@ def test_a_reaper_removes_what_dead_engines_left_and_nothing_else(directory: str
     end(alive)
 
 
-def test_a_dead_engines_memory_is_taken_back_for_another_id(directory: str) -> None:
+def test_start_of_an_engine_removes_region_of_a_dead_engine(directory: str) -> None:
     dead = join(directory, 0)
     assert dead.read_line() == "mapped"
     end(dead)
@@ -209,7 +209,7 @@ def test_a_dead_engines_memory_is_taken_back_for_another_id(directory: str) -> N
     region.cleanup()
 
 
-def test_a_zombie_creator_is_dead(directory: str) -> None:
+def test_region_of_a_zombie_creator_is_stale(directory: str) -> None:
     creator = join(directory, 0)
     assert creator.read_line() == "mapped"
     creator.kill()
@@ -230,7 +230,7 @@ def test_a_reused_pid_does_not_keep_a_region_alive(directory: str) -> None:
     assert_engine_starts(directory)
 
 
-def test_a_pid_that_nobody_has_here_does_not_make_a_region_stale(directory: str) -> None:
+def test_region_with_pid_unknown_here_is_not_stale(directory: str) -> None:
     """As in containers that share /dev/shm, each with PIDs of its own."""
 
     def run(say: Callable[[str], None]) -> None:
@@ -248,7 +248,7 @@ def test_a_pid_that_nobody_has_here_does_not_make_a_region_stale(directory: str)
     end(elsewhere, *others)
 
 
-def test_a_region_of_another_pid_namespace_stays_while_its_process_lives(directory: str) -> None:
+def test_region_of_another_pid_namespace_stays_while_its_process_lives(directory: str) -> None:
     script = (
         "import sys; from kvtiers.connector.region.shared_region import SharedOffloadRegion\n"
         f"region = SharedOffloadRegion('x', {NUM_BLOCKS}, {PAGE}, 2, 0, directory=sys.argv[1])\n"
@@ -274,7 +274,7 @@ def test_a_region_of_another_pid_namespace_stays_while_its_process_lives(directo
     scheduler.cleanup()
 
 
-def test_a_reaper_without_descriptors_takes_nobody_for_dead(directory: str) -> None:
+def test_reaper_without_free_descriptors_removes_no_live_region(directory: str) -> None:
     alive = join(directory, 0)
     assert alive.read_line() == "mapped"
 
@@ -298,7 +298,7 @@ def test_a_reaper_without_descriptors_takes_nobody_for_dead(directory: str) -> N
     end(alive, reaper)
 
 
-def test_a_forked_child_that_outlives_its_engine_is_told_of_and_its_end_frees_the_region(directory: str) -> None:
+def test_rank_of_dead_engine_is_taken_until_its_forked_child_ends(directory: str) -> None:
     def run(say: Callable[[str], None]) -> None:
         SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
         heir = fork_process()
@@ -320,7 +320,7 @@ def test_a_forked_child_that_outlives_its_engine_is_told_of_and_its_end_frees_th
     assert_engine_starts(directory)
 
 
-def test_a_mismatch_is_told_while_the_creator_still_allocates(directory: str) -> None:
+def test_mismatch_is_reported_while_the_creator_still_allocates(directory: str) -> None:
     def run(say: Callable[[str], None]) -> None:
         def allocate(fd: int, offset: int, length: int) -> NoReturn:
             say("allocating")
@@ -381,7 +381,7 @@ def die_before_step(steps: int) -> None:
 
 
 @pytest.mark.parametrize("killed", ["creator", "joiner", "last"])
-def test_sigkill_before_every_step(directory: str, killed: str) -> None:
+def test_engine_starts_after_sigkill_before_any_step_of_the_engine_before(directory: str, killed: str) -> None:
     """At whatever step a process dies, who waits for it starts anew, and the next engine starts."""
     ranks: dict[str, list[int | None]] = {"creator": [], "joiner": [1], "last": [1, None]}
 

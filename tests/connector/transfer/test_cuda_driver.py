@@ -114,7 +114,7 @@ def _copies(count: int) -> tuple[np.ndarray, np.ndarray, Int64s, Int64s, Int64s]
 
 
 @pytest.mark.parametrize("order", [ACCESS_ORDER_STREAM, ACCESS_ORDER_ANY])
-def test_one_call_makes_all_copies(order: int) -> None:
+def test_batch_makes_all_copies_in_one_call(order: int) -> None:
     cuda = FakeCuda()
     driver = CudaDriver(cuda)
     src, dst, dst_addresses, src_addresses, sizes = _copies(9)
@@ -125,13 +125,13 @@ def test_one_call_makes_all_copies(order: int) -> None:
         assert not dst[address + size : address + 16].any()
 
 
-def test_the_abi_is_asked_for_by_version_so_cuda_13_gives_the_same_one() -> None:
+def test_batch_function_is_requested_by_version_12080() -> None:
     cuda = FakeCuda()
     assert CudaDriver(cuda).has_batch
     assert cuda.asked == [(b"cuMemcpyBatchAsync", 12080)]
 
 
-def test_an_older_driver_has_no_batch() -> None:
+def test_older_driver_has_no_batch() -> None:
     assert not CudaDriver(FakeCuda(batch_since=NO_VERSION)).has_batch
     assert not CudaDriver(object()).has_batch
 
@@ -139,7 +139,7 @@ def test_an_older_driver_has_no_batch() -> None:
 @pytest.mark.parametrize(
     ("fail_at", "where"), [(4, "cuMemcpyBatchAsync at copy 4 of 9: "), (-1, "cuMemcpyBatchAsync: ")]
 )
-def test_a_refused_batch_says_where(fail_at: int, where: str) -> None:
+def test_error_of_refused_batch_names_the_call_and_copy(fail_at: int, where: str) -> None:
     cuda = FakeCuda()
     cuda.fail_at = fail_at
     _src, _dst, dst_addresses, src_addresses, sizes = _copies(9)
@@ -147,7 +147,7 @@ def test_a_refused_batch_says_where(fail_at: int, where: str) -> None:
         CudaDriver(cuda).memcpy_batch(dst_addresses, src_addresses, sizes, access_order=ACCESS_ORDER_STREAM, stream=1)
 
 
-def test_a_large_job_is_several_calls_and_counts_from_its_first_copy() -> None:
+def test_large_batch_is_split_and_its_error_counts_from_the_first_copy() -> None:
     cuda = FakeCuda()
     driver = CudaDriver(cuda)
     src, dst, dst_addresses, src_addresses, _sizes = _copies(10_000)
@@ -177,7 +177,7 @@ def test_host_memory_is_registered_portable_and_mapped() -> None:
         driver.host_unregister(0x7000)
 
 
-def test_a_machine_without_libcuda_has_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_libcuda_has_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

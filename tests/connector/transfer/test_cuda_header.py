@@ -109,7 +109,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("order", [ACCESS_ORDER_STREAM, ACCESS_ORDER_ANY])
-def test_batches(library: ctypes.CDLL, order: int) -> None:
+def test_batch_compiled_with_cuda_headers_makes_all_copies(library: ctypes.CDLL, order: int) -> None:
     driver = CudaDriver(library)
     assert driver.has_batch
     src = np.arange(5000 * 16, dtype=np.uint8).reshape(5000, 16)
@@ -124,7 +124,7 @@ def test_batches(library: ctypes.CDLL, order: int) -> None:
     assert (dst == np.where(copied, src[::-1], 0)).all()
 
 
-def test_a_refused_batch_names_the_copy(library: ctypes.CDLL) -> None:
+def test_error_of_refused_batch_names_the_call_and_copy(library: ctypes.CDLL) -> None:
     driver = CudaDriver(library)
     src, dst = np.zeros(5000 * 8, np.uint8), np.zeros(5000 * 8, np.uint8)
     at = np.arange(5000, dtype=np.int64) * 8
@@ -136,7 +136,7 @@ def test_a_refused_batch_names_the_copy(library: ctypes.CDLL) -> None:
         driver.memcpy_batch(dst.ctypes.data + at, src.ctypes.data + at, sizes, access_order=ACCESS_ORDER_ANY, stream=0)
 
 
-def test_registration(library: ctypes.CDLL) -> None:
+def test_registration_of_memory_twice_or_after_its_end_raises(library: ctypes.CDLL) -> None:
     driver = CudaDriver(library)
     memory = np.zeros(8192, np.uint8)
     address = memory.ctypes.data

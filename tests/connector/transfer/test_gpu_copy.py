@@ -156,7 +156,7 @@ def make() -> Iterator[Make]:
 @pytest.mark.parametrize(
     ("direction", "order"), [(Direction.STORE, ACCESS_ORDER_STREAM), (Direction.LOAD, ACCESS_ORDER_ANY)]
 )
-def test_a_job_is_one_batch_between_its_events(
+def test_job_is_one_batch_between_its_events(
     rng: np.random.Generator, world: World, log: Log, make: Make, direction: Direction, order: int
 ) -> None:
     cuda = FakeCuda()
@@ -169,13 +169,13 @@ def test_a_job_is_one_batch_between_its_events(
     assert log == [("record", mark), ("wait", mark), ("record", start), ("batch", 0), ("record", end)]
 
 
-def test_the_mark_is_on_the_engines_stream(world: World, make: Make) -> None:
+def test_mark_is_recorded_on_the_stream_of_the_engine(world: World, make: Make) -> None:
     copies = make(world, Direction.STORE, FakeCuda())
     mark: Any = copies.copier.mark()
     assert mark.stream == ENGINE_STREAM
 
 
-def test_a_job_that_no_way_takes_fails_after_what_was_submitted(
+def test_job_refused_by_every_method_fails_after_its_submitted_copies(
     rng: np.random.Generator, world: World, log: Log, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = FakeCuda()
@@ -194,7 +194,7 @@ def test_a_job_that_no_way_takes_fails_after_what_was_submitted(
     assert copies.run(make_job(rng, world, [9]))
 
 
-def test_a_job_whose_end_cannot_be_marked_fails_after_its_copies_have_ended(
+def test_job_whose_end_cannot_be_marked_fails_after_its_copies(
     rng: np.random.Generator, world: World, log: Log, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = FakeCuda()
@@ -218,7 +218,7 @@ def test_a_job_whose_end_cannot_be_marked_fails_after_its_copies_have_ended(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("fail_at", [0, 2, -1])
-def test_a_refused_batch_is_copied_one_by_one_and_not_tried_again(
+def test_refused_batch_falls_back_to_single_copies_and_is_not_tried_again(
     rng: np.random.Generator,
     world: World,
     make: Make,
@@ -245,7 +245,7 @@ class CompilationError(Exception):
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), CompilationError("at 1:0:")]
 )
-def test_a_kernel_that_cannot_be_launched_leaves_its_job_to_the_batch_and_that_to_copy_(
+def test_job_falls_back_from_kernel_to_batch_to_single_copies(
     rng: np.random.Generator, world: World, make: Make, direction: Direction, error: Exception
 ) -> None:
     cuda, kernel = FakeCuda(), Kernel()
@@ -264,7 +264,7 @@ def test_a_kernel_that_cannot_be_launched_leaves_its_job_to_the_batch_and_that_t
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("cuda", [None, FakeCuda(batch_since=NO_VERSION)], ids=["no driver", "old driver"])
-def test_without_the_batch_call_every_copy_is_a_copy_(
+def test_driver_without_batch_call_uses_single_copies(
     rng: np.random.Generator,
     world: World,
     make: Make,
@@ -300,7 +300,7 @@ def pinned(world: World, cuda: FakeCuda) -> PinnedMemory:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_small_copies_go_by_the_kernel_and_large_ones_by_the_batch(
+def test_small_copies_use_the_kernel_and_large_copies_the_batch(
     rng: np.random.Generator, world: World, make: Make, direction: Direction
 ) -> None:
     cuda, kernel = FakeCuda(), Kernel()
@@ -315,7 +315,7 @@ def test_small_copies_go_by_the_kernel_and_large_ones_by_the_batch(
 
 
 @pytest.mark.parametrize("options", [{"kernel_bytes_max": 999}, {"method": "kernel"}], ids=["small", "asked for"])
-def test_addresses_the_kernel_cannot_take_go_by_the_batch(
+def test_copies_at_addresses_unfit_for_the_kernel_use_the_batch(
     rng: np.random.Generator, make: Make, options: dict[str, Any]
 ) -> None:
     odd = make_world(rng, pages=[60], groups=[[(0, 60)]])
@@ -325,7 +325,9 @@ def test_addresses_the_kernel_cannot_take_go_by_the_batch(
     assert (kernel.jobs, len(cuda.batches)) == ([], 1)
 
 
-def test_jobs_of_few_copies_are_not_worth_the_kernel(rng: np.random.Generator, world: World, make: Make) -> None:
+def test_jobs_of_few_copies_use_the_batch_and_not_the_kernel(
+    rng: np.random.Generator, world: World, make: Make
+) -> None:
     cuda, kernel = FakeCuda(), Kernel()
     limits = {"kernel_bytes_max": 64, "kernel_copies_min": 6}
     copies = make(world, Direction.LOAD, cuda, memory=pinned(world, cuda), kernel=(kernel, 8), **limits)
@@ -349,7 +351,7 @@ def test_pinned_memory_at_another_device_address_is_copied_by_torch(
             Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method)
 
 
-def test_memory_that_could_not_be_pinned_goes_by_the_batch(rng: np.random.Generator, world: World, make: Make) -> None:
+def test_unpinned_memory_is_copied_by_batch(rng: np.random.Generator, world: World, make: Make) -> None:
     cuda = FakeCuda()
     cuda.register_code = 2
     copies = make(world, Direction.STORE, cuda, memory=pinned(world, cuda))
@@ -357,7 +359,7 @@ def test_memory_that_could_not_be_pinned_goes_by_the_batch(rng: np.random.Genera
     assert len(cuda.batches) == 1
 
 
-def test_copies_do_not_cross_registered_pieces(rng: np.random.Generator, make: Make) -> None:
+def test_copies_do_not_cross_borders_of_registered_memory_pieces(rng: np.random.Generator, make: Make) -> None:
     """Slots and blocks that follow each other would be one copy; each row is its own piece here."""
     rows = make_world(rng, pages=[4096], groups=[[(0, 4096)]])
     cuda = FakeCuda()
@@ -376,13 +378,13 @@ def test_copies_do_not_cross_registered_pieces(rng: np.random.Generator, make: M
         ("batch", None, "method 'batch' needs a driver of CUDA 12.8"),
     ],
 )
-def test_a_method_that_cannot_work_is_refused(world: World, method: str, cuda: FakeCuda | None, message: str) -> None:
+def test_unavailable_copy_method_is_refused(world: World, method: str, cuda: FakeCuda | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Copies(world, Direction.LOAD, cuda, method=method)
 
 
 @pytest.mark.parametrize("method", ["batch", "kernel", "copy"])
-def test_a_method_that_was_asked_for_is_used(rng: np.random.Generator, world: World, make: Make, method: str) -> None:
+def test_requested_copy_method_is_used(rng: np.random.Generator, world: World, make: Make, method: str) -> None:
     cuda, kernel = FakeCuda(), Kernel()
     memory = pinned(world, cuda)
     copies = make(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method)
@@ -432,7 +434,7 @@ def made(world: World, **options: Any) -> tuple[GpuCopier, GpuCopier]:
     ],
     ids=["no triton", "no compiler", "half a triton"],
 )
-def test_why_there_is_no_kernel_is_said(
+def test_reason_for_missing_kernel_is_logged_and_in_the_error(
     world: World,
     cuda: FakeCuda,
     monkeypatch: pytest.MonkeyPatch,
@@ -451,7 +453,7 @@ def test_why_there_is_no_kernel_is_said(
     assert cuda.registered == {}
 
 
-def test_a_region_that_was_to_be_pinned_and_cannot_be_without_a_driver_is_said(
+def test_region_that_cannot_be_pinned_without_a_driver_is_logged(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(CudaDriver, "load", lambda: None)
@@ -470,7 +472,7 @@ def test_shutdown_waits_for_the_stream_and_unpins(world: World, log: Log) -> Non
 
 
 @pytest.mark.parametrize("of_gpu", [True, False])
-def test_after_shutdown_nothing_keeps_the_region_mapped(
+def test_shutdown_releases_every_view_of_the_region(
     rng: np.random.Generator, caplog: pytest.LogCaptureFixture, of_gpu: bool
 ) -> None:
     region = SharedOffloadRegion.anonymous(4, 64)

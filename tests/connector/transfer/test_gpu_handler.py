@@ -66,7 +66,7 @@ class Handlers(transfer_cases.Handlers):
 @pytest.mark.parametrize("thresholds", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
 @pytest.mark.parametrize("factor", [1, 4])  # the property below draws others
 class TestAgainstReference:
-    def test_random_ids(
+    def test_transfer_of_random_block_ids_matches_the_reference(
         self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         world = make_world(rng, pages=[64, 64], groups=ONE_GROUP, factor=factor)
@@ -74,7 +74,7 @@ class TestAgainstReference:
             for size in (1, factor, 3 * factor - 1, 20):
                 check_transfer(handlers, make_job(rng, world, [size]), direction)
 
-    def test_unaligned_first_blocks_of_several_groups(
+    def test_transfer_of_groups_with_unaligned_first_blocks_matches_the_reference(
         self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         groups = [[(0, 48), (2, 96)], [(1, 80)], [(3, 16), (1, 80)]]
@@ -84,7 +84,7 @@ class TestAgainstReference:
                 job = make_job(rng, world, [7, 0, 9], [skip, 5, factor * 3 + (skip * 5) % factor])
                 check_transfer(handlers, job, direction)
 
-    def test_padded_pages(
+    def test_transfer_of_padded_pages_matches_the_reference(
         self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         groups = [[(0, 40), (1, 23)], [(0, 64)]]
@@ -92,14 +92,14 @@ class TestAgainstReference:
         with Handlers(world, **thresholds) as handlers:
             check_transfer(handlers, make_job(rng, world, [9, 5], [1, 2]), direction)
 
-    def test_another_workers_cells_are_untouched(
+    def test_transfer_leaves_cells_of_another_worker_untouched(
         self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         world = make_world(rng, pages=[64, 128], groups=[[(0, 64), (1, 128)]], factor=factor, num_workers=2, rank=1)
         with Handlers(world, **thresholds) as handlers:
             check_transfer(handlers, make_job(rng, world, [11], [factor - 1]), direction)
 
-    def test_layers_that_share_a_storage(
+    def test_transfer_of_layers_sharing_a_storage_matches_the_reference(
         self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         pages = [32, 64, 32]
@@ -129,7 +129,7 @@ def test_pages_of_several_lengths_are_copied_whole(
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_real_page_sizes(rng: np.random.Generator, direction: Direction) -> None:
+def test_transfer_of_real_page_sizes_matches_the_reference(rng: np.random.Generator, direction: Direction) -> None:
     pages = [49152] * 3
     world = make_world(rng, pages=pages, groups=[list(enumerate(pages))], factor=2, num_blocks=20, num_slots=12)
     with Handlers(world) as handlers:
@@ -137,7 +137,7 @@ def test_real_page_sizes(rng: np.random.Generator, direction: Direction) -> None
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_contiguous_ids_are_one_run(rng: np.random.Generator, direction: Direction) -> None:
+def test_transfer_of_contiguous_ids_matches_the_reference(rng: np.random.Generator, direction: Direction) -> None:
     world = make_world(rng, pages=[1 << 20], groups=[[(0, 1 << 20)]], num_blocks=20, num_slots=20)
     job = Job(blocks=list(range(18)), slots=list(range(1, 19)), group_sizes=(18,), block_indices=(0,))
     with Handlers(world) as handlers:
@@ -146,7 +146,7 @@ def test_contiguous_ids_are_one_run(rng: np.random.Generator, direction: Directi
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("thresholds", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
-def test_a_region_that_lies_between_the_tensors(
+def test_transfer_with_region_between_the_tensors_matches_the_reference(
     rng: np.random.Generator, thresholds: dict[str, int], direction: Direction
 ) -> None:
     """numpy takes its address ranges for overlapping then, and must not copy or skip anything for it."""
@@ -189,7 +189,7 @@ def transfers(draw: st.DrawFn) -> tuple[World, Job]:
 
 @settings(max_examples=30)
 @given(transfers(), st.sampled_from(list(Direction)), st.sampled_from([{}, ONE_PASS, TWO_PASSES]))
-def test_any_transfer_is_the_references(
+def test_any_transfer_matches_the_reference(
     transfer: tuple[World, Job], direction: Direction, thresholds: dict[str, int]
 ) -> None:
     world, job = transfer
@@ -197,7 +197,7 @@ def test_any_transfer_is_the_references(
         check_transfer(handlers, job, direction)
 
 
-def test_a_round_trip_brings_the_bytes_back(rng: np.random.Generator) -> None:
+def test_stored_bytes_are_restored_by_a_load(rng: np.random.Generator) -> None:
     world = make_world(rng, pages=[4096, 512], groups=[[(0, 4096), (1, 512)]], factor=4)
     job = make_job(rng, world, [29], [2])
     with Handlers(world) as handlers:
@@ -209,7 +209,7 @@ def test_a_round_trip_brings_the_bytes_back(rng: np.random.Generator) -> None:
         assert all(torch.equal(kv, old) for (kv, _), old in zip(pages_of(world, job), before, strict=True))
 
 
-def test_both_directions_at_once_with_many_jobs(rng: np.random.Generator) -> None:
+def test_many_concurrent_jobs_in_both_directions_match_the_expected_bytes(rng: np.random.Generator) -> None:
     pages = [8192] * 4
     world = make_world(rng, pages=pages, groups=[list(enumerate(pages))], num_blocks=128, num_slots=128)
     jobs = 16
@@ -234,7 +234,7 @@ def test_both_directions_at_once_with_many_jobs(rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_an_empty_transfer_succeeds(rng: np.random.Generator, direction: Direction) -> None:
+def test_empty_transfer_succeeds(rng: np.random.Generator, direction: Direction) -> None:
     world = make_world(rng, pages=[64, 64], groups=ONE_GROUP, factor=4)
     before = world.bytes_now()
     with Handlers(world) as handlers:
@@ -272,7 +272,7 @@ GOOD_GPU = GPULoadStoreSpec([1, 2, 3])
         (CPULoadStoreSpec([1]), GPULoadStoreSpec([1]), Direction.STORE, "goes from GPU to CPU, not CPU to GPU"),
     ],
 )
-def test_a_wrong_transfer_is_refused_and_moves_nothing(
+def test_invalid_transfer_is_refused_and_moves_nothing(
     rng: np.random.Generator, gpu: Any, cpu: Any, direction: Direction, message: str
 ) -> None:
     world = make_world(rng, pages=[64, 64], groups=ONE_GROUP, factor=2)
@@ -285,7 +285,7 @@ def test_a_wrong_transfer_is_refused_and_moves_nothing(
     assert all(torch.equal(got, want) for got, want in zip(world.bytes_now(), before, strict=True))
 
 
-def test_groups_that_share_tensors_may_not_load_one_block_twice(rng: np.random.Generator) -> None:
+def test_load_of_one_block_by_two_groups_that_share_tensors_is_refused(rng: np.random.Generator) -> None:
     shared = make_world(rng, pages=[64], groups=[[(0, 64)], [(0, 32)]])
     apart = make_world(rng, pages=[64, 64], groups=[[(0, 64)], [(1, 64)]])
     spec = CPULoadStoreSpec([1, 2]), GPULoadStoreSpec([5, 5], [1, 1])
@@ -296,7 +296,7 @@ def test_groups_that_share_tensors_may_not_load_one_block_twice(rng: np.random.G
         assert finish(handlers.load, 1)[0].success
 
 
-def test_one_source_may_be_copied_to_several_places(rng: np.random.Generator) -> None:
+def test_one_source_may_be_copied_to_several_destinations(rng: np.random.Generator) -> None:
     world = make_world(rng, pages=[64, 64], groups=ONE_GROUP)
     with Handlers(world) as handlers:
         check_transfer(handlers, Job([3, 3], [1, 2], (2,), (0,)), Direction.STORE)
@@ -363,9 +363,7 @@ def _held(rng: np.random.Generator, copier: Held) -> Iterator[tuple[CopyHandler,
 SPEC = (GPULoadStoreSpec([1]), CPULoadStoreSpec([1]))
 
 
-def test_a_transfer_needs_no_thread_that_may_not_be_had(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transfer_starts_no_new_thread(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A submit that cannot start its thread raises and keeps the job, which would run untracked with the next one."""
 
     def start(_thread: threading.Thread) -> None:
@@ -378,7 +376,7 @@ def test_a_transfer_needs_no_thread_that_may_not_be_had(
 
 
 @pytest.mark.parametrize("refused", Direction)
-def test_where_one_handler_has_no_thread_the_other_is_shut_down(
+def test_failed_start_of_one_handler_shuts_down_the_other_handler(
     rng: np.random.Generator, refused: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[HostCopier] = []
@@ -409,7 +407,7 @@ def test_submit_and_poll_do_not_wait_for_the_copy(held_store: tuple[CopyHandler,
     assert handler.get_finished() == []
 
 
-def test_no_more_jobs_than_the_limit(held_store: tuple[CopyHandler, Held]) -> None:
+def test_submission_beyond_jobs_max_is_declined(held_store: tuple[CopyHandler, Held]) -> None:
     handler, copier = held_store
     assert [handler.transfer_async(job_id, SPEC) for job_id in range(4)] == [True, True, True, False]
     copier.go.set()
@@ -418,7 +416,7 @@ def test_no_more_jobs_than_the_limit(held_store: tuple[CopyHandler, Held]) -> No
     assert finish(handler, 1)[0].success
 
 
-def test_a_job_id_in_flight_is_refused(held_store: tuple[CopyHandler, Held]) -> None:
+def test_job_id_in_flight_is_refused(held_store: tuple[CopyHandler, Held]) -> None:
     handler, copier = held_store
     assert handler.transfer_async(1, SPEC)
     with pytest.raises(ValueError, match="job 1 is in flight"):
@@ -438,7 +436,7 @@ def test_wait_returns_when_the_copy_ended_and_reports_nothing(held_store: tuple[
     handler.wait({1, 2})
 
 
-def test_what_was_submitted_is_waited_for_though_a_later_job_was_not(rng: np.random.Generator) -> None:
+def test_wait_covers_a_submitted_job_though_a_later_job_was_refused(rng: np.random.Generator) -> None:
     class UnderWay(HostCompletion):
         def wait(self) -> None:
             waited.append(self)
@@ -469,7 +467,7 @@ def test_what_was_submitted_is_waited_for_though_a_later_job_was_not(rng: np.ran
         (SystemExit(3), False),
     ],
 )
-def test_an_error_fails_its_job_and_no_other(
+def test_error_fails_only_its_own_job(
     rng: np.random.Generator, caplog: pytest.LogCaptureFixture, error: BaseException, at_end: bool
 ) -> None:
     for handler, copier in _held(rng, Held(error, at_end=at_end)):
@@ -483,7 +481,9 @@ def test_an_error_fails_its_job_and_no_other(
         assert finish(handler, 1)[0].success
 
 
-def test_shutdown_ends_what_runs_cancels_the_rest_and_reports_all(held_store: tuple[CopyHandler, Held]) -> None:
+def test_shutdown_finishes_running_job_cancels_queued_jobs_and_reports_all(
+    held_store: tuple[CopyHandler, Held],
+) -> None:
     handler, copier = held_store
     assert all(handler.transfer_async(job_id, SPEC) for job_id in range(3))
     assert copier.begun.wait(120)
@@ -511,7 +511,7 @@ def test_shutdown_ends_what_runs_cancels_the_rest_and_reports_all(held_store: tu
         (torch.zeros(4, 64, dtype=torch.int8, device="meta"), None, "accepted are cuda and cpu"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(
+def test_invalid_tensors_and_views_are_refused(
     tensor: torch.Tensor | None, view: torch.Tensor | None, message: str
 ) -> None:
     tensor = torch.zeros(4, 64, dtype=torch.int8) if tensor is None else tensor
@@ -521,7 +521,7 @@ def test_tensors_that_do_not_fit_are_refused(
         create_handlers(caches, [view], 2)
 
 
-def test_views_and_options_that_do_not_fit_are_refused(rng: np.random.Generator) -> None:
+def test_mismatched_views_and_invalid_options_are_refused(rng: np.random.Generator) -> None:
     world = make_world(rng, pages=[64, 64], groups=ONE_GROUP)
     with pytest.raises(ValueError, match="1 region views for 2 KV tensors"):
         create_handlers(world.caches, world.views[:1], 1)
@@ -536,7 +536,7 @@ def test_views_and_options_that_do_not_fit_are_refused(rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_tensors_at_the_far_ends_of_the_address_space(rng: np.random.Generator, direction: Direction) -> None:
+def test_tensors_at_far_ends_of_the_address_space_are_copied(rng: np.random.Generator, direction: Direction) -> None:
     """As many items of a page as there are places for one would be more than numpy can count."""
     page = 4 << 20
     kv, region = (rng.integers(0, 256, (2, page), dtype=np.uint8) for _ in range(2))
@@ -558,7 +558,7 @@ def test_tensors_at_the_far_ends_of_the_address_space(rng: np.random.Generator, 
     assert (kv[0] != region[1]).any()
 
 
-def test_a_host_copier_measures_its_copy(rng: np.random.Generator) -> None:
+def test_host_copier_measures_its_copy(rng: np.random.Generator) -> None:
     world = make_world(rng, pages=[64, 64], groups=ONE_GROUP)
     ticks = iter([1.0, 3.5])
     with Handlers(world) as handlers:

@@ -104,16 +104,14 @@ def handlers(world: World, options: dict[str, Any]) -> Iterator[Handlers]:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_every_method_copies_what_the_reference_copies(
-    rng: np.random.Generator, handlers: Handlers, direction: Direction
-) -> None:
+def test_every_method_matches_the_reference(rng: np.random.Generator, handlers: Handlers, direction: Direction) -> None:
     for skip in range(4):
         check_transfer(handlers, make_job(rng, handlers.world, [41, 30], [skip, 7]), direction)
 
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("more", [{"pin": False}, {"pin_piece_bytes_max": 40_000}], ids=["unpinned", "pieces"])
-def test_unpinned_memory_and_memory_in_pieces(
+def test_transfer_of_unpinned_memory_and_memory_in_pieces_moves_right_bytes(
     rng: np.random.Generator, world: World, options: dict[str, Any], direction: Direction, more: dict[str, Any]
 ) -> None:
     if options["method"] == "kernel" and "pin" in more:
@@ -123,7 +121,7 @@ def test_unpinned_memory_and_memory_in_pieces(
         check_transfer(each, Job(list(range(100)), list(range(25)), (100, 0), (0, 0)), direction)
 
 
-def test_the_region_is_pinned_until_both_are_shut_down(world: World) -> None:
+def test_region_is_pinned_until_both_handlers_are_shut_down(world: World) -> None:
     with Handlers(world) as each:
         assert world.region.is_pinned()
         each.store.shutdown()
@@ -131,7 +129,7 @@ def test_the_region_is_pinned_until_both_are_shut_down(world: World) -> None:
     assert not world.region.is_pinned()
 
 
-def test_many_jobs_in_both_directions_at_once(rng: np.random.Generator, handlers: Handlers) -> None:
+def test_many_concurrent_jobs_in_both_directions_move_right_bytes(rng: np.random.Generator, handlers: Handlers) -> None:
     world, jobs = handlers.world, 6
     blocks = rng.permutation(192).reshape(2, jobs, 16)
     slots = rng.permutation(48).reshape(2, jobs, 4)
@@ -155,7 +153,7 @@ def test_many_jobs_in_both_directions_at_once(rng: np.random.Generator, handlers
             assert torch.equal((slot if direction is Direction.STORE else kv).cpu(), source)
 
 
-def test_a_store_reads_what_its_producer_wrote(rng: np.random.Generator, handlers: Handlers) -> None:
+def test_store_reads_kv_written_by_work_queued_before(rng: np.random.Generator, handlers: Handlers) -> None:
     """The KV is written by work that is still queued when the store is submitted."""
     world = handlers.world
     for value in (11, 12, 13):
@@ -168,7 +166,7 @@ def test_a_store_reads_what_its_producer_wrote(rng: np.random.Generator, handler
         assert all((slot == value).all() for _, slot in pages_of(world, job))
 
 
-def test_a_load_does_not_overwrite_what_the_engine_still_reads(rng: np.random.Generator, handlers: Handlers) -> None:
+def test_load_does_not_overwrite_blocks_the_engine_still_reads(rng: np.random.Generator, handlers: Handlers) -> None:
     """Blocks handed to a load may still be read by a step that was queued before."""
     world = handlers.world
     before = [storage.clone() for storage in world.storages]
@@ -181,7 +179,7 @@ def test_a_load_does_not_overwrite_what_the_engine_still_reads(rng: np.random.Ge
     assert all(torch.equal(got, want) for got, want in zip(read, before, strict=True))
 
 
-def test_a_slot_may_change_once_its_load_was_reported(rng: np.random.Generator, handlers: Handlers) -> None:
+def test_slot_may_change_once_its_load_is_reported(rng: np.random.Generator, handlers: Handlers) -> None:
     world = handlers.world
     for value in range(1, 6):
         job = make_job(rng, world, [50, 40])
@@ -194,7 +192,7 @@ def test_a_slot_may_change_once_its_load_was_reported(rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_submitting_does_not_wait_for_the_engines_stream(
+def test_submit_does_not_wait_for_the_stream_of_the_engine(
     rng: np.random.Generator, handlers: Handlers, direction: Direction
 ) -> None:
     keep_busy(LONG_CYCLES)
@@ -209,7 +207,7 @@ def test_submitting_does_not_wait_for_the_engines_stream(
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_shutdown_in_mid_flight_waits_and_reports(
+def test_shutdown_waits_for_jobs_in_flight_and_reports_them(
     rng: np.random.Generator, handlers: Handlers, direction: Direction
 ) -> None:
     keep_busy(LONG_CYCLES // 2)
@@ -238,7 +236,7 @@ def run_to_the_last(command: Sequence[str], *, env: Mapping[str, str], timeout_s
     return process.returncode, output
 
 
-def test_no_bad_access_under_the_sanitizer() -> None:
+def test_sanitizer_finds_no_invalid_access() -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")

@@ -34,7 +34,7 @@ UNUSABLE = f"has an NVIDIA GPU that torch {torch.__version__} cannot use"
     ],
     ids=["a GPU", "a GPU, make test", "none"],
 )
-def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there_is_none(
+def test_gpu_tests_fail_if_torch_cannot_use_gpu_and_skip_without_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, wanted: str, outcome: str, said: str
 ) -> None:
     monkeypatch.setenv("KVTIERS_TEST_GPU", wanted)
@@ -48,7 +48,9 @@ def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there
         gpu_machine.skip_without_cuda()
 
 
-def test_the_drivers_device_is_a_gpu_whatever_torch_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_of_driver_too_old_for_torch_is_reported_as_unusable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def too_old() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020)")
 
@@ -61,7 +63,7 @@ def test_the_drivers_device_is_a_gpu_whatever_torch_says(monkeypatch: pytest.Mon
 
 
 @pytest.mark.full
-def test_what_runs_on_a_gpu_needs_torch_numpy_pytest_and_rich_alone() -> None:
+def test_gpu_tests_import_only_torch_numpy_pytest_and_rich() -> None:
     code = f"""
 import sys
 for name in {OTHER_DEPENDENCIES!r}:
@@ -83,7 +85,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *files])
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_what_a_launcher_started_ends_with_it() -> None:
+def test_timeout_kills_processes_started_by_a_launcher() -> None:
     command = ["sh", "-c", "sleep 600 & echo $!; wait"]
     for timeout_s in (3, 60):
         status, output = run_to_the_last(command, env={"PATH": os.environ["PATH"]}, timeout_s=timeout_s)

@@ -42,11 +42,11 @@ def test_pieces_cover_the_memory_and_cut_no_row(
 
 
 @pytest.mark.parametrize("row_bytes", [1000, PAGE])
-def test_rows_that_pages_do_not_tell_apart_are_one_piece(row_bytes: int) -> None:
+def test_rows_not_separated_by_page_boundaries_are_pinned_as_one_piece(row_bytes: int) -> None:
     assert pieces_of(PAGE + 5, 10 * PAGE, row_bytes, PAGE) == [(PAGE, 11 * PAGE)]
 
 
-def test_the_last_user_unregisters(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_unpinned_by_the_last_user(caplog: pytest.LogCaptureFixture) -> None:
     cuda = FakeCuda()
     ticks = iter([10.0, 12.5])
     with caplog.at_level(logging.INFO):
@@ -81,7 +81,7 @@ class Refusing:
         return address + 1
 
 
-def test_a_refused_piece_undoes_the_others_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_piece_unpins_other_pieces_and_log_mentions_ulimit(caplog: pytest.LogCaptureFixture) -> None:
     driver = Refusing(room=2)
     memory = PinnedMemory(driver, [(at * PAGE, PAGE) for at in range(1, 4)])
     assert not memory.pinned
@@ -93,13 +93,13 @@ def test_a_refused_piece_undoes_the_others_and_says_what_to_do(caplog: pytest.Lo
     memory.release()
 
 
-def test_only_a_lack_of_memory_is_put_down_to_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_out_of_memory_error_is_blamed_on_the_locked_memory_limit(caplog: pytest.LogCaptureFixture) -> None:
     PinnedMemory(Refusing(room=0, error="CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)"), [(PAGE, PAGE)])
     assert "ALREADY_REGISTERED" in caplog.text
     assert "ulimit" not in caplog.text
 
 
-def test_memory_at_another_device_address_is_not_for_kernels() -> None:
+def test_memory_at_another_device_address_is_pinned_but_not_mapped() -> None:
     memory = PinnedMemory(Refusing(room=9), [(PAGE, PAGE)])
     assert memory.pinned
     assert not memory.mapped

@@ -47,7 +47,7 @@ def copies(*triples: tuple[int, int, int], allocation: list[int] | None = None) 
     return CopyPlan(GPU + gpu, CPU + cpu, nbytes, np.array(allocation or [0] * len(triples), np.int64))
 
 
-def test_a_chunk_holds_its_blocks_position_by_position() -> None:
+def test_blocks_lie_in_their_chunk_by_position() -> None:
     plan = (
         layout([geometry()], [[(0, 60)]], factor=4)
         .check(GPULoadStoreSpec([9, 3, 8], None, [6]), CPULoadStoreSpec([5, 1]), Direction.STORE)
@@ -57,7 +57,7 @@ def test_a_chunk_holds_its_blocks_position_by_position() -> None:
     assert plan.total_bytes == 180
 
 
-def test_copies_are_in_the_slots_order() -> None:
+def test_copies_are_ordered_by_slot_tensor_and_position() -> None:
     """Slot after slot, in each the tensors as they lie there, in each the positions."""
     tensors = [geometry(gpu_address=GPU + 50_000, cpu_address=CPU + 200), geometry()]
     plan = (
@@ -73,7 +73,7 @@ def test_copies_are_in_the_slots_order() -> None:
     ]
 
 
-def test_merging_stops_where_either_side_does() -> None:
+def test_copies_merge_only_if_both_sides_are_contiguous() -> None:
     plan = copies(
         (0, 0, 10), (10, 10, 5), (15, 15, 5), (21, 20, 5), (26, 26, 4), (30, 30, 6), (36, 36, 6),
         allocation=[0, 0, 0, 0, 0, 1, 1],
@@ -81,13 +81,13 @@ def test_merging_stops_where_either_side_does() -> None:
     assert rows(merge_neighbours(plan)) == [(0, 0, 20), (21, 20, 5), (26, 26, 4), (30, 30, 12)]
 
 
-def test_no_merged_copy_runs_across_a_cut() -> None:
+def test_merged_copies_do_not_cross_cuts() -> None:
     plan = copies(*((at * 10, at * 10, 10) for at in range(6)))
     assert rows(merge_neighbours(plan)) == [(0, 0, 60)]
     assert rows(merge_neighbours(plan, CPU + np.array([0, 20, 55]))) == [(0, 0, 20), (20, 20, 40)]
 
 
-def test_chunks_of_consecutive_blocks_merge() -> None:
+def test_copies_of_consecutive_blocks_in_a_chunk_merge() -> None:
     plan = (
         layout([geometry()], [[(0, 100)]], factor=8)
         .check(GPULoadStoreSpec(list(range(5, 17))), CPULoadStoreSpec([3, 9]), Direction.STORE)
@@ -108,19 +108,19 @@ def test_chunks_of_consecutive_blocks_merge() -> None:
     ],
     ids=str,
 )
-def test_an_id_that_is_no_int32_names_no_other_block(block_ids: Any) -> None:
+def test_block_id_that_is_not_an_int32_is_refused(block_ids: Any) -> None:
     with pytest.raises(ValueError, match="not an int32"):
         CPULoadStoreSpec(block_ids)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
-def test_ids_of_any_integer_type_are_int32(dtype: Any) -> None:
+def test_block_ids_of_any_integer_type_become_int32(dtype: Any) -> None:
     block_ids = GPULoadStoreSpec(np.array([7, 0, 9], dtype)).block_ids
     assert block_ids.dtype == np.int32
     assert block_ids.tolist() == [7, 0, 9]
 
 
-def test_a_checked_transfer_does_not_follow_its_specs() -> None:
+def test_checked_transfer_ignores_later_changes_of_its_specs() -> None:
     gpu, cpu = GPULoadStoreSpec(np.array([1, 2], np.int32)), CPULoadStoreSpec(np.array([3, 4], np.int32))
     transfer = layout([geometry()], [[(0, 100)]]).check(gpu, cpu, Direction.LOAD)
     gpu.block_ids[:] = 49
@@ -138,7 +138,7 @@ def test_layers_on_one_tensor_are_copied_once() -> None:
 
 
 @given(st.data())
-def test_merged_copies_make_the_same_memory(data: st.DataObject) -> None:
+def test_merged_copies_write_the_same_bytes(data: st.DataObject) -> None:
     blocks, factor = 12, data.draw(st.sampled_from([1, 2, 4]))
     kv = np.random.default_rng(0).integers(0, 256, (2, blocks, 8), dtype=np.uint8)
     region = np.zeros((2, 12, 16 * factor), np.uint8)
@@ -171,7 +171,7 @@ def test_merged_copies_make_the_same_memory(data: st.DataObject) -> None:
     assert (region[0] == region[1]).all()
 
 
-def test_the_unit_divides_everything_a_plan_may_hold() -> None:
+def test_unit_divides_every_address_and_size_of_a_plan() -> None:
     tensors = [geometry(gpu_address=GPU + 5_040), geometry(cpu_address=CPU + 480, page_size_bytes=60)]
     each = layout(tensors, [[(0, 100)], [(1, 20)]])
     assert each.unit_bytes == 4
@@ -193,7 +193,7 @@ def test_impossible_groups_are_refused(groups: list[list[tuple[int, int]]], fact
         layout([geometry()], groups, factor)
 
 
-def test_a_group_has_as_many_blocks_as_its_smallest_tensor() -> None:
+def test_block_ids_of_a_group_are_limited_by_its_smallest_tensor() -> None:
     each = layout([geometry(), geometry(num_blocks=9)], [[(0, 10)], [(0, 10), (1, 10)]])
     each.check(GPULoadStoreSpec([30], [1, 0]), CPULoadStoreSpec([1]), Direction.LOAD)
     with pytest.raises(ValueError, match=r"GPU block id of group 1 9 is outside 0\.\.8"):
@@ -201,7 +201,7 @@ def test_a_group_has_as_many_blocks_as_its_smallest_tensor() -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_of_a_group_without_layers_nothing_is_copied(direction: Direction) -> None:
+def test_group_without_layers_copies_nothing(direction: Direction) -> None:
     """As on a pipeline stage that has layers of the other groups only. Its block ids mean nothing here."""
     each = layout([geometry()], [[(0, 60)], [], [(0, 60)]], factor=2)
     transfer = each.check(GPULoadStoreSpec([1, 2, 70, 71, 72, 3], [2, 3, 1]), CPULoadStoreSpec([4, 5, 6, 7]), direction)
@@ -212,7 +212,7 @@ def test_of_a_group_without_layers_nothing_is_copied(direction: Direction) -> No
         each.check(GPULoadStoreSpec([1, 2, 3], [1, 1, 1]), CPULoadStoreSpec([1, 2]), direction)
 
 
-def test_groups_that_share_tensors_write_no_block_twice_beside_one_without_layers() -> None:
+def test_groups_sharing_tensors_refuse_double_write_beside_group_without_layers() -> None:
     each = layout([geometry()], [[(0, 60)], [], [(0, 60)]])
     ids = list(range(49)) * 2  # of the first and of the group without layers
     each.check(GPULoadStoreSpec([*ids, 49], [49, 49, 1]), CPULoadStoreSpec([0] * 99), Direction.LOAD)

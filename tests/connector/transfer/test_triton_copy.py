@@ -35,7 +35,7 @@ print("copied")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs here (test_gpu_handler_cuda)")
-def test_the_kernel_in_tritons_interpreter() -> None:
+def test_kernel_copies_right_bytes_in_triton_interpreter() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -67,7 +67,7 @@ print("compiled")
 """
 
 
-def test_the_kernel_compiled_for_gpus_moves_16_bytes_at_once_where_it_may(tmp_path: Path) -> None:
+def test_compiled_kernel_moves_16_bytes_at_once_where_aligned(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", COMPILED],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},

@@ -34,7 +34,7 @@ def mapper(**changes: Any) -> FileMapper:
     return FileMapper(**{**ARGS, **changes})
 
 
-def test_golden_paths() -> None:
+def test_golden_paths_are_unchanged() -> None:
     """Released paths never change: a fleet would lose its cache, or worse, mix two layouts."""
     for case in json.loads(GOLDEN.read_text()):
         key = make_offload_key(bytes.fromhex(case["hash"]), case["group"])
@@ -43,7 +43,7 @@ def test_golden_paths() -> None:
         assert made.get_config_file_path() == case["config"]
 
 
-def test_golden_names_are_read_back() -> None:
+def test_golden_block_names_are_parsed_back_into_keys() -> None:
     for case in json.loads(GOLDEN.read_text()):
         found = parse_block_name(case["file"].removeprefix(f"{case['args']['root_dir']}/"))
         assert found is not None
@@ -51,7 +51,7 @@ def test_golden_names_are_read_back() -> None:
         assert f"{case['args']['root_dir']}/{found.path}" == case["file"]
 
 
-def test_digest_is_exactly_that_of_the_ten_fields() -> None:
+def test_digest_is_sha256_of_the_ten_fields_as_canonical_json() -> None:
     fields = {name: value for name, value in ARGS.items() if name not in ("root_dir", "rank")}
     fields["inference_engine"] = "vllm"
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -80,7 +80,7 @@ def test_digest_is_exactly_that_of_the_ten_fields() -> None:
         {"extra_fields": {"model_revision": "1"}},
     ],
 )
-def test_each_field_is_in_the_digest(change: dict[str, Any]) -> None:
+def test_each_field_changes_the_digest(change: dict[str, Any]) -> None:
     assert mapper(**change).fingerprint != mapper().fingerprint
     assert mapper(**change).base_path != mapper().base_path
 
@@ -91,17 +91,17 @@ def test_rank_is_in_the_path_but_not_in_the_digest() -> None:
     assert one.get_file_name(block_key(1)) != two.get_file_name(block_key(1))
 
 
-def test_parallel_agnostic_collapses_layouts() -> None:
+def test_parallel_agnostic_mapper_gives_one_path_for_all_parallel_layouts() -> None:
     wide = mapper(parallel_agnostic=True, tp_size=8, pp_size=4, pcp_size=2, dcp_size=2, rank=5)
     assert wide.get_file_name(block_key(1)) == mapper(tp_size=1, rank=0).get_file_name(block_key(1))
 
 
-def test_fields_come_from_the_spec() -> None:
+def test_mapper_fields_come_from_the_offloading_spec() -> None:
     fields = FileMapper.from_offloading_spec("/kv", FakeSpec().changed("cache", blocks_per_chunk=4)).get_run_config()
     assert (fields["gpu_blocks_per_file"], fields["dtype"]) == (4, "float32")
 
 
-def test_parallel_agnostic_needs_the_specs_word() -> None:
+def test_parallel_agnostic_takes_effect_only_if_the_spec_is_parallelism_agnostic() -> None:
     wide = FakeSpec().changed("parallel", tp_size=2, world_size=2)
     assert FileMapper.from_offloading_spec("", wide, parallel_agnostic=True).get_run_config()["tp_size"] == 2
     agnostic = wide.changed("parallel", is_parallelism_agnostic=True)
@@ -117,7 +117,7 @@ def test_parallel_agnostic_needs_the_specs_word() -> None:
         ("", {"canonical_layout": True}),
     ],
 )
-def test_strict_fields_separate_what_the_ten_do_not(part: str, change: dict[str, Any]) -> None:
+def test_strict_fields_separate_specs_with_equal_ten_fields(part: str, change: dict[str, Any]) -> None:
     one, two = FakeSpec(), FakeSpec().changed(part, **change)
     plain = [FileMapper.from_offloading_spec("", spec).fingerprint for spec in (one, two)]
     strict = [FileMapper.from_offloading_spec("", s, extra_fields=strict_fields(s)).fingerprint for s in (one, two)]
@@ -143,7 +143,7 @@ def test_strict_fields_separate_what_the_ten_do_not(part: str, change: dict[str,
         ("rank", -1),
     ],
 )
-def test_bad_identity_names_the_field(field: str, value: Any) -> None:
+def test_invalid_identity_field_error_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="accepted|not encodable") as caught:
         mapper(**{field: value})
     assert caught.value.field == field
@@ -153,14 +153,14 @@ def test_model_names_with_dots_and_slashes_stay_one_folder() -> None:
     assert mapper(model_name="a/../b").base_path.count("/") == 2
 
 
-def test_extra_fields_cannot_shadow_the_ten() -> None:
+def test_extra_fields_that_shadow_a_field_or_are_not_json_are_refused() -> None:
     with pytest.raises(ConfigError, match="extra_fields"):
         mapper(extra_fields={"dtype": "x"})
     with pytest.raises(ConfigError, match="JSON"):
         mapper(extra_fields={"x": object()})
 
 
-def test_a_spec_that_says_nothing_of_parallel_sizes_has_the_neutral_ones() -> None:
+def test_spec_without_parallel_sizes_gets_sizes_of_1_and_rank_0() -> None:
     model = SimpleNamespace(name="m", dtype="float16")
     config = SimpleNamespace(model=model, cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1))
     made = FileMapper.from_offloading_spec("/r", SimpleNamespace(config=config))

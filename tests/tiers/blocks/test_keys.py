@@ -16,7 +16,7 @@ from kvtiers.tiers.blocks.keys import (
 
 
 @given(st.binary(min_size=1, max_size=64), st.integers(0, 2**32 - 1))
-def test_key_parts_come_back(block_hash: bytes, group: int) -> None:
+def test_offload_key_splits_into_its_hash_and_group(block_hash: bytes, group: int) -> None:
     key = make_offload_key(block_hash, group)
     assert get_offload_block_hash(key) == block_hash
     assert get_offload_group_idx(key) == group
@@ -32,7 +32,7 @@ def test_bad_key_parts_are_refused(block_hash: bytes, group: int) -> None:
         make_offload_key(block_hash, group)
 
 
-def test_hashes_are_the_documented_chain() -> None:
+def test_block_hashes_follow_the_documented_chain() -> None:
     tokens = [1, 2, 3, 4]
     first = hashlib.sha256(b"\0\0\0\0" + b"\1\0\0\0\2\0\0\0").digest()
     second = hashlib.sha256(b"\x20\0\0\0" + first + b"\3\0\0\0\4\0\0\0").digest()
@@ -40,7 +40,7 @@ def test_hashes_are_the_documented_chain() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 8), st.integers(0, 40))
-def test_equal_hashes_mean_equal_prefixes(tokens: list[int], block_size: int, flip: int) -> None:
+def test_block_hashes_are_equal_only_for_equal_prefixes(tokens: list[int], block_size: int, flip: int) -> None:
     hashes = list(hash_blocks(tokens, block_size))
     assert len(hashes) == len(tokens) // block_size
     assert len(set(hashes)) == len(hashes)
@@ -53,13 +53,13 @@ def test_equal_hashes_mean_equal_prefixes(tokens: list[int], block_size: int, fl
         assert not set(changed[same:]) & set(hashes)
 
 
-def test_parent_continues_a_chain() -> None:
+def test_hash_chain_continues_from_a_parent_hash() -> None:
     tokens = list(range(12))
     whole = list(hash_blocks(tokens, 4))
     assert list(hash_blocks(tokens[4:], 4, parent=whole[0])) == whole[1:]
 
 
-def test_salt_separates() -> None:
+def test_different_salts_give_different_block_hashes() -> None:
     tokens = list(range(8))
     variants = [list(hash_blocks(tokens, 4, salt=salt)) for salt in (None, b"", b"a", b"b")]
     assert len({h for hashes in variants for h in hashes}) == 8

@@ -63,7 +63,7 @@ def resealed(blob: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("payload_bytes", [4096, 8192, 3 * 4096, 1 << 20])
-def test_round_trip(payload_bytes: int) -> None:
+def test_encrypted_block_opens_to_its_payload(payload_bytes: int) -> None:
     payload = random.Random(payload_bytes).randbytes(payload_bytes)
     blob = stored_by(GcmSeal(FINGERPRINT, 2, keys=RING), payload=payload)
     assert len(blob) == payload_bytes + TRAILER_BYTES
@@ -71,12 +71,12 @@ def test_round_trip(payload_bytes: int) -> None:
     assert blob[:payload_bytes] != payload
 
 
-def test_golden_block_is_still_read() -> None:
+def test_golden_encrypted_block_is_still_read() -> None:
     blob = (GOLDEN / "sealed-1-gcm.bin").read_bytes()
     assert opened(GcmSeal(SEALED_FINGERPRINT, SEALED_RANK, keys=SEALED_KEYS), blob, SEALED_KEY) == sealed_payload()
 
 
-def test_golden_gmac_block_is_a_miss_and_left_alone() -> None:
+def test_golden_gmac_block_is_unsupported_and_foreign() -> None:
     """Earlier versions wrote such blocks."""
     blob = (GOLDEN / "sealed-1-gmac.bin").read_bytes()
     for reader in (
@@ -86,7 +86,7 @@ def test_golden_gmac_block_is_a_miss_and_left_alone() -> None:
         assert reason(reader, blob, SEALED_KEY) is SealReason.UNSUPPORTED
 
 
-def test_block_is_aes_gcm_as_others_make_it() -> None:
+def test_encrypted_block_equals_one_shot_aes_gcm_output() -> None:
     """Against the one-shot interface."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -97,14 +97,14 @@ def test_block_is_aes_gcm_as_others_make_it() -> None:
     assert AESGCM(key).encrypt(tail[180:192], PAYLOAD, associated) == blob[:-TRAILER_BYTES] + tail[192:208]
 
 
-def test_stores_of_one_payload_share_no_nonce_and_no_ciphertext() -> None:
+def test_repeated_encryption_of_a_payload_shares_no_nonce_and_no_ciphertext() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     blobs = [stored_by(seal, payload=PAYLOAD[:4096]) for _ in range(1000)]
     assert len({blob[4096:][180:192] for blob in blobs}) == 1000
     assert len({blob[:4096] for blob in blobs}) == 1000
 
 
-def test_purposes_and_namespaces_do_not_share_keys() -> None:
+def test_derived_keys_differ_between_namespaces_and_from_the_master_key() -> None:
     derived = [
         *RING.derive(b"AES-256-GCM", FINGERPRINT).values(),
         *RING.derive(b"AES-256-GCM", bytes(32)).values(),
@@ -113,7 +113,7 @@ def test_purposes_and_namespaces_do_not_share_keys() -> None:
     assert len(set(derived)) == len(derived)
 
 
-def test_every_bit_of_the_trailer_is_covered() -> None:
+def test_encrypted_block_with_a_flipped_bit_in_any_trailer_byte_is_refused() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     blob = stored_by(seal, payload=PAYLOAD[:4096])
     for position in range(TRAILER_BYTES):
@@ -169,7 +169,7 @@ def test_10000_forged_or_moved_blocks_are_refused() -> None:
     assert opened(seal, good, mine) == small
 
 
-def test_forged_and_unauthenticated_blocks_are_replaced() -> None:
+def test_forged_and_unauthenticated_blocks_fail_authentication() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     forged = bytearray(stored_by(seal))
     forged[100] ^= 1
@@ -179,7 +179,7 @@ def test_forged_and_unauthenticated_blocks_are_replaced() -> None:
         seal.check_trailer(KEY, stored_by(Seal(FINGERPRINT, 2))[-TRAILER_BYTES:], len(PAYLOAD))
 
 
-def test_block_under_an_unknown_key_is_kept() -> None:
+def test_block_encrypted_with_an_unknown_key_is_foreign() -> None:
     blob = stored_by(GcmSeal(FINGERPRINT, 2, keys=RING))
     stranger = GcmSeal(FINGERPRINT, 2, keys=KeyRing(OTHER))
     for reader in (Seal(FINGERPRINT, 2), stranger):
@@ -190,7 +190,7 @@ def test_block_under_an_unknown_key_is_kept() -> None:
         assert caught.value.foreign
 
 
-def test_rotation() -> None:
+def test_key_rotation_reads_each_block_while_its_key_is_in_the_ring() -> None:
     """Add a key everywhere, make it the first, remove the old one: no block is destroyed on the way."""
     before, both_read, after, done = (
         GcmSeal(FINGERPRINT, 2, keys=KeyRing(*keys)) for keys in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
@@ -204,14 +204,14 @@ def test_rotation() -> None:
     assert reason(done, old) is SealReason.UNKNOWN_KEY
 
 
-def test_tools_without_keys_tell_rot_from_good() -> None:
+def test_flipped_bit_in_an_encrypted_payload_is_a_checksum_error() -> None:
     """The checksum is that of the stored bytes: a wrong one comes before the question for a key."""
     blob = bytearray(stored_by(GcmSeal(FINGERPRINT, 2, keys=RING)))
     blob[5] ^= 1
     assert reason(GcmSeal(FINGERPRINT, 2, keys=RING), bytes(blob)) is SealReason.PAYLOAD_CHECKSUM
 
 
-def test_verify_leaves_encrypted_bytes_as_they_are() -> None:
+def test_verify_does_not_change_encrypted_bytes() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     blob = stored_by(seal)
     stored = bytearray(blob[:-TRAILER_BYTES])
@@ -219,7 +219,7 @@ def test_verify_leaves_encrypted_bytes_as_they_are() -> None:
     assert stored == blob[:-TRAILER_BYTES]
 
 
-def test_a_payload_that_changes_while_it_is_encrypted_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payload_changed_during_encryption_is_a_seal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     slot = bytearray(PAYLOAD)
     seal = GcmSeal(FINGERPRINT, 2, keys=RING)
     associated = protected_seal._associated
@@ -233,7 +233,7 @@ def test_a_payload_that_changes_while_it_is_encrypted_is_not_stored(monkeypatch:
         seal.seal_parts(KEY, memoryview(slot))
 
 
-def test_another_process_makes_and_reads_the_same_blocks() -> None:
+def test_seal_restored_from_json_makes_and_reads_blocks_without_master_keys() -> None:
     seal = GcmSeal(FINGERPRINT, 2, keys=KeyRing(NEW, OLD))
     told = json.loads(json.dumps(seal.to_json()))
     worker = seal_from_json(told)
@@ -245,7 +245,7 @@ def test_another_process_makes_and_reads_the_same_blocks() -> None:
     assert type(seal_from_json(json.loads(json.dumps(Seal(FINGERPRINT, 2).to_json())))) is Seal
 
 
-def test_an_encrypted_trailer_is_not_to_be_had_for_a_plain_payload() -> None:
+def test_gcm_seal_refuses_to_make_a_trailer_for_a_plain_payload() -> None:
     with pytest.raises(TypeError, match="seal_parts"):
         GcmSeal(FINGERPRINT, 2, keys=RING).trailer(KEY, memoryview(PAYLOAD))
 
@@ -264,7 +264,7 @@ def test_keys_are_read_from_files_and_from_the_environment(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o660, 0o777, 0o610])
 @pytest.mark.parametrize("by_link", [False, True])
-def test_a_key_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int, by_link: bool) -> None:
+def test_key_file_that_other_users_may_read_or_change_is_refused(tmp_path: Path, mode: int, by_link: bool) -> None:
     path = keys_with(tmp_path, mode)
     if by_link:  # as Kubernetes' secrets are: ..data/keys
         (tmp_path / "link").symlink_to(path)
@@ -275,7 +275,7 @@ def test_a_key_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mo
     assert load_keys(keys_file=str(path)).ids[0] == KeyRing(NEW).ids[0]
 
 
-def test_a_key_file_is_its_readers_own_or_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_must_belong_to_the_reader_or_to_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = keys_with(tmp_path, 0o600)
     uid = path.stat().st_uid
     status = os.fstat
@@ -326,7 +326,7 @@ def test_invalid_key_ring_error_names_file_but_not_content(text: str, expected: 
     assert not any(word in shown for word in text.split() if word)
 
 
-def test_places_without_keys_are_refused(tmp_path: Path) -> None:
+def test_missing_or_unusable_key_sources_are_refused(tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.touch(mode=0o600)
     large.write_bytes(bytes(1 << 17))
@@ -346,14 +346,16 @@ def test_places_without_keys_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["$K", " {}", "{}\n", "{0},{0}", "0x{}"])
 @pytest.mark.parametrize("option", ["keys_file", "keys_env"])
-def test_key_given_instead_of_its_place_is_not_shown(option: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_given_as_keys_file_or_keys_env_is_not_shown_in_the_error(
+    option: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("K", OLD.hex())
     with pytest.raises(ConfigError) as caught:
         parse_tier({"type": "fs", "root_dir": "/x", "encrypt": "aes-gcm", option: text.format(OLD.hex())})
     assert OLD.hex() not in "".join(traceback.format_exception(caught.value))
 
 
-def test_keys_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_encryption_keys_are_not_shown_in_errors_reprs_or_logs(caplog: pytest.LogCaptureFixture) -> None:
     """X4."""
     caplog.set_level(logging.DEBUG)
     ring = KeyRing(OLD)
@@ -373,7 +375,7 @@ def test_keys_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
         ring.__reduce__()
 
 
-def test_without_cryptography_the_extra_is_named() -> None:
+def test_missing_cryptography_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['cryptography'] = None\n"
         "from kvtiers.tiers.errors import ConfigError\n"

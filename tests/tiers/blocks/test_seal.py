@@ -50,7 +50,7 @@ class WideSeal(Seal):
 
 
 @pytest.mark.parametrize("make_seal", [Seal, WideSeal])
-def test_round_trip(make_seal: type[Seal]) -> None:
+def test_trailer_verifies_its_payload(make_seal: type[Seal]) -> None:
     made = make_seal(FINGERPRINT, 2)
     tail = made.trailer(KEY, memoryview(PAYLOAD))
     assert len(tail) == TRAILER_BYTES
@@ -59,7 +59,7 @@ def test_round_trip(make_seal: type[Seal]) -> None:
 
 
 @pytest.mark.parametrize("make_seal", [Seal, WideSeal])
-def test_piecewise_checksum_is_the_same(make_seal: type[Seal]) -> None:
+def test_piecewise_checksum_equals_the_whole_checksum(make_seal: type[Seal]) -> None:
     payload = memoryview(PAYLOAD)
 
     def looked(by: Seal, data: memoryview, last: int) -> RunningChecksum:
@@ -86,7 +86,7 @@ def test_piecewise_checksum_is_the_same(make_seal: type[Seal]) -> None:
         reader.verify(KEY, memoryview(bad), tail, looked(reader, payload, 5000))
 
 
-def test_every_trailer_bit_is_covered() -> None:
+def test_any_flipped_trailer_bit_is_refused() -> None:
     """W2, trailer: any flipped bit at any byte is refused."""
     made, flipped = seal(), bytearray(trailer())
     for position in range(TRAILER_BYTES):
@@ -98,7 +98,7 @@ def test_every_trailer_bit_is_covered() -> None:
     made.verify(KEY, memoryview(PAYLOAD), flipped)
 
 
-def test_4096_payload_positions_are_covered() -> None:
+def test_flipped_payload_bit_is_refused_at_4096_positions() -> None:
     """W2, payload."""
     tail, payload = trailer(), bytearray(PAYLOAD)
     positions = {0, len(payload) - 1, *random.Random(2).sample(range(len(payload)), 4094)}
@@ -110,7 +110,7 @@ def test_4096_payload_positions_are_covered() -> None:
     seal().verify(KEY, memoryview(payload), tail)
 
 
-def test_every_identity_field_alone_is_a_miss() -> None:
+def test_mismatch_of_any_single_identity_field_is_refused_with_its_reason() -> None:
     """W6."""
     tail = trailer()
     assert reason(seal(fingerprint=bytes(32)), KEY, PAYLOAD, tail) is SealReason.FINGERPRINT
@@ -122,7 +122,7 @@ def test_every_identity_field_alone_is_a_miss() -> None:
     assert reason(seal(), KEY, PAYLOAD, tail[:-1]) is SealReason.SIZE
 
 
-def test_only_fields_that_say_nothing_about_the_block_may_differ() -> None:
+def test_changed_trailer_bytes_are_accepted_only_outside_identity_fields() -> None:
     """Each byte of the fields changed, and the trailer's own checksum made right."""
     accepted = 0
     for offset in range(208):
@@ -133,7 +133,7 @@ def test_only_fields_that_say_nothing_about_the_block_may_differ() -> None:
     assert accepted == 32 + 6 + 16 + 16 + 8 + 4 + 12 + 16
 
 
-def test_unknown_version_and_means_are_foreign_not_corrupt() -> None:
+def test_trailer_with_unknown_version_checksum_or_authentication_is_foreign() -> None:
     for offset, value, expected in (
         (8, 2, SealReason.VERSION),
         (12, Checksum.CRC64NVME, SealReason.UNSUPPORTED),
@@ -143,7 +143,7 @@ def test_unknown_version_and_means_are_foreign_not_corrupt() -> None:
         assert (error.reason, error.foreign) == (expected, True)
 
 
-def test_no_flipped_bit_makes_a_block_foreign() -> None:
+def test_trailer_with_a_flipped_bit_is_not_foreign() -> None:
     """A foreign block is never healed."""
     flipped = bytearray(trailer())
     for bit in range(8 * TRAILER_BYTES):
@@ -195,12 +195,12 @@ def test_fuzzed_trailers_never_crash() -> None:
 
 
 @pytest.mark.parametrize(("payload_bytes", "hash_bytes"), [(0, 32), (4095, 32), (4097, 32), (4096, 65)])
-def test_values_that_the_format_cannot_hold_are_refused(payload_bytes: int, hash_bytes: int) -> None:
+def test_payload_or_hash_size_outside_the_format_is_refused(payload_bytes: int, hash_bytes: int) -> None:
     with pytest.raises(ValueError, match="accepted"):
         seal().trailer(make_offload_key(bytes(hash_bytes), 0), memoryview(bytes(payload_bytes)))
 
 
-def test_bad_identity_is_refused() -> None:
+def test_invalid_fingerprint_or_writer_id_is_refused() -> None:
     for bad in ({"fingerprint": b"short"}, {"writer_id": b"x"}):
         with pytest.raises(ValueError, match="must have"):
             seal(**bad)

@@ -81,7 +81,7 @@ def collect(store: Store, *, dry_run: bool = False, **policy: float) -> CollectR
     return run(Collector(store, CapacityPolicy(**options)), dry_run=dry_run)  # type: ignore[arg-type]
 
 
-def test_ttl_removes_blocks_not_used_for_that_long(store: LocalStore) -> None:
+def test_blocks_unused_for_ttl_s_are_removed(store: LocalStore) -> None:
     fill(store, [10, 100, 1000, 10_000])
     report = collect(store, ttl_s=500)
     assert blocks(store) == {name(0), name(1)}
@@ -92,7 +92,7 @@ def test_ttl_removes_blocks_not_used_for_that_long(store: LocalStore) -> None:
     assert blocks(store) == {name(0), name(1)}
 
 
-def test_capacity_removes_the_least_recently_used(store: LocalStore) -> None:
+def test_max_bytes_removes_the_least_recently_used_blocks(store: LocalStore) -> None:
     fill(store, [3600 * (n + 1) for n in range(20)])
     store.touch(name(19))
     report = collect(store, max_bytes=11 * SIZE)
@@ -138,7 +138,7 @@ def test_blocks_younger_than_grace_s_are_kept(store: LocalStore) -> None:
     assert len(blocks(store)) == 10
 
 
-def test_only_blocks_are_removed(store: LocalStore, tmp_path: Path) -> None:
+def test_collector_removes_blocks_but_not_configs_or_foreign_files(store: LocalStore, tmp_path: Path) -> None:
     open_namespace(store, MAPPER)
     fill(store, [10_000, 10_000])
     (tmp_path / "kv" / "notes.txt").write_text("mine")
@@ -170,7 +170,7 @@ def test_only_blocks_are_removed(store: LocalStore, tmp_path: Path) -> None:
         ("model_r0/abc/de_g0/123450.bin", False),
     ],
 )
-def test_which_names_are_blocks(key: str, expected: bool) -> None:
+def test_is_block_accepts_only_block_names(key: str, expected: bool) -> None:
     assert is_block(key) is expected
 
 
@@ -211,7 +211,7 @@ class Busy(FaultyStore):
             yield info
 
 
-def test_blocks_removed_by_others_during_a_pass_are_not_an_error(store: LocalStore) -> None:
+def test_blocks_deleted_by_another_process_during_a_pass_are_not_errors(store: LocalStore) -> None:
     fill(store, [10_000] * 10)
     report = collect(Busy(store, lambda info: store.delete(info.key)), ttl_s=10)
     assert blocks(store) == set()
@@ -381,7 +381,7 @@ def test_writers_stop_while_the_root_is_full(monkeypatch: pytest.MonkeyPatch) ->
     assert writer.full() == ""
 
 
-def test_smaller_bound_is_reached_without_a_put() -> None:
+def test_lowered_max_bytes_is_reached_without_a_put() -> None:
     world = World(max_bytes=400 * SIZE)
     first = world.collector()
     for _ in range(300):
@@ -393,7 +393,7 @@ def test_smaller_bound_is_reached_without_a_put() -> None:
     assert 150 * SIZE <= world.block_bytes() <= 200 * SIZE
 
 
-def test_idle_root_gets_no_writes_and_no_requests() -> None:
+def test_idle_root_gets_no_requests_until_the_next_put() -> None:
     world = World(max_bytes=400 * SIZE)
     counting = FaultyStore(world.store)
     collectors = [world.collector(store=counting) for _ in range(3)]
@@ -490,7 +490,7 @@ def test_writer_whose_record_cannot_be_read_stores_again_after_listings() -> Non
     assert second.full == ""
 
 
-def test_new_puts_after_a_pause_are_not_late_because_older_ones_were() -> None:
+def test_uncounted_puts_before_a_pause_do_not_stop_the_writer_after_the_pause() -> None:
     world = World(max_bytes=1000 * SIZE, writer_s=100.0)
     first, second = world.collector(), world.collector()
     world.put(first)
@@ -510,7 +510,7 @@ def test_new_puts_after_a_pause_are_not_late_because_older_ones_were() -> None:
 
 
 @pytest.mark.parametrize(("limit", "is_full"), [(10_000, False), (300, True)])
-def test_writers_stop_at_max_bytes_and_no_sooner_while_a_command_collects(
+def test_writers_stop_only_at_max_bytes_while_a_command_collects(
     monkeypatch: pytest.MonkeyPatch, limit: int, is_full: bool
 ) -> None:
     monkeypatch.setattr(walker, "PAGE_KEYS", 10)
@@ -556,7 +556,7 @@ def test_collector_stops_after_another_takes_over() -> None:
 
 
 @pytest.mark.parametrize(("owner", "waits_s"), [("one", 0.0), ("another", 30.0)])
-def test_dead_collector_is_followed_at_once_by_its_own_engines_and_later_by_others(owner: str, waits_s: float) -> None:
+def test_dead_collector_is_replaced_at_once_by_its_owner_and_after_30_s_by_another(owner: str, waits_s: float) -> None:
     world = World(max_bytes=100 * SIZE)
     first = world.collector(owner="one")
     world.put(first)
@@ -569,13 +569,13 @@ def test_dead_collector_is_followed_at_once_by_its_own_engines_and_later_by_othe
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"holder":"one","beat":1}', b"\0" * 512])
-def test_record_that_cannot_be_believed_keeps_no_collector_from_working(content: bytes) -> None:
+def test_invalid_usage_record_does_not_stop_a_collector(content: bytes) -> None:
     world = World(max_bytes=100 * SIZE)
     world.store.put(USAGE, as_parts(content))
     assert len(world.poll(world.collector())) == 1
 
 
-def test_one_of_many_collectors_takes_the_place_of_a_dead_one() -> None:
+def test_exactly_one_of_five_collectors_replaces_a_dead_collector() -> None:
     world = World(max_bytes=100 * SIZE)
     dead = world.collector()
     world.put(dead)
@@ -658,7 +658,9 @@ def test_reserve_above_the_size_of_the_disk_removes_nothing(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_refused_puts_remove_the_oldest_blocks_only_while_that_helps(store: LocalStore, helps: bool) -> None:
+def test_refused_puts_remove_a_limited_number_of_oldest_blocks_until_puts_succeed(
+    store: LocalStore, helps: bool
+) -> None:
     """Inodes or a quota are used up, which free space does not show."""
     world = World(store, ttl_s=1e9, grace_s=0.0)
     fill(store, [3600.0 * (n + 1) for n in range(100)])
@@ -693,7 +695,7 @@ def test_collector_works_without_room_for_its_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["", "a collector that was killed"])
-def test_full_disk_is_emptied_though_the_last_collectors_record_cannot_be_replaced(last: str) -> None:
+def test_full_disk_is_collected_although_the_usage_record_cannot_be_replaced(last: str) -> None:
     world = World()
     for _ in range(100):
         world.put()
@@ -722,7 +724,7 @@ def test_root_of_young_blocks_is_listed_rarely() -> None:
 
 
 @pytest.mark.parametrize("still", [0, 10])
-def test_blocks_that_cannot_be_removed_do_not_protect_others(store: LocalStore, still: int) -> None:
+def test_blocks_that_cannot_be_removed_do_not_protect_other_blocks(store: LocalStore, still: int) -> None:
     """The oldest blocks belong to another user or to a read-only namespace."""
     fill(store, [1000.0 * (n + 1) for n in range(40)])
     stay = {name(number) for number in range(40 - still, 40)}
@@ -741,7 +743,7 @@ def test_blocks_that_cannot_be_removed_do_not_protect_others(store: LocalStore, 
     assert left - stay == {name(n) for n in range(len(left) - still)}
 
 
-def test_removals_by_others_are_noticed_by_the_next_listing() -> None:
+def test_used_bytes_reflect_outside_deletions_after_the_next_listing() -> None:
     world = World(max_bytes=100 * SIZE, every_s=60.0)
     collector = world.collector()
     for _ in range(90):
@@ -771,7 +773,7 @@ class BadSector(MemoryStore):
         return super().put(key, parts, overwrite=overwrite)
 
 
-def test_usage_that_cannot_be_read_is_replaced() -> None:
+def test_unreadable_usage_record_is_replaced() -> None:
     store = BadSector()
     world = World(store, max_bytes=10 * SIZE)
     world.poll(world.collector(), polls=2)
@@ -781,7 +783,7 @@ def test_usage_that_cannot_be_read_is_replaced() -> None:
     assert read_usage(store) is not None
 
 
-def test_collector_that_fails_tries_again_without_a_put() -> None:
+def test_failed_collector_retries_without_a_put() -> None:
     world = World(max_bytes=100 * SIZE)
     faulty = FaultyStore(world.store)
     collector = world.collector(store=faulty)
@@ -799,7 +801,9 @@ def test_collector_that_fails_tries_again_without_a_put() -> None:
 # -- object storage ----------------------------------------------------------------------------------------------------
 
 
-def test_s3_is_bounded_and_collected(moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_bucket_is_kept_within_max_bytes(
+    moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvtiers.tiers.stores.s3.options import S3Options
     from kvtiers.tiers.stores.s3.store import S3Store
 
@@ -824,7 +828,7 @@ def test_s3_is_bounded_and_collected(moto: S3Server, boto_models_once: None, mon
     store.close()
 
 
-def test_fsspec_is_collected(tmp_path: Path) -> None:
+def test_ttl_removes_old_blocks_of_an_fsspec_store(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     from kvtiers.tiers.stores.fsspec import FsspecStore
 

@@ -129,7 +129,7 @@ def test_removed_blocks_are_reported_to_the_engine(root: Path, link: CollectorLi
     wait_for(lambda: all(key.startswith(OWN_PREFIX) for key in list_keys(store)))  # the other one's may go later
 
 
-def test_uses_are_recorded_and_keep_blocks(root: Path, link: CollectorLink) -> None:
+def test_use_of_a_block_renews_its_mtime(root: Path, link: CollectorLink) -> None:
     store = LocalStore(root)
     wait_for(link.take_reports)  # it runs
     path = root / MAPPER.relative_name(KEYS[0])
@@ -139,7 +139,7 @@ def test_uses_are_recorded_and_keep_blocks(root: Path, link: CollectorLink) -> N
     wait_for(lambda: polled(link) and time.time() - path.stat().st_mtime < 100)
 
 
-def test_close_leaves_no_process_and_lets_another_collector_work(
+def test_close_ends_the_collector_process_and_releases_its_lease(
     root: Path, monkeypatch: pytest.MonkeyPatch, make_link: Callable[..., CollectorLink]
 ) -> None:
     monkeypatch.setattr("kvtiers.tiers.capacity.link.CLOSE_S", HANG_S)  # a nice process gets little time when busy
@@ -238,7 +238,7 @@ def test_block_stored_again_is_not_reported_as_removed(
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_removal_reported_after_a_store_is_not_told_and_looked_up_again(
+def test_removal_reported_after_a_store_emits_no_event_and_causes_a_new_lookup(
     is_there: bool, make_tier: Callable[..., StoreTierManager]
 ) -> None:
     """A collector reports a batch of removals when the batch ends. Meanwhile a block may be stored again."""
@@ -260,7 +260,7 @@ def test_removal_reported_after_a_store_is_not_told_and_looked_up_again(
     assert wait_for(looked_up) == [is_there]
 
 
-def test_used_bytes_metric_is_exported_once_it_is_known() -> None:
+def test_used_bytes_metric_is_exported_only_while_used_bytes_are_known() -> None:
     metrics = Metrics()
     counts = TierCounts(metrics, "fs")
     for used, shown in ((100, [100]), (None, []), (0, [0])):
@@ -362,7 +362,7 @@ def test_collector_whose_storage_fails_reports_it_and_continues(
     wait_for(lambda: any("report" in report for report in link.take_reports()))
 
 
-def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(
+def test_namespace_config_is_written_although_the_tier_may_not_store_blocks_yet(
     root: Path, make_tier: Callable[..., StoreTierManager]
 ) -> None:
     tier = make_tier(min_free=0, max_bytes="1MiB")

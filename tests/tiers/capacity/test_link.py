@@ -97,7 +97,7 @@ def link(bench: Bench) -> CollectorLink:
 # ---- uses ------------------------------------------------------------------------------------------------------------
 
 
-def test_uses_of_a_block_are_sent_once_in_a_while(bench: Bench, link: CollectorLink) -> None:
+def test_repeated_uses_of_a_block_are_sent_once_per_period(bench: Bench, link: CollectorLink) -> None:
     link.touch(KEYS[:2])
     link.touch(KEYS[1:3])
     assert bench.used() == KEYS[:3]
@@ -109,7 +109,7 @@ def test_uses_of_a_block_are_sent_once_in_a_while(bench: Bench, link: CollectorL
     assert bench.used() == [KEYS[0], KEYS[3]]
 
 
-def test_new_process_hears_of_a_full_disk_after_all_uses(bench: Bench, link: CollectorLink) -> None:
+def test_new_process_is_sent_all_uses_before_the_full_disk(bench: Bench, link: CollectorLink) -> None:
     bench.limit("USES_A_POLL", 2)
     bench.made[-1].die()
     bench.wait(0.0)
@@ -122,14 +122,14 @@ def test_new_process_hears_of_a_full_disk_after_all_uses(bench: Bench, link: Col
     assert [message["runs"] for message in link.take_reports() if "error" in message] == [1]
 
 
-def test_puts_are_not_held_up_by_new_uses(bench: Bench, link: CollectorLink) -> None:
+def test_put_is_sent_before_all_uses_are_sent(bench: Bench, link: CollectorLink) -> None:
     bench.limit("USES_A_POLL", 1)
     link.touch(KEYS[:3])
     link.note_put(0)
     assert bench.heard() == [(KEYS[:1], 0, False), (KEYS[1:2], None, False), (KEYS[2:3], None, False)]
 
 
-def test_uses_beyond_the_limit_are_sent_when_there_is_room_again(bench: Bench, link: CollectorLink) -> None:
+def test_uses_dropped_at_the_limit_are_sent_when_repeated(bench: Bench, link: CollectorLink) -> None:
     bench.limit("UNSENT_KEYS_MAX", 2)
     link.touch(KEYS[:4])
     assert bench.used() == KEYS[:2]
@@ -137,7 +137,7 @@ def test_uses_beyond_the_limit_are_sent_when_there_is_room_again(bench: Bench, l
     assert bench.used() == KEYS[2:4]
 
 
-def test_uses_before_the_process_is_needed_are_bounded_and_the_latest_sent(bench: Bench) -> None:
+def test_latest_uses_are_kept_until_the_process_starts(bench: Bench) -> None:
     """A disk may take weeks to fill up. By then the first uses are out of date."""
     bench.limit("WAITING_KEYS_MAX", 3)
     link = bench.link()  # only the disk is a limit
@@ -152,7 +152,7 @@ def test_uses_before_the_process_is_needed_are_bounded_and_the_latest_sent(bench
     assert bench.heard() == [([KEYS[2], KEYS[4], KEYS[3]], None, True)]
 
 
-def test_full_socket_blocks_nothing_and_keeps_uses(bench: Bench, link: CollectorLink) -> None:
+def test_full_socket_does_not_block_the_link_and_loses_no_uses(bench: Bench, link: CollectorLink) -> None:
     keys = [block_key(n) for n in range(20_000)]
     link.touch(keys)
     for _ in range(100):
@@ -167,7 +167,7 @@ def test_full_socket_blocks_nothing_and_keeps_uses(bench: Bench, link: Collector
 # ---- what the process tells ------------------------------------------------------------------------------------------
 
 
-def test_removals_that_wait_are_bounded(bench: Bench, link: CollectorLink) -> None:
+def test_only_the_latest_unread_removals_are_kept(bench: Bench, link: CollectorLink) -> None:
     bench.limit("REMOVED_KEYS_MAX", 2)
     bench.say(removed=KEYS[:3])
     assert link.take_removed(9) == (KEYS[1:3], [])
@@ -225,7 +225,7 @@ def test_collector_that_counts_slowly_does_not_stop_the_engine(bench: Bench) -> 
         assert link.is_full == ""
 
 
-def test_puts_counted_while_the_engine_was_idle_do_not_stop_it(bench: Bench) -> None:
+def test_idle_engine_is_not_stopped_by_puts_made_before_its_pause(bench: Bench) -> None:
     link = bench.link(max_bytes=10_000)
     link.note_put(1000)
     bench.wait(0.0)
@@ -235,14 +235,14 @@ def test_puts_counted_while_the_engine_was_idle_do_not_stop_it(bench: Bench) -> 
     assert link.is_full == ""
 
 
-def test_process_that_records_uses_and_walks_counts_puts_in_time() -> None:
+def test_recording_uses_and_one_walk_step_take_less_than_the_allowed_lag() -> None:
     assert process.NOTE_S_MAX + STEP_S < LAG_S
 
 
 # ---- processes that fail ---------------------------------------------------------------------------------------------
 
 
-def test_silent_process_is_killed_and_the_next_one_has_twice_the_time(
+def test_silent_process_is_killed_and_its_successor_gets_twice_the_time(
     bench: Bench, link: CollectorLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     def silence() -> int:
@@ -266,7 +266,7 @@ def test_silent_process_is_killed_and_the_next_one_has_twice_the_time(
 
 
 @pytest.mark.parametrize("content", [None, 5, [0], [0, 0, None, None, 5], ["a", 0, None, None, None]], ids=str)
-def test_process_that_sends_nonsense_is_replaced(bench: Bench, link: CollectorLink, content: Any) -> None:
+def test_process_that_sends_invalid_messages_is_replaced(bench: Bench, link: CollectorLink, content: Any) -> None:
     child = bench.made[-1]
     child.send(pack_frame(child.tag, content, pack_pairs([])))
     bench.wait(0.0)
@@ -276,7 +276,7 @@ def test_process_that_sends_nonsense_is_replaced(bench: Bench, link: CollectorLi
     assert len(bench.made) == 2
 
 
-def test_fork_of_the_engine_ends_no_process(bench: Bench, link: CollectorLink) -> None:
+def test_close_in_a_fork_of_the_engine_does_not_end_the_collector_process(bench: Bench, link: CollectorLink) -> None:
     assert run_in_child(link.close) == 0
     bench.say(full="it is still heard")
     assert link.is_full
@@ -322,9 +322,7 @@ def removal(count: int) -> CollectReport:
     return report
 
 
-def test_news_that_the_engine_does_not_read_are_merged_and_bounded(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_news_unread_by_the_engine_is_merged_and_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without requests may read nothing for a week."""
     monkeypatch.setattr(process, "REMOVED_KEYS_A_FRAME", 100)
     keys = [block_key(n) for n in range(5000)]
@@ -349,7 +347,7 @@ def test_news_that_the_engine_does_not_read_are_merged_and_bounded(
     assert (reports[-1]["used"], errors[-1]["error"], frames[-1][0][2]) == (999, "the 999th", "full")
 
 
-def test_process_without_news_says_that_it_lives(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_news_sends_alive_messages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.read() == [([0, 0.0, None, None, None], [])]
     assert engine.read() == []
     monkeypatch.setattr(process, "ALIVE_EVERY_S", 0.0)

@@ -68,7 +68,7 @@ class AgedStore(MemoryStore):
 
 @FAST
 @given(st.integers(1, LIMIT), st.integers(0, LIMIT), st.floats(0, 1e6), st.floats(0.01, 60))
-def test_marks_leave_head_room_for_what_is_put_within_three_polls(
+def test_capacity_marks_leave_head_room_for_three_polls_of_puts(
     limit: int, block: int, rate: float, poll_s: float
 ) -> None:
     marks = CapacityPolicy(max_bytes=limit, block_bytes=block, poll_s=poll_s).marks(rate)
@@ -119,7 +119,7 @@ NAMES = st.one_of(
     st.sampled_from([float("inf"), 1e5, 10.0]),
     st.integers(1, 50),
 )
-def test_walk_removes_only_blocks_and_no_more_than_is_wanted(
+def test_walk_removes_only_blocks_and_no_more_than_the_wanted_bytes(
     blobs: dict[str, tuple[int, float]], excess: int, share: float, ttl_s: float, keys_max: int
 ) -> None:
     now = 1e9
@@ -158,7 +158,7 @@ def test_walk_removes_only_blocks_and_no_more_than_is_wanted(
 
 @FAST
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(2, 1e6)), min_size=1, max_size=60), st.floats(0, 1))
-def test_small_root_loses_its_least_recently_used(blobs: list[tuple[int, float]], share: float) -> None:
+def test_small_root_loses_its_least_recently_used_blocks(blobs: list[tuple[int, float]], share: float) -> None:
     now = 1e9
     store = AgedStore([KeyInfo(name(n), size, now - age_s) for n, (size, age_s) in enumerate(blobs)])
     total = sum(size for size, _ in blobs)
@@ -174,7 +174,7 @@ def test_small_root_loses_its_least_recently_used(blobs: list[tuple[int, float]]
         assert sum(size for size, older_s in blobs if older_s > age_s * 1.0115) < max(1, excess)
 
 
-def test_step_passes_a_bounded_number_of_keys_however_large_the_root_is() -> None:
+def test_walk_step_lists_a_bounded_number_of_keys_for_any_root_size() -> None:
     for count in (10, 3 * PAGE_KEYS):
         store = AgedStore([KeyInfo(f"a{n}", 1, 1e9) for n in range(count)])
         walker = Walker(store)
@@ -184,7 +184,7 @@ def test_step_passes_a_bounded_number_of_keys_however_large_the_root_is() -> Non
             assert store.listed - before <= 50
 
 
-def test_large_root_loses_its_oldest_from_the_first_pages_on() -> None:
+def test_large_root_loses_its_oldest_blocks_after_a_few_listed_pages() -> None:
     now = 1e9
     infos = [KeyInfo(name(n), 1, now - 10.0 - (n * 7919) % 50_021) for n in range(2 * SAMPLE_BLOBS_MAX)]
     store = AgedStore(infos)
@@ -325,7 +325,7 @@ class WritersWithUses(Writers):
 
 
 @pytest.mark.parametrize("machine", [Writers, WritersWithUses])
-def test_sum_is_right_under_concurrent_writers(machine: type[Writers]) -> None:
+def test_used_bytes_are_never_too_low_under_concurrent_writers(machine: type[Writers]) -> None:
     run_state_machine_as_test(
         machine,
         # Shrinking would take minutes, because each example ends with 200 polls.
@@ -335,9 +335,7 @@ def test_sum_is_right_under_concurrent_writers(machine: type[Writers]) -> None:
 
 @settings(FAST, max_examples=20)  # of 2,400 possible; each takes 0.1 s
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(100, 400), st.integers(0, 3))
-def test_overshoot_is_at_most_what_all_writers_put_within_three_polls(
-    hosts: int, puts: int, bound: int, late: int
-) -> None:
+def test_overshoot_is_at_most_three_polls_of_all_writers_puts(hosts: int, puts: int, bound: int, late: int) -> None:
     """Each host puts as fast as it may, and some read the records one poll later than others."""
     now = [1e9]
     store = MemoryStore(clock=lambda: now[0])

@@ -38,7 +38,7 @@ def test_every_shipped_config_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_tier_of_a_shipped_config_is_bounded_or_says_why_not(path: Path) -> None:
+def test_every_tier_of_a_shipped_config_is_bounded_or_has_a_no_bound_comment(path: Path) -> None:
     unbounded = []
     for tier in load_config(path).tiers:
         options = dict(tier)
@@ -63,7 +63,7 @@ def test_every_tier_of_a_shipped_config_is_bounded_or_says_why_not(path: Path) -
         ("1024PiB", 1 << 60),
     ],
 )
-def test_sizes(text: object, size: int) -> None:
+def test_size_with_or_without_unit_is_parsed(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
@@ -74,13 +74,13 @@ def test_sizes(text: object, size: int) -> None:
         *("1,5GiB", "1e9 GiB", "1_000MiB", "10 pages", "1.5.2GiB"),
     ],
 )
-def test_what_is_no_size(text: object) -> None:
+def test_invalid_size_error_shows_an_accepted_form(text: object) -> None:
     with pytest.raises(ValueError, match="is not a size; write a number and a unit, such as 10GiB$"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["12:00", "1:30:00", "-1:00", "1:30.5", "2026-11-27", "0x10", ".inf"])
-def test_a_time_or_date_is_no_number(tmp_path: Path, text: str) -> None:
+def test_yaml_time_or_date_is_read_as_text(tmp_path: Path, text: str) -> None:
     """In YAML 1.1 12:00 is 720, to the base 60: a ttl of twelve hours would be one of twelve minutes."""
     path = tmp_path / "c.yaml"
     path.write_text(f"region: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: /kv, ttl: {text}}}]\n")
@@ -95,7 +95,7 @@ FS = {"type": "fs", "root_dir": "/kv"}
 S3 = {"type": "s3", "bucket": "bucket"}
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_config_error_lists_all_mistakes() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"region": {"size": "x"}, "tiers": [{"type": "zzz"}, FS | {"min_free": "lots"}]})
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
@@ -131,7 +131,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         *((opening * 5000, "is not valid YAML: it is nested too deeply") for opening in (b"[", b"- ", b"? ", b"{a: ")),
     ],
 )
-def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_invalid_config_file_error_names_the_cause(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=expected):
@@ -151,19 +151,19 @@ def test_yaml_with_byte_order_mark_is_accepted(tmp_path: Path, encoding: str) ->
     assert read_yaml(path) == {"a": "é"}
 
 
-def test_merge_keys_are_overridden_as_ever(tmp_path: Path) -> None:
+def test_yaml_keys_override_merged_keys(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     # PyYAML merges what is deeper before it makes a dict of it.
     path.write_text("tiers: [{near: &near {<<: {a: 0, b: 1}, a: 1}}]\nfar: {<<: *near, b: 2}\n")
     assert read_yaml(path) == {"tiers": [{"near": {"a": 1, "b": 1}}], "far": {"a": 1, "b": 2}}
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_config_file_error_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.yaml: cannot be read"):
         load_config(tmp_path / "nowhere.yaml")
 
 
-def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_and_variables_in_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/x")
     monkeypatch.setenv("KV_ROOT", "/mnt/kv")
     for given, expected in (("~/kv", "/home/x/kv"), ("$KV_ROOT/a", "/mnt/kv/a"), ("./~x/kv", f"{os.getcwd()}/~x/kv")):
@@ -174,20 +174,20 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse_tier({"type": "fsspec", "url": url}).url == expected  # type: ignore[union-attr]
 
 
-def test_tiers_of_one_type_get_their_own_names() -> None:
+def test_unnamed_tiers_of_one_type_get_distinct_names() -> None:
     more = [FS | {"root_dir": "/b"}, FS | {"root_dir": "/c", "name": "far"}]
     config = parse_config({"region": REGION, "tiers": [FS, {"type": "memory"}, *more]})
     assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
 
 
-def test_endpoint_of_the_environment_is_the_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_from_the_environment_counts_when_s3_tiers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio:9000")
     other = S3 | {"endpoint_url": "https://minio:9000"}
     with pytest.raises(ConfigError, match=r"tiers\[1\].*: is the place of tiers\[0\].bucket, too"):
         parse_config({"region": REGION, "tiers": [S3, other]})
 
 
-def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_become_absolute_when_a_tier_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that replace others, and engines started elsewhere, would use another one."""
     monkeypatch.chdir(tmp_path)
     for given in ("kv", "./kv", "../" + tmp_path.name + "/kv"):
@@ -222,7 +222,7 @@ AT_MINIO = {"storage_options": {"client_kwargs": {"endpoint_url": "http://MINIO:
         ),
     ],
 )
-def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[str]) -> None:
+def test_tiers_with_equal_or_nested_places_are_refused(tiers: list[dict[str, Any]], expected: list[str]) -> None:
     """The outer one's collector would remove the inner one's blocks, and count them."""
     with pytest.raises(ConfigError) as caught:
         parse_config({"region": REGION, "tiers": tiers})
@@ -247,12 +247,12 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
         [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::s3://kv"}, FSSPEC],
     ],
 )
-def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -> None:
+def test_tiers_with_similar_but_distinct_places_are_accepted(tiers: list[dict[str, Any]]) -> None:
     assert len(parse_config({"region": REGION, "tiers": tiers}).tiers) == len(tiers)
 
 
 @pytest.mark.parametrize("module_path", [None, ""])
-def test_an_empty_module_path_is_none(module_path: str | None) -> None:
+def test_empty_module_path_is_treated_as_absent(module_path: str | None) -> None:
     assert isinstance(parse_tier({**FS, "module_path": module_path}), FsTierConfig)
     with pytest.raises(ConfigError, match=r"max_bites: is not a known key"):
         parse_tier({**FS, "module_path": module_path, "max_bites": "5GiB"})
@@ -262,14 +262,14 @@ def test_an_empty_module_path_is_none(module_path: str | None) -> None:
     assert (mine.type, mine.model_dump()["module_path"]) == ("mine", None)
 
 
-def test_tiers_of_others_keep_their_options() -> None:
+def test_external_tiers_keep_their_options() -> None:
     tier = parse_tier({"type": "MyTier", "module_path": "my.module", "anything": [1]})
     assert isinstance(tier, ExternalTierConfig)
     assert dict(tier) == {"type": "MyTier", "module_path": "my.module", "anything": [1]}
     assert dict(parse_tier({"type": "mine", "x": 1}, registered=["mine"]))["x"] == 1
 
 
-def test_what_may_be_secret_is_in_no_dump_and_no_repr() -> None:
+def test_possible_secrets_are_masked_in_config_dumps_and_reprs() -> None:
     tiers = [
         {"type": "fsspec", "url": "ftp://me:CANARY@host/a?sig=CANARY", "storage_options": {"key": "CANARY"}},
         {"type": "Mine", "module_path": "m", "password": "CANARY"},
@@ -319,7 +319,7 @@ KEY, HEX_KEY = "CANARYCANARY", "CA" * 32
         *(f"- {{type: {tag} {KEY}}}" for tag in ("!!int", "!!float", "!!bool", "!!timestamp")),
     ],
 )
-def test_no_mistake_repeats_what_may_be_secret(tmp_path: Path, tiers: str) -> None:
+def test_config_errors_do_not_repeat_possible_secrets(tmp_path: Path, tiers: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"region: {{size: 64MiB}}\ntiers:\n{tiers}\n")
     with pytest.raises(ConfigError) as caught:
@@ -331,7 +331,7 @@ def test_no_mistake_repeats_what_may_be_secret(tmp_path: Path, tiers: str) -> No
     assert str(caught.value).startswith((f"{path}: is not valid YAML: ", "tiers"))
 
 
-def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
+def test_yaml_syntax_error_names_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("region: {size: 64MiB}\ntiers:\n  - {type: fs, root_dir: @x}\n")
     with pytest.raises(ConfigError) as caught:
@@ -341,7 +341,7 @@ def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
     )
 
 
-def test_json_schema_describes_the_shipped_configs() -> None:
+def test_json_schema_accepts_the_shipped_configs() -> None:
     json.dumps(json_schema())
     for path in CONFIGS:
         schema_validator().validate(yaml.safe_load(path.read_text()))
@@ -371,7 +371,7 @@ PLACES = {
     ids=str,
 )
 @pytest.mark.parametrize("tier_type", TIER_MODELS)
-def test_json_schema_finds_a_typo_in_each_tier(tier_type: str, typo: dict[str, Any]) -> None:
+def test_json_schema_rejects_a_typo_in_each_tier_type(tier_type: str, typo: dict[str, Any]) -> None:
     good = {"type": tier_type, **PLACES[tier_type]}
     is_valid = schema_validator().is_valid
     assert is_valid({"region": REGION, "tiers": [good, {**good, "max_bytes": "1.5 GiB"}]})
@@ -392,14 +392,14 @@ def schema_validator() -> Any:
 
 
 @pytest.mark.parametrize("tier", [{"type": "Mine", "module_path": "a.b", "k": 1}, {"type": "registered", "k": 1}])
-def test_json_schema_takes_tiers_of_others(tier: dict[str, Any]) -> None:
+def test_json_schema_accepts_external_tiers(tier: dict[str, Any]) -> None:
     schema_validator().validate({"region": REGION, "tiers": [tier]})
 
 
 @pytest.mark.parametrize(
     "text", ["4096", " 10 GiB ", "1.5MB", "7B", "2K", "10gib", "1e9", "1,5GiB", "7d", "90 min", "h"]
 )
-def test_json_schema_takes_the_texts_that_are_read(text: str) -> None:
+def test_json_schema_accepts_exactly_the_sizes_and_durations_that_parse(text: str) -> None:
     for key, read in (("max_bytes", parse_size), ("ttl", parse_duration)):
         config = {"region": REGION, "tiers": [{**FS, key: text}]}
         try:
@@ -420,7 +420,7 @@ SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("key", sorted(SHARED_KEYS))
-def test_every_shared_key_arrives(key: str) -> None:
+def test_each_shared_key_reaches_the_tier_options(key: str) -> None:
     value, place, expected = SHARED_KEYS[key]
     tier = parse_tier({"type": "memory", key: value})
     assert isinstance(tier, TierConfig)
@@ -432,19 +432,19 @@ def test_every_shared_key_arrives(key: str) -> None:
     assert arrived != default
 
 
-def test_request_waits_for_lookups_at_least_as_long_as_storage_may_be_silent() -> None:
+def test_lookup_wait_is_at_least_15_s_and_at_least_lookup_deadline_s() -> None:
     totals = [_tier_options(MemoryTierConfig(lookup_deadline_s=seconds)).lookup.total_s for seconds in (1.0, 60.0)]
     assert totals == [15.0, 60.0]
 
 
-def test_no_shared_key_is_forgotten() -> None:
+def test_every_shared_key_of_the_tier_config_has_a_test() -> None:
     # type chooses the model; the others have tests of their own
     elsewhere = {"type", "children", "parallel_agnostic", "isolation", "encrypt", "keys_file", "keys_env"}
     elsewhere |= {"n_read_threads", "n_write_threads"}
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
 
 
-def test_tiers_have_few_options() -> None:
+def test_tier_option_counts_stay_within_their_limits() -> None:
     """An option is there only if a user knows a reason to set it."""
     counts = {tier_type: len(model.model_fields) for tier_type, model in TIER_MODELS.items()}
     names = {name for model in TIER_MODELS.values() for name in model.model_fields}
@@ -454,7 +454,7 @@ def test_tiers_have_few_options() -> None:
     assert counts["fs"] <= 19
 
 
-def test_parallel_agnostic_key() -> None:
+def test_parallel_agnostic_option_reaches_the_mapper() -> None:
     spec = FakeSpec().changed("parallel", tp_size=2, is_parallelism_agnostic=True)
     view = memoryview(bytearray(4096)).cast("b", (1, 4096))
     sizes = []
@@ -465,7 +465,7 @@ def test_parallel_agnostic_key() -> None:
     assert sizes == [2, 1]
 
 
-def test_fs_keys_arrive(tmp_path: Path) -> None:
+def test_fs_options_reach_the_store(tmp_path: Path) -> None:
     view = memoryview(bytearray(4096)).cast("b", (1, 4096))
     full = BuiltInTier(FakeSpec(), view, "fs", root_dir=str(tmp_path / "full"), min_free=1 << 59)
     with pytest.raises(StoreFullError):

@@ -80,7 +80,7 @@ def told_of(tier: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_mistake_names_its_field_and_what_is_accepted(data: object, expected: str) -> None:
+def test_config_error_names_the_field_and_the_accepted_values(data: object, expected: str) -> None:
     assert expected in told(data)
 
 
@@ -110,7 +110,7 @@ def test_mistake_names_its_field_and_what_is_accepted(data: object, expected: st
         ({"type": "fsspec", "url": "gs://$NOT_SET/kv"}, "url: a text names the variable $NOT_SET, which is not set"),
     ],
 )
-def test_mistake_in_a_tier_names_its_field_and_what_is_accepted(tier: dict[str, Any], expected: str) -> None:
+def test_tier_config_error_names_the_field_and_the_accepted_values(tier: dict[str, Any], expected: str) -> None:
     assert told_of(tier).startswith(expected)
 
 
@@ -121,7 +121,7 @@ def test_mistake_in_a_tier_names_its_field_and_what_is_accepted(tier: dict[str, 
         *("api_key", "account_key", "sas_token", "connection_string", "client_secret", "credentials"),
     ],
 )
-def test_credentials_are_told_where_they_belong_and_are_not_repeated(name: str) -> None:
+def test_error_for_credentials_in_a_config_says_where_to_put_them_and_hides_them(name: str) -> None:
     places: list[tuple[object, str]] = [
         ({"region": REGION, name: CANARY}, name),
         ({"region": REGION | {name: CANARY}}, f"region.{name}"),
@@ -133,7 +133,7 @@ def test_credentials_are_told_where_they_belong_and_are_not_repeated(name: str) 
         assert CANARY not in message
 
 
-def test_keys_for_anchors_are_ignored(tmp_path: Path) -> None:
+def test_top_level_keys_for_yaml_anchors_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         "x-limits: &limits {max_bytes: 1GiB, ttl: 1d}\n"
@@ -151,7 +151,7 @@ def test_keys_for_anchors_are_ignored(tmp_path: Path) -> None:
     ("text", "seconds"),
     [("500ms", 0.5), ("10s", 10), ("1.5 s", 1.5), ("2min", 120), ("7d", 604_800), ("45", 45), ("3h", 10_800), (7, 7)],
 )
-def test_durations(text: object, seconds: float) -> None:
+def test_duration_with_or_without_unit_is_parsed(text: object, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
@@ -175,7 +175,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "where"), DURATIONS)
-def test_every_duration_takes_units(name: str, where: str) -> None:
+def test_every_duration_option_accepts_units(name: str, where: str) -> None:
     for text, seconds in (("3s", 3), ("3", 3), (3, 3), ("3000ms", 3)):
         if where == "region":
             assert getattr(parse_config({"region": {**REGION, name: text}}).region, name) == seconds
@@ -184,7 +184,7 @@ def test_every_duration_takes_units(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["10 secs", "much", "", "1,5s", "2 months", "1:30", None, True, [], "-1s", "1e3"])
-def test_what_is_no_duration(value: object) -> None:
+def test_invalid_duration_error_shows_accepted_forms(value: object) -> None:
     with pytest.raises(
         ValueError, match="is not a duration; write a number and a unit, such as 500ms, 10s, 30m, 12h or 7d$"
     ):
@@ -196,7 +196,7 @@ def test_removed_option_is_told_its_successor(name: str) -> None:
     assert told_of(S3 | {name: 1}) == f"{name}: was removed: {_REPLACED[name]}"
 
 
-def test_a_value_out_of_range_is_told_the_fields_range() -> None:
+def test_out_of_range_value_error_names_the_accepted_range() -> None:
     assert told_of(FS | {"job_deadline_s": "2d"}) == (
         "job_deadline_s: '2d' is not accepted; write a duration above 0s, up to 1d"
     )
@@ -211,19 +211,19 @@ def test_a_value_out_of_range_is_told_the_fields_range() -> None:
 
 
 @given(st.integers(0, 1 << 60))
-def test_a_size_that_is_shown_can_be_written(size: int) -> None:
+def test_shown_size_parses_back_to_the_same_size(size: int) -> None:
     assert parse_size(show_size(size)) == size
 
 
 @given(st.integers(0, 10**12))
-def test_a_duration_that_is_shown_can_be_written(milliseconds: int) -> None:
+def test_shown_duration_parses_back_to_the_same_duration(milliseconds: int) -> None:
     assert parse_duration(show_duration(milliseconds / 1000)) == pytest.approx(milliseconds / 1000)
 
 
 # ---- variables -------------------------------------------------------------------------------------------------------
 
 
-def test_variables_are_expanded_in_every_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_expanded_in_every_text_option(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SIZE": "2GiB", "TTL": "2d", "NAME": "near", "ROOT": "/mnt/kv", "N": "7", "TYPE": "fs"}.items():
         monkeypatch.setenv(name, value)
     for name in ("NOT_SET", "EMPTY"):
@@ -245,7 +245,7 @@ def test_variables_are_expanded_in_every_text(monkeypatch: pytest.MonkeyPatch) -
     assert (config.region.size, config.identity.ignore) == (64 << 20, ("a_7",))
 
 
-def test_what_was_expanded_is_not_expanded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expanded_values_are_not_expanded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier is parsed again by each constructor, and a dump may be loaded again."""
     monkeypatch.setenv("HOME", "/elsewhere")
     monkeypatch.setenv("PASSWORD", "a$HOME")
@@ -270,7 +270,7 @@ def test_what_was_expanded_is_not_expanded_again(monkeypatch: pytest.MonkeyPatch
         (FS | {"encrypt": "aes-gcm", "keys_env": "$SECRET"}, "keys_env: a text is not accepted; write a var"),
     ],
 )
-def test_a_variable_that_does_not_fit_is_named_without_its_value(
+def test_unusable_variable_error_names_the_variable_but_not_its_value(
     monkeypatch: pytest.MonkeyPatch, tier: dict[str, Any], expected: str
 ) -> None:
     monkeypatch.setenv("SECRET", CANARY)
@@ -298,7 +298,7 @@ def test_dollar_without_variable_is_refused(text: str, expected: str) -> None:
     assert parse_tier(FS | {"root_dir": text.replace("$", "$$")}).root_dir == text  # type: ignore[union-attr]
 
 
-def test_what_drivers_get_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_options_and_external_tier_options_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A", "b")
     tier = parse_tier({"type": "fsspec", "url": "gs://$A", "storage_options": {"token": "pa$A$$"}})
     assert (dict(tier)["url"], dict(tier)["storage_options"]) == ("gs://b", {"token": "pa$A$$"})
@@ -306,11 +306,11 @@ def test_what_drivers_get_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @given(st.text(alphabet="a$${}:-_@/?"))
-def test_escaped_text_stands_for_itself(text: str) -> None:
+def test_escaped_text_expands_to_itself(text: str) -> None:
     assert expand(escape(text), {}) == text
 
 
-def test_editors_accept_variables() -> None:
+def test_json_schema_accepts_variables() -> None:
     import jsonschema
 
     tier = FS | {"max_bytes": "$SIZE", "n_read_threads": "${N:-4}", "ttl": "$TTL", "name": "kv-$NAME"}
@@ -322,7 +322,9 @@ def test_editors_accept_variables() -> None:
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_relative_path_is_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_in_a_config_file_is_relative_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "elsewhere").mkdir()
     tiers = [
@@ -344,7 +346,7 @@ def test_a_relative_path_is_relative_to_the_file(tmp_path: Path, monkeypatch: py
     assert [parse_tier(tier) for tier in got] == list(config.tiers)
 
 
-def test_a_path_in_options_is_relative_to_the_working_directory(
+def test_relative_path_in_tier_options_is_relative_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Like every path on a command line: vLLM's options have no file."""
@@ -353,7 +355,7 @@ def test_a_path_in_options_is_relative_to_the_working_directory(
 
 
 @pytest.mark.parametrize("export", ["server:/export", "10.0.0.1:/a/b", "[fe80::1]:/e", "kv-1.local:/"])
-def test_an_export_is_told_to_be_mounted(export: str) -> None:
+def test_nfs_export_as_root_dir_error_says_to_mount_the_export(export: str) -> None:
     message = told_of({"type": "nfs", "root_dir": export})
     assert message.startswith(f"root_dir: '{export}' is an NFS export, not a folder; mount it (mount -t nfs {export} ")
     assert dict(parse_tier({"type": "nfs", "root_dir": f"./{export}"}))["root_dir"].endswith(export.rstrip("/"))
@@ -393,7 +395,7 @@ def test_fsspec_url_without_its_protocol_is_refused_and_not_shown(url: str) -> N
     assert CANARY not in message
 
 
-def test_a_buckets_url_is_told_as_options() -> None:
+def test_url_as_s3_bucket_error_names_the_bucket_and_prefix_options() -> None:
     assert told_of({"type": "s3", "bucket": "s3://b1/a/b/"}) == (
         "bucket: 's3://b1/a/b/' is a URL; write bucket: b1 and prefix: a/b"
     )
@@ -472,7 +474,7 @@ def wrong_values(schema: dict[str, Any]) -> list[Any]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_any_single_mistake_names_its_field(data: st.DataObject) -> None:
+def test_error_for_any_single_mistake_names_the_field(data: st.DataObject) -> None:
     config = copy.deepcopy(data.draw(st.sampled_from(GOOD)))
     parse_config(config)
     path = data.draw(st.sampled_from(paths_of(config)))
@@ -503,7 +505,7 @@ def test_any_single_mistake_names_its_field(data: st.DataObject) -> None:
     assert all(line.isprintable() for line in message.split("\n"))
 
 
-def test_a_misspelt_required_key_is_one_mistake() -> None:
+def test_misspelled_required_key_gives_a_single_error() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"regoin": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dirr": "/x"}]})
     assert str(caught.value).split("\n") == [

@@ -16,7 +16,7 @@ from kvtiers.tiers.errors import RegionError
 from kvtiers.tiers.server.mapped_file import MappedRegion
 
 
-def test_region_of_a_memfd_of_a_file_and_inside_a_page(tmp_path: Path) -> None:
+def test_region_maps_memfds_and_files_from_inside_a_page(tmp_path: Path) -> None:
     fd = os.memfd_create("r", os.MFD_CLOEXEC)
     os.ftruncate(fd, 3 * mmap.PAGESIZE)
     (tmp_path / "file").write_bytes(bytes(3 * mmap.PAGESIZE))
@@ -50,12 +50,12 @@ def test_region_of_a_memfd_of_a_file_and_inside_a_page(tmp_path: Path) -> None:
     ],
     ids=["private", "read-only", "empty"],
 )
-def test_memory_that_no_other_process_can_map_is_refused(view: memoryview, why: str) -> None:
+def test_private_read_only_or_empty_memory_is_refused_as_a_region(view: memoryview, why: str) -> None:
     with pytest.raises(RegionError, match=why):
         MappedRegion(view)
 
 
-def test_looking_for_the_regions_file_drops_no_lock_of_the_process(tmp_path: Path) -> None:
+def test_search_for_the_regions_file_keeps_file_locks_of_the_process(tmp_path: Path) -> None:
     probe = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     fd = os.memfd_create("r", os.MFD_CLOEXEC)
     os.ftruncate(fd, mmap.PAGESIZE)

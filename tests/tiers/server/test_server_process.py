@@ -88,7 +88,7 @@ def test_exception_of_the_store_fails_only_its_blocks(bench: Bench, what: str) -
 
 
 @pytest.mark.parametrize("what", ["fork", "fork-in-c"])
-def test_fork_that_returns_from_a_library_answers_nothing_and_ends(bench: Bench, what: str) -> None:
+def test_fork_made_by_a_library_sends_no_answer_and_ends(bench: Bench, what: str) -> None:
     pids = bench.pids
     for method in METHODS:
         bench.provoke(method, what)
@@ -220,13 +220,17 @@ def kill_at_random(tmp_path: Path, kills: int) -> int:
     return jobs
 
 
-def test_servers_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
+def test_random_kills_of_server_processes_lose_no_job_and_give_no_wrong_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
     monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     record("S3", kills=20, jobs=kill_at_random(tmp_path, 20), missing=0, twice=0)
 
 
 @pytest.mark.full
-def test_many_servers_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
+def test_200_random_kills_of_server_processes_lose_no_job_and_give_no_wrong_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
     monkeypatch.setattr(connections, "PAUSE_S", (0.01, 0.05))
     record("W3", kills=200, jobs=kill_at_random(tmp_path, 200), bad=0)
 
@@ -269,7 +273,7 @@ time.sleep(600)
         engine.stdout.close()
 
 
-def test_fork_of_the_engine_does_not_keep_a_process_that_is_told_to_end(bench: Bench) -> None:
+def test_fork_of_the_engine_does_not_keep_its_processes_alive_after_shutdown(bench: Bench) -> None:
     """The child also holds the engine's end of the socket."""
     read_end, write_end = os.pipe()
     child = fork()
@@ -290,9 +294,7 @@ def test_fork_of_the_engine_does_not_keep_a_process_that_is_told_to_end(bench: B
 
 
 @pytest.mark.parametrize("stderr", ["", "2>&-"], ids=["stderr", "no stderr"])
-def test_what_a_library_prints_comes_neither_into_standard_output_nor_into_the_region(
-    tmp_path: Path, stderr: str
-) -> None:
+def test_library_output_reaches_neither_standard_output_nor_the_region(tmp_path: Path, stderr: str) -> None:
     """Without standard error, the region's file would get descriptor 2, the lowest number that is free."""
     code = """
 bench = Bench(Path(sys.argv[1]))
@@ -309,7 +311,9 @@ print("unchanged")
     assert (engine.returncode, output) == (0, b"unchanged\n")
 
 
-def test_processes_do_not_see_the_keys(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_processes_do_not_get_the_key_variables(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvtiers.tiers.child_process.KEY_VARIABLES", {"KEYS"})
     monkeypatch.setenv("KEYS", "CANARY")
     monkeypatch.setenv("OTHER", "CANARY")
@@ -321,7 +325,7 @@ def test_processes_do_not_see_the_keys(make: Callable[..., Bench], monkeypatch: 
         assert b"KEYS=CANARY" not in seen
 
 
-def test_signals_to_the_whole_service_are_the_engines(bench: Bench) -> None:
+def test_storage_processes_ignore_sigint_and_sigterm(bench: Bench) -> None:
     """Ctrl-C, and the signal that systemd sends to stop a service. The engine must finish its stores first."""
     pids = bench.pids
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -331,7 +335,7 @@ def test_signals_to_the_whole_service_are_the_engines(bench: Bench) -> None:
     assert bench.pids == pids
 
 
-def test_process_of_an_engine_with_many_open_files(make: Callable[..., Bench]) -> None:
+def test_process_starts_although_the_engine_has_over_1024_open_files(make: Callable[..., Bench]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1200
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -348,7 +352,7 @@ def test_process_of_an_engine_with_many_open_files(make: Callable[..., Bench]) -
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_process_that_takes_long_to_be_reaped_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_and_close_do_not_wait_for_a_process_that_is_reaped_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel may take seconds for it, and the scheduler's thread asks whether the process has ended."""
     process = subprocess.Popen(["sleep", "600"], process_group=0)
     may_reap, really_wait = threading.Event(), process.wait
@@ -372,7 +376,7 @@ def test_process_that_takes_long_to_be_reaped_holds_nobody_up(monkeypatch: pytes
         wait_for(server.has_ended)
 
 
-def test_tier_that_ends_amid_hung_calls_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
+def test_tier_shut_down_during_hung_calls_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     first = Bench(tmp_path / "first")  # what is imported and cached once
     first.tier.shutdown()
     fds = open_fds()

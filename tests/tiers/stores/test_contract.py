@@ -102,7 +102,7 @@ class KeepsItsLastError(Sound):
             raise
 
 
-@breaks("test_put_that_fails_leaves_what_was_there")
+@breaks("test_failed_put_keeps_the_old_blob_and_adds_no_key")
 class MakesRoomFirst(Sound):
     def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
         if overwrite:
@@ -113,7 +113,7 @@ class MakesRoomFirst(Sound):
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-@breaks("test_what_another_handle_changed_is_seen_at_once")
+@breaks("test_changes_by_another_handle_are_seen_at_once")
 class RemembersItsListing(Sound):
     listed: list[KeyInfo] | None = None
 
@@ -143,8 +143,8 @@ class EverybodyWins(Sound):
         return super().put(key, parts, overwrite=overwrite) or is_new
 
 
-@breaks("test_writers_of_many_keys")
-@breaks("test_blob_that_is_replaced_is_always_there")
+@breaks("test_writers_of_many_keys_leave_only_whole_blobs")
+@breaks("test_blob_is_always_present_while_it_is_replaced")
 class ListsWhatItWrites(Sound):
     def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
         super().put(f"{key}.tmp", [])
@@ -153,7 +153,7 @@ class ListsWhatItWrites(Sound):
         return super().put(key, parts, overwrite=overwrite)
 
 
-@breaks("test_blob_that_is_replaced_is_always_there")
+@breaks("test_blob_is_always_present_while_it_is_replaced")
 class ReplacesInTwoSteps(Sound):
     def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
         if overwrite:
@@ -162,7 +162,7 @@ class ReplacesInTwoSteps(Sound):
         return super().put(key, parts, overwrite=overwrite)
 
 
-@breaks("test_what_another_handle_changed_is_seen_at_once")
+@breaks("test_changes_by_another_handle_are_seen_at_once")
 class RemembersSizes(Sound):
     def __init__(self, memory: MemoryStore) -> None:
         super().__init__(memory)
@@ -178,7 +178,7 @@ class RemembersSizes(Sound):
         return self._sizes[key]
 
 
-@breaks("test_close_during_a_listing")
+@breaks("test_listing_of_a_closed_store_ends_or_is_refused")
 class ListsWithoutItsHandle(Sound):
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         for info in list(super().keys(prefix)):
@@ -195,7 +195,7 @@ def test_correct_store_passes(rule: str) -> None:
     check(Sound, rule)
 
 
-def test_hanging_thread_fails_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_in_threads_fails_without_waiting_for_a_hanging_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     # The time is up as soon as the other thread has ended.
     monkeypatch.setattr(
         "kvtiers.tiers.testing.contract.data.wait", lambda calls, _: wait(calls, return_when=FIRST_COMPLETED)

@@ -150,10 +150,10 @@ class Rules(StoreContract):
         return store.path(key).read_bytes()
 
 
-KILLED = "test_another_process_is_killed_while_it_puts"
-SEEN = "test_another_process_sees_what_is_put"
-ONE_WINS = "test_of_several_processes_one_publishes"
-HANDLES = "test_handles_come_and_go_while_another_puts"
+KILLED = "test_writer_process_killed_during_a_put_leaves_no_partial_blob"
+SEEN = "test_another_process_sees_a_blob_as_soon_as_put_returns"
+ONE_WINS = "test_exactly_one_of_several_processes_publishes_a_key"
+HANDLES = "test_opening_and_closing_handles_does_not_disturb_another_writer"
 
 
 @pytest.mark.parametrize("rule", [KILLED, HANDLES, SEEN, ONE_WINS])

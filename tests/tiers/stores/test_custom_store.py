@@ -76,7 +76,7 @@ make_store = "no function"
         (f"{__name__}:make_of_words", "make_of_words failed with its options: ValueError: ['a']\\x1b[2J"),
     ],
 )
-def test_invalid_store_functions_are_named(module_path: str, said: str) -> None:
+def test_invalid_store_function_error_names_the_function_and_the_reason(module_path: str, said: str) -> None:
     with pytest.raises(StoreConfigError) as caught:
         make_custom_store(module_path, {"a": 1})
     assert said in str(caught.value)
@@ -90,7 +90,7 @@ def test_config_errors_of_the_store_function_are_shown(tmp_path: Path) -> None:
         make_custom_store(MODULE, {"path": str(tmp_path / "text")})
 
 
-def test_parts_are_filled_whole_or_not_at_all() -> None:
+def test_fill_parts_fills_all_parts_or_leaves_them_unchanged() -> None:
     buffer = bytearray(6)
     parts = [memoryview(buffer)[:2], memoryview(buffer)[2:].cast("b")]
     fill_parts(parts, b"abcdef", key="k")
@@ -133,7 +133,9 @@ def benches() -> Iterator[list[Bench]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"isolation": "process"}, {"isolation": "thread", "max_bytes": "4MiB"}])
-def test_blocks_come_back_in_another_engine(tmp_path: Path, benches: list[Bench], options: dict[str, Any]) -> None:
+def test_custom_store_blocks_load_in_another_engine(
+    tmp_path: Path, benches: list[Bench], options: dict[str, Any]
+) -> None:
     first, second = (Bench(**tier_of(tmp_path, **options)) for _ in range(2))
     benches += [first, second]
     wanted, tier = first.fill(1), first.tier()
@@ -182,7 +184,7 @@ def test_custom_store_works_with_limits_keys_and_all_commands(
             assert of_tier["blocks"] > 0
 
 
-def test_memory_behind_processes_is_refused() -> None:
+def test_custom_memory_store_with_processes_is_refused() -> None:
     """Each process would have its own."""
     tier = {"type": "store", "module_path": "tests.tiers.server.hostile_store:make_memory"}
     with pytest.raises(ConfigError, match=r"^isolation: needs other processes, .*; write thread$"):
@@ -209,7 +211,7 @@ def test_package_registers_its_store_by_an_entry_point(tmp_path: Path, monkeypat
         parse_config({"region": REGION, "tiers": [{"type": "sqlit"}]})
 
 
-def test_options_are_not_shown_because_they_may_be_secret() -> None:
+def test_custom_store_options_are_not_shown_in_dumps_reprs_or_errors() -> None:
     raw = {"type": "store", "module_path": MODULE, "options": {"password": "hush"}}
     config = parse_config({"region": REGION, "tiers": [raw]})
     assert "hush" not in repr(config) + json.dumps(config.model_dump(mode="json"))
@@ -228,5 +230,5 @@ def test_two_tiers_of_one_store_are_refused() -> None:
     parse_config({"region": REGION, "tiers": [raw, raw | {"options": {"path": "/other.db"}}]})
 
 
-def test_schema_accepts_a_custom_store() -> None:
+def test_json_schema_defines_the_custom_store_tier() -> None:
     assert "StoreTierConfig" in json_schema()["$defs"]

@@ -73,7 +73,7 @@ def test_error_comes_before_or_after_the_call() -> None:
 
 
 @pytest.mark.parametrize("method", ["size", "keys", "close", "delete"])
-def test_a_base_exception_comes_out_of_any_method(method: str) -> None:
+def test_planned_base_exception_is_raised_by_any_method(method: str) -> None:
     store = FaultyStore(MemoryStore(), [Fault(method, error=SystemExit)])
     with pytest.raises(SystemExit):
         getattr(store, method)(*() if method in ("keys", "close") else "a")
@@ -87,7 +87,7 @@ def test_delay_uses_the_sleep_hook() -> None:
     assert slept == [3.5, 3.5]
 
 
-def test_hang_until_let_go() -> None:
+def test_planned_hang_ends_when_its_event_is_set() -> None:
     entered, let_go = threading.Event(), threading.Event()
     plan = [Fault("size", delay_s=1.0, hang=let_go)]
     store = FaultyStore(MemoryStore(), plan, sleep=lambda _: entered.set())
@@ -101,7 +101,7 @@ def test_hang_until_let_go() -> None:
     assert not thread.is_alive()
 
 
-def test_flipped_bits() -> None:
+def test_planned_bit_flips_change_stored_and_read_bytes() -> None:
     store = FaultyStore(
         MemoryStore(), [Fault("put", flip_bit=9), Fault("get_into", flip_bit=-1), Fault("get_tail", flip_bit=0)]
     )
@@ -115,7 +115,7 @@ def test_flipped_bits() -> None:
     assert store.get_tail("absent", 2) is None
 
 
-def test_truncation() -> None:
+def test_planned_truncation_cuts_stored_and_read_bytes() -> None:
     store = FaultyStore(MemoryStore(), [Fault("put", truncate_to=2), Fault("get_into", first=2, truncate_to=1)])
     store.put("a", as_parts(b"1234"))
     with pytest.raises(BlobCorruptError):
@@ -124,7 +124,7 @@ def test_truncation() -> None:
     assert fetch(store, "a", 2) == b"12"
 
 
-def test_a_share_of_the_calls_fails() -> None:
+def test_fault_with_a_share_fails_that_share_of_calls() -> None:
     fault = Fault("size", count=None, first=101, error=lambda: StoreUnavailableError("injected"), share=0.25)
     store = FaultyStore(MemoryStore(), [fault, Fault("size", count=None, share=0.0, error=KeyError)])
     failed = 0

@@ -159,7 +159,7 @@ def s3(moto: S3Server, boto_models_once: None) -> Iterator[FsspecStore]:
     store.close()
 
 
-def test_capabilities_are_the_protocols(local: FsspecStore, s3: FsspecStore) -> None:
+def test_capabilities_follow_the_protocol_of_the_url(local: FsspecStore, s3: FsspecStore) -> None:
     memory = FsspecStore("memory://kv")
     seen = {
         name: (store.capabilities.exclusive_create, store.capabilities.shared, store.capabilities.latency_bound)
@@ -191,7 +191,7 @@ def test_local_blob_is_never_seen_half_written(
 
 
 @pytest.mark.parametrize(("place", "method"), [(os, "replace"), (LocalFileSystem, "open")])
-def test_failed_put_leaves_nothing(
+def test_failed_fsspec_put_keeps_the_old_blob_and_leaves_no_file(
     local: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: object, method: str
 ) -> None:
     local.put("f/a", as_parts(b"old"))
@@ -241,7 +241,7 @@ def test_read_only_store_sweeps_nothing_and_logs_nothing(tmp_path: Path, caplog:
     assert not litter.exists()
 
 
-def test_opening_fails_if_the_server_never_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_opens_with_a_warning_although_the_server_never_answers(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -408,7 +408,7 @@ def test_folder_that_cannot_be_listed_fails_the_listing(listed: tuple[FsspecStor
     assert list_keys(store) == (["n_r0/000/00_g0/k.bin"] if name == "001" else [])
 
 
-def test_driver_that_lists_trees_is_asked_for_the_tree(local: FsspecStore, s3: FsspecStore) -> None:
+def test_only_drivers_with_tree_listings_are_asked_for_trees(local: FsspecStore, s3: FsspecStore) -> None:
     """A listing of S3 by folders would be thousands of requests."""
     stores = (local, s3, FsspecStore("memory://kv"), FsspecStore("http://host/kv", read_only=True))
     assert [lists_trees(store._fs) for store in stores] == [False, True, True, False]
@@ -443,13 +443,13 @@ def test_tree_with_names_outside_the_folder_is_refused(s3: FsspecStore, monkeypa
 # -- lookups -----------------------------------------------------------------------------------------------------------
 
 
-def test_size_many_asks_at_once(s3: FsspecStore) -> None:
+def test_fsspec_size_many_returns_sizes_and_none_for_absent_keys(s3: FsspecStore) -> None:
     for i in range(0, 60, 2):
         backend().put_object(s3._root, f"f/{i}", bytes(i))
     assert s3.size_many([f"f/{i}" for i in range(60)]) == [None if i % 2 else i for i in range(60)]
 
 
-def test_size_many_says_which_key_failed() -> None:
+def test_size_many_error_names_the_failed_key() -> None:
     with HttpFaultServer() as server:
         store = FsspecStore("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint_url})
         server.put_object("bucket", "a", b"1")
@@ -518,7 +518,7 @@ def test_exceptions_of_a_driver_become_store_errors(
         (Fault.STALL, StoreTimeoutError),
     ],
 )
-def test_faults_of_a_server(fault: Fault, error: type[StoreError]) -> None:
+def test_server_faults_become_matching_store_errors(fault: Fault, error: type[StoreError]) -> None:
     with HttpFaultServer() as server:
         store = FsspecStore(
             "s3://bucket",
@@ -532,7 +532,7 @@ def test_faults_of_a_server(fault: Fault, error: type[StoreError]) -> None:
                 call()
 
 
-def test_missing_bucket(moto: S3Server, boto_models_once: None) -> None:
+def test_put_into_a_missing_bucket_is_a_config_error_and_size_is_none(moto: S3Server, boto_models_once: None) -> None:
     store = FsspecStore("s3://no-such-bucket", s3_options(moto))
     with pytest.raises(StoreConfigError, match="the bucket or the root does not exist"):
         store.put("a", as_parts(b"1"))
@@ -556,7 +556,7 @@ def test_mtime_is_read_from_each_drivers_own_field(info: dict[str, object], seco
     assert mtime_of(info) == seconds
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreConfigError, match="the driver is not installed: pip install adlfs"):
         FsspecStore("abfs://container/kv")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
@@ -585,7 +585,7 @@ def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> N
 
 
 @pytest.mark.parametrize("url", ["nosuch://kv", "s3://"])
-def test_bad_url_is_refused_or_empty(url: str) -> None:
+def test_url_with_unknown_protocol_or_without_bucket_is_refused(url: str) -> None:
     with pytest.raises(StoreConfigError):
         FsspecStore(url)
 
@@ -613,7 +613,7 @@ def test_failed_connection_at_opening_is_a_store_error(
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_secrets_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_fsspec_secrets_are_not_shown_in_errors_reprs_or_logs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with HttpFaultServer() as server:
         access = {"key": "k", "secret": SECRET, "token": TOKEN, "endpoint_url": server.endpoint_url}
@@ -659,7 +659,9 @@ def test_hugging_face_url_is_opened_without_stale_listings(monkeypatch: pytest.M
         *("file://kv", "file://./kv", "local://kv", "zip://a::file://kv.zip"),
     ],
 )
-def test_invalid_url_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_that_fsspec_would_take_for_a_path_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fsspec takes it for a path, and writes into the working directory."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StoreConfigError):
@@ -695,7 +697,7 @@ def test_drivers_log_nothing_at_debug(
     assert SECRET not in caplog.text
 
 
-def test_loggers_of_what_a_driver_requires_are_capped() -> None:
+def test_loggers_of_a_drivers_libraries_are_capped() -> None:
     check_drivers("s3://bucket")
     for name in ("aiohttp.client", "aiobotocore", "fsspec.asyn"):
         assert not logging.getLogger(name).isEnabledFor(logging.DEBUG)

@@ -80,7 +80,7 @@ def vandal(root: Path, seed: int, until: float) -> None:
 
 
 @pytest.mark.full
-def test_sixty_seconds(tmp_path: Path, record: Record) -> None:
+def test_engines_sharing_a_root_with_a_damaging_process_load_no_wrong_block(tmp_path: Path, record: Record) -> None:
     root = tmp_path / "root"
     until = time.monotonic() + SECONDS
     notes = [tmp_path / f"note{seed}" for seed in range(PROCESSES - 1)]

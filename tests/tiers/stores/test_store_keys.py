@@ -47,6 +47,6 @@ def test_random_text_is_checked_by_the_documented_rules(key: str) -> None:
     assert is_accepted(key) == is_good(key)
 
 
-def test_parts_size() -> None:
+def test_parts_size_is_the_sum_of_all_bytes() -> None:
     assert parts_size([]) == 0
     assert parts_size([memoryview(b"abc"), memoryview(b""), memoryview(bytes(24)).cast("b", (3, 8))]) == 27

@@ -157,7 +157,7 @@ def test_server_answer_becomes_the_jobs_result(single: Bench) -> None:
     assert bench.finished() == {}
 
 
-def test_job_is_cut_into_parts_and_ends_with_the_last(make: Callable[..., Bench]) -> None:
+def test_job_is_split_into_parts_and_ends_with_its_last_part(make: Callable[..., Bench]) -> None:
     bench = make([READER, READER], None, channel_module.PART_BYTES_MIN)
     bench.submit(1, 8)
     first, second = bench.made
@@ -218,7 +218,7 @@ def test_log_messages_of_servers_are_passed_on(single: Bench) -> None:
     assert bench.channel.take_looked() == [(looked, [False, True, None, *[False] * 5])]
 
 
-def test_cut_reaches_all_servers_and_those_that_start_later(bench: Bench) -> None:
+def test_cut_reaches_running_servers_and_servers_that_start_later(bench: Bench) -> None:
     bench.channel.cut("circuit_open")
     bench.channel.cut("circuit_open")
     for server in bench.made:
@@ -299,7 +299,7 @@ def test_server_that_sends_invalid_frames_is_killed_and_its_jobs_fail(bench: Ben
 
 
 @pytest.mark.parametrize("raw", [b"", b"\1" * 7, b"\1" * 9, b"\1" * 7 + b"\3"], ids=len)
-def test_wrong_answers_to_a_lookup_are_failed_lookups(bench: Bench, raw: bytes) -> None:
+def test_invalid_answer_to_a_lookup_is_a_failed_lookup(bench: Bench, raw: bytes) -> None:
     number = bench.channel.look(KEYS)
     server = bench.made[0]
     server.read()
@@ -331,7 +331,7 @@ def test_invalid_answer_to_an_opening_is_a_failed_opening(bench: Bench, content:
     assert bench.channel.take_opened() is None
 
 
-def test_opening_is_answered(bench: Bench) -> None:
+def test_opening_returns_the_servers_capabilities_or_error(bench: Bench) -> None:
     bench.channel.open()
     server = bench.made[0]
     server.answer_all()
@@ -394,7 +394,7 @@ def test_dead_server_is_replaced_after_a_pause_that_grows(single: Bench) -> None
     assert not single.made[-1].is_dead
 
 
-def test_hanging_start_blocks_nothing(bench: Bench) -> None:
+def test_hanging_server_start_does_not_block_jobs_of_other_servers(bench: Bench) -> None:
     bench.replace_with_start_that_hangs()
     for _ in range(20):
         bench.channel.poll()
@@ -412,7 +412,7 @@ def test_hanging_start_blocks_nothing(bench: Bench) -> None:
 # ---- servers that are late -------------------------------------------------------------------------------------------
 
 
-def test_silent_server_is_killed_at_the_deadline_and_its_job_fails_when_it_has_ended(bench: Bench) -> None:
+def test_job_of_a_silent_server_fails_only_after_the_killed_server_has_ended(bench: Bench) -> None:
     reader, _ = bench.made
     reader.is_stuck = True
     bench.submit(1, 2)
@@ -437,7 +437,7 @@ def test_silent_server_is_killed_at_the_deadline_and_its_job_fails_when_it_has_e
     assert reader.kills == 1
 
 
-def test_answer_of_a_killed_server_is_not_taken(bench: Bench) -> None:
+def test_answer_of_a_killed_server_is_ignored(bench: Bench) -> None:
     """It is late, and a fork of the server may have sent it."""
     reader, _ = bench.made
     reader.is_stuck = True
@@ -489,7 +489,7 @@ def start_mute_server(bench: Bench) -> FakeServer:
     return bench.made[-1]
 
 
-def test_server_that_has_not_said_that_it_runs_gets_no_work_while_another_runs(bench: Bench) -> None:
+def test_server_that_is_still_starting_gets_no_work_while_another_server_runs(bench: Bench) -> None:
     starting, other = start_mute_server(bench), bench.made[1]
     bench.submit(1)
     bench.submit(2, is_load=False)
@@ -504,7 +504,7 @@ def test_server_that_has_not_said_that_it_runs_gets_no_work_while_another_runs(b
     assert starting.asked
 
 
-def test_server_that_starts_slowly_keeps_its_jobs_and_has_its_deadlines_from_then_on(single: Bench) -> None:
+def test_slow_start_of_a_server_does_not_count_toward_the_deadline_of_its_jobs(single: Bench) -> None:
     """On a busy machine a start takes longer than a deadline of seconds."""
     starting = start_mute_server(single)
     single.submit(1)
@@ -523,7 +523,7 @@ def test_server_that_starts_slowly_keeps_its_jobs_and_has_its_deadlines_from_the
     assert single.finished()[2].batches[0].errors == {"StoreTimeoutError": 1}
 
 
-def test_server_that_never_says_that_it_runs_is_killed_and_its_job_fails(single: Bench) -> None:
+def test_server_that_never_reports_its_start_is_killed_and_its_job_fails(single: Bench) -> None:
     starting = start_mute_server(single)
     single.submit(1)
     single.settle(START_S)
@@ -539,7 +539,7 @@ def test_server_that_never_says_that_it_runs_is_killed_and_its_job_fails(single:
     assert single.channel.take_late_s() == 0.0  # nobody waited for it
 
 
-def test_threads_cannot_be_killed_so_their_job_waits_for_its_answer(single: Bench) -> None:
+def test_job_in_threads_waits_for_its_answer_past_the_deadline(single: Bench) -> None:
     bench, (server,) = single, single.made
     server.has_threads = True
     bench.submit(1)
@@ -558,7 +558,7 @@ def test_threads_cannot_be_killed_so_their_job_waits_for_its_answer(single: Benc
 # ---- shutdown --------------------------------------------------------------------------------------------------------
 
 
-def test_shutdown_reports_what_it_drops(bench: Bench) -> None:
+def test_shutdown_reports_dropped_jobs(bench: Bench) -> None:
     reader, writer = bench.made
     bench.submit(1, 2)
     bench.submit(2, 3, is_load=False)
@@ -611,7 +611,7 @@ def test_stopped_server_without_work_is_killed_at_shutdown(bench: Bench, monkeyp
     assert (reader.kills, writer.kills) == (1, 0)
 
 
-def test_server_whose_start_ends_after_the_shutdown_is_ended(bench: Bench) -> None:
+def test_server_whose_start_completes_after_the_shutdown_is_ended(bench: Bench) -> None:
     bench.replace_with_start_that_hangs()
     assert bench.channel.shutdown(0.0)
     bench.backend.may_start.set()
@@ -619,7 +619,7 @@ def test_server_whose_start_ends_after_the_shutdown_is_ended(bench: Bench) -> No
     wait_for(lambda: bench.made[2].closes)
 
 
-def test_start_that_fails_in_the_constructor_ends_the_others() -> None:
+def test_failed_start_in_the_constructor_ends_servers_already_started() -> None:
     class SecondFails(FakeBackend):
         def start(self, seats: Seats) -> FakeServer:
             if self.made:
@@ -634,7 +634,7 @@ def test_start_that_fails_in_the_constructor_ends_the_others() -> None:
     backend.release()
 
 
-def test_fork_of_the_engine_ends_no_server_and_takes_no_answer(bench: Bench) -> None:
+def test_fork_of_the_engine_neither_ends_servers_nor_takes_answers(bench: Bench) -> None:
     def use() -> None:
         bench.channel.poll()
         assert bench.channel.take_finished() == []
@@ -928,7 +928,7 @@ class Machine(RuleBasedStateMachine):
         assert self.channel.take_finished() == []
 
 
-def test_every_job_has_one_result_whatever_its_servers_do(record: Record) -> None:
+def test_every_job_has_exactly_one_result_for_any_server_behavior(record: Record) -> None:
     MACHINE_JOBS[:] = 0, 0
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=60, stateful_step_count=40, phases=[Phase.generate])
@@ -940,13 +940,13 @@ def test_every_job_has_one_result_whatever_its_servers_do(record: Record) -> Non
 
 
 @pytest.mark.full
-def test_every_job_has_one_result_whatever_its_servers_do_for_long() -> None:
+def test_every_job_has_exactly_one_result_for_any_server_behavior_in_long_runs() -> None:
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=300, stateful_step_count=60, phases=[Phase.generate])
     )
 
 
-def test_wait_idle_gives_up_and_waits_for_what_comes(bench: Bench) -> None:
+def test_wait_idle_returns_false_at_its_timeout_and_true_after_the_last_answer(bench: Bench) -> None:
     bench.submit(1)
     assert not bench.channel.wait_idle(0.01)
     server = bench.made[0]

@@ -22,7 +22,7 @@ def test_oldest_events_are_dropped_if_nobody_reads_them(keys_each: int) -> None:
     assert events.take() == ()
 
 
-def test_last_event_is_kept_however_large_it_is() -> None:
+def test_last_event_is_kept_at_any_size() -> None:
     events = UnreadEvents("CPU", keys_max=10)
     for _ in range(3):
         events.add(KEYS[:10], removed=False)

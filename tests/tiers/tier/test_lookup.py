@@ -168,7 +168,7 @@ def test_error_of_a_probe_is_a_miss_and_later_probes_work(make: Make, clock: Clo
     assert bench.answers(KEYS[:1]) == [True]
 
 
-def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
+def test_one_stuck_probe_does_not_stop_the_next_probe(make: Make) -> None:
     bench = make()
     bench.storage.held = KEYS[:1]
     bench.ask(KEYS[:1])
@@ -176,7 +176,7 @@ def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
     assert bench.answers(KEYS[:2]) == [None, True]
 
 
-def test_answers_expire(make: Make, clock: Clock) -> None:
+def test_cached_answers_expire_after_their_ttl(make: Make, clock: Clock) -> None:
     bench = make(KEYS[:1], present_ttl_s=10, absent_ttl_s=1)
     bench.ask(KEYS[:2])
     assert bench.answers(KEYS[:2]) == [True, False]
@@ -199,7 +199,7 @@ def test_doubt_invalidates_positive_answers(make: Make, clock: Clock) -> None:
     assert bench.storage.asked == [KEYS[:3], KEYS[:1]]
 
 
-def test_marks_overrule_answers_under_way(make: Make) -> None:
+def test_mark_overrides_a_pending_answer(make: Make) -> None:
     """After a failed load, an older "present" must not make the engine load the block again and again (vllm#49176)."""
     bench = make(absent_ttl_s=50)
     bench.ask(KEYS[:1])
@@ -209,7 +209,7 @@ def test_marks_overrule_answers_under_way(make: Make) -> None:
     assert bench.ask(KEYS[:1]) == [True]
 
 
-def test_failed_load_is_a_miss_for_a_while_whatever_the_ttl(make: Make, clock: Clock) -> None:
+def test_failed_load_is_a_miss_for_a_minimum_time_at_any_ttl(make: Make, clock: Clock) -> None:
     """Otherwise a block that is present but unreadable would be loaded again and again."""
     bench = make(deadline_s=0.2, absent_ttl_s=0)
     bench.lookup.mark(KEYS[:1], present=False)
@@ -220,7 +220,7 @@ def test_failed_load_is_a_miss_for_a_while_whatever_the_ttl(make: Make, clock: C
     assert bench.answers(KEYS[:1]) == [True]
 
 
-def test_forget_discards_answers_under_way(make: Make, clock: Clock) -> None:
+def test_forget_discards_pending_answers(make: Make, clock: Clock) -> None:
     """The collector removed the block after the storage was asked for it."""
     bench = make()
     bench.ask(KEYS[:1])
@@ -289,7 +289,7 @@ def test_requests_that_end_their_waits_together_get_each_key_once(make: Make, cl
     assert sorted(answered["b"]) == sorted(LONG[500:1_500])
 
 
-def test_request_that_was_given_up_and_is_not_ended_is_forgotten(make: Make, clock: Clock) -> None:
+def test_request_given_up_but_never_finished_is_forgotten(make: Make, clock: Clock) -> None:
     """The engine may never report its end."""
     bench = make(deadline_s=100.0, total_s=3.0)
     bench.storage.held = None
@@ -320,7 +320,7 @@ def test_keys_behind_a_miss_are_answered_if_the_request_asks_for_them(make: Make
     assert known == [False] * 501 + [True] * 499
 
 
-def test_requests_take_turns(make: Make) -> None:
+def test_short_request_does_not_wait_for_all_keys_of_a_long_request(make: Make) -> None:
     bench = make(LONG, turns=1)
     bench.ask(LONG[:8_000], "long")
     bench.ask(LONG[8_000:8_010], "short")
@@ -339,7 +339,7 @@ def test_key_that_several_requests_want_is_sent_once(make: Make) -> None:
     assert bench.storage.asked == [KEYS[:3], KEYS[50:51]]
 
 
-def test_keys_of_a_finished_request_are_sent_for_the_others(make: Make) -> None:
+def test_keys_of_a_finished_request_are_sent_for_other_requests(make: Make) -> None:
     bench = make(turns=1, turn_keys=1)
     bench.storage.held = None
     for req_id in ("first", "second"):
@@ -352,7 +352,7 @@ def test_keys_of_a_finished_request_are_sent_for_the_others(make: Make) -> None:
     assert known == [True] * 5
 
 
-def test_silence_expires_all_questions_and_tells_their_requests(make: Make, clock: Clock) -> None:
+def test_silent_storage_expires_all_questions_and_answers_their_requests(make: Make, clock: Clock) -> None:
     bench = make(deadline_s=0.2, turn_keys=1, absent_ttl_s=5)
     bench.storage.held = None
     asked = dict(zip("abcdef", KEYS, strict=False))

@@ -134,7 +134,7 @@ def test_encrypted_blocks_load_after_key_rotation(bench: Bench) -> None:
     assert bench.loads(bench.tier(NEW, OLD, **ENCRYPTED), expected)
 
 
-def test_piecewise_encryption_is_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piecewise_encryption_equals_whole_encryption(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.fill()
     whole = bench.tier(OLD, **ENCRYPTED)
     monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
@@ -153,7 +153,7 @@ def test_piecewise_encryption_is_the_same(bench: Bench, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_encrypted_blocks_hold_nothing_of_the_payload(bench: Bench, isolation: str) -> None:
+def test_encrypted_blocks_contain_no_payload_bytes(bench: Bench, isolation: str) -> None:
     expected = bench.fill()
     tier = bench.tier(OLD, isolation=isolation, **ENCRYPTED)
     assert bench.run(tier, "store", KEYS) == set(KEYS)
@@ -236,14 +236,16 @@ def test_encrypted_and_plain_tiers_have_separate_namespaces(bench: Bench) -> Non
     ],
 )
 @pytest.mark.parametrize("tier_type", ["fs", "s3", "memory"])
-def test_invalid_options_of_encryption_name_their_field(options: dict[str, str], expected: str, tier_type: str) -> None:
+def test_invalid_encryption_option_error_names_the_option(
+    options: dict[str, str], expected: str, tier_type: str
+) -> None:
     base = {"fs": {"root_dir": "/kv"}, "s3": {"bucket": "kvb"}, "memory": {}}[tier_type]
     with pytest.raises(ConfigError) as caught:
         parse_tier({"type": tier_type, **base, **options})
     assert expected in str(caught.value)
 
 
-def test_keys_are_read_from_the_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_reads_encryption_keys_from_the_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.fill()
     bench.run(bench.tier(OLD, **ENCRYPTED), "store", KEYS)
     monkeypatch.setenv("KVTIERS_KEYS", OLD)
@@ -253,7 +255,7 @@ def test_keys_are_read_from_the_environment(bench: Bench, monkeypatch: pytest.Mo
         bench.tier(keys_env="KVTIERS_KEYS", **ENCRYPTED)
 
 
-def test_key_is_shown_nowhere(
+def test_tier_key_is_not_shown_in_logs_reprs_errors_or_metrics(
     bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """X4: not in logs, reprs, errors, metrics or configs."""
@@ -356,7 +358,7 @@ def test_verify_continues_past_blocks_of_an_unknown_protection(bench: Bench, tmp
 
 @pytest.mark.parametrize("command", ["verify", "copy"])
 @pytest.mark.parametrize("keeps_config", [True, False])
-def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
+def test_planted_config_without_protection_does_not_make_plain_blocks_valid(
     bench: Bench, tmp_path: Path, command: str, keeps_config: bool
 ) -> None:
     """An attacker writes a second file next to config.json, with the fields of an engine without keys."""

@@ -675,7 +675,7 @@ class _LateQueue(deque[Any]):
 
 
 @ONE_BENCH
-def test_piece_that_comes_after_a_thread_looked_for_it_is_moved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_queued_after_a_threads_search_is_still_moved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its token took the piece of another kind for which the thread had come."""
     handle: Any = bench.tier()._channel._children[0].handle
     ended: list[Any] = []
@@ -717,7 +717,7 @@ def test_shutdown_cancels_running_batches(bench: Bench, monkeypatch: pytest.Monk
 
 @ONE_BENCH
 @pytest.mark.parametrize("error", [StoreFullError("full"), StoreUnavailableError("io"), SystemExit(1), MemoryError()])
-def test_errors_of_the_store_fail_the_job_and_nothing_else(bench: Bench, error: BaseException) -> None:
+def test_store_errors_fail_only_their_job(bench: Bench, error: BaseException) -> None:
     broken = GatedStore()
     tier = bench.tier(store=broken, circuit_failures=1000)
     bench.fill(1)
@@ -884,7 +884,7 @@ class TestNamespace:
         assert read(tier.store, name) == good
         assert "as after a power cut: it is written again" in caplog.text
 
-    def test_mismatch_error_names_the_field(self, bench: Bench) -> None:
+    def test_config_json_mismatch_error_names_the_field(self, bench: Bench) -> None:
         tier = bench.tier()
         name = tier.mapper.relative_config_name
         write(tier.store, name, read(tier.store, name).replace(b'"dtype": "float32"', b'"dtype": "float16"'))
@@ -892,7 +892,7 @@ class TestNamespace:
             bench.tier()
         assert caught.value.field == "dtype"
 
-    def test_mismatch_error_is_short_and_printable(self, bench: Bench) -> None:
+    def test_config_json_mismatch_error_is_short_and_printable(self, bench: Bench) -> None:
         tier = bench.tier()
         name = tier.mapper.relative_config_name
         content = json.loads(read(tier.store, name)) | {"\x1b[2J\nINFO all is well": "a" * 100_000}
@@ -990,7 +990,7 @@ class TestLiveness:
         held.set()
         assert bench.result(tier, stores).success
 
-    def test_cached_answers_are_doubted_while_a_load_hangs(self, bench: Bench, clock: Clock) -> None:
+    def test_cached_hits_are_invalidated_while_a_load_hangs(self, bench: Bench, clock: Clock) -> None:
         """Otherwise each request before the cut-off would wait for a load that cannot end."""
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, lookup=LookupOptions(deadline_s=0.2))
@@ -1042,7 +1042,7 @@ class TestLiveness:
         hung.gate.set()
 
     @pytest.mark.parametrize("op", ["load", "store"])
-    def test_jobs_that_wait_behind_stuck_ones_end_at_the_deadline(self, bench: Bench, clock: Clock, op: str) -> None:
+    def test_jobs_queued_behind_stuck_jobs_end_at_the_deadline(self, bench: Bench, clock: Clock, op: str) -> None:
         """Nothing touches their slots. Without an end, the region would lose them while the storage hangs."""
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
@@ -1180,7 +1180,7 @@ class TestLiveness:
         assert tier.circuit_state == "closed"
         assert bench.load(tier, KEYS[:1]).success
 
-    def test_misses_are_not_failures(self, bench: Bench) -> None:
+    def test_misses_do_not_cut_the_tier_off(self, bench: Bench) -> None:
         tier = bench.tier(circuit_failures=1)
         for n in range(5):
             assert not bench.present(tier, KEYS[n])
@@ -1231,7 +1231,7 @@ class TestLiveness:
             assert not bench.load(tier, KEYS[:2]).success
         assert tier.circuit_state == "open"
 
-    def test_one_forbidden_key_does_not_cut_the_tier_off_if_no_other_is_asked(self, bench: Bench) -> None:
+    def test_one_forbidden_key_that_is_asked_alone_does_not_cut_the_tier_off(self, bench: Bench) -> None:
         """A quiet engine has all other answers cached. Each cut-off would cost other blocks 5 s."""
         store = PartlyRefused()
         tier = bench.tier(store=store, circuit_failures=3)
@@ -1289,7 +1289,7 @@ class TestLiveness:
 
     @pytest.mark.parametrize("task_blocks", [1, 20])
     @pytest.mark.parametrize("count", [1, 3, 20])
-    def test_unreadable_blocks_are_seldom_loaded(
+    def test_unreadable_blocks_of_a_read_only_tier_are_rarely_loaded_again(
         self, bench: Bench, clock: Clock, count: int, task_blocks: int
     ) -> None:
         """In a read-only tier, which heals nothing. Some blocks are unreadable, or all."""
@@ -1461,7 +1461,7 @@ class NeverReplaces(MemoryStore):
 
 @ONE_BENCH
 @pytest.mark.parametrize("says", [True, False])
-def test_blocks_of_a_store_with_six_methods_are_healed(bench: Bench, says: bool) -> None:
+def test_blocks_of_a_store_without_optional_methods_are_healed(bench: Bench, says: bool) -> None:
     store = BareStore()
     store.says = says
     tier = bench.tier(store=store)
@@ -1476,7 +1476,7 @@ def test_blocks_of_a_store_with_six_methods_are_healed(bench: Bench, says: bool)
     assert (bench.region[:2] == original[:2]).all()
 
 
-def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
+def test_region_can_be_unmapped_after_shutdown(bench: Bench) -> None:
     area = mmap.mmap(-1, ROWS * ROW_BYTES)
     view = memoryview(area).cast("B", (ROWS, ROW_BYTES))
     bench.region = np.frombuffer(area, np.int8).reshape(ROWS, ROW_BYTES)
@@ -1640,7 +1640,7 @@ def test_job_that_cannot_be_booked_is_reported_as_failed(
 
 
 @ONE_BENCH
-def test_tier_whose_storage_fails_at_the_start_is_cut_off_and_opens_its_namespace_later(
+def test_tier_started_with_failing_storage_is_cut_off_and_opens_its_namespace_later(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = bench.clock = Clock()
@@ -1682,7 +1682,7 @@ class NoConfig(MemoryStore):
 
 
 @ONE_BENCH
-def test_namespace_that_cannot_be_opened_is_tried_once_a_probe(bench: Bench) -> None:
+def test_failed_opening_of_a_namespace_is_retried_once_per_probe(bench: Bench) -> None:
     clock = bench.clock = Clock()
     store = NoConfig()
     tier = bench.tier(store=store, circuit_probe_s=5.0)

@@ -450,7 +450,7 @@ IDENTITY: list[tuple[str, str, Any]] = [
 NO_IDENTITY = {"engine_id", "extra_config", "replicated_layout", "world_size", "is_parallelism_agnostic"}
 
 
-def test_every_config_field_is_part_of_the_identity_or_listed_as_not() -> None:
+def test_every_config_field_is_part_of_the_identity_or_listed_as_excluded() -> None:
     parts = {part for part, _, _ in IDENTITY} - {""}
     configs: list[Any] = [SPEC.config, *(getattr(SPEC.config, part) for part in parts)]
     found = {field.name for config in configs for field in fields(config)}

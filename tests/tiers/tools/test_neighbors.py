@@ -59,7 +59,7 @@ def told(store: Any, mapper: FileMapper, caplog: pytest.LogCaptureFixture) -> st
     return "\n".join(record.getMessage() for record in caplog.records)
 
 
-def test_the_one_option_that_differs_is_named_with_its_values(caplog: pytest.LogCaptureFixture) -> None:
+def test_single_differing_option_is_named_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
     store = FolderMemory()
     triton, auto = ({"kernel_config.moe_backend": each, "VLLM_A": "1"} for each in ("triton", "auto"))
     before = mapper_of(triton)
@@ -88,7 +88,7 @@ def test_nearest_of_several_namespaces_is_named(caplog: pytest.LogCaptureFixture
     assert "option2 is 7 here, not set there" in line
 
 
-def test_many_fields_are_counted_and_the_first_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_differing_fields_are_counted_and_the_first_are_shown(caplog: pytest.LogCaptureFixture) -> None:
     store = FolderMemory()
     many: dict[str, Any] = {f"option{each}": "x" * 100 for each in range(8)}
     open_namespace(store, mapper_of(**many))
@@ -110,7 +110,7 @@ def test_nothing_is_logged_without_another_namespace_of_the_model(
     assert told(store, own, caplog) == ""
 
 
-def test_only_some_namespaces_are_read_and_only_for_some_time(
+def test_search_reads_a_limited_number_of_namespaces_for_a_limited_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FolderMemory()
@@ -124,7 +124,7 @@ def test_only_some_namespaces_are_read_and_only_for_some_time(
     assert told(store, mapper_of(), caplog) == ""
 
 
-def test_hanging_or_failing_storage_delays_nothing_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_or_failing_storage_neither_delays_the_start_nor_logs(caplog: pytest.LogCaptureFixture) -> None:
     goes_on = threading.Event()
 
     class Hanging(FolderMemory):
@@ -143,7 +143,7 @@ def test_hanging_or_failing_storage_delays_nothing_and_logs_nothing(caplog: pyte
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_tier_logs_the_difference_at_its_start(
+def test_tier_logs_the_namespace_difference_at_its_start(
     isolation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     view = SharedOffloadRegion.anonymous(8, 4096).create_kv_memoryview()

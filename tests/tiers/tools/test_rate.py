@@ -14,7 +14,7 @@ from tests.connector.commands.test_verify_command import COUNT, SIZE, put_blocks
 BLOB = SIZE + 4096
 
 
-def test_slots_follow_each_other_and_idle_time_is_not_made_up_for() -> None:
+def test_rate_slots_are_consecutive_and_idle_time_is_not_credited() -> None:
     now = [50.0]
     rate = RateLimit(100, clock=lambda: now[0])
     assert [rate.reserve(200), rate.reserve(100), rate.reserve(100)] == [0.0, 2.0, 3.0]
@@ -24,7 +24,7 @@ def test_slots_follow_each_other_and_idle_time_is_not_made_up_for() -> None:
     assert [rate.reserve(100), rate.reserve(100)] == [0.0, 1.0]
 
 
-def test_threads_share_the_limit() -> None:
+def test_threads_share_the_rate_limit() -> None:
     rate = RateLimit(1000, clock=lambda: 0.0)
     waits: list[float] = []
     threads = [threading.Thread(target=lambda: waits.append(rate.reserve(500))) for _ in range(20)]
@@ -35,7 +35,7 @@ def test_threads_share_the_limit() -> None:
     assert sorted(waits) == [0.5 * number for number in range(20)]
 
 
-def test_a_copy_takes_as_long_as_its_rate_says() -> None:
+def test_copy_takes_at_least_the_time_set_by_its_rate() -> None:
     source, target = MemoryStore(), MemoryStore()
     put_blocks(source)
     began = time.monotonic()
@@ -44,7 +44,7 @@ def test_a_copy_takes_as_long_as_its_rate_says() -> None:
     assert (report.copied, report.seen_bytes) == (COUNT, COUNT * BLOB)
 
 
-def test_a_copy_that_is_interrupted_ends_soon_and_knows_what_it_did() -> None:
+def test_interrupted_copy_ends_soon_and_reports_its_copied_blocks() -> None:
     source, target = MemoryStore(), MemoryStore()
     put_blocks(source)
 

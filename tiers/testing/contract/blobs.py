@@ -64,7 +64,7 @@ class BlobRules(StorePlace):
         store.put("a", [memoryview(b"read-only"), memoryview(bytearray(b"\xff\x01")).cast("b")])
         assert self.peek(store, "a") == b"read-only\xff\x01"
 
-    def test_put_takes_any_sequence_and_leaves_it_as_it_is(self, store: Store) -> None:
+    def test_put_takes_any_sequence_of_parts_and_does_not_change_the_parts(self, store: Store) -> None:
         parts = as_parts(b"12345", 1, 3)
         for i, given in enumerate((parts, tuple(parts))):
             for overwrite in (False, False, True):
@@ -92,7 +92,7 @@ class BlobRules(StorePlace):
         source.assert_only_parts_touched()
         source.assert_not_held()
 
-    def test_put_that_fails_leaves_what_was_there(self, store: Store) -> None:
+    def test_failed_put_keeps_the_old_blob_and_adds_no_key(self, store: Store) -> None:
         """The second part cannot be read, because it was released before the put."""
         self.plant(store, "f/old", b"old")
         bad = memoryview(b"gone")
@@ -103,12 +103,12 @@ class BlobRules(StorePlace):
         assert self.peek(store, "f/old") == b"old"
         assert list_keys(store) == ["f/old"]
 
-    def test_put_keeps_what_is_there(self, store: Store) -> None:
+    def test_put_keeps_an_existing_blob(self, store: Store) -> None:
         assert store.put("f/a", as_parts(b"old")) is True
         assert store.put("f/a", as_parts(b"newer and longer")) is False
         assert self.peek(store, "f/a") == b"old"
 
-    def test_put_keeps_what_somebody_else_put(self, store: Store) -> None:
+    def test_put_keeps_a_blob_that_another_writer_stored(self, store: Store) -> None:
         self.plant(store, "f/a", b"old")
         store.put("f/a", as_parts(b"newer and longer"))
         assert self.peek(store, "f/a") == b"old"
@@ -124,7 +124,7 @@ class BlobRules(StorePlace):
         assert store.put("f/a", as_parts(b"new"), overwrite=True) is True
         assert self.peek(store, "f/a") == b"new"
 
-    def test_put_leaves_nothing_else(self, store: Store) -> None:
+    def test_put_leaves_only_its_own_key(self, store: Store) -> None:
         for overwrite in (False, False, True, True):
             store.put("f/a", as_parts(make_data(5000)), overwrite=overwrite)
         assert list_keys(store) == ["f/a"]
@@ -163,7 +163,7 @@ class BlobRules(StorePlace):
         store.get_into("a", [memoryview(buffer).cast("b")])
         assert buffer == b"\xff\x01"
 
-    def test_get_into_no_parts(self, store: Store) -> None:
+    def test_get_into_without_parts_succeeds_only_for_an_empty_blob(self, store: Store) -> None:
         self.plant(store, "empty", b"")
         store.get_into("empty", [])
         self.plant(store, "a", b"a")
@@ -204,7 +204,7 @@ class BlobRules(StorePlace):
                 fetch(store, key, 1)
             assert caught.value.key == key
 
-    def test_large_blob(self, store: Store) -> None:
+    def test_large_blob_is_stored_and_read_whole(self, store: Store) -> None:
         data = make_data(LARGE_BYTES)
         store.put("f/a", as_parts(data, 5 << 20))
         assert self.peek(store, "f/a") == data
@@ -254,7 +254,7 @@ class BlobRules(StorePlace):
             assert self.peek(store, "f/a") == data
             store.delete("f/a")
 
-    def test_folder_of_other_keys_is_no_blob(self, store: Store) -> None:
+    def test_folder_of_other_keys_is_not_a_blob(self, store: Store) -> None:
         """ "f" and "f/b" are not stored, even if the storage keeps other keys in such folders."""
         keys = ["f/a", "f/b/c", "f/b/d"]
         for key in keys:

@@ -36,7 +36,7 @@ class ExtraRules(StorePlace):
 
     # ---- one blob ------------------------------------------------------------------------------------------
 
-    def test_pieces(self, store: Store) -> None:
+    def test_put_pieces_and_get_pieces_into_pass_every_piece_in_order(self, store: Store) -> None:
         if not isinstance(store, SupportsPieces):
             pytest.skip("no SupportsPieces")
         for size in (*SIZES_BYTES, (4 << 20) + 1):
@@ -84,7 +84,7 @@ class ExtraRules(StorePlace):
         with pytest.raises(BlobCorruptError):
             store.get_pieces_into(key, GuardedParts(4).parts, see)
 
-    def test_pieces_are_let_go_of(self, store: Store) -> None:
+    def test_put_pieces_and_get_pieces_into_let_go_of_the_parts(self, store: Store) -> None:
         if not isinstance(store, SupportsPieces):
             pytest.skip("no SupportsPieces")
         source, target = GuardedParts(4096, 4096, fill=make_data(8192)), GuardedParts(4096, 4096)
@@ -94,7 +94,7 @@ class ExtraRules(StorePlace):
         source.assert_not_held()
         target.assert_not_held()
 
-    def test_what_a_look_raises_comes_out_and_nothing_is_published(self, store: Store) -> None:
+    def test_exception_of_a_look_callback_is_raised_and_nothing_is_published(self, store: Store) -> None:
         if not isinstance(store, SupportsPieces):
             pytest.skip("no SupportsPieces")
 
@@ -121,7 +121,7 @@ class ExtraRules(StorePlace):
         assert store.get_tail("f/absent", 4096) is None
         assert store.get_tail("g/absent", 0) is None
 
-    def test_touch_makes_the_mtime_new_and_changes_nothing_else(self, store: Store) -> None:
+    def test_touch_renews_the_mtime_and_changes_nothing_else(self, store: Store) -> None:
         if not isinstance(store, SupportsTouch):
             pytest.skip("no SupportsTouch")
         self.plant(store, "f/a", b"1234")
@@ -160,7 +160,7 @@ class ExtraRules(StorePlace):
 
     # ---- the place -----------------------------------------------------------------------------------------
 
-    def test_sweep_takes_what_is_the_stores_own_and_no_blob(self, store: Store) -> None:
+    def test_sweep_removes_files_of_the_store_but_no_blob(self, store: Store) -> None:
         if not isinstance(store, KeepsFiles):
             pytest.skip("no KeepsFiles")
         store.put("f/put", as_parts(b"1234"))

@@ -28,7 +28,7 @@ class ListingRules(StorePlace):
 
     # ---- keys of the map -----------------------------------------------------------------------------------
 
-    def test_good_keys(self, store: Store) -> None:
+    def test_valid_keys_are_stored_listed_and_deleted(self, store: Store) -> None:
         for key in GOOD_KEYS:
             store.put(key, as_parts(b"1234"))
             assert self.peek(store, key) == b"1234", key
@@ -38,7 +38,7 @@ class ListingRules(StorePlace):
             store.delete(key)
             assert self.peek(store, key) is None
 
-    def test_alike_keys_are_different_keys(self, store: Store) -> None:
+    def test_similar_keys_are_different_keys(self, store: Store) -> None:
         keys = ["a", "A", "a ", "aa", "a.", "%61", "b/a", "b/A", "é", "e\u0301"]
         for key in keys:
             store.put(key, as_parts(key.encode()))
@@ -54,7 +54,7 @@ class ListingRules(StorePlace):
                 pytest.fail(f"{name} accepts the key {key!r}; expected InvalidKeyError")
         assert list(store.keys()) == []
 
-    def test_blob_under_a_blob(self, store: Store) -> None:
+    def test_key_below_another_blob_is_stored_or_refused_but_never_mixed_up(self, store: Store) -> None:
         """A store may refuse to store both "a" and "a/b", but it never mixes them up."""
         store.put("a", as_parts(b"1234"))
         try:
@@ -95,7 +95,7 @@ class ListingRules(StorePlace):
         assert list_keys(store) == sorted(expected)
         assert list_keys(store, "f") == sorted(expected)
 
-    def test_keys_prefix_is_taken_as_it_is_written(self, store: Store) -> None:
+    def test_keys_prefix_is_compared_literally(self, store: Store) -> None:
         """A prefix is not a pattern, is not unquoted, and is compared without folding case or composing accents."""
         keys = (
             "b/a",
@@ -117,7 +117,7 @@ class ListingRules(StorePlace):
         for prefix in (*keys, "b/", "b/[", "b/%", "b/a%20", "b%2F", "b/e", "%62/", "B", "?", "*"):
             assert list_keys(store, prefix) == sorted(key for key in keys if key.startswith(prefix)), prefix
 
-    def test_mtime_changes_when_the_blob_does(self, store: Store) -> None:
+    def test_mtime_changes_only_when_the_blob_is_replaced(self, store: Store) -> None:
         def mtime() -> float:
             (info,) = store.keys()
             return info.mtime
@@ -143,7 +143,7 @@ class ListingRules(StorePlace):
         del listing
         assert len(list(store.keys())) == 20
 
-    def test_keys_while_blobs_come_and_go(self, store: Store) -> None:
+    def test_keys_lists_lasting_blobs_and_ends_while_blobs_are_put_and_deleted(self, store: Store) -> None:
         stays = {f"f{i % 5}/{i}" for i in range(0, 40, 2)}
         goes = {f"f{i % 5}/{i}" for i in range(1, 40, 2)}
         for key in stays | goes:
@@ -159,7 +159,7 @@ class ListingRules(StorePlace):
                 pytest.fail("a listing must end even if blobs are put meanwhile")
         assert stays <= listed
 
-    def test_keys_whose_reader_deletes_what_it_read(self, store: Store) -> None:
+    def test_keys_lists_every_blob_while_the_reader_deletes_listed_blobs(self, store: Store) -> None:
         """A collector does so. Pages defined by position, not by key, would skip as many keys as were deleted."""
         stored = {f"f{i % 7}/{i:04d}" for i in range(KEYS_COUNT_LARGE)}
         for key in stored:

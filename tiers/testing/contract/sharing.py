@@ -43,7 +43,7 @@ class SharingRules(StorePlace):
 
     # ---- another handle ------------------------------------------------------------------------------------
 
-    def test_second_store_sees_what_the_first_put(self, store: Store) -> None:
+    def test_two_stores_of_one_place_see_blobs_of_each_other(self, store: Store) -> None:
         if not store.capabilities.shared:
             pytest.skip("not capabilities.shared")
         store.put("f/a", as_parts(b"from the first"))
@@ -62,7 +62,7 @@ class SharingRules(StorePlace):
         with closing(self.reopen(store)) as second:
             assert fetch(second, "f/a", 4) == b"1234"
 
-    def test_what_another_handle_changed_is_seen_at_once(self, store: Store) -> None:
+    def test_changes_by_another_handle_are_seen_at_once(self, store: Store) -> None:
         """A store caches nothing about a key: not its size, its tail, its absence or a listing."""
 
         def look(key: str, size: int) -> list[object]:
@@ -92,7 +92,7 @@ class SharingRules(StorePlace):
             assert store.put("f/a", as_parts(b"again")) is True
             assert look("f/a", 5) == seen(b"again")
 
-    def test_handles_come_and_go_while_another_puts(self, store: Store) -> None:
+    def test_opening_and_closing_handles_does_not_disturb_another_writer(self, store: Store) -> None:
         """Opening, sweeping and closing a handle does not touch files of a live writer."""
         if not store.capabilities.shared:
             pytest.skip("not capabilities.shared")
@@ -129,7 +129,7 @@ class SharingRules(StorePlace):
 
     # ---- another process -----------------------------------------------------------------------------------
 
-    def test_another_process_sees_what_is_put(self, store: Store) -> None:
+    def test_another_process_sees_a_blob_as_soon_as_put_returns(self, store: Store) -> None:
         """A blob is visible as soon as put has returned: the other process ends without closing its store."""
         if not store.capabilities.shared:
             pytest.skip("not capabilities.shared")
@@ -146,7 +146,7 @@ class SharingRules(StorePlace):
         assert fetch(store, "f/b", 10) == b"from there"
         assert list_keys(store) == ["f/a", "f/b"]
 
-    def test_of_several_processes_one_publishes(self, store: Store) -> None:
+    def test_exactly_one_of_several_processes_publishes_a_key(self, store: Store) -> None:
         if not (store.capabilities.shared and store.capabilities.exclusive_create):
             pytest.skip("not capabilities.shared or not capabilities.exclusive_create")
         if self.no_fork:
@@ -174,7 +174,7 @@ class SharingRules(StorePlace):
         assert [sum(published[i::RACES]) for i in range(RACES)] == [1] * RACES
         assert all(fetch(store, key, 70_000) in versions for key in keys)
 
-    def test_another_process_is_killed_while_it_puts(self, store: Store) -> None:
+    def test_writer_process_killed_during_a_put_leaves_no_partial_blob(self, store: Store) -> None:
         """Whenever the writer is killed, a blob is complete or absent, and the other processes can go on."""
         if not store.capabilities.shared:
             pytest.skip("not capabilities.shared")
@@ -232,7 +232,7 @@ class SharingRules(StorePlace):
             with pytest.raises(StoreClosedError):
                 call()
 
-    def test_close_during_a_listing(self, store: Store) -> None:
+    def test_listing_of_a_closed_store_ends_or_is_refused(self, store: Store) -> None:
         keys = {f"f{i % 3}/{i}" for i in range(20)}
         for key in keys:
             store.put(key, as_parts(b"1"))
@@ -272,7 +272,7 @@ class SharingRules(StorePlace):
                 else:
                     assert self.peek(store, key) in versions
 
-    def test_readers_of_many_keys_get_their_own(self, store: Store) -> None:
+    def test_readers_of_many_keys_get_their_own_blobs(self, store: Store) -> None:
         whole = {f"f{i % 3}/{i}": make_data(70_000, seed=i) for i in range(8)}
         for key, data in whole.items():
             self.plant(store, key, data)
@@ -303,7 +303,7 @@ class SharingRules(StorePlace):
         run_in_threads(look, put)
         assert seen <= {None, LARGE_BYTES}
 
-    def test_writers_of_many_keys(self, store: Store) -> None:
+    def test_writers_of_many_keys_leave_only_whole_blobs(self, store: Store) -> None:
         whole = {(f"f{i % 4}/{writer}/{i}", 5000) for writer in range(8) for i in range(20)}
         ended: list[int] = []
 
@@ -324,7 +324,7 @@ class SharingRules(StorePlace):
             for i in range(20):
                 assert self.peek(store, f"f{i % 4}/{writer}/{i}") == make_data(5000, seed=writer * 100 + i)
 
-    def test_blob_that_is_replaced_is_always_there(self, store: Store) -> None:
+    def test_blob_is_always_present_while_it_is_replaced(self, store: Store) -> None:
         versions = [make_data(70_000, seed) for seed in range(2)]
         store.put("f/a", as_parts(versions[0]))
         ended = threading.Event()

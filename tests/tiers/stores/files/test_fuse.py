@@ -66,7 +66,7 @@ def store(request: pytest.FixtureRequest, mount: FuseMount) -> Iterator[Store]:
 # ---- the mount itself ------------------------------------------------------------------------------------------------
 
 
-def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:
+def test_fuse_faults_apply_to_the_planned_calls_and_paths(mount: FuseMount) -> None:
     file = mount.path / "file"
     file.write_bytes(b"0123456789")
     mount.plan = [FuseFault("open", errno=errno.EIO, first=2, count=1, path="fil")]
@@ -88,7 +88,7 @@ def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:
     assert set(mount.calls()) <= set(OPERATIONS)
 
 
-def test_a_share_of_the_operations_fails(mount: FuseMount) -> None:
+def test_fuse_fault_with_a_share_fails_that_share_of_operations(mount: FuseMount) -> None:
     file = mount.path / "file"
     file.write_bytes(b"x")
     mount.plan = [FuseFault("open", errno=errno.EIO, share=0.5), FuseFault("read", errno=errno.EIO, share=0.0)]
@@ -109,7 +109,7 @@ def error_of(call: Callable[[], object]) -> int:
     return 0
 
 
-def test_nothing_stays_mounted(tmp_path: Path) -> None:
+def test_closed_fuse_mount_is_unmounted(tmp_path: Path) -> None:
     mount = FuseMount(tmp_path / "backing", tmp_path / "mount")
     assert os.path.ismount(mount.path)
     with mount.stopped():
@@ -135,7 +135,7 @@ PUT_FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "error"), PUT_FAULTS, ids=lambda value: str(getattr(value, "operation", "")))
-def test_a_put_that_fails_publishes_nothing(
+def test_failed_put_publishes_no_blob(
     mount: FuseMount, store: Store, fault: FuseFault, error: type[StoreError]
 ) -> None:
     mount.plan = [fault, FuseFault("write", short_to=40_000)]
@@ -149,7 +149,7 @@ def test_a_put_that_fails_publishes_nothing(
 
 
 @pytest.mark.parametrize("operation", ["write", "flush", "rename"])
-def test_an_overwrite_that_fails_leaves_the_old_blob(mount: FuseMount, store: Store, operation: str) -> None:
+def test_failed_overwrite_keeps_the_old_blob(mount: FuseMount, store: Store, operation: str) -> None:
     mount.plan = [FuseFault(operation, errno=errno.EIO)]
     with pytest.raises(StoreUnavailableError):
         store.put("f/old", as_parts(NEW), overwrite=True)
@@ -158,7 +158,7 @@ def test_an_overwrite_that_fails_leaves_the_old_blob(mount: FuseMount, store: St
 
 
 @pytest.mark.parametrize("operation", ["open", "read", "getattr"])
-def test_a_get_that_fails(mount: FuseMount, store: Store, operation: str) -> None:
+def test_failed_get_is_unavailable_and_a_later_get_succeeds(mount: FuseMount, store: Store, operation: str) -> None:
     mount.plan = [FuseFault(operation, errno=errno.EIO)]
     with pytest.raises(StoreUnavailableError):
         fetch(store, "f/old", len(OLD))
@@ -167,7 +167,7 @@ def test_a_get_that_fails(mount: FuseMount, store: Store, operation: str) -> Non
 
 
 @pytest.mark.parametrize("operation", ["open", "read"])
-def test_estale(mount: FuseMount, operation: str) -> None:
+def test_nfs_get_retries_estale_once_and_then_reports_a_miss(mount: FuseMount, operation: str) -> None:
     """Opened once more, then a miss."""
     store = NfsStore(mount.path / "root")
     store.put("f/old", as_parts(OLD))
@@ -179,7 +179,7 @@ def test_estale(mount: FuseMount, operation: str) -> None:
         fetch(store, "f/old", len(OLD))
 
 
-def test_short_reads_and_writes(mount: FuseMount, store: Store) -> None:
+def test_short_reads_and_writes_are_continued(mount: FuseMount, store: Store) -> None:
     mount.plan = [FuseFault("write", short_to=9_999), FuseFault("read", short_to=9_999)]
     store.put("f/new", as_parts(NEW, 65_536))
     assert fetch(store, "f/new", len(NEW)) == NEW
@@ -187,7 +187,7 @@ def test_short_reads_and_writes(mount: FuseMount, store: Store) -> None:
     assert (mount.backing / "root/f/new").read_bytes() == NEW
 
 
-def test_what_no_store_can_see(mount: FuseMount, store: Store) -> None:
+def test_flipped_reads_and_dropped_writes_are_not_detected_by_a_store(mount: FuseMount, store: Store) -> None:
     mount.plan = [FuseFault("read", flip_bit=80_001, count=1)]
     damaged = fetch(store, "f/old", len(OLD))
     assert sum(a != b for a, b in zip(damaged, OLD, strict=True)) == 1
@@ -230,7 +230,9 @@ def test_job_on_a_hung_mount_ends_when_its_process_is_reaped(
     wait_for(bench.works)  # by a process that began on a hung mount
 
 
-def test_close_on_a_hung_mount(mount: FuseMount, make: Callable[..., Bench]) -> None:
+def test_shutdown_on_a_hung_mount_ends_processes_and_fails_their_jobs(
+    mount: FuseMount, make: Callable[..., Bench]
+) -> None:
     bench = make([Seats(1, 1, 1, 0), Seats(1, 0, 0, 1)])
     pids = bench.pids
     bench.tier.shutdown_s = 0.4

@@ -66,7 +66,9 @@ OPERATIONS: dict[str, Callable[[LocalStore], object]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_killed_at_every_system_call(open_store: Callable[[], LocalStore], tmp_path: Path, name: str) -> None:
+def test_store_killed_at_any_system_call_leaves_whole_blobs(
+    open_store: Callable[[], LocalStore], tmp_path: Path, name: str
+) -> None:
     operation = OPERATIONS[name]
     root = tmp_path / "root"
     old = make_blob("f/old", 1)
@@ -102,7 +104,9 @@ def test_killed_at_every_system_call(open_store: Callable[[], LocalStore], tmp_p
 
 
 @pytest.mark.parametrize("kills", [25, pytest.param(100, marks=pytest.mark.full)])
-def test_killed_at_random(open_store: Callable[[], LocalStore], tmp_path: Path, kills: int, record: Record) -> None:
+def test_store_killed_at_random_leaves_whole_blobs_and_no_private_files(
+    open_store: Callable[[], LocalStore], tmp_path: Path, kills: int, record: Record
+) -> None:
     """On each of the two ways, with 100 deaths each."""
     randoms = random.Random(7)
     keys = [f"f{i % 3}/{i}" for i in range(12)]
@@ -136,7 +140,7 @@ def test_killed_at_random(open_store: Callable[[], LocalStore], tmp_path: Path, 
     record("D2", kills=kills, private_files_left=0)
 
 
-def test_many_processes_write_read_and_delete_the_same_keys(
+def test_many_processes_on_the_same_keys_read_only_whole_blobs(
     open_store: Callable[[], LocalStore], tmp_path: Path, record: Record
 ) -> None:
     """W5 in small: a reader sees whole blobs of that key or none, and nothing but BlobNotFoundError comes out."""

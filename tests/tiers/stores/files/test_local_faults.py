@@ -190,7 +190,9 @@ def check(place: Place, operation: Operation, faults: SyscallFaults, expected: t
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_system_call_fails(place: Place, name: str, forever: bool, record: Record) -> None:
+def test_failure_of_any_system_call_leaves_the_old_or_the_new_blob(
+    place: Place, name: str, forever: bool, record: Record
+) -> None:
     operation = OPERATIONS[name]
     calls = calls_of(place, operation)
     assert calls
@@ -206,7 +208,7 @@ def test_every_system_call_fails(place: Place, name: str, forever: bool, record:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_read_and_write_stops_short(place: Place, name: str, forever: bool) -> None:
+def test_short_read_or_write_at_any_system_call_is_not_an_error(place: Place, name: str, forever: bool) -> None:
     """A short read or write is legal and not an error."""
     operation = OPERATIONS[name]
     for n in range(len(calls_of(place, operation))):
@@ -258,7 +260,7 @@ def free_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_no_space(small: Path, private: bool) -> None:
+def test_full_disk_refuses_puts_and_keeps_stored_blobs(small: Path, private: bool) -> None:
     with closing(LocalStore(small / "root")) as store:
         use_private_names(store, private)
         data = make_data(100_000)
@@ -280,7 +282,7 @@ def test_no_space(small: Path, private: bool) -> None:
         assert fetch(store, "f/new", len(data)) == data
 
 
-def test_no_inodes(small: Path) -> None:
+def test_disk_without_free_inodes_refuses_puts_and_keeps_stored_blobs(small: Path) -> None:
     with closing(LocalStore(small / "root")) as store:
         fill(store, b"1", "ENOSPC.*no free inodes")
         stored = list_keys(store)
@@ -343,7 +345,7 @@ def test_collector_makes_room_without_free_inodes(small: Path, store_class: type
         store.close()
 
 
-def test_reserve_is_never_touched(small: Path) -> None:
+def test_puts_leave_min_free_bytes_free(small: Path) -> None:
     with closing(LocalStore(small / "root", min_free_bytes=500_000)) as store:
         fill(store, make_data(50_000), "min_free_bytes")
         assert 500_000 <= free_bytes(small) < 560_000
@@ -352,7 +354,7 @@ def test_reserve_is_never_touched(small: Path) -> None:
         assert free_bytes(small) >= 500_000
 
 
-def test_read_only_file_system(small: Path) -> None:
+def test_read_only_file_system_is_read_and_refuses_changes(small: Path) -> None:
     LocalStore(small / "root").put("f/a", as_parts(b"1"))
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
     with closing(LocalStore(small / "root")) as store:
@@ -371,7 +373,7 @@ def test_read_only_file_system(small: Path) -> None:
         LocalStore(small / "not-there")
 
 
-def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None:
+def test_file_system_mounted_below_the_root_is_used_but_overwrites_are_refused(small: Path, tmp_path: Path) -> None:
     """Reading goes on; what would have to be renamed across is an error that says so."""
     (small / "a").write_bytes(b"1")
     with closing(LocalStore(tmp_path)) as store:
@@ -386,7 +388,7 @@ def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_file_size_limit(tmp_path: Path, private: bool) -> None:
+def test_blob_above_the_file_size_limit_is_refused_and_leaves_no_file(tmp_path: Path, private: bool) -> None:
     def use() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
         store = use_private_names(LocalStore(tmp_path / "root"), private)
@@ -403,7 +405,7 @@ def test_file_size_limit(tmp_path: Path, private: bool) -> None:
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
-def test_file_system_without_hard_links_is_named(
+def test_file_system_without_hard_links_error_names_hard_links(
     tmp_path: Path, store_class: type[LocalStore | NfsStore], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here EPERM is not about permissions, as it is everywhere else."""

@@ -68,7 +68,7 @@ def tree(folder: Path) -> list[tuple[str, int, bytes | str]]:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 @pytest.mark.parametrize("private", [False, True])
-def test_modes_under_any_umask(tmp_path: Path, umask: int, private: bool) -> None:
+def test_files_and_folders_are_private_under_any_umask(tmp_path: Path, umask: int, private: bool) -> None:
     before = os.umask(umask)
     try:
         store = LocalStore(tmp_path / "not" / "yet" / "root")
@@ -270,7 +270,9 @@ def test_link_above_the_root_is_followed(tmp_path: Path, outside: Path) -> None:
     assert (tmp_path / "mnt" / "root" / "a").read_bytes() == b"1"
 
 
-def test_root_replaced_by_a_link_while_running(store: LocalStore, tmp_path: Path, outside: Path) -> None:
+def test_root_replaced_by_a_link_while_running_is_not_followed(
+    store: LocalStore, tmp_path: Path, outside: Path
+) -> None:
     store.put("f/a", as_parts(b"1"))
     (tmp_path / "root").rename(tmp_path / "moved")
     (tmp_path / "root").symlink_to(outside)
@@ -331,7 +333,7 @@ def test_root_replaced_by_another_process_is_found_after_the_first_miss(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
 @pytest.mark.parametrize("made_again", [False, True])
-def test_root_of_an_images_layer_removed_while_running(tmp_path: Path, made_again: bool) -> None:
+def test_overlayfs_root_removed_while_running_is_made_again(tmp_path: Path, made_again: bool) -> None:
     """overlayfs counts links to such a folder also when it was removed."""
     for name in ("lower/root", "upper", "work", "merged"):
         (tmp_path / name).mkdir(parents=True)
@@ -461,7 +463,7 @@ def test_leftovers_are_counted_before_and_after_they_are_swept(tmp_path: Path) -
 # ---- descriptors, threads, processes ---------------------------------------------------------------------------------
 
 
-def test_listing_memory_does_not_grow(tmp_path: Path) -> None:
+def test_listing_memory_does_not_grow_with_the_number_of_blobs(tmp_path: Path) -> None:
     def peak_bytes(count: int) -> int:
         root = tmp_path / str(count)
         (root / "f").mkdir(parents=True)
@@ -508,7 +510,7 @@ def test_foreign_names_are_not_listed(tmp_path: Path) -> None:
     assert list_keys(store) == ["f/a", "f/d.hidden/file"]
 
 
-def test_min_free_bytes_refuses_before_anything_is_made(tmp_path: Path) -> None:
+def test_put_refused_by_min_free_bytes_creates_no_file(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "root", min_free_bytes=1 << 60)
     with pytest.raises(StoreFullError, match="min_free_bytes") as caught:
         store.put("f/a", as_parts(b"1"))

@@ -51,7 +51,7 @@ def test_nfs_store_uses_no_call_that_nfs_lacks(tmp_path: Path, monkeypatch: pyte
     assert not {"fsync", "fdatasync"} & set(calls.calls)
 
 
-def test_close_is_checked_before_the_name_is_given(tmp_path: Path) -> None:
+def test_nfs_put_publishes_the_name_only_after_a_successful_close(tmp_path: Path) -> None:
     store = NfsStore(tmp_path / "root")
     store.put("f/first", as_parts(b"1"))
     with SyscallFaults() as dry:
@@ -94,7 +94,7 @@ OPERATIONS: dict[str, tuple[Callable[[NfsStore], object], object]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_estale_once_is_tried_again(tmp_path: Path, name: str) -> None:
+def test_call_that_meets_estale_once_is_retried(tmp_path: Path, name: str) -> None:
     call, answer = OPERATIONS[name]
     place = tmp_path / "0"
     prepare(place)
@@ -129,7 +129,7 @@ def prepare_calls(place: Path) -> int:
     return calls
 
 
-def test_estale_for_ever_is_a_miss(tmp_path: Path) -> None:
+def test_lasting_estale_is_a_miss_for_reads_and_an_error_for_puts(tmp_path: Path) -> None:
     prepare(tmp_path)
     store = NfsStore(tmp_path)
     with SyscallFaults(at=0, error=errno.ESTALE, forever=True):
@@ -143,7 +143,9 @@ def test_estale_for_ever_is_a_miss(tmp_path: Path) -> None:
     assert fetch(store, "f/a", 5000) == make_data(5000)
 
 
-def test_estale_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_that_meets_estale_while_reading_opens_the_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file was removed and stored anew by another host: the second read finds the new one."""
     prepare(tmp_path)
     store = NfsStore(tmp_path)
@@ -207,7 +209,7 @@ def test_age_of_leftovers_is_measured_by_the_servers_clock(tmp_path: Path, monke
     assert [path.name for path in (tmp_path / ".tmp").iterdir()] == [live.name]
 
 
-def test_own_dead_writers_files_are_removed_at_once(tmp_path: Path) -> None:
+def test_files_of_dead_writers_on_the_same_host_are_removed_at_once(tmp_path: Path) -> None:
     prepare(tmp_path)
 
     def die_writing() -> None:
@@ -270,11 +272,11 @@ def test_unsafe_mount_options_are_named(tmp_path: Path, good: str, bad: str, exp
     assert "lookupcache=pos" in recommended
 
 
-def test_read_only_mount(tmp_path: Path) -> None:
+def test_read_only_mount_is_a_finding(tmp_path: Path) -> None:
     assert "ro: " in findings(tmp_path, GOOD, own="ro")[0]
 
 
-def test_the_mount_is_found(tmp_path: Path) -> None:
+def test_mount_findings_apply_to_paths_on_the_mount_and_to_links_to_it(tmp_path: Path) -> None:
     bad = GOOD.replace("softerr", "hard")
     assert findings(tmp_path, bad, path="/mnt/with space")[0].startswith("/mnt/with space: hard")
     assert findings(tmp_path, bad, path="/mnt/a/not/yet/there")

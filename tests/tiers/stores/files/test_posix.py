@@ -16,7 +16,7 @@ from tests.leaks import open_fds
 @pytest.mark.parametrize(
     "path", ["link", "folder-link/a", "f/up/a", "absolute/etc/passwd", "proc/self/root/etc/passwd"]
 )
-def test_follows_no_link(tmp_path: Path, path: str) -> None:
+def test_root_folder_follows_no_links(tmp_path: Path, path: str) -> None:
     (tmp_path / "root" / "f").mkdir(parents=True)
     (tmp_path / "a").write_bytes(b"outside")
     (tmp_path / "root" / "a").write_bytes(b"inside")
@@ -46,7 +46,7 @@ def test_root_folder_is_made_with_its_parents(tmp_path: Path) -> None:
 GIB = 1 << 30
 
 
-def test_reserve_counts_blobs_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserve_counts_puts_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk still says that all is free, as with delayed allocation."""
     have_free(monkeypatch, 11 * GIB)
     space = FreeSpace(10 * GIB)
@@ -64,7 +64,7 @@ def have_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     monkeypatch.setattr(os, "fstatvfs", lambda fd: status)
 
 
-def test_reserve_gives_back_what_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_put_returns_its_reserved_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have_free(monkeypatch, 11 * GIB)
     space = FreeSpace(10 * GIB)
     root = RootFolder(str(tmp_path), make=False)

@@ -7,7 +7,7 @@ from kvtiers.tiers.testing.servers import moto_server
 from tests.s3_clients import use_credentials
 
 
-def test_a_server_does_not_have_the_objects_of_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_moto_server_has_no_objects_of_an_earlier_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that finds other blocks under its keys stores nothing, and loads those."""
     use_credentials(monkeypatch)
     for _ in range(2):

@@ -51,7 +51,7 @@ def test_run_all_of_no_names_does_nothing() -> None:
     assert run_all(work, [], 5, time.monotonic) == {}
 
 
-def test_other_exception_ends_run_all_and_closes_the_other_coroutines(pair: tuple[socket.socket, ...]) -> None:
+def test_non_store_exception_ends_run_all_and_closes_the_other_coroutines(pair: tuple[socket.socket, ...]) -> None:
     closed = []
 
     async def work(name: str) -> None:
@@ -69,7 +69,7 @@ def test_other_exception_ends_run_all_and_closes_the_other_coroutines(pair: tupl
 
 
 @pytest.mark.parametrize("at_once_max", [1, 3, 20])
-def test_run_all_runs_as_many_at_once_as_allowed_and_no_more(threads: Threads, at_once_max: int) -> None:
+def test_run_all_reaches_but_never_exceeds_at_once_max(threads: Threads, at_once_max: int) -> None:
     """The calls end only once so many run, so more than AT_ONCE_FIRST begin because nothing happens."""
     running, most = set[str](), 0
     all_run = threading.Barrier(at_once_max)
@@ -87,7 +87,7 @@ def test_run_all_runs_as_many_at_once_as_allowed_and_no_more(threads: Threads, a
     assert most == at_once_max
 
 
-def test_time_of_one_coroutine_passes_while_another_is_always_busy() -> None:
+def test_coroutine_times_out_while_another_coroutine_is_always_busy() -> None:
     clock = Clock(0.0)
     turns = 0
 
@@ -120,7 +120,7 @@ def raising(error: Exception) -> Callable[..., object]:
     ("target", "error"),
     [("threading.Thread.start", RuntimeError()), ("socket.socketpair", OSError(errno.EMFILE, "too many files"))],
 )
-def test_call_without_thread_or_descriptor_runs_in_the_callers_thread_after_all_others(
+def test_call_without_a_thread_or_descriptor_runs_last_in_the_callers_thread(
     monkeypatch: pytest.MonkeyPatch, threads: Threads, pair: tuple[socket.socket, ...], target: str, error: Exception
 ) -> None:
     """Others may hold what the call needs."""
@@ -176,7 +176,7 @@ def test_thread_of_an_interrupted_call_ends_after_the_call() -> None:
     assert not used[0].is_alive()
 
 
-def test_call_in_a_thread_raises_for_its_name(threads: Threads) -> None:
+def test_store_error_of_a_call_in_a_thread_is_the_outcome_of_its_name(threads: Threads) -> None:
     def fail() -> None:
         raise StoreTimeoutError("late")
 

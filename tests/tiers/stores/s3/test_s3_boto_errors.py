@@ -65,14 +65,14 @@ def make(kind: type[Any]) -> Exception:
 
 
 @pytest.mark.parametrize("kind", list(subclasses(boto_errors.BotoCoreError)), ids=lambda kind: kind.__name__)
-def test_only_connection_errors_are_retried(kind: type[Any]) -> None:
+def test_only_connection_errors_and_timeouts_are_retryable(kind: type[Any]) -> None:
     told = translate(make(kind), PLACE, 1.0)
     is_of_connection = kind in CONNECTION_ERRORS
     assert told.retryable == (is_of_connection or kind in TIMEOUTS)
     assert bool(re.search("refused the connection|no connection to", str(told))) == is_of_connection
 
 
-def test_what_is_not_foreseen_is_told_in_botocores_words() -> None:
+def test_unknown_botocore_error_keeps_botocores_words_without_credentials() -> None:
     class NewError(boto_errors.BotoCoreError):  # type: ignore[misc] # botocore has no types
         fmt = "The key {key} of\n{path} is odd; see https://user:password@storage.example/x"
 
@@ -83,7 +83,7 @@ def test_what_is_not_foreseen_is_told_in_botocores_words() -> None:
     )
 
 
-def test_what_the_http_client_raises_is_told_apart() -> None:
+def test_http_client_error_is_unavailable_only_for_a_broken_connection() -> None:
     broken = boto_errors.HTTPClientError(error=ProtocolError("broken"))
     assert isinstance(translate(broken, PLACE, 1.0), StoreUnavailableError)
     told = translate(boto_errors.HTTPClientError(error=ValueError("Invalid header value b'token'")), PLACE, 1.0)
@@ -143,7 +143,7 @@ FIELDS = {"AWS_ACCESS_KEY_ID": "access_key", "AWS_SECRET_ACCESS_KEY": "secret_ke
     ],
     ids=["newline", "comment", "zero width", "double quotes", "single quotes"],
 )
-def test_character_that_is_none_of_a_credential_is_named(
+def test_invalid_character_in_a_credential_variable_is_named(
     options: S3Options, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -220,7 +220,7 @@ def test_role_with_mfa_is_refused(
     store.close()
 
 
-def test_variables_are_no_matter_of_a_profile_with_mfa(options: S3Options, tmp_path: Path) -> None:
+def test_credential_variables_are_used_although_the_profile_needs_mfa(options: S3Options, tmp_path: Path) -> None:
     """They come first in the chain."""
     (tmp_path / "config").write_text(
         "[default]\nrole_arn = arn:aws:iam::123456789012:role/kv\nsource_profile = default\nmfa_serial = mfa\n"
@@ -232,7 +232,7 @@ def test_variables_are_no_matter_of_a_profile_with_mfa(options: S3Options, tmp_p
 
 
 @pytest.mark.parametrize("region", ["eu-west-1 # Dublin", "eu-west-1 ; Dublin", "zg_publicru", "eu west", "1"])
-def test_region_that_boto3_does_not_take_is_named_with_its_place(
+def test_region_that_boto3_rejects_is_named_with_its_source(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: str
 ) -> None:
     (tmp_path / "config").write_text(f"[default]\nregion = {region}\n")
@@ -250,7 +250,7 @@ def test_region_that_boto3_does_not_take_is_named_with_its_place(
     assert refused.value.field == "region"
 
 
-def test_empty_variables_are_as_unset(
+def test_empty_aws_variables_count_as_unset(
     options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config").write_text("[default]\nregion = eu-south-2\n[profile team]\nregion = eu-north-1\n")
@@ -266,12 +266,12 @@ def test_empty_variables_are_as_unset(
     assert "/eu-north-1/" in server.requests("PUT")[-1].headers["authorization"]
 
 
-def test_profile_that_is_not_there_is_named(options: S3Options, tmp_path: Path) -> None:
+def test_missing_profile_error_names_profile_and_config_file(options: S3Options, tmp_path: Path) -> None:
     with pytest.raises(StoreConfigError, match=rf"^profile: .*\(absent\).*{tmp_path}/config"):
         S3Store(replace(options, profile="absent")).size("a")
 
 
-def test_config_file_that_cannot_be_parsed_is_named(
+def test_unparsable_aws_config_error_names_the_file(
     options: S3Options, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)

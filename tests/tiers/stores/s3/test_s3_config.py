@@ -98,7 +98,7 @@ def make_program(folder: Path, text: str) -> Path:
 # -- where -------------------------------------------------------------------------------------------------------------
 
 
-def test_plain_put(options: S3Options, server: HttpFaultServer) -> None:
+def test_put_with_default_options_sends_the_expected_headers(options: S3Options, server: HttpFaultServer) -> None:
     sent = put(options, server)
     assert (sent.path, sent.body) == ("/bucket/f/a", DATA)
     assert sent.headers["if-none-match"] == "*"
@@ -110,21 +110,21 @@ def test_plain_put(options: S3Options, server: HttpFaultServer) -> None:
     assert not absent & sent.headers.keys()
 
 
-def test_bucket(options: S3Options, server: HttpFaultServer) -> None:
+def test_bucket_option_is_in_the_request_path(options: S3Options, server: HttpFaultServer) -> None:
     assert put(replace(options, bucket="other-bucket"), server).path == "/other-bucket/f/a"
 
 
-def test_prefix(options: S3Options, server: HttpFaultServer) -> None:
+def test_prefix_option_is_in_the_request_path(options: S3Options, server: HttpFaultServer) -> None:
     assert put(replace(options, prefix="team/kv"), server).path == "/bucket/team/kv/f/a"
 
 
-def test_endpoint_url(options: S3Options, server: HttpFaultServer) -> None:
+def test_endpoint_url_option_selects_the_server(options: S3Options, server: HttpFaultServer) -> None:
     with HttpFaultServer() as second:
         put(replace(options, endpoint_url=second.endpoint_url), second)
     assert server.requests() == []
 
 
-def test_endpoint_of_the_environment(
+def test_endpoint_from_the_environment_is_used_unless_the_option_is_set(
     options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint_url)
@@ -133,26 +133,32 @@ def test_endpoint_of_the_environment(
         put(replace(options, endpoint_url=second.endpoint_url), second)
 
 
-def test_insecure_endpoint_of_the_environment_is_refused(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insecure_endpoint_from_the_environment_is_refused(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://storage.example")
     store = S3Store(replace(options, endpoint_url=None))
     with pytest.raises(StoreConfigError, match=r"^endpoint: .*allow_insecure"):
         store.size("a")
 
 
-def test_endpoint_of_the_environment_that_is_no_url(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_from_the_environment_that_is_not_a_url_is_refused(
+    options: S3Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "storage.example")
     with pytest.raises(StoreConfigError, match=r"^endpoint: "):
         S3Store(replace(options, endpoint_url=None)).size("a")
 
 
-def test_region(options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_option_overrides_the_environment(
+    options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-1")
     assert "/eu-north-1/s3/" in put(options, server).headers["authorization"]
     assert "/eu-west-3/s3/" in put(replace(options, region="eu-west-3"), server).headers["authorization"]
 
 
-def test_addressing_style(options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_in_the_endpoint_host_selects_virtual_host_requests(
+    options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # As a proxy the server is asked for any host, so no name has to resolve.
     monkeypatch.setenv("HTTP_PROXY", server.endpoint_url)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -179,12 +185,12 @@ def test_addressing_style(options: S3Options, server: HttpFaultServer, monkeypat
         ("https://minio.kv.example", "https://minio.kv.example", False),
     ],
 )
-def test_bucket_before_the_host_is_part_of_the_host(url: str, base: str, in_host: bool) -> None:
+def test_without_bucket_removes_the_bucket_from_an_endpoint_host_or_path(url: str, base: str, in_host: bool) -> None:
     assert without_bucket(url, "kv") == (base, in_host)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1.", "127.1", "127.0X7F", "[::1]"])
-def test_address_has_no_bucket_before_it(host: str) -> None:
+def test_without_bucket_leaves_ip_address_hosts_unchanged(host: str) -> None:
     for bucket in ("127", "[", "::1"):
         assert without_bucket(f"https://{host}:9000", bucket) == (f"https://{host}:9000", False)
 
@@ -197,7 +203,9 @@ def test_address_has_no_bucket_before_it(host: str) -> None:
         ("https://bucket.s3.eu-west-1.amazonaws.com", "bucket", True),
     ],
 )
-def test_addressing_style_on_aws(endpoint_url: str | None, bucket: str, virtual: bool) -> None:
+def test_aws_endpoints_use_virtual_hosts_except_for_dotted_buckets(
+    endpoint_url: str | None, bucket: str, virtual: bool
+) -> None:
     session = S3Session(S3Options(bucket=bucket, endpoint_url=endpoint_url, region="eu-west-1"))
     assert session.endpoint_url == "https://s3.eu-west-1.amazonaws.com"
     assert session.virtual_host is virtual
@@ -205,7 +213,7 @@ def test_addressing_style_on_aws(endpoint_url: str | None, bucket: str, virtual:
     assert url.startswith(f"https://{bucket}.s3." if virtual else f"https://s3.eu-west-1.amazonaws.com/{bucket}/")
 
 
-def test_directory_buckets_are_boto3s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_bucket_requests_go_to_the_zone_endpoint_through_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the zone's own endpoint; our own client would ask the region's."""
     bucket = "kv--usw2-az1--x-s3"
     asked: list[str] = []
@@ -226,7 +234,9 @@ def test_directory_buckets_are_boto3s(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- who ---------------------------------------------------------------------------------------------------------------
 
 
-def test_profile(options: S3Options, server: HttpFaultServer, tmp_path: Path) -> None:
+def test_profile_option_selects_credentials_and_region(
+    options: S3Options, server: HttpFaultServer, tmp_path: Path
+) -> None:
     (tmp_path / "credentials").write_text("[team]\naws_access_key_id = AKIATEAM\naws_secret_access_key = s\n")
     (tmp_path / "config").write_text("[profile team]\nregion = eu-south-2\n")
     assert "Credential=AKIATEAM/" in put(replace(options, profile="team"), server).headers["authorization"]
@@ -236,7 +246,9 @@ def test_profile(options: S3Options, server: HttpFaultServer, tmp_path: Path) ->
         S3Store(replace(options, profile="no-such")).size("a")
 
 
-def test_credential_process(options: S3Options, server: HttpFaultServer, tmp_path: Path) -> None:
+def test_credential_process_supplies_credentials_and_its_failure_hides_secrets(
+    options: S3Options, server: HttpFaultServer, tmp_path: Path
+) -> None:
     answer = {"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}
     script = make_program(tmp_path, f"#!{sys.executable}\nprint('''{json.dumps(answer)}''')\n")
     assert "Credential=AKIAPROCESS/" in put(replace(options, profile="p"), server).headers["authorization"]
@@ -258,7 +270,7 @@ PROCESS_RUINS: dict[str, tuple[str | None, str]] = {
 
 
 @pytest.mark.parametrize("ruin", PROCESS_RUINS)
-def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path: Path, ruin: str) -> None:
+def test_broken_credential_process_is_a_store_error(options: S3Options, tmp_path: Path, ruin: str) -> None:
     """Of whatever call, and of check; botocore raises OSError, ValueError, AttributeError and RuntimeError there."""
     printed, says = PROCESS_RUINS[ruin]
     program = make_program(tmp_path, f"#!{sys.executable}\nprint({printed!r})\n")
@@ -284,7 +296,9 @@ def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path
     store.close()
 
 
-def test_failed_credential_chain_is_asked_once_for_all_and_seldom_again(options: S3Options, tmp_path: Path) -> None:
+def test_failed_credential_chain_is_asked_once_for_all_keys_and_again_after_a_pause(
+    options: S3Options, tmp_path: Path
+) -> None:
     asked = tmp_path / "asked"
     make_program(tmp_path, f"#!/bin/sh\necho >> {asked}\nexit 1\n")
     now = [0.0]
@@ -299,7 +313,7 @@ def test_failed_credential_chain_is_asked_once_for_all_and_seldom_again(options:
     store.close()
 
 
-def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
+def test_hanging_credential_chain_error_names_the_chain_and_its_late_answer_is_used(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtiers.tiers.stores.s3.clients.CLIENTS_S_MIN", 0.1)
@@ -324,7 +338,7 @@ def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
 
 
 @pytest.mark.parametrize("client", ["direct"], indirect=True)
-def test_credential_chain_that_hangs_once_is_asked_again(
+def test_hanging_credential_chain_is_asked_again_after_growing_pauses(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After twice the time for each that hangs; what hangs is bounded, and what it gets too late is closed."""
@@ -362,7 +376,9 @@ def answers_for_a_while(folder: Path) -> Path:
     return make_program(folder, f"#!{sys.executable}\nprint('{json.dumps(answer)}')\n")
 
 
-def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S3Options, tmp_path: Path) -> None:
+def test_failed_credentials_refresh_keeps_no_reference_to_its_callers_memory(
+    options: S3Options, tmp_path: Path
+) -> None:
     """The region's slots, whose memory an engine must be able to release."""
     script = answers_for_a_while(tmp_path)
     store = S3Store(replace(options, profile="p"))
@@ -381,7 +397,7 @@ def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S
     store.close()
 
 
-def test_refresh_of_credentials_that_hangs_holds_nobody(
+def test_hanging_credentials_refresh_blocks_no_call_while_credentials_are_valid(
     options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What there is goes on while it is good; when it has expired, a chain made anew is asked."""
@@ -413,7 +429,7 @@ def test_refresh_of_credentials_that_hangs_holds_nobody(
     os.close(to_helpers)
 
 
-def test_chain_is_asked_once_for_all_who_wait() -> None:
+def test_credential_chain_is_asked_once_for_all_waiting_threads() -> None:
     now, left_s, asked = [0.0], [0.0], []
     together, goes_on = threading.Barrier(9), threading.Event()
 
@@ -460,7 +476,7 @@ def test_chain_is_asked_once_for_all_who_wait() -> None:
     assert len(asked) == 2
 
 
-def test_credentials_that_are_good_for_minutes_are_not_asked_for_with_each_request() -> None:
+def test_credentials_valid_for_minutes_are_not_refreshed_for_each_request() -> None:
     """STS gives out 15 minutes at the least, and helpers the same until 5 minutes before their end."""
     now, asked, fails = [0.0], [], [False]
 
@@ -491,7 +507,7 @@ def test_credentials_that_are_good_for_minutes_are_not_asked_for_with_each_reque
         credentials.get_frozen_credentials()
 
 
-def test_web_identity_without_its_token(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_web_identity_token_error_names_the_file(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/no/such/token")
@@ -503,7 +519,7 @@ def test_web_identity_without_its_token(options: S3Options, monkeypatch: pytest.
     store.close()
 
 
-def test_check_raises_what_nobody_expected(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_raises_unexpected_exceptions_unchanged(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect of ours is no server that is slow."""
 
     def fail(_: object) -> None:
@@ -522,7 +538,7 @@ def with_role(options: S3Options, tmp_path: Path) -> S3Options:
     return replace(options, profile="kv")
 
 
-def test_role_of_a_profile(
+def test_role_of_a_profile_is_assumed_through_sts(
     with_role: S3Options, server: HttpFaultServer, moto_sts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_sts)
@@ -531,7 +547,7 @@ def test_role_of_a_profile(
     assert sent.headers["x-amz-security-token"] != TOKEN
 
 
-def test_role_that_may_not_be_assumed(with_role: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_role_error_names_sts(with_role: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     with HttpFaultServer() as sts:
         sts.inject(Fault.ACCESS_DENIED)
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.endpoint_url)
@@ -570,7 +586,7 @@ def session() -> Iterator[S3Session]:
         (400, "ValidationError", "", StorePermissionError, "secret: STS does not let"),
     ],
 )
-def test_what_sts_says_is_told_apart(
+def test_sts_errors_become_matching_store_errors(
     session: S3Session, status: int, code: str, message: str, kind: type[StoreError], says: str
 ) -> None:
     answer = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
@@ -594,7 +610,7 @@ def test_what_sts_says_is_told_apart(
         (500, "InternalServerException", StoreUnavailableError, "endpoint: GetRoleCredentials of boto3's"),
     ],
 )
-def test_what_sso_says_is_about_credentials_and_no_object(
+def test_sso_errors_are_credential_or_server_errors_and_never_a_missing_object(
     options: S3Options,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -637,14 +653,16 @@ def test_what_sso_says_is_about_credentials_and_no_object(
         store.close()
 
 
-def test_sts_that_cannot_be_reached_is_named(with_role: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_sts_error_names_the_endpoint_without_its_password(
+    with_role: S3Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://user:{SECRET}@127.0.0.1:9")
     store = S3Store(with_role)
     with pytest.raises(StoreUnavailableError, match=r"^endpoint: http://127\.0\.0\.1:9 refused the connection"):
         store.check()
 
 
-def test_role_whose_source_has_expired(session: S3Session) -> None:
+def test_expired_source_of_a_role_is_an_expired_credentials_error(session: S3Session) -> None:
     error = ClientError({"Error": {"Code": "ExpiredToken", "Message": TOKEN}}, "AssumeRole")
     translated = session.translate(error)
     assert isinstance(translated, CredentialsExpiredError)  # so the chain is read again
@@ -656,7 +674,7 @@ def moto_sts(moto: Any) -> str:
     return str(moto.endpoint_url)
 
 
-def test_no_credentials(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_error_names_the_variables(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     store = S3Store(options)
     with pytest.raises(StorePermissionError, match=r"^secret: no credentials found; set AWS_ACCESS_KEY_ID"):
@@ -684,7 +702,7 @@ def https(certificate: Path) -> Iterator[HttpFaultServer]:
         yield server
 
 
-def test_ca_bundle(
+def test_ca_bundle_option_makes_a_private_certificate_trusted(
     options: S3Options, https: HttpFaultServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secure = replace(options, endpoint_url=https.endpoint_url)
@@ -699,7 +717,9 @@ def test_ca_bundle(
     assert put(secure, https).body == DATA
 
 
-def test_reading_by_https(options: S3Options, https: HttpFaultServer, certificate: Path) -> None:
+def test_https_reads_need_a_trusted_certificate_and_keep_deadlines(
+    options: S3Options, https: HttpFaultServer, certificate: Path
+) -> None:
     https.put_object("bucket", "f/a", DATA)
     options = replace(options, endpoint_url=https.endpoint_url)
     untrusting = S3Store(options)
@@ -724,7 +744,7 @@ def test_reading_by_https(options: S3Options, https: HttpFaultServer, certificat
         ("localhost", -0.5, "has expired, or this machine's clock is wrong"),
     ],
 )
-def test_certificate_for_another_name_or_of_another_time(
+def test_certificate_error_names_wrong_host_or_expiry(
     options: S3Options, tmp_path: Path, host: str, days: float, says: str
 ) -> None:
     make_certificate(tmp_path, "storage.example", days)
@@ -736,14 +756,14 @@ def test_certificate_for_another_name_or_of_another_time(
         store.close()
 
 
-def test_https_to_a_server_of_http(options: S3Options, server: HttpFaultServer) -> None:
+def test_https_to_an_http_server_error_says_that_tls_is_missing(options: S3Options, server: HttpFaultServer) -> None:
     store = S3Store(replace(options, endpoint_url=server.endpoint_url.replace("http", "https")))
     with pytest.raises(StoreConfigError, match=r"^endpoint: .* does not speak TLS; should its URL begin with http\?"):
         store.check()
     store.close()
 
 
-def test_name_with_a_dot_at_its_end_is_the_certificates(
+def test_host_with_a_trailing_dot_matches_its_certificate(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_certificate(tmp_path, "storage.example")
@@ -759,7 +779,7 @@ def test_name_with_a_dot_at_its_end_is_the_certificates(
         reader.close()
 
 
-def test_ca_bundle_may_have_comments(
+def test_ca_bundle_with_comments_is_accepted(
     options: S3Options, https: HttpFaultServer, certificate: Path, tmp_path: Path
 ) -> None:
     """As those that distributions ship have: names of authorities in any script."""
@@ -776,12 +796,12 @@ def test_ca_bundle_may_have_comments(
             S3Store(store.options).size("a")
 
 
-def test_ca_bundle_that_is_not_there(options: S3Options) -> None:
+def test_missing_ca_bundle_error_names_the_file(options: S3Options) -> None:
     with pytest.raises(StoreConfigError, match=r"^ca_bundle: /no/such\.pem cannot be read"):
         S3Store(replace(options, ca_bundle="/no/such.pem")).size("a")
 
 
-def test_allow_insecure() -> None:
+def test_http_endpoint_needs_allow_insecure_except_on_loopback_hosts() -> None:
     with pytest.raises(ConfigError, match=r"^endpoint_url: .*allow_insecure"):
         S3Options(bucket="bucket", endpoint_url="http://storage.example:9000")
     S3Options(bucket="bucket", endpoint_url="http://storage.example:9000", allow_insecure=True)
@@ -789,14 +809,16 @@ def test_allow_insecure() -> None:
         S3Options(bucket="bucket", endpoint_url=f"http://{host}:9000")
 
 
-def test_request_timeout(options: S3Options, server: HttpFaultServer) -> None:
+def test_request_timeout_ends_a_stalled_call_without_a_retry(options: S3Options, server: HttpFaultServer) -> None:
     server.inject(Fault.STALL)
     store = S3Store(replace(options, request_timeout_s=0.5, retries=5))
     # A late answer is not asked for again: half of the time is gone.
     asks_once(server, lambda: store.size("a"), r"did not answer within 0\.25 s")
 
 
-def test_connect_timeout(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_that_is_not_accepted_ends_at_the_connect_timeout(
+    options: S3Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against an address that takes no connection: the listener's backlog is full."""
     with ExitStack() as open_sockets:
         listener = open_sockets.enter_context(socket.socket())
@@ -814,7 +836,9 @@ def test_connect_timeout(options: S3Options, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
-def test_retries(options: S3Options, server: HttpFaultServer, retries: int) -> None:
+def test_retries_option_sets_the_number_of_retries_with_growing_pauses(
+    options: S3Options, server: HttpFaultServer, retries: int
+) -> None:
     pauses: list[float] = []
     store = S3Store(replace(options, retries=retries), sleep=pauses.append, rng=lambda: 1.0)
     server.inject(Fault.INTERNAL_ERROR)
@@ -825,7 +849,9 @@ def test_retries(options: S3Options, server: HttpFaultServer, retries: int) -> N
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_max_connections(options: S3Options, server: HttpFaultServer, limit: int) -> None:
+def test_max_connections_option_limits_concurrent_connections(
+    options: S3Options, server: HttpFaultServer, limit: int
+) -> None:
     store = S3Store(replace(options, max_connections=limit))
     errors: list[BaseException] = []
 
@@ -850,7 +876,7 @@ def test_max_connections(options: S3Options, server: HttpFaultServer, limit: int
 # -- what is stored ----------------------------------------------------------------------------------------------------
 
 
-def test_sse(options: S3Options, server: HttpFaultServer) -> None:
+def test_sse_option_sets_the_encryption_headers(options: S3Options, server: HttpFaultServer) -> None:
     assert put(replace(options, sse="AES256"), server).headers["x-amz-server-side-encryption"] == "AES256"
     sent = put(replace(options, sse="aws:kms"), server).headers
     assert sent["x-amz-server-side-encryption"] == "aws:kms"
@@ -861,11 +887,11 @@ def test_sse(options: S3Options, server: HttpFaultServer) -> None:
     assert sent["x-amz-server-side-encryption-aws-kms-key-id"] == key_id
 
 
-def test_storage_class(options: S3Options, server: HttpFaultServer) -> None:
+def test_storage_class_option_sets_its_header(options: S3Options, server: HttpFaultServer) -> None:
     assert put(replace(options, storage_class="STANDARD_IA"), server).headers["x-amz-storage-class"] == "STANDARD_IA"
 
 
-def test_checksum(options: S3Options, server: HttpFaultServer) -> None:
+def test_put_sends_a_signed_crc64nvme_checksum(options: S3Options, server: HttpFaultServer) -> None:
     crc64 = importlib.import_module("awscrt.checksums").crc64nvme(DATA)
     sent = put(options, server).headers
     assert base64.b64decode(sent["x-amz-checksum-crc64nvme"]) == crc64.to_bytes(8, "big")
@@ -873,7 +899,7 @@ def test_checksum(options: S3Options, server: HttpFaultServer) -> None:
     assert "x-amz-checksum-crc64nvme" in sent["authorization"]  # signed, so nobody on the way replaces it
 
 
-def test_checksum_that_a_clone_refuses_is_left_out_from_then_on(
+def test_checksum_refused_by_the_server_is_left_out_of_later_puts(
     options: S3Options, server: HttpFaultServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.inject(Fault.REFUSE_CHECKSUM)
@@ -899,7 +925,7 @@ def test_checksum_that_a_clone_refuses_is_left_out_from_then_on(
         (400, "XAmzContentSHA256Mismatch"),
     ],
 )
-def test_unsigned_payloads_that_are_refused_are_signed_from_then_on(
+def test_unsigned_payload_refused_by_the_server_is_signed_in_later_puts(
     options: S3Options,
     server: HttpFaultServer,
     caplog: pytest.LogCaptureFixture,
@@ -938,7 +964,7 @@ def test_bucket_with_object_lock_gets_a_checksum(options: S3Options, server: Htt
     store.close()
 
 
-def test_put_that_may_not_be_made_is_told_by_its_first_refusal(options: S3Options, server: HttpFaultServer) -> None:
+def test_put_without_permission_reports_the_first_refusal(options: S3Options, server: HttpFaultServer) -> None:
     server.inject(Fault.ACCESS_DENIED, methods=("PUT",))
     store = S3Store(options)
     with pytest.raises(StorePermissionError, match="AccessDenied, HTTP 403"):
@@ -985,7 +1011,7 @@ def test_put_that_may_not_be_made_is_told_by_its_first_refusal(options: S3Option
         ("storage_class", "", "not accepted"),
     ],
 )
-def test_bad_value_names_its_field(key: str, value: Any, says: str) -> None:
+def test_invalid_s3_option_error_names_the_option(key: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         S3Options(**{"bucket": "bucket", key: value})
     assert caught.value.field == key
@@ -1008,7 +1034,7 @@ def test_bad_value_names_its_field(key: str, value: Any, says: str) -> None:
         *("a_b.c", "a..b", ".a", "a.-b", "a-.b", "a" * 64, "a." * 130 + "a", "münchen.example", "a b", "a\tb"),
     ],
 )
-def test_hosts_are_those_that_boto3_takes(host: str) -> None:
+def test_endpoint_host_is_accepted_exactly_if_boto3_accepts_it(host: str) -> None:
     """So that what is wrong is named as the configuration's, and not the environment's."""
     url = f"https://{host}:9000"
     if is_valid_endpoint_url(url) or is_valid_ipv6_endpoint_url(url):
@@ -1019,7 +1045,9 @@ def test_hosts_are_those_that_boto3_takes(host: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/s3", "/s3/", "/a~b/.c/..d/e-f_g"])
-def test_path_of_an_endpoint(options: S3Options, server: HttpFaultServer, path: str) -> None:
+def test_path_of_an_endpoint_precedes_the_bucket_in_requests(
+    options: S3Options, server: HttpFaultServer, path: str
+) -> None:
     store = S3Store(replace(options, endpoint_url=f"{server.endpoint_url}{path}"))
     for call in (lambda: store.put("a", as_parts(DATA)), lambda: fetch(store, "a", 1), lambda: list(store.keys())):
         with suppress(StoreError):  # the server has no bucket there
@@ -1030,17 +1058,17 @@ def test_path_of_an_endpoint(options: S3Options, server: HttpFaultServer, path: 
 
 
 @pytest.mark.parametrize("path", ["/a b", "/%7Ea", "/é", "//", "/a//b", "/a/./b", "/..", "/a;b=1", "/a+b"])
-def test_path_that_the_clients_would_send_in_different_forms_is_refused(path: str) -> None:
+def test_endpoint_path_that_clients_encode_differently_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"^endpoint_url: .* not accepted: write a path of names"):
         S3Options(bucket="bucket", endpoint_url=f"https://storage.example{path}")
 
 
-def test_zone_of_an_ipv6_address_is_refused() -> None:
+def test_ipv6_zone_in_an_endpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^endpoint_url: .* without its zone"):
         S3Options(bucket="bucket", endpoint_url="https://[fe80::1%25eth0]:9000")
 
 
-def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
+def test_password_in_an_endpoint_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="holds credentials") as caught:
         S3Options(bucket="bucket", endpoint_url=f"https://user:{SECRET}@storage.example")
     assert SECRET not in "".join(traceback.format_exception(caught.value))
@@ -1050,7 +1078,7 @@ def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_deletion_with_a_bare_200_is_good_where_the_object_is_gone(options: S3Options, is_gone: bool) -> None:
+def test_deletion_with_a_bare_200_succeeds_only_if_the_object_is_gone(options: S3Options, is_gone: bool) -> None:
     """Of a server without request ids; a proxy's page looks alike."""
 
     def head(**_: Any) -> dict[str, Any]:
@@ -1067,7 +1095,7 @@ def test_deletion_with_a_bare_200_is_good_where_the_object_is_gone(options: S3Op
         S3Control(session).delete("a")
 
 
-def test_deletion_that_failed_for_an_unnamed_key_failed_for_all(options: S3Options) -> None:
+def test_batch_deletion_error_without_a_key_fails_all_keys(options: S3Options) -> None:
     session = S3Session(options)
     session._client = SimpleNamespace(delete_objects=lambda **_: {"Errors": [{"Code": "InternalError"}]})
     failed = S3Control(session).delete_batch(["a", "b"])
@@ -1077,7 +1105,7 @@ def test_deletion_that_failed_for_an_unnamed_key_failed_for_all(options: S3Optio
 # -- secrets (X4) ------------------------------------------------------------------------------------------------------
 
 
-def test_secrets_are_shown_nowhere(
+def test_s3_secrets_are_not_shown_in_errors_or_logs(
     options: S3Options, server: HttpFaultServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every kind of call and of failure, with every logger at DEBUG."""
@@ -1128,7 +1156,7 @@ def test_secrets_are_shown_nowhere(
     assert "InternalError, HTTP 500" in everything
 
 
-def test_what_a_credential_process_prints_is_not_logged(
+def test_output_of_a_credential_process_is_not_logged(
     options: S3Options, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At a refresh: botocore warns with the exception, whose text is the process' own."""
@@ -1142,7 +1170,7 @@ def test_what_a_credential_process_prints_is_not_logged(
     assert "Refreshing temporary credentials failed during mandatory refresh period." in caplog.text
 
 
-def test_loggers_are_capped_whatever_comes_later() -> None:
+def test_boto3_and_urllib3_loggers_stay_capped_after_later_level_changes() -> None:
     child = logging.getLogger("botocore.some.child")
     child.setLevel(logging.DEBUG)
     cap_chatty_loggers()
@@ -1155,7 +1183,9 @@ def test_loggers_are_capped_whatever_comes_later() -> None:
         logging.root.setLevel(level)
 
 
-def test_server_that_wants_virtual_hosts_is_told(options: S3Options, server: HttpFaultServer) -> None:
+def test_virtual_hosts_required_by_the_server_error_says_how_to_write_the_endpoint(
+    options: S3Options, server: HttpFaultServer
+) -> None:
     forbidden = tiny_s3.error(403, "SecondLevelDomainForbidden")
     server.answers[Fault.ACCESS_DENIED] = forbidden
     server.inject(Fault.ACCESS_DENIED)

@@ -66,7 +66,7 @@ def store(server: HttpFaultServer, boto_models_once: None, monkeypatch: pytest.M
     store.close()
 
 
-def test_connection_that_the_server_gave_up_is_no_error(store: S3Store, server: HttpFaultServer) -> None:
+def test_get_on_a_reused_connection_that_was_reset_is_sent_again(store: S3Store, server: HttpFaultServer) -> None:
     """As every client does: what was reset on a connection used before is asked again on a new one."""
     fetch(store, "f/a", len(DATA))
     server.inject(Fault.RESET_BEFORE, times=1)
@@ -81,7 +81,7 @@ def ports(server: HttpFaultServer) -> list[int]:
     return [request.client_port for request in server.requests("GET")]
 
 
-def test_connection_that_was_idle_for_long_is_not_used_again(
+def test_connection_that_was_idle_for_long_is_not_reused(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A NAT may have forgotten it without a word."""
@@ -110,9 +110,7 @@ def test_connection_that_was_idle_for_long_is_not_used_again(
     session.close()
 
 
-def test_hanging_connection_that_was_used_before_takes_the_idle_ones_with_it(
-    store: S3Store, server: HttpFaultServer
-) -> None:
+def test_timeout_on_a_reused_connection_drops_the_idle_connections(store: S3Store, server: HttpFaultServer) -> None:
     session = S3Session(replace(store.options, request_timeout_s=0.6))
     reader = DirectClient(session)
     server.answer_after_s = 0.05
@@ -133,7 +131,7 @@ def test_hanging_connection_that_was_used_before_takes_the_idle_ones_with_it(
     session.close()
 
 
-def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_set_tcp_nodelay(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[socket.socket] = []
     dial = Connections._dial
 
@@ -146,13 +144,15 @@ def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, m
     assert [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in made] == [1]
 
 
-def test_many_threads_share_connections(store: S3Store) -> None:
+def test_gets_of_many_threads_return_the_right_bytes(store: S3Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: fetch(store, "f/a", len(DATA)), range(200)))
     assert found == [DATA] * 200
 
 
-def test_no_socket_to_be_had(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_without_a_free_socket_is_unavailable_and_a_later_get_succeeds(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -173,7 +173,7 @@ def test_no_socket_to_be_had(store: S3Store, monkeypatch: pytest.MonkeyPatch) ->
         ("http://[::1]:80", "[::1]"),
     ],
 )
-def test_host_is_what_all_clients_send(store: S3Store, endpoint: str, host: str) -> None:
+def test_signed_host_header_omits_only_the_default_port(store: S3Store, endpoint: str, host: str) -> None:
     """A proxy that hands on the host that it understood (nginx' $host) changes no other, and a signature covers it."""
     session = S3Session(replace(store.options, endpoint_url=endpoint))
     reader = DirectClient(session)
@@ -205,7 +205,7 @@ def answer(*packets: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
-def test_body_that_stops_is_given_up_in_time(store: S3Store, connection: bytes) -> None:
+def test_get_whose_body_stops_times_out(store: S3Store, connection: bytes) -> None:
     """http.client forgets its socket where the server says that it will close: it must be shut all the same."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: %b\r\n\r\n" % (len(DATA), connection)
     with answer(head + b"few bytes") as url:
@@ -215,9 +215,7 @@ def test_body_that_stops_is_given_up_in_time(store: S3Store, connection: bytes) 
         hurried.close()
 
 
-def test_get_that_begins_after_its_clients_were_replaced_is_given_up_in_time(
-    store: S3Store, server: HttpFaultServer
-) -> None:
+def test_get_after_its_clients_were_closed_still_times_out(store: S3Store, server: HttpFaultServer) -> None:
     """It had them before, and waited for credentials while another thread's had expired."""
     session = S3Session(replace(store.options, request_timeout_s=0.6))
     reader = DirectClient(session)
@@ -267,7 +265,9 @@ RECOGNISED = {"usual", "one packet", "lower case", "kept alive", "no reason", "l
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_objects_however_they_are_announced(store: S3Store, parsed: list[HTTPResponse], name: str) -> None:
+def test_get_reads_objects_from_every_valid_form_of_answer(
+    store: S3Store, parsed: list[HTTPResponse], name: str
+) -> None:
     with answer(*OBJECTS[name]) as url:
         reader = S3Store(replace(store.options, endpoint_url=url))
         assert fetch(reader, "f/a", len(DATA)) == DATA
@@ -289,7 +289,9 @@ def test_objects_however_they_are_announced(store: S3Store, parsed: list[HTTPRes
         (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nContent-Length: 1\r\n\r\n" % len(DATA), StoreUnavailableError),
     ],
 )
-def test_answers_that_leave_the_parts_alone(store: S3Store, head: bytes, error: type[StoreError]) -> None:
+def test_answers_without_the_expected_object_leave_the_parts_unchanged(
+    store: S3Store, head: bytes, error: type[StoreError]
+) -> None:
     buffer = bytearray(DATA)
     with answer(head + NEW) as url:
         reader = S3Store(replace(store.options, endpoint_url=url))
@@ -299,7 +301,7 @@ def test_answers_that_leave_the_parts_alone(store: S3Store, head: bytes, error: 
     assert buffer == DATA
 
 
-def test_objects_of_many_parts(store: S3Store, parsed: list[HTTPResponse]) -> None:
+def test_get_into_more_parts_than_one_recvmsg_takes_fills_all_parts(store: S3Store, parsed: list[HTTPResponse]) -> None:
     """More than one call of recvmsg takes."""
     buffer = bytearray(len(DATA))
     view = memoryview(buffer)
@@ -308,7 +310,7 @@ def test_objects_of_many_parts(store: S3Store, parsed: list[HTTPResponse]) -> No
     assert not parsed
 
 
-def test_pieces_begin_again_with_the_body(
+def test_retried_get_passes_its_pieces_from_the_start_again(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtiers.tiers.stores.s3.direct.PIECE_BYTES", 4096)
@@ -374,7 +376,7 @@ def test_requests_are_signed_as_botocore_signs_them(
     assert sign(credentials) != request
 
 
-def test_credentials_that_no_header_may_hold(store: S3Store, server: HttpFaultServer) -> None:
+def test_session_token_with_a_newline_is_refused_before_any_request(store: S3Store, server: HttpFaultServer) -> None:
     with mock.patch.dict("os.environ", {"AWS_SESSION_TOKEN": "a\nx-evil:1"}):
         theirs = S3Store(replace(store.options))
         with pytest.raises(StorePermissionError, match=r"the token from env .* has the character") as caught:
@@ -384,7 +386,7 @@ def test_credentials_that_no_header_may_hold(store: S3Store, server: HttpFaultSe
     assert not server.requests("GET")
 
 
-def test_every_address_of_a_name_is_tried(store: S3Store, server: HttpFaultServer) -> None:
+def test_every_address_of_a_host_name_is_tried(store: S3Store, server: HttpFaultServer) -> None:
     """``localhost`` is ::1 and 127.0.0.1; the server listens on the second only."""
     named = S3Store(replace(store.options, endpoint_url=server.endpoint_url.replace("127.0.0.1", "localhost")))
     assert fetch(named, "f/a", len(DATA)) == DATA
@@ -435,7 +437,7 @@ def refuse(answer: bytes, certificate: Path | None = None) -> Iterator[str]:
         ("301 Moved\r\nLocation: https://other.example/x", "", StoreConfigError, "redirects to https://other.example"),
     ],
 )
-def test_put_that_is_refused_before_its_body_was_read_gets_the_reason(
+def test_put_refused_before_its_body_is_read_reports_the_reason(
     store: S3Store, tmp_path: Path, tls: bool, head: str, code: str, error: type[StoreError], says: str
 ) -> None:
     body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
@@ -451,7 +453,7 @@ def test_put_that_is_refused_before_its_body_was_read_gets_the_reason(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_put_whose_connection_the_server_gave_up_is_sent_again(
+def test_put_on_a_reused_connection_that_was_reset_is_sent_again(
     store: S3Store, server: HttpFaultServer, overwrite: bool
 ) -> None:
     """It may find its own object: to the caller that is one that somebody has stored."""
@@ -466,7 +468,7 @@ def test_put_whose_connection_the_server_gave_up_is_sent_again(
         store.put("f/b", as_parts(DATA), overwrite=overwrite)
 
 
-def test_put_of_many_parts(store: S3Store, server: HttpFaultServer) -> None:
+def test_put_of_more_parts_than_one_sendmsg_takes_stores_all_bytes(store: S3Store, server: HttpFaultServer) -> None:
     """More than one call of sendmsg takes, and more bytes than a socket buffers."""
     data = make_data(12 << 20)
     for size in (8192, 5 << 20):
@@ -474,7 +476,7 @@ def test_put_of_many_parts(store: S3Store, server: HttpFaultServer) -> None:
         assert server.get_object("bucket", f"f/{size}") == data
 
 
-def test_connection_is_kept_after_answers_that_are_no_success(store: S3Store, server: HttpFaultServer) -> None:
+def test_connection_is_kept_after_misses_and_a_put_of_an_existing_key(store: S3Store, server: HttpFaultServer) -> None:
     assert store.put("f/a", as_parts(DATA)) is False
     with pytest.raises(BlobNotFoundError):
         fetch(store, "f/absent", 1)
@@ -493,7 +495,7 @@ def test_connection_is_not_kept_after_a_put_is_refused(store: S3Store, server: H
     assert len({request.client_port for request in server.requests("PUT")}) == 2
 
 
-def test_forms_of_a_put(store: S3Store, server: HttpFaultServer) -> None:
+def test_each_put_form_sends_its_checksum_headers(store: S3Store, server: HttpFaultServer) -> None:
     client = DirectClient(S3Session(store.options))
     for form, names in (
         (PutForm.CHECKED, {"x-amz-checksum-crc64nvme"}),
@@ -512,7 +514,7 @@ def test_forms_of_a_put(store: S3Store, server: HttpFaultServer) -> None:
 @pytest.mark.parametrize(
     "range_", ["bytes 0-9/100000", "bytes 99990-99999/*", "bytes 99990-99998/100000", "bytes 99990-99999/99999", ""]
 )
-def test_tail_of_another_range_is_refused(store: S3Store, range_: str) -> None:
+def test_get_tail_answer_with_another_range_is_refused(store: S3Store, range_: str) -> None:
     head = f"HTTP/1.1 206 Partial Content\r\nETag: x\r\nContent-Range: {range_}\r\nContent-Length: 10\r\n\r\n"
     with answer(head.encode() + DATA[-10:]) as url:
         client = DirectClient(S3Session(replace(store.options, endpoint_url=url)))

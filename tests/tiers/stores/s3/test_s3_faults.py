@@ -99,7 +99,9 @@ def stored(store: S3Store, server: HttpFaultServer) -> S3Store:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer) -> None:
+def test_get_with_a_lasting_fault_raises_its_error_and_keeps_the_buffer(
+    stored: S3Store, server: HttpFaultServer
+) -> None:
     for fault, error in ERRORS:
         server.inject(fault)
         target = GuardedParts(len(DATA) - 4096, 4096)
@@ -120,7 +122,7 @@ def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer) -> None:
         assert target.joined() == DATA, fault
 
 
-def test_lasting_fault_of_put(store: S3Store, server: HttpFaultServer) -> None:
+def test_put_with_a_lasting_fault_raises_its_error_and_stores_nothing(store: S3Store, server: HttpFaultServer) -> None:
     for number, (fault, error) in enumerate(ERRORS):
         server.inject(fault)
         for overwrite in (False, True):
@@ -132,7 +134,7 @@ def test_lasting_fault_of_put(store: S3Store, server: HttpFaultServer) -> None:
         assert server.get_object("bucket", f"f/{number}") == DATA, fault
 
 
-def test_lasting_fault_of_the_other_calls(stored: S3Store, server: HttpFaultServer) -> None:
+def test_delete_list_and_tail_with_a_lasting_fault_raise_its_error(stored: S3Store, server: HttpFaultServer) -> None:
     calls: list[Callable[[], object]] = [
         lambda: stored.delete("f/a"),
         lambda: list(stored.keys()),
@@ -156,7 +158,7 @@ def test_lasting_fault_of_the_other_calls(stored: S3Store, server: HttpFaultServ
 
 
 @pytest.mark.parametrize("code", [f"Denied for {tiny_s3.SECRET_ECHO}", "Denied\nforged line", "A" * 65])
-def test_code_that_is_none_is_not_repeated(stored: S3Store, server: HttpFaultServer, code: str) -> None:
+def test_invalid_error_code_of_a_server_is_not_repeated(stored: S3Store, server: HttpFaultServer, code: str) -> None:
     server.answers[Fault.ACCESS_DENIED] = tiny_s3.error(403, code)
     server.inject(Fault.ACCESS_DENIED)
     calls: list[Callable[[], object]] = [lambda: fetch(stored, "f/a", 1), lambda: list(stored.keys()), stored.check]
@@ -169,7 +171,7 @@ def test_code_that_is_none_is_not_repeated(stored: S3Store, server: HttpFaultSer
     assert str(outcome).endswith("or another server answered (HTTP 500) (key 'f/a')")
 
 
-def test_a_call_that_fails_holds_no_memory_of_its_caller(stored: S3Store, server: HttpFaultServer) -> None:
+def test_failed_call_keeps_no_reference_to_its_callers_memory(stored: S3Store, server: HttpFaultServer) -> None:
     """Until the cyclic collector ran, whoever made the region could not unmap it."""
     stored.prepare()
     for fault in (
@@ -190,7 +192,7 @@ def test_a_call_that_fails_holds_no_memory_of_its_caller(stored: S3Store, server
             gc.enable()
 
 
-def test_what_a_look_raises_holds_no_memory_of_its_caller(stored: S3Store) -> None:
+def test_exception_of_a_look_callback_keeps_no_reference_to_the_callers_memory(stored: S3Store) -> None:
     def look(offset: int, piece: memoryview) -> None:
         raise SealError(SealReason.PAYLOAD_CHECKSUM, "no")
 
@@ -221,7 +223,9 @@ def calls_of(store: S3Store) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("status", [200, 403, 503])
-def test_error_documents_whose_code_is_none(stored: S3Store, server: HttpFaultServer, status: int) -> None:
+def test_error_document_without_a_valid_code_raises_only_store_errors(
+    stored: S3Store, server: HttpFaultServer, status: int
+) -> None:
     server.inject(Fault.INTERNAL_ERROR)
     for code in ("<Code/>", "<Code><x/></Code>", "<Code>A</Code><Code>B</Code>", ""):
         document = Answer(status, f"<Error>{code}<Message>m</Message></Error>".encode())
@@ -238,7 +242,7 @@ def answer_listings(server: HttpFaultServer, content: str) -> None:
 
 
 @pytest.mark.parametrize("client", ["direct"], indirect=True)
-def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, server: HttpFaultServer) -> None:
+def test_listing_whose_token_repeats_is_an_error(stored: S3Store, server: HttpFaultServer) -> None:
     answer_listings(server, "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>")
     for listing in (lambda: list(stored.keys()), stored.folders):
         before = len(server.requests("GET"))
@@ -259,7 +263,7 @@ def test_listing_that_is_cut_off_without_a_token_is_an_error(
             listing()
 
 
-def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer) -> None:
+def test_transient_fault_is_retried(stored: S3Store, server: HttpFaultServer) -> None:
     for fault in (
         Fault.SLOW_DOWN,
         Fault.TOO_MANY_REQUESTS,
@@ -279,7 +283,7 @@ def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer) -> N
         assert stored.size(f"f/{fault}") == len(DATA)
 
 
-def test_refused_connection(store: S3Store, server: HttpFaultServer) -> None:
+def test_refused_connection_is_unavailable_and_names_the_endpoint(store: S3Store, server: HttpFaultServer) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         refused = S3Store(replace(store.options, endpoint_url=f"http://127.0.0.1:{closed.getsockname()[1]}"))
@@ -292,7 +296,9 @@ def test_refused_connection(store: S3Store, server: HttpFaultServer) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.STALL, Fault.SLOW_LORIS])
-def test_get_from_a_server_that_hangs(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
+def test_get_from_a_hanging_server_times_out_after_one_request(
+    stored: S3Store, server: HttpFaultServer, fault: Fault
+) -> None:
     """The trickling one sends a byte every 20 ms, far within any socket timeout, for most of an hour."""
     store = hurried(stored)
     server.inject(fault)
@@ -305,7 +311,9 @@ def test_get_from_a_server_that_hangs(stored: S3Store, server: HttpFaultServer, 
     store.close()
 
 
-def test_other_calls_to_a_server_that_hangs(stored: S3Store, server: HttpFaultServer) -> None:
+def test_put_size_tail_delete_list_and_check_on_a_hanging_server_time_out(
+    stored: S3Store, server: HttpFaultServer
+) -> None:
     store = hurried(stored)
     server.inject(Fault.STALL)
     calls: list[Callable[[], object]] = [
@@ -324,7 +332,7 @@ def test_other_calls_to_a_server_that_hangs(stored: S3Store, server: HttpFaultSe
     store.close()
 
 
-def test_put_to_a_server_that_reads_slowly(
+def test_put_to_a_server_that_reads_slowly_times_out(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faster than any time-out of a socket."""
@@ -347,7 +355,7 @@ def test_put_to_a_server_that_reads_slowly(
     store.close()
 
 
-def test_control_plane_of_a_server_that_trickles(stored: S3Store, server: HttpFaultServer) -> None:
+def test_control_calls_to_a_server_that_trickles_bytes_time_out(stored: S3Store, server: HttpFaultServer) -> None:
     """Within boto3's own time-outs: each byte of an answer ends the wait for one. The last one never comes."""
     store = hurried(stored)
     server.inject(Fault.SLOW_LORIS)
@@ -382,7 +390,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, names: str, started: int = 0
     monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
 
 
-def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
+def test_get_has_a_deadline_after_an_earlier_failure_to_start_the_watchdog(
     stored: S3Store, server: HttpFaultServer, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = hurried(stored)
@@ -403,7 +411,7 @@ def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_needs_a_thread_that_is_not_to_be_had_is_unavailable(
+def test_calls_that_need_a_thread_are_unavailable_if_no_thread_can_start(
     stored: S3Store, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """The clients', of a first call; or the watchdog of a request of the control plane."""
@@ -421,7 +429,7 @@ def test_what_needs_a_thread_that_is_not_to_be_had_is_unavailable(
 
 
 @pytest.mark.parametrize("started", [0, 2])
-def test_many_keys_are_moved_by_as_many_threads_as_can_be_had(
+def test_many_keys_are_sized_and_deleted_with_the_threads_that_can_start(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, started: int
 ) -> None:
     keys = [f"{i}/a" for i in range(40)]
@@ -437,7 +445,7 @@ def test_many_keys_are_moved_by_as_many_threads_as_can_be_had(
 
 
 @pytest.mark.parametrize("idle_s_max", [-1.0, 60.0])
-def test_boto3_uses_no_connection_that_was_idle_for_long(
+def test_boto3_does_not_reuse_connections_that_were_idle_for_long(
     stored: S3Store, server: HttpFaultServer, client: str, monkeypatch: pytest.MonkeyPatch, idle_s_max: float
 ) -> None:
     """Those of the control plane, and of boto3."""
@@ -453,7 +461,9 @@ def test_boto3_uses_no_connection_that_was_idle_for_long(
 # -- bodies ---------------------------------------------------------------------------------------------------------
 
 
-def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer) -> None:
+def test_get_of_an_object_of_another_length_is_corrupt_and_keeps_the_buffer(
+    stored: S3Store, server: HttpFaultServer
+) -> None:
     server.inject(Fault.LONGER)
     target = GuardedParts(len(DATA))
     before = target.joined()
@@ -467,7 +477,7 @@ def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer) 
     assert target.joined() == DATA
 
 
-def test_body_that_never_ends_well(stored: S3Store, server: HttpFaultServer) -> None:
+def test_broken_body_is_unavailable_and_a_later_get_succeeds(stored: S3Store, server: HttpFaultServer) -> None:
     for fault in (Fault.RESET_INSIDE, Fault.TRUNCATED, Fault.NO_LENGTH):
         server.inject(fault)
         target = GuardedParts(len(DATA))
@@ -493,7 +503,7 @@ def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultSer
         seal.verify(key, memoryview(slot), trailer)
 
 
-def test_tail_of_a_large_object_without_ranges(stored: S3Store, server: HttpFaultServer) -> None:
+def test_get_tail_works_on_a_server_that_ignores_ranges(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.IGNORE_RANGE)
     for size in (3 << 20, (1 << 20) + 4096, 5000, 100):
         data = make_data(size)
@@ -516,7 +526,7 @@ def test_newer_and_good_blocks_stay_where_the_server_ignores_ranges(store: S3Sto
     assert server.get_object("bucket", name) == bytes(blob)
 
 
-def test_tail_of_what_is_said_to_be_huge_takes_no_memory(
+def test_get_tail_of_a_huge_object_from_a_server_that_ignores_ranges_is_refused(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(S3Store, "_size", lambda *_: (1 << 63) - 1)
@@ -525,7 +535,7 @@ def test_tail_of_what_is_said_to_be_huge_takes_no_memory(
         stored.get_tail("f/a", 4096)
 
 
-def test_region_beside_an_error_is_no_redirect(stored: S3Store, server: HttpFaultServer) -> None:
+def test_bucket_region_header_beside_an_error_is_not_a_redirect(stored: S3Store, server: HttpFaultServer) -> None:
     """MinIO with a region of its own names it in every answer."""
     server.change_headers = lambda _, headers: {**headers, "x-amz-bucket-region": "eu-west-1"}
     assert stored.size("f/a") == len(DATA)
@@ -540,7 +550,9 @@ def test_region_beside_an_error_is_no_redirect(stored: S3Store, server: HttpFaul
         stored.size("f/a")
 
 
-def test_page_that_is_no_object_is_no_fault_of_the_object(stored: S3Store, server: HttpFaultServer) -> None:
+def test_html_page_with_status_200_is_unavailable_and_not_a_corrupt_blob(
+    stored: S3Store, server: HttpFaultServer
+) -> None:
     """Status 200, of a login page or a sick proxy: what is taken for a corrupt block is deleted."""
     server.inject(Fault.HTML_WITH_200)
     target = GuardedParts(len(DATA))
@@ -558,9 +570,7 @@ def test_page_that_is_no_object_is_no_fault_of_the_object(stored: S3Store, serve
 
 
 @pytest.mark.parametrize("fault", [Fault.REDIRECT, Fault.NO_LENGTH])
-def test_answer_that_no_client_can_use_is_asked_for_once(
-    stored: S3Store, server: HttpFaultServer, fault: Fault
-) -> None:
+def test_unusable_answer_is_not_requested_again(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
     """A second request of the same attempt would take its time once more."""
     store = S3Store(replace(stored.options, retries=0))
     server.inject(fault)
@@ -573,7 +583,7 @@ def test_answer_that_no_client_can_use_is_asked_for_once(
 # -- puts that somebody else, or we ourselves, did already ----------------------------------------------------------
 
 
-def test_create_that_loses_is_success(store: S3Store, server: HttpFaultServer) -> None:
+def test_create_that_loses_to_another_writer_returns_false(store: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.PRECONDITION)
     assert not store.put("f/a", as_parts(DATA))
     assert len(server.requests("PUT")) == 1
@@ -581,7 +591,7 @@ def test_create_that_loses_is_success(store: S3Store, server: HttpFaultServer) -
         store.put("f/a", as_parts(DATA), overwrite=True)
 
 
-def test_create_that_meets_another_operation_is_made_again(store: S3Store, server: HttpFaultServer) -> None:
+def test_create_that_meets_a_conflict_is_retried(store: S3Store, server: HttpFaultServer) -> None:
     """Of a 409 nobody knows what comes: the other operation may be a deletion."""
     server.inject(Fault.CONFLICT, times=1)
     assert store.put("f/a", as_parts(DATA))
@@ -594,7 +604,9 @@ def test_create_that_meets_another_operation_is_made_again(store: S3Store, serve
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_lost_acknowledgement(store: S3Store, server: HttpFaultServer, overwrite: bool) -> None:
+def test_put_and_delete_with_a_lost_answer_are_retried(
+    store: S3Store, server: HttpFaultServer, overwrite: bool
+) -> None:
     """The first attempt is done, but not heard of; the second meets 412, or does it again."""
     server.inject(Fault.LOST_ACK, times=1)
     store.put("f/a", as_parts(DATA), overwrite=overwrite)
@@ -605,14 +617,14 @@ def test_lost_acknowledgement(store: S3Store, server: HttpFaultServer, overwrite
     assert server.get_object("bucket", "f/a") is None
 
 
-def test_put_that_is_answered_by_a_proxys_page_is_no_success(store: S3Store, server: HttpFaultServer) -> None:
+def test_put_answered_by_an_html_page_is_an_error(store: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.HTML_WITH_200)
     with pytest.raises(StoreUnavailableError):
         store.put("f/a", as_parts(DATA))
     assert server.get_object("bucket", "f/a") is None
 
 
-def test_put_sends_its_body_at_once(store: S3Store, server: HttpFaultServer) -> None:
+def test_put_sends_its_body_without_waiting_for_100_continue(store: S3Store, server: HttpFaultServer) -> None:
     """boto3 would wait a second for servers that never say "100 Continue"."""
     store.put("f/a", as_parts(DATA))
     assert [request.headers.get("expect") for request in server.requests("PUT")] == [None]
@@ -621,7 +633,7 @@ def test_put_sends_its_body_at_once(store: S3Store, server: HttpFaultServer) -> 
 # -- credentials that come back -------------------------------------------------------------------------------------
 
 
-def test_renewed_credentials_are_found(
+def test_renewed_credentials_are_used_after_an_expiry(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.inject(Fault.EXPIRED_TOKEN, times=1)
@@ -634,7 +646,7 @@ def test_renewed_credentials_are_found(
 
 
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"])
-def test_rotated_keys_are_found(
+def test_rotated_access_keys_are_used_after_a_refusal(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     server.answers[Fault.SIGNATURE] = tiny_s3.error(403, code)
@@ -647,7 +659,7 @@ def test_rotated_keys_are_found(
 
 
 @pytest.mark.parametrize("fault", [Fault.EXPIRED_TOKEN, Fault.ACCESS_DENIED])
-def test_refused_head_is_asked_again_by_a_get_which_says_why(
+def test_refused_head_is_repeated_as_a_get_that_gives_the_reason(
     stored: S3Store, server: HttpFaultServer, fault: Fault
 ) -> None:
     """A HEAD's answer has no body, and an open circuit's probe is a HEAD."""
@@ -664,7 +676,7 @@ def test_refused_head_is_asked_again_by_a_get_which_says_why(
         stored.size("f/a")
 
 
-def test_a_server_that_refuses_conditions_is_asked_first(
+def test_put_to_a_server_without_conditional_writes_checks_for_the_key_first(
     store: S3Store, server: HttpFaultServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Backblaze B2: 501 to a PUT with If-None-Match."""
@@ -692,7 +704,7 @@ def test_a_server_that_refuses_conditions_is_asked_first(
         ("ThrottlingException", StoreThrottledError),
     ],
 )
-def test_passing_fault_with_status_400_is_retried(
+def test_transient_fault_with_status_400_is_retried(
     store: S3Store, server: HttpFaultServer, code: str, error: type[StoreError]
 ) -> None:
     server.answers[Fault.INTERNAL_ERROR] = tiny_s3.error(400, code)
@@ -704,7 +716,7 @@ def test_passing_fault_with_status_400_is_retried(
         store.put("f/b", as_parts(DATA))
 
 
-def test_blob_that_is_too_large_is_sent_once(store: S3Store, server: HttpFaultServer) -> None:
+def test_blob_too_large_for_the_server_is_sent_once(store: S3Store, server: HttpFaultServer) -> None:
     page = Answer(413, b"<html>413 Request Entity Too Large</html>", {"Content-Type": "text/html"})
     server.answers[Fault.INTERNAL_ERROR] = page
     server.inject(Fault.INTERNAL_ERROR)
@@ -714,7 +726,7 @@ def test_blob_that_is_too_large_is_sent_once(store: S3Store, server: HttpFaultSe
 
 
 @pytest.mark.parametrize(("method", "refusal"), [("HEAD", Fault.ACCESS_DENIED), ("PUT", Fault.REFUSE_CHECKSUM)])
-def test_second_form_of_a_refused_request_is_an_attempt_like_any_other(
+def test_second_form_of_a_refused_request_is_not_sent_late_in_the_timeout(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, method: str, refusal: Fault
 ) -> None:
     """A refusal in the second half of an operation's time leaves none for another request."""
@@ -734,7 +746,7 @@ def test_second_form_of_a_refused_request_is_an_attempt_like_any_other(
     slow.close()
 
 
-def test_renewed_credentials_are_found_by_questions_alone(
+def test_renewed_credentials_are_found_by_lookups_alone(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -757,7 +769,7 @@ def test_renewed_credentials_are_found_by_questions_alone(
 
 
 @pytest.mark.parametrize("client", ["direct"], indirect=True)
-def test_lasting_refusal_makes_clients_anew_ever_more_seldom(
+def test_lasting_refusal_renews_the_clients_ever_less_often(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of one key that a proxy mangles, whose signature is never right."""
@@ -776,7 +788,7 @@ def test_lasting_refusal_makes_clients_anew_ever_more_seldom(
 
 
 @pytest.mark.parametrize("renewed", [False, True])
-def test_what_a_call_makes_while_the_store_is_closed_is_closed_too(
+def test_clients_made_while_the_store_closes_are_closed_too(
     stored: S3Store, monkeypatch: pytest.MonkeyPatch, renewed: bool
 ) -> None:
     store = S3Store(stored.options)
@@ -808,13 +820,15 @@ def test_size_many_gives_up_on_a_server_that_stopped_answering(store: S3Store, s
     assert len(server.requests("HEAD")) < 100
 
 
-def test_page_of_something_else_does_not_say_that_blobs_are_absent(stored: S3Store, server: HttpFaultServer) -> None:
+def test_size_many_answered_by_an_html_page_is_unavailable_for_all_keys(
+    stored: S3Store, server: HttpFaultServer
+) -> None:
     server.inject(Fault.HTML_WITH_200)
     answers = stored.size_many(["f/a", *(f"f/{i:02}" for i in range(13))])
     assert all(isinstance(answer, StoreUnavailableError) for answer in answers)
 
 
-def test_one_bad_answer_is_one_keys_affair(stored: S3Store, server: HttpFaultServer) -> None:
+def test_denied_key_in_size_many_does_not_affect_other_keys(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.ACCESS_DENIED, path_contains="/f/b")
     absent, denied, present = stored.size_many(["f/c", "f/b", "f/a"])
     assert (absent, present) == (None, len(DATA))
@@ -839,7 +853,9 @@ def test_blobs_are_deleted_one_by_one_where_batches_are_refused(store: S3Store, 
     assert store.delete_many(["f/0", "f/absent"]) == [None, None]
 
 
-def test_page_that_is_no_answer_to_a_deletion_deletes_nothing(stored: S3Store, server: HttpFaultServer) -> None:
+def test_deletion_answered_by_an_html_page_is_an_error_and_deletes_nothing(
+    stored: S3Store, server: HttpFaultServer
+) -> None:
     server.inject(Fault.HTML_WITH_200)
     with pytest.raises(StoreConfigError, match="does not answer like an S3 server"):
         stored.delete("f/a")
@@ -850,7 +866,7 @@ def test_page_that_is_no_answer_to_a_deletion_deletes_nothing(stored: S3Store, s
     assert stored.delete_many(["f/a"]) == [None]
 
 
-def test_servers_that_answer_deletions_in_other_ways_delete(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletions_with_unusual_success_answers_succeed(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is as quiet as it was not asked to be, and says 200 where S3 says 204."""
     answer = tiny_s3.TinyS3.answer
 
@@ -867,7 +883,7 @@ def test_servers_that_answer_deletions_in_other_ways_delete(stored: S3Store, mon
     assert stored.size("f/a") is None
 
 
-def test_refusal_of_every_deletion_is_not_about_batches(store: S3Store, server: HttpFaultServer) -> None:
+def test_refusal_of_every_deletion_does_not_end_the_use_of_batches(store: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.NOT_IMPLEMENTED)
     outcomes = store.delete_many(["a", "b"])
     assert [type(outcome) for outcome in outcomes] == [RequestRefusedError] * 2
@@ -876,7 +892,7 @@ def test_refusal_of_every_deletion_is_not_about_batches(store: S3Store, server: 
     assert len(server.requests("POST")) == 2
 
 
-def test_single_deletions_from_a_server_that_hangs_are_given_up(store: S3Store, server: HttpFaultServer) -> None:
+def test_single_deletions_on_a_hanging_server_are_given_up(store: S3Store, server: HttpFaultServer) -> None:
     hasty = hurried(store)
     server.inject(Fault.NOT_IMPLEMENTED, methods=("POST",))
     server.inject(Fault.STALL, methods=("DELETE",))
@@ -889,7 +905,7 @@ def test_single_deletions_from_a_server_that_hangs_are_given_up(store: S3Store, 
 # -- check ----------------------------------------------------------------------------------------------------------
 
 
-def test_check_says_what_is_wrong(store: S3Store, server: HttpFaultServer) -> None:
+def test_check_error_names_the_cause_of_each_fault(store: S3Store, server: HttpFaultServer) -> None:
     cases: list[tuple[Fault, type[StoreError], str]] = [
         (Fault.EXPIRED_TOKEN, StorePermissionError, "secret: the session token has expired"),
         (Fault.CLOCK_SKEW, StorePermissionError, "clock: this machine's clock"),
@@ -911,7 +927,7 @@ def test_check_says_what_is_wrong(store: S3Store, server: HttpFaultServer) -> No
         assert "\n" not in str(caught.value)
 
 
-def test_redirect_is_told_by_its_target_after_two_requests(store: S3Store, server: HttpFaultServer) -> None:
+def test_redirect_error_names_its_target_after_at_most_two_requests(store: S3Store, server: HttpFaultServer) -> None:
     """As of a proxy that wants https. botocore asked by a HEAD where the bucket is, and for that HEAD's, 80 deep."""
     server.inject(Fault.REDIRECT)
     for call in (store.check, lambda: list(store.keys()), lambda: store.put("f/a", as_parts(DATA))):
@@ -928,7 +944,9 @@ PAGES = {"html": b"<html><body><h1>Sorry</h1></body></html>", "json": b'{"detail
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_check_of_an_address_where_something_else_answers(store: S3Store, server: HttpFaultServer, page: str) -> None:
+def test_check_error_says_that_another_service_answers_at_the_endpoint(
+    store: S3Store, server: HttpFaultServer, page: str
+) -> None:
     server.inject(Fault.HTML_WITH_200)
     for status in (200, 400, 401, 403, 404):
         server.answers[Fault.HTML_WITH_200] = Answer(status, PAGES[page])
@@ -940,7 +958,7 @@ def test_check_of_an_address_where_something_else_answers(store: S3Store, server
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_about_no_object_is_never_told_that_one_is_absent(
+def test_404_answers_to_puts_rules_and_deletions_are_config_errors(
     store: S3Store, server: HttpFaultServer, page: str
 ) -> None:
     calls: list[Callable[[], object]] = [
@@ -1066,7 +1084,7 @@ def tier(store: S3Store) -> Iterator[Tier]:
         Fault.SLOW_LORIS,
     ],
 )
-def test_fault_is_a_miss_of_exactly_those_keys(tier: Tier, server: HttpFaultServer, fault: Fault) -> None:
+def test_s3_fault_is_a_miss_of_exactly_the_affected_keys(tier: Tier, server: HttpFaultServer, fault: Fault) -> None:
     """W4."""
     for i in (2, 5):
         server.inject(fault, methods=("GET",), path_contains=tier.name(i))
@@ -1075,7 +1093,7 @@ def test_fault_is_a_miss_of_exactly_those_keys(tier: Tier, server: HttpFaultServ
     assert tier.load() == set(range(ROWS)) - {2, 5}
 
 
-def test_page_that_is_no_object_costs_no_block(tier: Tier, server: HttpFaultServer) -> None:
+def test_html_page_for_a_block_is_a_miss_and_deletes_no_block(tier: Tier, server: HttpFaultServer) -> None:
     server.inject(Fault.HTML_WITH_200, methods=("GET",), path_contains=tier.name(2), times=4)
     assert tier.load() == set(range(ROWS)) - {2}
     server.heal()
@@ -1083,7 +1101,7 @@ def test_page_that_is_no_object_costs_no_block(tier: Tier, server: HttpFaultServ
     assert not server.requests("DELETE")
 
 
-def test_block_whose_puts_meet_other_operations_is_not_stored(tier: Tier, server: HttpFaultServer) -> None:
+def test_block_whose_puts_meet_conflicts_is_not_reported_as_stored(tier: Tier, server: HttpFaultServer) -> None:
     """W1: what is told to the engine as stored is there."""
     server.s3.remove_objects("bucket", lambda key: key == tier.name(2))
     server.inject(Fault.CONFLICT, methods=("PUT",), path_contains=tier.name(2))
@@ -1105,7 +1123,9 @@ def leave_out(server: HttpFaultServer, header: str, *methods: str) -> None:
     server.change_headers = change
 
 
-def test_header_that_is_missing_is_named_and_asked_for_once(stored: S3Store, server: HttpFaultServer) -> None:
+def test_missing_content_length_error_names_the_header_and_is_not_retried(
+    stored: S3Store, server: HttpFaultServer
+) -> None:
     leave_out(server, "Content-Length", "GET", "HEAD")
     calls: dict[str, Callable[[], object]] = {
         "GET": lambda: fetch(stored, "f/a", len(DATA)),

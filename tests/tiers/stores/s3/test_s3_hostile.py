@@ -94,7 +94,7 @@ def server(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.mark.parametrize(("client", "row_bytes", "isolation", "maps"), WAYS)
-def test_a_hostile_server_takes_neither_memory_nor_life(
+def test_hostile_server_neither_fills_memory_nor_stops_the_engine(
     server: HttpFaultServer, client: str, row_bytes: int, isolation: str, maps: bool
 ) -> None:
     with engine(server.endpoint_url, client, row_bytes, isolation, maps) as started:

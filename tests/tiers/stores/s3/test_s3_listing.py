@@ -122,7 +122,7 @@ def test_listing_of_names_not_asked_for_is_refused(store: S3Store, monkeypatch: 
             listing()
 
 
-def test_listing_below_prefix_refuses_names_beside_it(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_below_prefix_refuses_names_outside_the_prefix(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_listings(monkeypatch, lambda _: entries("p/a/1", "p/b/1"))
     with pytest.raises(StoreConfigError, match="lists names outside the requested prefix"):
         list(store.keys("a/"))

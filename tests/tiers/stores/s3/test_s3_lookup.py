@@ -114,7 +114,7 @@ def note_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return started
 
 
-def test_keys_are_asked_without_threads_where_connections_are_idle(
+def test_lookup_starts_no_threads_while_connections_are_idle(
     store: S3Store, server: HttpFaultServer, left_over: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(store)
@@ -129,13 +129,15 @@ def test_keys_are_asked_without_threads_where_connections_are_idle(
     wait_for(ask)
 
 
-def test_first_lookup_connects_and_later_ones_reuse_the_connections(store: S3Store, server: HttpFaultServer) -> None:
+def test_later_lookups_reuse_the_connections_of_the_first_lookup(store: S3Store, server: HttpFaultServer) -> None:
     for _ in range(3):
         assert store.size_many(KEYS) == SIZES
     assert len({request.client_port for request in server.requests()}) <= store.options.max_connections
 
 
-def test_far_server_gets_more_requests_at_once(store: S3Store, server: HttpFaultServer) -> None:
+def test_slow_server_gets_more_concurrent_lookups_up_to_max_connections(
+    store: S3Store, server: HttpFaultServer
+) -> None:
     server.answer_after_s = 0.1
 
     def ask() -> bool:
@@ -147,7 +149,7 @@ def test_far_server_gets_more_requests_at_once(store: S3Store, server: HttpFault
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_lookups_of_several_threads_keep_to_max_connections(server: HttpFaultServer, limit: int) -> None:
+def test_lookups_of_several_threads_stay_within_max_connections(server: HttpFaultServer, limit: int) -> None:
     server.answer_after_s = 0.002
     with open_store(server.endpoint_url, max_connections=limit) as store, ThreadPoolExecutor(4) as pool:
         assert list(pool.map(store.size_many, [KEYS] * 4)) == [SIZES] * 4
@@ -155,7 +157,7 @@ def test_lookups_of_several_threads_keep_to_max_connections(server: HttpFaultSer
     assert len({request.client_port for request in server.requests()}) <= limit
 
 
-def test_each_answer_is_of_its_own_key_while_connections_break(server: HttpFaultServer) -> None:
+def test_each_lookup_answer_belongs_to_its_key_while_connections_break(server: HttpFaultServer) -> None:
     with open_store(server.endpoint_url, retries=100) as store:
         connect(store)
         server.inject(Fault.RESET_BEFORE, share=0.1)
@@ -181,7 +183,7 @@ def test_lookup_succeeds_after_the_server_closed_idle_connections(server: HttpFa
         (Fault.HTML_WITH_200, MissingHeaderError, 1, 0),
     ],
 )
-def test_failed_lookup_is_repeated_as_often_as_any_request(
+def test_failed_lookup_is_retried_as_often_as_other_requests(
     server: HttpFaultServer, fault: Fault, error: type[StoreError], heads: int, gets: int
 ) -> None:
     with open_store(server.endpoint_url, retries=3) as store:
@@ -199,7 +201,7 @@ def test_failed_lookup_is_repeated_as_often_as_any_request(
         assert (asked.count("HEAD") - known, asked.count("GET")) == (heads, gets)
 
 
-def test_lookup_goes_on_while_a_name_server_hangs(
+def test_lookup_continues_while_a_name_server_hangs(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(store)
@@ -244,7 +246,7 @@ def test_lookup_ends_when_the_store_is_closed_and_keeps_no_connection(
     assert not data._connections._idle
 
 
-def test_interrupted_lookup_uses_no_connection_again_that_waits_for_an_answer(
+def test_interrupted_lookup_does_not_reuse_connections_with_pending_answers(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer would be taken for that of another key."""
@@ -271,7 +273,7 @@ def test_interrupted_lookup_uses_no_connection_again_that_waits_for_an_answer(
     assert not ports[True] & ports[False]
 
 
-def test_lookups_of_several_threads_end_without_descriptors_for_threads(
+def test_lookups_of_several_threads_succeed_without_descriptors_for_threads(
     server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that waits for a connection must not hold others of them."""
@@ -287,7 +289,7 @@ def test_lookups_of_several_threads_end_without_descriptors_for_threads(
             assert list(pool.map(store.size_many, [KEYS] * 2)) == [SIZES] * 2
 
 
-def test_lookup_starts_no_more_threads_than_max_connections_where_heads_are_refused(
+def test_lookup_with_refused_heads_starts_at_most_max_connections_threads(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.inject(Fault.ACCESS_DENIED, methods=("HEAD",))
@@ -366,7 +368,7 @@ ANSWERS: dict[str, Callable[[int], Sequence[bytes]]] = {
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_sizes_are_right_however_the_server_answers(tmp_path: Path, name: str, tls: bool) -> None:
+def test_lookup_reads_sizes_from_every_form_of_answer(tmp_path: Path, name: str, tls: bool) -> None:
     certificate = make_certificate(tmp_path) if tls else None
     ca_bundle = str(tmp_path / "ca.pem") if tls else None
     with serve(ANSWERS[name], certificate) as url, open_store(url, ca_bundle=ca_bundle) as store:
@@ -376,7 +378,7 @@ def test_sizes_are_right_however_the_server_answers(tmp_path: Path, name: str, t
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("name", ["usual", "in pieces"])
-def test_one_thread_reads_usual_answers(tmp_path: Path, left_over: list[str], name: str, tls: bool) -> None:
+def test_one_thread_reads_all_usual_lookup_answers(tmp_path: Path, left_over: list[str], name: str, tls: bool) -> None:
     certificate = make_certificate(tmp_path) if tls else None
     ca_bundle = str(tmp_path / "ca.pem") if tls else None
     with serve(ANSWERS[name], certificate) as url, open_store(url, ca_bundle=ca_bundle) as store:
@@ -389,7 +391,7 @@ def test_one_thread_reads_usual_answers(tmp_path: Path, left_over: list[str], na
         wait_for(ask)
 
 
-def test_tls_record_without_data_is_no_answer(
+def test_tls_record_without_data_is_not_taken_for_an_answer(
     tmp_path: Path, left_over: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as a new key, or the first half of a record."""
@@ -415,7 +417,7 @@ def test_tls_record_without_data_is_no_answer(
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_answer_that_stops_is_given_up_in_time_and_costs_no_other_key(tmp_path: Path, tls: bool) -> None:
+def test_lookup_answer_that_stops_times_out_and_does_not_affect_other_keys(tmp_path: Path, tls: bool) -> None:
     def answer(number: int) -> Sequence[bytes]:
         return [head_of(number)[:20]] if is_sick and number == 7 else [head_of(number)]
 
@@ -440,7 +442,7 @@ def test_answer_that_stops_is_given_up_in_time_and_costs_no_other_key(tmp_path: 
         wait_for(ask)
 
 
-def test_endless_headers_are_given_up_before_they_take_memory(left_over: list[str]) -> None:
+def test_endless_headers_are_cut_off_before_they_fill_memory(left_over: list[str]) -> None:
     sent = 0
 
     def answer(number: int) -> Iterator[bytes]:
@@ -462,9 +464,7 @@ def test_endless_headers_are_given_up_before_they_take_memory(left_over: list[st
     assert sent < 16 << 20
 
 
-def test_connection_whose_tls_record_holds_more_than_the_answer_is_not_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connection_with_surplus_tls_data_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is already decrypted, so the socket has nothing to read."""
     head = b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 5\r\n\r\n"
     dialed: list[None] = []

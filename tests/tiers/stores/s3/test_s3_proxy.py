@@ -35,7 +35,7 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://s3.example", {"no_proxy": "s3.example"}, None),
     ],
 )
-def test_proxy_of_an_endpoint(
+def test_proxy_comes_from_the_variable_of_the_endpoints_scheme(
     monkeypatch: pytest.MonkeyPatch, endpoint_url: str, variables: dict[str, str], proxy: str | None
 ) -> None:
     for name, value in variables.items():
@@ -62,7 +62,7 @@ def test_proxy_of_an_endpoint(
         ("http://s3.example.com", "10.0.0.0/8", False),
     ],
 )
-def test_endpoints_that_are_asked_without_a_proxy(
+def test_no_proxy_excludes_matching_endpoints(
     monkeypatch: pytest.MonkeyPatch, endpoint_url: str, no_proxy: str, excluded: bool
 ) -> None:
     monkeypatch.setenv("http_proxy", PROXY)
@@ -81,7 +81,7 @@ def test_endpoints_that_are_asked_without_a_proxy(
         ("127.0.0.1", "{host}:1", False),
     ],
 )
-def test_all_requests_go_one_way(
+def test_all_clients_agree_on_the_use_of_a_proxy(
     server: HttpFaultServer,
     boto_models_once: None,
     monkeypatch: pytest.MonkeyPatch,

@@ -72,7 +72,7 @@ def uploads_of(server: HttpFaultServer, call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("status", [400, 406, 421, 451])
-def test_put_refused_in_all_ways_is_sent_once_from_then_on(
+def test_put_refused_in_all_forms_is_sent_once_afterwards(
     store: S3Store, server: HttpFaultServer, now: list[float], monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     set_gate(monkeypatch, refuse_puts(status=status))
@@ -82,7 +82,7 @@ def test_put_refused_in_all_ways_is_sent_once_from_then_on(
     assert uploads_of(server, lambda: store.put("f/a", as_parts(DATA))) == 6
 
 
-def test_put_after_refusal_of_all_ways_ends_takes_the_usual_way(
+def test_put_after_the_end_of_a_full_refusal_uses_the_usual_form(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as context:
@@ -175,7 +175,9 @@ def test_put_with_refused_encryption_error_names_sse(
     assert store.put("f/a", as_parts(DATA)) is True
 
 
-def test_put_with_refused_storage_class_error_names_it(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_with_refused_storage_class_error_names_the_storage_class(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_gate(monkeypatch, refuse_puts(having="storage-class", status=501, code="NotImplemented"))
     cold = S3Store(replace(store.options, storage_class="STANDARD_IA"))
     with pytest.raises(StoreConfigError, match="storage_class: STANDARD_IA, which the server may not support"):

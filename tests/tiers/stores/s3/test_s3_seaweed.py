@@ -83,7 +83,7 @@ class TestContract(StoreContract):
     def plant(self, store: Store, key: str, data: bytes) -> None:
         self.behind.put_object(Bucket=self.options.bucket, Key=self.options.object_key(key), Body=data)
 
-    def test_blob_under_a_blob(self, store: Store) -> None:
+    def test_key_below_another_blob_is_stored_or_refused_but_never_mixed_up(self, store: Store) -> None:
         pytest.skip(
             "SeaweedFS keeps objects in folders: a put of a/b can make a vanish. Our layout never asks for that"
         )
@@ -98,7 +98,7 @@ class TestContract(StoreContract):
         return data
 
 
-def test_wrong_secret(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_secret_error_names_the_secret(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     store = S3Store(options)
     with pytest.raises(StorePermissionError, match=r"^secret: the secret access key is wrong for this access key id"):
@@ -109,7 +109,7 @@ def test_wrong_secret(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> No
     store.close()
 
 
-def test_unknown_key_id(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_key_id_error_names_the_key_id(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     store = S3Store(options)
     with pytest.raises(StorePermissionError, match=r"^secret: .* does not know this access key id"):
@@ -117,7 +117,7 @@ def test_unknown_key_id(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> 
     store.close()
 
 
-def test_bytes_that_change_on_their_way_are_refused(store: S3Store) -> None:
+def test_put_changed_in_transit_is_refused(store: S3Store) -> None:
     """A proxy flips one bit of the payload: the checksum must give it away."""
     data = make_data(100_000)
     with _flipping_proxy(store.options.endpoint_url or "", data[50_000:50_016]) as url:
@@ -129,7 +129,7 @@ def test_bytes_that_change_on_their_way_are_refused(store: S3Store) -> None:
     assert store.size_many(["a", "b"]) == [None, 50_000]
 
 
-def test_one_winner_of_many_writers(store: S3Store) -> None:
+def test_concurrent_puts_of_one_key_have_one_winner(store: S3Store) -> None:
     for round_ in range(3):
         versions = [make_data(70_000, seed) for seed in range(RACERS)]
         barrier = threading.Barrier(RACERS)
@@ -145,7 +145,7 @@ def test_one_winner_of_many_writers(store: S3Store) -> None:
         assert seen < set(versions)
 
 
-def test_paging(store: S3Store, behind: Any) -> None:
+def test_2500_blobs_are_listed_sized_and_deleted(store: S3Store, behind: Any) -> None:
     expected = {f"m/{i % 7}/{i:05d}": i % 3 for i in range(2500)}
 
     def plant(item: tuple[str, int]) -> None:
@@ -161,7 +161,9 @@ def test_paging(store: S3Store, behind: Any) -> None:
     assert list_keys(store) == []
 
 
-def test_virtual_hosts(store: S3Store, seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_host_endpoint_reaches_the_bucket(
+    store: S3Store, seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The server as its own proxy, so that kvtiers.s3.test need not resolve.
     monkeypatch.setenv("HTTP_PROXY", seaweed.s3.endpoint_url)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -174,7 +176,9 @@ def test_virtual_hosts(store: S3Store, seaweed: SeaweedServer, monkeypatch: pyte
     assert fetch(store, "a", 7) == b"by host"
 
 
-def test_server_goes_away_and_comes_back(store: S3Store, seaweed: SeaweedServer) -> None:
+def test_calls_fail_while_the_server_is_down_and_succeed_after_its_restart(
+    store: S3Store, seaweed: SeaweedServer
+) -> None:
     data = make_data(1 << 20)
     store.put("a", as_parts(data))
     seaweed.stop()

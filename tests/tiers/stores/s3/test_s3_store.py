@@ -56,7 +56,7 @@ def store(options: S3Options, client: str) -> Iterator[S3Store]:
     store.close()
 
 
-def test_of_two_who_create_an_object_at_once_one_does(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_creates_of_one_object_have_one_winner(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is on S3; moto looks and stores in two steps, between which ``moto_server`` lets nobody else look."""
     looked = threading.Barrier(2)
     look = type(backend()).get_object
@@ -132,12 +132,12 @@ class TestBoto3S3Store(StoreContract):
         return self.server.get_object("bucket", key)
 
 
-def test_protocols_and_repr(store: S3Store) -> None:
+def test_s3_store_supports_tails_and_its_repr_names_the_bucket(store: S3Store) -> None:
     assert isinstance(store, SupportsTail)
     assert repr(store).startswith(f"S3Store('{store.options.bucket}'")
 
 
-def test_prefix_is_a_folder_of_its_own(options: S3Options) -> None:
+def test_store_with_a_prefix_sees_only_objects_below_the_prefix(options: S3Options) -> None:
     inner = S3Store(replace(options, prefix="team/kv"))
     outer = S3Store(options)
     inner.put("f/a", as_parts(b"inner"))
@@ -163,7 +163,7 @@ def test_key_that_is_too_long_with_the_prefix_is_refused(options: S3Options) -> 
     store.close()
 
 
-def test_foreign_objects_are_no_blobs(store: S3Store) -> None:
+def test_objects_with_names_that_are_not_keys_are_not_listed(store: S3Store) -> None:
     for name in ("f/", "a//b", "a/./b", "f/.hidden", "line\nbreak"):
         backend().put_object(store.options.bucket, name, b"")
     store.put("f/a", as_parts(b"1"))
@@ -171,14 +171,14 @@ def test_foreign_objects_are_no_blobs(store: S3Store) -> None:
 
 
 class TestSizeMany:
-    def test_sizes_of_blobs_and_none_of_what_is_absent(self, store: S3Store) -> None:
+    def test_size_many_returns_sizes_and_none_for_absent_keys(self, store: S3Store) -> None:
         stored = {f"m/{i:05d}.bin": i % 3 for i in range(0, 39, 3)}
         for key, size in stored.items():
             backend().put_object(store.options.bucket, key, bytes(size))
         asked = [f"m/{i:05d}.bin" for i in range(39)]
         assert store.size_many(asked) == [stored.get(key) for key in asked]
 
-    def test_keys_are_asked_at_once(self, store: S3Store) -> None:
+    def test_size_many_asks_for_keys_concurrently(self, store: S3Store) -> None:
         client: Any = store._attempts.current().get().data
         size = client.size
         all_ask = threading.Barrier(4)
@@ -212,7 +212,7 @@ def test_versions_are_kept_unless_a_rule_removes_them_below_the_prefix(moto: S3S
     store.close()
 
 
-def test_folders(moto: S3Server, options: S3Options) -> None:
+def test_s3_folders_are_the_top_level_folders_below_the_prefix(moto: S3Server, options: S3Options) -> None:
     store = S3Store(replace(options, prefix="folders"))
     for key in ("m/config.json", "m_r0/a/b", "m_r0/a/c", "plain"):
         store.put(key, as_parts(b"1"))
@@ -222,10 +222,10 @@ def test_folders(moto: S3Server, options: S3Options) -> None:
 
 
 class TestCheck:
-    def test_good_bucket(self, store: S3Store) -> None:
+    def test_check_of_a_good_bucket_succeeds(self, store: S3Store) -> None:
         store.check()
 
-    def test_bucket_that_is_not_there(self, options: S3Options) -> None:
+    def test_check_of_a_missing_bucket_names_the_bucket(self, options: S3Options) -> None:
         store = S3Store(replace(options, bucket="no-such-bucket"))
         with pytest.raises(
             StoreConfigError, match=r"^bucket: no-such-bucket does not exist at http://127.0.0.1:\d+; create"
