@@ -112,9 +112,14 @@ def _in_order(
 
 @dataclass(kw_only=True)
 class GroupShare(Share):
-    """The blocks of one group."""
+    """The blocks of one group.
+
+    Attributes:
+        engine: the engine that stored them, such as "vllm"; "": the namespace's identity is missing.
+    """
 
     namespace: str
+    engine: str
     rank: int
     group: int
 
@@ -170,6 +175,7 @@ def _measure(place: Place, *, has_config: bool) -> Used:
         seals = dict(sample_seals(store))
         used = used_bytes(store)
         namespaces, _ = namespaces_in(store)
+    engines = {each.name: str(each.fields.get("inference_engine", "")) for each in namespaces}
     total = inventory.total
     return Used(
         tier=place.name,
@@ -177,7 +183,14 @@ def _measure(place: Place, *, has_config: bool) -> Used:
         blocks=total.blocks,
         bytes=total.bytes,
         groups=[
-            GroupShare(namespace=namespace, rank=rank, group=group, blocks=share.blocks, bytes=share.bytes)
+            GroupShare(
+                namespace=namespace,
+                engine=engines.get(namespace, ""),
+                rank=rank,
+                group=group,
+                blocks=share.blocks,
+                bytes=share.bytes,
+            )
             for (namespace, rank, group), share in sorted(inventory.blocks.items())
         ],
         ages=inventory.ages,
@@ -226,13 +239,13 @@ def _show(result: Used) -> None:
     say(f"{result.tier} at {result.where}: {counted(result.blocks)}, {human_bytes(result.bytes)}{bound}")
     apart = result.differing_fields
     differs = any(apart.get(group.namespace) for group in result.groups)
-    table = Table("namespace", "rank", "group", "blocks", "size")
+    table = Table("namespace", "engine", "rank", "group", "blocks", "size")
     if differs:
         table.add_column("differs from its siblings by")
     for group in result.groups:
         numbers = (str(group.rank), str(group.group), f"{group.blocks:,}", human_bytes(group.bytes))
         by = (cell(differences_in_words(apart.get(group.namespace, {}))),) if differs else ()
-        table.add_row(cell(group.namespace), *numbers, *by)
+        table.add_row(cell(group.namespace), cell(group.engine), *numbers, *by)
     if result.groups:
         show(table)
     sampled = result.sampled_seals

@@ -136,9 +136,10 @@ def test_du_sums_blocks_by_namespace_group_and_age(root: Path) -> None:
     assert NAMESPACE[:20] in out
     (tier,) = result_of(ok("du", write_config(root), "--json"))["tiers"]
     assert (tier["blocks"], tier["bytes"]) == (10, 10 * SIZE)
-    assert [(group["namespace"], group["rank"], group["group"], group["blocks"]) for group in tier["groups"]] == [
-        (NAMESPACE, 0, 0, 5),
-        (NAMESPACE, 0, 1, 5),
+    names = ("namespace", "engine", "rank", "group", "blocks")
+    assert [tuple(group[name] for name in names) for group in tier["groups"]] == [
+        (NAMESPACE, "vllm", 0, 0, 5),
+        (NAMESPACE, "vllm", 0, 1, 5),
     ]
     assert tier["ages"]["1h"]["blocks"] == 1
     assert tier["ages"]["1d"]["blocks"] == 9
@@ -155,7 +156,7 @@ def test_du_keeps_each_namespace_on_one_line(
     monkeypatch.setenv("TERM", "dumb")
     lines = ok("du", write_config(root)).splitlines()
     rows = [line.split() for line in lines if NAMESPACE in line]
-    assert rows == [[NAMESPACE, "0", "0", "5", "20", "KiB"], [NAMESPACE, "0", "1", "5", "20", "KiB"]]
+    assert rows == [[NAMESPACE, "vllm", "0", group, "5", "20", "KiB"] for group in ("0", "1")]
 
 
 def test_gc_removes_blocks_older_than_ttl_and_dry_run_none(root: Path) -> None:
