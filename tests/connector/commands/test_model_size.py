@@ -43,7 +43,7 @@ def size(model: str, *options: str) -> str:
 
 def test_readme_table_matches_model_sizes(tmp_path: Path) -> None:
     """Each row: name (layers x heads x head size) | per token | 32,000 tokens | tokens in 100 GiB | break-even."""
-    speed = re.search(r"break-even if you prefill ([\d,]+) tokens/s", README.read_text())
+    speed = re.search(r"break-even at a prefill of ([\d,]+) tokens/s", README.read_text())
     assert speed is not None
     rows = re.findall(
         r"^\| (.+?) \((\d+) × (\d+) × (\d+)\) \| (\d+) KiB \| ([\d.]+) GiB \| ([\d,]+) \| ([\d,]+) MB/s \|$",
