@@ -25,7 +25,7 @@ from .plain_logs import get_logger
 logger = get_logger(__name__)
 
 PAUSE_S: Final = (0.05, 30.0)  # pause before a child is started again: the first, and the longest
-LIVED_S: Final = 10.0  # after a life of this time, the pause does not grow
+LIVED_S: Final = 10.0  # a child that lived longer is started again after the first, shortest pause
 CHECK_S: Final = 0.01  # between checks of deadlines, because a step of the scheduler polls several times
 
 
@@ -66,7 +66,7 @@ class Child:
     handle: Handle | None = None
     reader: FrameReader | None = None
     out: bytearray = field(default_factory=bytearray)
-    is_full: bool = False  # the socket that was last written to
+    is_full: bool = False  # the socket did not take all of ``out``, so ``poll`` also waits until it can be written to
     started_at: float = -math.inf
     spoke_at: float | None = None  # time of its first frame; None: no frame yet
     heard_at: float = -math.inf  # time of the last frame of this child or its predecessor

@@ -136,7 +136,7 @@ def _collect(place: Place, *, dry_run: bool) -> Collected | Skipped:
 
 
 def _collect_within(place: Place, policy: CapacityPolicy, *, dry_run: bool) -> CollectReport | None:
-    with place.open() as store:  # not opened to write, because a store then removes the files of dead writers
+    with place.open() as store:  # opening to write already removes the files of dead writers
         check_is_ours(store)
     with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="blobs") as ticker:
         return _run(Collector(store, policy), dry_run, policy.lease_s, ticker.count)

@@ -117,7 +117,7 @@ def examine_bucket(config: S3TierConfig, store: Store) -> Iterator[Finding]:
     assert isinstance(store, S3Store)
     try:
         keeps_versions = store.keeps_versions()
-    except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
+    except StoreError:  # no versioning, or no right to read its settings, which a tier does not need
         keeps_versions = False
     yield Finding("ok", "bucket", f"{config.bucket} exists, and the credentials are valid")
     if keeps_versions and not config.read_only:
@@ -312,8 +312,8 @@ def _semantics(config: TierConfig, key: str, store: Store) -> Iterator[Finding]:
         yield Finding("ok", "conditional put", "the first writer of a block wins")
     elif store.capabilities.exclusive_create:
         text = "the storage ignores If-None-Match: every replica writes every block again"
-        fix = "harmless, since blocks with the same key are equal, but it wastes writes: update the server"
-        yield Finding("problem", "conditional put", text, fix)
+        fix = "update the server; until then loads stay correct, because blocks with the same key are equal"
+        yield Finding("warning", "conditional put", text, fix)
     else:
         yield Finding("note", "conditional put", "the last writer of a block wins, which is harmless here")
     store.put(key, [memoryview(second)], overwrite=True)

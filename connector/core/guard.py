@@ -1,4 +1,4 @@
-"""GuardedTier: wraps a tier so that nothing that it raises or reports reaches the engine (promise S4)."""
+"""GuardedTier: wraps a tier, and keeps its exceptions and its malformed reports from the engine (promise S4)."""
 
 from __future__ import annotations
 

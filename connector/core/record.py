@@ -110,7 +110,7 @@ class Record:
         self._metrics = metrics
         self._clock = clock
         self._fates = _Fates()
-        self._late = _Fates()  # tiers may report these events after a request has missed and restored a block
+        self._late = _Fates()  # tiers may report these events after a request missed a block and stored it again
         self._ended: dict[str, dict[str, list[OffloadKey]]] = {}  # tier -> reason -> blocks, since the last step
         self._nearest: dict[str, dict[str, str]] = {}  # tier -> its nearest namespace
         self._requests: OrderedDict[str, _Request] = OrderedDict()

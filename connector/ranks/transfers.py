@@ -8,7 +8,8 @@ reported the read. The tier does its I/O in other processes, or in threads of it
   of the slots. Blocks without a free slot are dropped and counted.
 - A load waits for slots and takes them in pieces. Its blocks are copied to the KV tensors as they arrive.
 - A load ends after ``load_deadline_s`` at the latest. The blocks that were not loaded are reported as failed.
-- A load ends at once if it has no slot, and every slot belongs to a read or store that the tier should have ended.
+- A load that still waits for slots is given up if no copy runs and every job in the tier is past its deadline: no slot
+  will then become free until storage answers.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class RankTransfers:
         self._ended.append(Ended(job_id, 0, 0.0))
 
     def drop_copies(self) -> None:
-        """Hand no block that is still being copied for a store to the tier: its KV may be overwritten by now."""
+        """Void the running copies of stores. Their blocks are dropped: their KV may have been overwritten meanwhile."""
         for part, job_id in self._copying.values():
             part.is_void |= job_id is not None
 

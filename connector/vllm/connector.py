@@ -117,7 +117,9 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Return how many tokens of a request can be loaded. None: not known yet, ask again.
+        """Return how many more tokens of a request can be loaded, and whether they arrive between steps.
+
+        (None, False): not known yet, ask again.
 
         vLLM calls this in every step. While nothing has changed for a waiting request, its keys are not looked up
         again.

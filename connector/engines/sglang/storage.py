@@ -1,6 +1,7 @@
 """KVTiersHiCacheStorage: implements SGLang's HiCache storage with a kvtiers tier for each rank.
 
-SGLang's threads call and wait. They hand over pages of its host memory, as addresses of their parts.
+SGLang's threads call, and wait for the result. They name pages by indices into SGLang's host memory. The memory pool
+gives the addresses of each page's parts.
 """
 
 from __future__ import annotations

@@ -232,10 +232,10 @@ def test_misbehavior_of_storage_is_the_only_problem_reported(fault: dict[str, An
         setattr(store, name, value)
     findings = list(try_store(MemoryTierConfig(), store, now=lambda: 1000.0))
     found = one(findings, check)
-    assert found.level == "problem"
+    assert found.level == ("warning" if check == "conditional put" else "problem")  # it wastes writes only
     assert message in found.message
     assert found.fix
-    assert [f.check for f in findings if f.level == "problem"] == [check]
+    assert [f.check for f in findings if f.level in ("warning", "problem")] == [check]
     assert not list(MemoryStore.keys(store))
 
 
