@@ -238,7 +238,7 @@ def test_model_without_known_weights_is_never_stored(tmp_path: Path, caplog: pyt
         assert not store(adapter, keys_of(3), memory(3, seed=1)).is_successful()
         assert look(adapter, keys_of(3)) == [False] * 3
         assert not adapter.report_status()["is_healthy"]
-    assert caplog.text.count("revision: is missing, and the model is neither a folder nor in the hub cache") == 1
+    assert caplog.text.count("revision: is missing, and org/model is neither a folder nor in the hub cache") == 1
     assert not list(tmp_path.iterdir())
 
 
