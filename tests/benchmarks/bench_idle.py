@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-KINDS = ("none", "OffloadingConnector", "KVTiersConnector", "SharedStorageConnector")
+KINDS = ("none", "KVTiersConnector", "SharedStorageConnector")
 REQUESTS, PROMPT_TOKENS, LEFT_OUT, STEPS = 64, 200, 80, 400
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -35,17 +35,15 @@ def options(kind: str, root: str) -> dict[str, Any] | None:
         return None
     tier = {"type": "fs", "root_dir": root, "max_bytes": "20GiB"}
     extra: dict[str, dict[str, Any]] = {
-        "OffloadingConnector": {"cpu_bytes_to_use": 1 << 30},  # vLLM's own, without storage
         "KVTiersConnector": {"cpu_bytes_to_use": "1GiB", "tiers": [tier]},
         "SharedStorageConnector": {"cpu_bytes_to_use": "1GiB", "tier": tier},
     }
-    module = {} if kind == "OffloadingConnector" else {"kv_connector_module_path": "kvtiers.vllm"}
     return {
         "kv_connector": kind,
+        "kv_connector_module_path": "kvtiers.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra[kind],
-        **module,
     }
 
 
