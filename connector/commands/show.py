@@ -75,7 +75,7 @@ class ShownNamespace:
     """A namespace.
 
     Attributes:
-        oldest_mtime, newest_mtime: of its blocks; None: there are no blocks.
+        oldest_mtime, newest_mtime: Unix seconds of its oldest and newest blocks; None: there are no blocks.
         identity: the content of its ``config.json``; None: missing or damaged.
     """
 

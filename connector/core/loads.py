@@ -246,8 +246,8 @@ class Loads:
     def _end_starving(self, wait: Wait, now: float) -> None:
         """Treat the request's hits as misses, because the region had no room for them in time.
 
-        While the engine computes other requests, the hits go on waiting. As misses, they would have to wait for these
-        requests, too.
+        While the engine computes other requests, the hits go on waiting: after a miss, the request would have to wait
+        for these other requests anyway.
         """
         since = wait.starved_since
         if since is not None and now - since < self._room_wait_s + self._decisions.steps.queued_s(wait.req_id):

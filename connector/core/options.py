@@ -16,7 +16,7 @@ class ManagerOptions:
 
     Attributes:
         promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. The time for prompts
-            that the engine has begun is added, because after a miss the request would wait for these prompts, too.
+            that the engine has begun is added, because after a miss the request would wait for these prompts anyway.
             If nothing is being loaded, later requests give up their held blocks after a tenth of
             ``promotion_wait_s``.
         lookup_total_s: longest wait of a request for the tiers' answers. Then the request uses the prefix known so far.

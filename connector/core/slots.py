@@ -106,7 +106,7 @@ class Slots:
         policy: eviction policy; LRU by default.
 
     Attributes:
-        record: events of blocks and requests. The classes that use the region write to it, too.
+        record: events of blocks and requests. The classes that use the region also write to it.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def _named(extra_config: Mapping[str, Any], way: str) -> BoundedTierConfig:
 def chunk_of(extra_config: Mapping[str, Any]) -> int:
     """Return the number of the engine's blocks in one stored block.
 
-    The connector's own ``blocks_per_chunk`` comes before that of ``config_file``. Without both, the number is 1.
+    The connector's own ``blocks_per_chunk`` overrides the ``blocks_per_chunk`` of ``config_file``. The default is 1.
 
     Raises:
         ConfigError: the value is not accepted.

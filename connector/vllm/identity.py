@@ -2,7 +2,7 @@
 
 ``connector.identity`` finds the options in vLLM's config objects. Every variable of vLLM's that is set counts as well.
 ``counting.json`` lists the fields and variables of the tested releases that count (``make contract``). Unknown options
-count, too, and are logged. ``conditions`` handles options that count only in some engines, and ``variables`` handles
+also count, and are logged. ``conditions`` handles options that count only in some engines, and ``variables`` handles
 the environment.
 
 The scheduler's process computes the identity when vLLM creates its connector. The workers of SharedStorageConnector

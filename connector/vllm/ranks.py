@@ -3,8 +3,8 @@
 SharedStorageConnector uses this spec. It serves vLLM's scheduler as KVTiersSpec does, but the processes do not share a
 region. So the ranks of an engine may be on several hosts:
 
-- The scheduler has a tier, too, on the storage of rank 0. It only looks up blocks in this tier, decides which requests
-  load them (``connector.ranks.loads``), and sends keys to the ranks.
+- The scheduler has a tier of its own on the storage of rank 0, and only looks up blocks there. The scheduler decides
+  which requests load blocks (``connector.ranks.loads``), and sends keys to the ranks.
 - Each rank moves its own part of a block (``connector.ranks.transfers``), and reports which blocks it stored and lost.
 
 The workers' configs differ from the scheduler's config: they have ranks, and loading a model changes them. So the

@@ -33,7 +33,7 @@ def check_siblings() -> None:
     """Refuse a second KVTiersConnector in a ``MultiConnector``, and connectors that may load within a step.
 
     Such a connector reports only after a step which blocks it could not fill. vLLM recomputes these blocks, but KV that
-    the step computed from them would be stored as valid blocks. Connectors that kvtiers does not know are refused, too.
+    the step computed from them would be stored as valid blocks. Unknown connectors are also refused.
     Call this in a worker, after vLLM has created all connectors of the process.
 
     Raises:

@@ -1,7 +1,7 @@
 """Decides which ``VLLM_*`` variables count, by the variables that the installed vLLM registers in ``vllm.envs``.
 
 Other names that begin with ``VLLM_`` do not belong to vLLM: Kubernetes sets such variables for every Service whose name
-begins with ``vllm``, and operators use the prefix, too. If vLLM's list of variables cannot be read, all names count,
+begins with ``vllm``, and operators also use the prefix. If vLLM's list of variables cannot be read, all names count,
 except the names in ``uncounted`` and names of Kubernetes' form.
 """
 

@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.overrides import resolution_result
 from ....tiers.errors import ConfigError
 from ...identity.model_files import files_digest, value_digest
 
-#: Why options cannot change the meaning of a page -> their names. No patterns: they would match a new option, too.
+#: Why options cannot change the meaning of a page -> their exact names. A pattern would also match a new option.
 UNCOUNTED: Mapping[str, str] = {
     "names the model, whose weights count": "model_path trust_remote_code revision served_model_name download_dir",
     "a field of the namespace": "page_size tp_size dcp_size pp_size attn_cp_size",

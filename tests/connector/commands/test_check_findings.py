@@ -272,7 +272,7 @@ def test_check_of_s3_tries_the_bucket_and_leaves_nothing(moto: S3Server, monkeyp
     assert "bucket" in one(missing, "storage", "tiers[0]").message
 
 
-def test_bucket_that_keeps_versions_is_a_problem_until_gc_sets_the_lifecycle(
+def test_bucket_with_versioning_is_a_problem_until_a_rule_expires_old_versions(
     moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvtiers.tiers.stores.s3.control import S3Control

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -86,6 +86,23 @@ def test_source_without_requests_is_an_error(
     assert json.loads(out.splitlines()[-1])["ok"] is False
 
 
+def explain_served_by(serve: Callable[[socket.socket, threading.Event], None]) -> tuple[int, str]:
+    """Run ``kvtiers explain`` on a server that takes one request; the event is set when the command has ended."""
+    has_ended = threading.Event()
+
+    def accept() -> None:
+        with server.accept()[0] as connection:
+            connection.recv(4096)
+            serve(connection, has_ended)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(accept)
+        code, out = run("explain", f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
+        has_ended.set()
+        served.result()
+    return code, out
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -102,20 +119,13 @@ def test_server_with_other_answer_or_none_is_an_error(
 ) -> None:
     monkeypatch.setattr("kvtiers.connector.commands.explain.ANSWER_S_MAX", 0.2 if answer is None else 60.0)
 
-    def serve() -> None:
-        with server.accept()[0] as connection:
-            connection.recv(4096)
-            if answer is None:
-                has_ended.wait(60)
-            else:
-                connection.sendall(answer)
+    def serve(connection: socket.socket, has_ended: threading.Event) -> None:
+        if answer is None:
+            has_ended.wait(60)
+        else:
+            connection.sendall(answer)
 
-    has_ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        served = pool.submit(serve)
-        code, out = run("explain", f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
-        has_ended.set()
-        served.result()
+    code, out = explain_served_by(serve)
     assert (code, said in out) == (ExitCode.FAILED, True), out
 
 
@@ -123,20 +133,13 @@ def test_server_that_trickles_its_answer_is_given_up(monkeypatch: pytest.MonkeyP
     """Each byte comes in time, and the whole answer never."""
     monkeypatch.setattr("kvtiers.connector.commands.explain.ANSWER_S_MAX", 0.5)
 
-    def serve() -> None:
-        with server.accept()[0] as connection:
-            connection.recv(4096)
-            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-            with suppress(OSError):
-                while not has_ended.wait(0.05):
-                    connection.sendall(b"#")
+    def serve(connection: socket.socket, has_ended: threading.Event) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        with suppress(OSError):
+            while not has_ended.wait(0.05):
+                connection.sendall(b"#")
 
-    has_ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        served = pool.submit(serve)
-        code, out = run("explain", f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
-        has_ended.set()
-        served.result()
+    code, out = explain_served_by(serve)
     assert (code, "does not answer: no complete answer within 0.5 s" in out) == (ExitCode.FAILED, True), out
 
 

@@ -242,7 +242,7 @@ def test_du_fails_if_root_is_a_file_or_below_a_file(tmp_path: Path) -> None:
     assert "Not a directory" in out  # rather than that it is not there: as where a folder above may not be read
 
 
-def test_du_ls_and_gc_lifecycle_on_s3_handle_only_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_du_ls_gc_and_rm_on_s3_leave_other_objects_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import boto3
 
     with moto_server() as server:
@@ -259,6 +259,10 @@ def test_du_ls_and_gc_lifecycle_on_s3_handle_only_blocks(tmp_path: Path, monkeyp
         assert "s3 at s3://bucket/p: 10 blocks, 40 KiB" in ok("du", config)
         ok("gc", config)
         assert len(ok("ls", config, "-q").splitlines()) == 10
+        ok("rm", config, "--namespace", NAMESPACE, "-y")
+        assert ok("ls", config, "-q") == ""
+        left = {found["Key"] for found in client.list_objects_v2(Bucket="bucket")["Contents"]}
+        assert {"p/notes_r1/plan.txt", "other-team/results"} <= left
 
 
 @pytest.mark.parametrize("command", ["du", "ls", "gc", "verify"])

@@ -357,14 +357,19 @@ def test_bad_block_that_cannot_be_overwritten_is_deleted_first(bench: Bench, err
     assert (bench.region[:2] == original[:2]).all()
 
 
-@ONE_BENCH
-@pytest.mark.parametrize("error", [StoreFullError, StorePermissionError])
-def test_good_block_misread_by_one_read_is_not_deleted_to_make_room(bench: Bench, error: type[StoreError]) -> None:
+def store_that_never_replaces(bench: Bench, error: type[StoreError]) -> tuple[NeverReplaces, StoreTierManager, str]:
+    """A store with one block, its tier, and the block's name."""
     store = NeverReplaces(error)
     tier = bench.tier(store=store)
     bench.fill(1)
     bench.store(tier, KEYS[:1])
-    name = tier.mapper.relative_name(KEYS[0])
+    return store, tier, tier.mapper.relative_name(KEYS[0])
+
+
+@ONE_BENCH
+@pytest.mark.parametrize("error", [StoreFullError, StorePermissionError])
+def test_good_block_misread_by_one_read_is_not_deleted_to_make_room(bench: Bench, error: type[StoreError]) -> None:
+    store, tier, name = store_that_never_replaces(bench, error)
     before = read(store, name)
     store.misread_tails = True
     assert bench.store(tier, KEYS[:1]).success
@@ -375,11 +380,7 @@ def test_good_block_misread_by_one_read_is_not_deleted_to_make_room(bench: Bench
 @pytest.mark.parametrize("error", [StoreFullError, StorePermissionError])
 def test_block_that_can_be_neither_read_nor_overwritten_is_not_deleted(bench: Bench, error: type[StoreError]) -> None:
     """As with credentials that lack a permission: others may read the block, and nobody here knows what it is."""
-    store = NeverReplaces(error)
-    tier = bench.tier(store=store)
-    bench.fill(1)
-    bench.store(tier, KEYS[:1])
-    name = tier.mapper.relative_name(KEYS[0])
+    store, tier, name = store_that_never_replaces(bench, error)
     before = read(store, name)
     store.unreadable = StorePermissionError
     assert not bench.load(tier, KEYS[:1]).success
