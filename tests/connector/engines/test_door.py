@@ -53,6 +53,7 @@ def test_misspelled_option_and_wrong_size_are_refused_by_name() -> None:
     for never in ({**tier, "load": "never"}, {"tier": {"type": "fs", "root_dir": "/kv", "load": "never"}}):
         with pytest.raises(ConfigError, match="load: 'never' is not accepted: the engine decides what it loads"):
             check_options(never, ())
+    check_options({**tier, "load": "always"}, ())
     with pytest.raises(ConfigError, match="staging: "):
         check_options({**tier, "staging": "much"}, ())
     with pytest.raises(ConfigError, match="metrics_port: '9100' is not accepted; write 1 to 65535"):
