@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises import Measured, Record, evidence, lines, without_case
+from tests.promises import Measured, Record, evidence, lines, summary, without_case
 
 pytest.register_assert_rewrite("kvtiers.tiers.testing.contract")
 
@@ -102,7 +102,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties
         if name == _PROPERTY
     ]
-    if found := lines(results, measured):
-        terminalreporter.section("promises and faults of docs/reliability.md")
+    is_short = bool(terminalreporter.config.option.markexpr)  # as in `make test`
+    if found := summary(results) if is_short else lines(results, measured):
+        terminalreporter.section("promises of docs/reliability.md")
+        if is_short:
+            terminalreporter.write_line(
+                "Many tests ran in a short form. `make test-full` runs all, and names the tests."
+            )
         for line in found:
             terminalreporter.write_line(line)

@@ -63,6 +63,18 @@ def without_case(test: str) -> str:
     return test.partition("[")[0]
 
 
+def summary(results: Mapping[str, Counter[str]]) -> list[str]:
+    """The short report: a line for each promise that was tested, with the results of its tests."""
+    shown = []
+    for name, tests in evidence()["promises"].items():
+        counts: Counter[str] = Counter()
+        for test in tests:
+            counts.update(results.get(test, {}))
+        if counts:
+            shown.append(f"{name}  {_in_words(counts)}: {PASS_LINES[name]}")
+    return shown
+
+
 def lines(results: Mapping[str, Counter[str]], measured: Sequence[Measured]) -> list[str]:
     """The report: each promise and fault that was tested, its tests, their results and what they measured.
 
@@ -79,13 +91,16 @@ def lines(results: Mapping[str, Counter[str]], measured: Sequence[Measured]) -> 
             elif section == "promises":
                 missing.append(name)
             for test in tested:
-                counts = ", ".join(f"{count} {result}" for result, count in results[test].items())
                 figures = [one.figures for one in measured if (one.promise, without_case(one.test)) == (name, test)]
-                shown.append(f"      {counts}: {test.removeprefix('tests/')}")
+                shown.append(f"      {_in_words(results[test])}: {test.removeprefix('tests/')}")
                 shown += [f"          {_all_cases(figures)}"] if figures else []
     if shown and missing:
         shown.append(f"promises without a test in this run: {' '.join(missing)}")
     return shown
+
+
+def _in_words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {result}" for result, count in counts.items())
 
 
 def _all_cases(cases: Sequence[dict[str, object]]) -> str:

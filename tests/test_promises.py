@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises import PASS_LINES, Measured, evidence, lines
+from tests.promises import PASS_LINES, Measured, evidence, lines, summary
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
@@ -38,8 +38,18 @@ def test_report_shows_results_and_figures_of_each_tested_promise() -> None:
     assert re.search(r"without a test in this run: W1 W2 W5 .*X5$", report[-1])
 
 
+def test_short_report_has_one_line_for_each_tested_promise() -> None:
+    results = {FAULTS: Counter(passed=2, skipped=1), CRASH: Counter(failed=1), "tests/a.py::test_x": Counter(passed=1)}
+    assert summary(results) == [
+        f"W3  1 failed: {PASS_LINES['W3']}",
+        f"W4  2 passed, 1 skipped: {PASS_LINES['W4']}",
+        f"D2  1 failed: {PASS_LINES['D2']}",
+    ]
+
+
 def test_report_is_empty_without_a_test_of_a_promise() -> None:
-    assert lines({"tests/a.py::test_x": Counter(passed=1)}, []) == []
+    results = {"tests/a.py::test_x": Counter(passed=1)}
+    assert lines(results, []) == summary(results) == []
 
 
 @cache
