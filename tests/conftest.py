@@ -107,7 +107,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("promises of docs/reliability.md")
         if is_short:
             terminalreporter.write_line(
-                "Many tests ran in a short form. `make test-full` runs all, and names the tests."
+                "Each line has the results of this run, and what the whole test shows. Many tests ran in a short form; "
+                "`make test-full` runs all of them and names them."
             )
         for line in found:
             terminalreporter.write_line(line)
